@@ -11,6 +11,8 @@ SandboxError
  |- SandboxStartError             a sandbox did not start                            retryable
  |   `- NoProcessError            no process left for a program; also a LimitExceededError ("processes")
  |- SandboxClosedError            the sandbox was closed, or ended by itself
+ |- SandboxPauseError             a sandbox could not be paused, and runs
+ |- SandboxResumeError            a paused sandbox could not be resumed                 retryable
  |- SessionDiedError              a bash or Python session ended under a command     retryable
  |- LimitExceededError            memory, processes, disk, lifetime, output or time; see `limit`
  `- SandboxFileError              a file operation inside the sandbox failed
@@ -114,6 +116,22 @@ class SandboxClosedError(SandboxError):
 
     code = "sandbox_closed"
     default_hint = "start a new sandbox"
+
+
+class SandboxPauseError(SandboxError):
+    """A sandbox was not paused as it should have been. It runs, and can be used."""
+
+    code = "sandbox_pause"
+
+
+class SandboxResumeError(SandboxError):
+    """A paused sandbox cannot be resumed, so that nothing can run in it; `close` ends it."""
+
+    code = "sandbox_resume"
+    retryable = True
+    default_hint = (
+        "look at the control groups of this host; `sandboxes.pause_seconds = 0` pauses no more sandboxes"
+    )
 
 
 class SessionDiedError(SandboxError):

@@ -8,12 +8,17 @@ command would wait for everything else on the host. Sandboxes that never rest yi
 import os
 import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sandboxes.errors import SandboxStartError
+
+Pausing = Literal["none", "processes", "files", "memory"]
+"""How far a sandbox can be paused. "none": not at all. "processes": everything inside stops. "files": the host also
+gets back the memory that caches files. "memory": it gets back all of the memory, since it has swap."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000
@@ -23,6 +28,11 @@ SPARE_PROCESSES = 16
 """Processes above the limit after the start, with which the control shell can fork despite a fork bomb."""
 REMOVE_SECONDS = 2.0
 READ_SIZE = 4096
+SWAPS = Path("/proc/swaps")
+RECLAIMS = ("memory.reclaim", "memory.force_empty")
+"""The files that take memory from a group: in version 2 as much as is written to it, in version 1 all they can."""
+RECLAIM_BYTES = 64 << 20
+"""How much is taken at once; in between, the sandbox may be used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,29 @@ class ControlGroup:
         if cpu := self.folders.get("cpu"):
             _write(cpu / "cpu.idle", int(yields))
 
+    def reclaim(self, goes_on: Callable[[], bool]) -> int:
+        """Give back memory for as long as `goes_on`; return how many bytes. It blocks.
+
+        Raises:
+            OSError: The group is gone.
+        """
+        memory = self.folders["memory"]
+        usage = _first_existing(memory, "memory.current", "memory.usage_in_bytes")
+        taker, swap = _first_existing(memory, *RECLAIMS), memory / "memory.swap.max"
+        before = left = int(usage.read_text())
+        allowed = swap.read_text().strip() if swap.exists() else ""
+        if allowed:  # while it runs, a sandbox may use no swap
+            _write(swap, (memory / "memory.max").read_text().strip())
+        with suppress(OSError):  # less than that could be taken
+            while goes_on():
+                _write(taker, RECLAIM_BYTES)
+                left, last = int(usage.read_text()), left
+                if left >= last:
+                    break
+        if allowed:
+            _write(swap, allowed)
+        return max(0, before - int(usage.read_text()))
+
     def file(self, controller: str, *names: str) -> "ControlGroupFile | None":
         """Open the first of a controller's files that exists, for repeated reading; None if there is none."""
         folder = self.folders.get(controller)
@@ -142,8 +175,10 @@ class ControlGroupFile:
 class ControlGroups:
     """The places where this process may make control groups, determined once."""
 
-    def __init__(self, parents: dict[str, Path]) -> None:
+    def __init__(self, parents: dict[str, Path], pausing: Pausing = "none") -> None:
         self._parents = parents
+        self.pausing = pausing
+        """How far a sandbox in a group made here can be paused."""
 
     @property
     def enforced(self) -> frozenset[str]:
@@ -186,13 +221,29 @@ def find_control_groups(root: Path = CGROUPS, own: str | None = None) -> Control
         for controller in controllers.split(","):
             by_controller[controller] = path.lstrip("/")
     if (root / "cgroup.controllers").exists():
-        return ControlGroups(_unified_parents(root / by_controller.get("", "")))
+        return _with_freezer(_unified_parents(root / by_controller.get("", "")), None)
     parents = {}
     for controller in ("memory", "pids", "cpu", "cpuacct"):
         folder = root / controller / by_controller.get(controller, "")
         if controller in by_controller and _can_make(folder):
             parents[controller] = folder.resolve()  # "cpu" and "cpuacct" are often links to one hierarchy
-    return ControlGroups(parents)
+    return _with_freezer(parents, root / "unified" / by_controller.get("", ""))
+
+
+def _with_freezer(parents: dict[str, Path], beside: Path | None) -> ControlGroups:
+    """Return the places with that of the freezer of version 2, beside version 1 if that has the others.
+
+    What the freezer of version 1 has stopped cannot be killed.
+    """
+    memory = parents.get("memory")
+    freezer = beside or memory
+    if freezer is None or "cgroup.freeze" not in (_files_of_group(freezer) or ()):
+        return ControlGroups(parents)
+    pausing: Pausing = "processes"
+    if memory is not None and not set(RECLAIMS).isdisjoint(_files_of_group(memory) or ()):
+        has_swap = SWAPS.exists() and len(SWAPS.read_text().splitlines()) > 1
+        pausing = "memory" if has_swap else "files"
+    return ControlGroups({**parents, "freezer": freezer.resolve()}, pausing)
 
 
 def _unified_parents(own: Path) -> dict[str, Path]:
@@ -221,13 +272,19 @@ def _delegates(control: Path, *controllers: str) -> bool:
 
 
 def _can_make(folder: Path) -> bool:
-    probe = folder / f"rollout-probe-{time.monotonic_ns()}"
+    return _files_of_group(folder) is not None
+
+
+def _files_of_group(parent: Path) -> frozenset[str] | None:
+    """Return the names of the kernel's files in a group below this one; None if none can be made."""
+    probe = parent / f"rollout-probe-{time.monotonic_ns()}"
     try:
         probe.mkdir()
+        found = frozenset(path.name for path in probe.iterdir())
         probe.rmdir()
     except OSError:
-        return False
-    return True
+        return None
+    return found
 
 
 def _first_existing(folder: Path, *names: str) -> Path:
