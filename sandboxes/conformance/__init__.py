@@ -15,6 +15,7 @@ from sandboxes.conformance import (
     image,
     isolation,
     lifecycle,
+    pausing,
     programs,
     python,
     snapshots,
@@ -31,6 +32,7 @@ CHECKS: tuple[Check, ...] = (
     *exports.CHECKS,
     *lifecycle.CHECKS,
     *snapshots.CHECKS,
+    *pausing.CHECKS,
     *isolation.CHECKS,
 )
 """All checks, in the order in which they run."""

@@ -34,6 +34,7 @@ from sandboxes.contract.values import (
     Snapshot,
     SweepReport,
 )
+from sandboxes.limits.cgroups import Pausing
 
 __all__ = [
     "DEFAULT_FILE_LIMIT",
@@ -48,6 +49,7 @@ __all__ = [
     "ExecResult",
     "FileEntry",
     "Network",
+    "Pausing",
     "PythonErrorInfo",
     "PythonResult",
     "PythonSession",

@@ -8,9 +8,17 @@ from types import TracebackType
 from typing import Self
 
 from sandboxes.contract.sessions import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashSession, PythonSession
-from sandboxes.contract.values import ExecResult, FileEntry, SandboxInfo, SandboxSpec, Snapshot, SweepReport
+from sandboxes.contract.values import (
+    ExecResult,
+    FileEntry,
+    SandboxInfo,
+    SandboxSpec,
+    Snapshot,
+    SweepReport,
+)
 from sandboxes.egress.messages import EgressCounts
 from sandboxes.errors import LimitExceededError, SandboxConfigError
+from sandboxes.limits.cgroups import Pausing
 
 DEFAULT_FILE_LIMIT = 16 * 1024 * 1024
 DEFAULT_TREE_LIMIT = 1024 * 1024 * 1024
@@ -293,6 +301,24 @@ class Sandbox(ABC):
         """
         raise SandboxConfigError("this provider takes no snapshots of sandboxes")
 
+    async def pause(self) -> bool:
+        """Stop everything inside until the sandbox is used again; return whether it is stopped.
+
+        It is not if a call or a program is under way or begins meanwhile, or if the sandbox `listens`. Every call of
+        it or of its sessions, except `list_running`, `responds` and `reclaim`, lets it go on first; so do `close` and
+        the end of its lifetime. Programs in the background stop too, and find that time has passed.
+
+        Raises:
+            SandboxConfigError: Sandboxes cannot be paused here; see `SandboxProvider.pausing`.
+            SandboxPauseError: It was not stopped.
+            SandboxClosedError: The sandbox is closed or has ended.
+        """
+        raise SandboxConfigError("this provider cannot pause sandboxes")
+
+    async def reclaim(self) -> int:
+        """Give the host what it can get of a paused sandbox's memory; return how many bytes. Contents are kept."""
+        return 0
+
     @abstractmethod
     async def close(self) -> None:
         """End everything inside and remove the sandbox's resources.
@@ -329,6 +355,11 @@ class SandboxProvider(ABC):
         """The limits that hold here for a whole sandbox: "memory", "processes", "cpus", "disk", and "users" for
         resources that the kernel counts by user of the host."""
         return frozenset()
+
+    @property
+    def pausing(self) -> Pausing:
+        """How far `Sandbox.pause` and `Sandbox.reclaim` work here."""
+        return "none"
 
     async def takes_snapshots(self, spec: SandboxSpec) -> bool:  # noqa: ARG002 - a working default: none
         """Return whether sandboxes of this specification can become snapshots here."""

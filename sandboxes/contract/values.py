@@ -171,8 +171,8 @@ class SandboxInfo:
     pid: int | None
     """The launcher's process on the host."""
 
-    state: Literal["in_use", "warm"] = "in_use"
-    """A warm sandbox waits in a pool and belongs to nobody yet."""
+    state: Literal["in_use", "paused", "warm"] = "in_use"
+    """A warm sandbox waits in a pool and belongs to nobody yet; in a paused one nothing runs until it is used."""
 
 
 @dataclass(frozen=True, slots=True)

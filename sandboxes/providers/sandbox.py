@@ -20,7 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import anyio
@@ -48,6 +48,7 @@ from sandboxes.errors import (
     SessionDiedError,
 )
 from sandboxes.host.processes import FirstProcess, children_of, command_line, descendants_of
+from sandboxes.limits.freezer import Freezer
 from sandboxes.limits.violations import LimitMonitor, LimitViolations
 from sandboxes.reclaim.host_resources import LauncherResources
 from sandboxes.runtime.control import ControlShell
@@ -103,6 +104,7 @@ class ControlledSandbox(Sandbox):
         self._env = {**launched.env, **spec.env}
         self._closing = False
         self._closed = anyio.Event()
+        self._freezer = Freezer(launched.monitor.group)
         self._lifetime_error: LimitExceededError | None = None
         """The limit that ended the whole sandbox."""
         seen = LimitViolations(launched.monitor), LimitViolations(launched.monitor)
@@ -112,6 +114,7 @@ class ControlledSandbox(Sandbox):
             env=self._env,
             violations=seen[0],
             explain=partial(self._explain, seen[0]),
+            freezer=self._freezer,
         )
         self._kernel = KernelSession(
             launched.control,
@@ -123,13 +126,14 @@ class ControlledSandbox(Sandbox):
             start_timeout=launched.start_timeout,
             violations=seen[1],
             explain=partial(self._explain, seen[1]),
+            freezer=self._freezer,
         )
         self._files = Files(self._run_script, self._stream, self._feed, self.resolve)
         self._under_way = 0
         self._at_rest = anyio.Event()
         self._lifetime: asyncio.TimerHandle | None = None
         self.begin_lifetime()
-        self.info = SandboxInfo(
+        self._info = SandboxInfo(
             id=launched.id,
             label=spec.label,
             image=launched.image,
@@ -137,6 +141,11 @@ class ControlledSandbox(Sandbox):
             started_at=time.time(),
             pid=launched.resources.pid,
         )
+
+    @property
+    def info(self) -> SandboxInfo:
+        """The record for operators."""
+        return replace(self._info, state="paused") if self._freezer.frozen else self._info
 
     @property
     def id(self) -> str:
@@ -161,13 +170,15 @@ class ControlledSandbox(Sandbox):
 
     @property
     def pid(self) -> int | None:
-        return self.info.pid
+        return self._info.pid
 
     @property
     def interpreter(self) -> str:
         return self._launched.python
 
     async def responds(self, seconds: float) -> bool:
+        if self._freezer.frozen:
+            return self.healthy
         with anyio.move_on_after(seconds), suppress(SandboxError):
             await self._launched.control.wait_until_done()
             return True
@@ -327,6 +338,13 @@ class ControlledSandbox(Sandbox):
         await self.close()
         return snapshot
 
+    async def pause(self) -> bool:
+        self._refuse_if_ended()
+        return False if self._spec.listens else await self._freezer.freeze()
+
+    async def reclaim(self) -> int:
+        return await self._freezer.reclaim()
+
     async def close(self) -> None:
         with anyio.CancelScope(shield=True):
             if self._closing:
@@ -336,6 +354,7 @@ class ControlledSandbox(Sandbox):
             self._end_lifetime()
             try:
                 self._launched.control.close()
+                self._freezer.close()
                 self._launched.monitor.close()
                 await self._launched.resources.release()
                 await self._drain()
@@ -363,7 +382,8 @@ class ControlledSandbox(Sandbox):
         self._refuse_if_ended()
         self._under_way += 1
         try:
-            yield
+            with self._freezer:
+                yield
         except SandboxStartError as error:
             if self._launched.monitor.is_reached("processes"):
                 raise self._launched.monitor.make_error("processes") from error
@@ -394,6 +414,7 @@ class ControlledSandbox(Sandbox):
         )
         self._launched.monitor.record("lifetime")
         self._launched.control.close()
+        self._freezer.close()
 
     def _make_ended_error(self) -> SandboxError:
         if self._lifetime_error is not None:

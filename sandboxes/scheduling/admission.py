@@ -21,7 +21,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from sandboxes.scheduling.pressure import HoldReason, HostMetrics, PressureController
+from sandboxes.scheduling.pressure import HoldReason, HostMetrics, PressureController, Resource
 
 log = structlog.get_logger(__name__)
 
@@ -84,6 +84,7 @@ class AdmissionController:
         self._period = period
         self._used = dict.fromkeys(Purpose, 0)
         self._queues: dict[Purpose, deque[_QueuedStart]] = {purpose: deque() for purpose in Purpose}
+        self._changed = anyio.Event()
         self.host_metrics: HostMetrics | None = None
         """The last reading."""
 
@@ -106,6 +107,11 @@ class AdmissionController:
     def pressure_reasons(self) -> tuple[HoldReason, ...]:
         """The host's resources that are under too much pressure."""
         return self._controller.decision.hold_reasons
+
+    async def wait_until_short(self, resource: Resource) -> None:
+        """Wait until a resource of the host is under too much pressure."""
+        while not any(hold.resource == resource for hold in self.pressure_reasons):
+            await self._changed.wait()
 
     @property
     def hold_reasons(self) -> tuple[HoldReason, ...]:
@@ -188,6 +194,9 @@ class AdmissionController:
             log.warning("sandbox starts throttled", why=texts, target=decision.target, in_use=self.used)
         elif before and not after:
             log.info("sandbox starts no longer throttled", target=decision.target, in_use=self.used)
+        if after != before:
+            self._changed.set()
+            self._changed = anyio.Event()
         self._admit_waiting()
 
     def _may_admit(self, purpose: Purpose) -> bool:

@@ -25,7 +25,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from sandboxes.config import WarmPoolConfig
-from sandboxes.contract import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
+from sandboxes.contract import Pausing, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
 from sandboxes.egress.messages import EgressCounts
 from sandboxes.errors import SandboxError, SandboxStartError
 from sandboxes.sessions.serial_session import open_sessions
@@ -163,6 +163,10 @@ class WarmPool(SandboxProvider):
             async with anyio.create_task_group() as ends:
                 while self._warm:
                     ends.start_soon(self._end, self._warm.pop())
+
+    @property
+    def pausing(self) -> Pausing:
+        return self._provider.pausing
 
     async def takes_snapshots(self, spec: SandboxSpec) -> bool:
         return await self._provider.takes_snapshots(spec)

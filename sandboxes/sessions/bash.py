@@ -256,14 +256,15 @@ class ShellSession(SerialSession[_Shell], BashSession):
             raise ValueError("a command must not contain NUL characters")
         if timeout <= 0 or output_limit <= 0:
             raise ValueError("timeout and output_limit must be positive")
-        async with self._lock:
-            await self.open()
-            output = OutputBuffer(output_limit)
-            try:
-                return await self._run(command, timeout, output)
-            except BaseException:
-                self.discard()  # cancelled or dead: its work must not continue under the next command
-                raise
+        with self._freezer:
+            async with self._lock:
+                await self.open()
+                output = OutputBuffer(output_limit)
+                try:
+                    return await self._run(command, timeout, output)
+                except BaseException:
+                    self.discard()  # cancelled or dead: its work must not continue under the next command
+                    raise
 
     async def _run(self, command: str, timeout: float, output: OutputBuffer) -> BashResult:
         if (shell := self._process) is None:

@@ -14,6 +14,7 @@ import zmq
 
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, PythonResult, PythonSession
 from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
+from sandboxes.limits.freezer import Freezer
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import ControlShell
 from sandboxes.sessions.kernel import PROGRAM, Cell, Kernel, KernelPaths, make_connection_info
@@ -40,8 +41,9 @@ class KernelSession(SerialSession[Kernel], PythonSession):
         start_timeout: float,
         violations: LimitViolations,
         explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
+        freezer: Freezer,
     ) -> None:
-        super().__init__(control, cwd=cwd, env=env, violations=violations, explain=explain)
+        super().__init__(control, cwd=cwd, env=env, violations=violations, explain=explain, freezer=freezer)
         self._paths = paths
         self._argv = (python, "-Xfrozen_modules=on", f"{paths.files_inside}/{PROGRAM_INSIDE}")
         self._context = context
@@ -98,21 +100,22 @@ class KernelSession(SerialSession[Kernel], PythonSession):
     ) -> PythonResult:
         if timeout <= 0 or output_limit <= 0:
             raise ValueError("timeout and output_limit must be positive")
-        async with self._lock:
-            await self.open()
-            cell = Cell(output_limit)
-            try:
-                self._running = True
-                return await self._execute(code, timeout, cell)
-            except SessionDiedError as error:
-                self.discard()
-                error.output = cell.output.text()
-                raise await self._explain(error) from None
-            except BaseException:
-                self.discard()
-                raise
-            finally:
-                self._running = False
+        with self._freezer:
+            async with self._lock:
+                await self.open()
+                cell = Cell(output_limit)
+                try:
+                    self._running = True
+                    return await self._execute(code, timeout, cell)
+                except SessionDiedError as error:
+                    self.discard()
+                    error.output = cell.output.text()
+                    raise await self._explain(error) from None
+                except BaseException:
+                    self.discard()
+                    raise
+                finally:
+                    self._running = False
 
     async def _execute(self, code: str, timeout: float, cell: Cell) -> PythonResult:
         if (kernel := self._process) is None:

@@ -12,6 +12,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from sandboxes.contract import Sandbox, SessionName
 from sandboxes.errors import FileMissingError, SandboxError, SessionDiedError
+from sandboxes.limits.freezer import Freezer
 from sandboxes.limits.token_bucket import TokenBucket
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import ControlShell
@@ -46,6 +47,7 @@ class SerialSession(ABC, Generic[P]):
         env: Mapping[str, str],
         violations: LimitViolations,
         explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
+        freezer: Freezer,
     ) -> None:
         """`explain` returns the cause of a death if the sandbox knows one, such as its memory limit."""
         self._control = control
@@ -53,6 +55,7 @@ class SerialSession(ABC, Generic[P]):
         self._env = env
         self._violations = violations
         self._explain = explain
+        self._freezer = freezer
         self._lock = asyncio.Lock()  # every call takes it, and anyio's costs as much as the rest of a command
         self._restarts = restart_limiter()
         self._process: P | None = None
@@ -101,9 +104,10 @@ class SerialSession(ABC, Generic[P]):
 
     async def restart(self) -> None:
         """End the process and everything it started, then start a new one."""
-        async with self._lock:
-            self.discard()
-            await self.open()
+        with self._freezer:
+            async with self._lock:
+                self.discard()
+                await self.open()
 
     def discard(self) -> None:
         """Kill the process and its group, without waiting. Idempotent."""

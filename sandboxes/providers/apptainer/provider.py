@@ -19,7 +19,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from sandboxes.config import ApptainerConfig, default_cache, parse_user_range
-from sandboxes.contract import DEFAULT_WORKDIR, Bind, SandboxSpec
+from sandboxes.contract import DEFAULT_WORKDIR, Bind, Pausing, SandboxSpec
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import ImageNotFoundError, ProviderUnavailableError, SandboxConfigError
 from sandboxes.host.facts import INSTALL_HINT, find_apptainer
@@ -104,6 +104,10 @@ class ApptainerProvider(HostProvider):
 
     def groups(self) -> ControlGroups:
         return self._groups
+
+    @property
+    def pausing(self) -> Pausing:
+        return self._groups.pausing
 
     @property
     def enforced(self) -> frozenset[str]:

@@ -57,6 +57,10 @@ async def main():
     elif sys.argv[3] == "bomb":
         sandbox = await provider.start(SandboxSpec(max_processes=64))
         await (await sandbox.bash()).run("bomb() { bomb | bomb & }; bomb", timeout=1)
+    elif sys.argv[3] == "paused":
+        for _ in range(2):
+            sandbox = await start(provider)
+            assert provider.pausing == "none" or await sandbox.pause()
     elif sys.argv[3] == "snapshot":
         snapshot = await (await start(provider)).snapshot()
         await provider.start(SandboxSpec(snapshot=snapshot))
@@ -272,6 +276,21 @@ async def test_kill_9_while_a_sandbox_is_full_of_forks(run, start_owner):
     await anyio.to_thread.run_sync(owner.until, "ready")
     name = owner.name
     owner.kill()
+    await gone(run, name)
+
+
+@pytest.mark.parametrize("spares_guard", [True, False])
+async def test_kill_9_of_a_service_whose_sandboxes_are_paused(run, start_owner, provider, spares_guard):
+    owner = await anyio.to_thread.run_sync(start_owner, "paused")
+    await anyio.to_thread.run_sync(owner.until, "ready")
+    name = owner.name
+    if not spares_guard:
+        owner.process.send_signal(signal.SIGSTOP)
+        for guard in owner.guards():
+            guard.kill()
+    owner.kill()
+    if not spares_guard:
+        assert (await provider.sweep()).failures == ()
     await gone(run, name)
 
 
