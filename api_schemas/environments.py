@@ -58,6 +58,8 @@ class EnvironmentSandbox(WireModel):
     """The bytes that may be written, in the format of `memory`; null means the provider's default."""
     lifetime: float | None
     """The seconds after which the sandbox ends; null means that it lives as long as its rollout."""
+    pause: bool = True
+    """Whether it may be paused while its agent waits for the engine."""
     env: dict[str, str]
     """Environment variables."""
     requires: list[str] = []

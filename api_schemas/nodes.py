@@ -106,6 +106,9 @@ class NodeView(WireModel):
     """The provider that starts the sandboxes, such as `apptainer`."""
     enforced: list[str]
     """The limits that this node enforces on a sandbox as a whole."""
+    pausing: Literal["none", "processes", "files", "memory"] = "none"
+    """How far a sandbox can be paused here: not at all, its processes, also the memory that caches files, or all of its
+    memory, to swap."""
     live: int
     """Sandboxes that are alive, including those about to end."""
     in_use: int
@@ -222,5 +225,6 @@ class SandboxView(WireModel):
     """The start as Unix time."""
     pid: int | None
     """The id of the launcher's process on the host."""
-    state: Literal["in_use", "warm"]
-    """The state of the sandbox; a warm one waits in a pool and does not belong to a rollout yet."""
+    state: Literal["in_use", "paused", "warm"]
+    """The state of the sandbox. A warm one waits in a pool and does not belong to a rollout yet. Nothing runs in a
+    paused one until its rollout uses it again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from types import TracebackType
@@ -350,6 +350,8 @@ class Episode:
     checkpoint: Callable[[], Awaitable[None]] | None = None
     """Keeps the artifacts as they are now, to be scored on their own after the agent has ended. It ends the agent's
     processes. None unless the environment is scored in a fresh sandbox."""
+    pauses: Callable[[Sandbox | None], AbstractContextManager[object]] = nullcontext
+    """Returns a context for a wait of the agent, in which a sandbox may be paused until its next use."""
     subagents: SubagentHost | None = None
     """The host of sub-agents; None unless the environment has them (`EnvironmentSpec.parallel`), and in a trial."""
     nodes: list[AgentNode] = field(default_factory=list)

@@ -71,6 +71,7 @@ class Node:
         metrics.watch_sandboxes(
             {
                 "in_use": lambda: admission.used,
+                "paused": lambda: sum(info.state == "paused" for info in provider.live()),
                 "warm": lambda: pool.warm,
                 "waiting": lambda: admission.waiting,
                 "target": lambda: admission.target,
@@ -107,6 +108,7 @@ class Node:
             memory_bytes=metrics.memory_total if metrics else None,
             provider=self.pool.name,
             enforced=sorted(self.pool.enforced),
+            pausing=self.pool.pausing,
             live=len(self.pool.live()),
             in_use=admission.used,
             warm=self.pool.warm,

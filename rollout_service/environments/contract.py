@@ -112,6 +112,9 @@ class SandboxSettings(EnvironmentSettings):
     """The bytes that may be written, in the form of `memory`; None is the provider's default."""
     lifetime: float | None = Field(None, gt=0)
     """Seconds after which the sandbox ends, whatever it is doing; None: it lives as long as its rollout."""
+    pause: bool = True
+    """Whether the sandbox may be paused, with all programs in the background, while the built-in agent waits long for
+    the engine (`[sandboxes] pause_seconds` of the settings). One with an agent or a server of its own never is."""
     env: dict[str, str] = {}
     """Variables of every process; anyone who may read the API sees them."""
     secrets: Secrets = Field({}, exclude=True)

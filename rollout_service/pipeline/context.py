@@ -13,6 +13,7 @@ from rollout_service.gateway.gateway import Gateway
 from rollout_service.judging.contract import Judge, TextSampler
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.fair_slots import DEFAULT_SUBAGENT_SLOTS, FairSlots
+from rollout_service.pipeline.pauses import Pauser
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.shared_setup import SharedSetups
 from rollout_service.pipeline.stage import StageLimiter
@@ -41,6 +42,8 @@ class EpisodeContext:
     max_attempts: int
     setups: SharedSetups | None = None
     """The setups that rollouts share; None if each prepares its own, as in a trial."""
+    pauser: Pauser | None = None
+    """Pauses sandboxes; None if they always run, as in a trial."""
     policies: PolicyServing | None = None
     """Opens the conversations of sub-agents; None in a trial without engines."""
     judge: Judge | None = None

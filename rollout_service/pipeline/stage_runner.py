@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -139,7 +139,7 @@ class StageRunner:
     async def _init(self) -> Episode:
         spec, limits = self._environment.spec, self.limits
         purpose = Purpose.AGENT if spec.image is not None else None
-        clock = WorkClock()
+        clock, pauser = WorkClock(), self._context.pauser
         async with self._stage(self._context.stages.init, limits.init_seconds, purpose, clock) as timer:
             self.hidden |= self._context.sandboxes.secrets.check(spec)
             policy = await self._policy.open(self._environment.tool_definitions(), self.hidden)
@@ -152,6 +152,7 @@ class StageRunner:
                 judge=self._context.judge,
                 sampler=self._context.sampler,
                 subagents=self._subagents,
+                pauses=pauser.waiting if pauser is not None and spec.sandbox.pause else nullcontext,
                 clock=self._turns.clock,
                 hidden=self.hidden,
             )

@@ -64,6 +64,9 @@ class SandboxesSettings(Section):
     ceiling: int | None = Field(None, ge=2)
     """The most sandboxes alive at once, warm ones included; one is reserved for graders. Left out, as many as the
     stages can hold."""
+    pause_seconds: float = Field(60.0, ge=0)
+    """How long the built-in agent waits for the engine before its sandbox is paused until its next use; 0 pauses none.
+    Background programs stop meanwhile; `[sandbox] pause = false` of an environment lets them run."""
     warm: WarmPoolConfig = WarmPoolConfig()
     pressure: PressureConfig = PressureConfig()
 

@@ -172,6 +172,7 @@ class Branch:
             limits=self._limits(),
             policy=policy,
             sandbox=sandbox,
+            pauses=parent.pauses,
             limit_violations=parent.limit_violations,
             state={} if settings.sandbox == "own" else parent.state,
         )

@@ -35,7 +35,8 @@ async def sample_turn(episode: Episode, messages: list[Message]) -> PolicyTurn |
     if tokens_left < 1:
         return StopReason.MAX_TOKENS
     try:
-        turn = await policy.respond(messages, max_tokens=min(limits.max_turn_tokens, tokens_left))
+        with episode.pauses(episode.sandbox):
+            turn = await policy.respond(messages, max_tokens=min(limits.max_turn_tokens, tokens_left))
     except ContextFullError:
         return StopReason.CONTEXT_FULL
     episode.answer = turn.message.content or None

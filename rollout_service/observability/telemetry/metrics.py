@@ -98,6 +98,15 @@ RUN_PROBLEMS: Final = MetricSpec(
 TOKENS: Final = MetricSpec(
     "rollout_tokens_total", "Tokens, by kind", ("kind",), known=tuple((kind,) for kind in TOKEN_KINDS)
 )
+PAUSES: Final = MetricSpec(
+    "rollout_sandbox_pauses_total",
+    "Sandboxes that were paused while their agent waited for the engine, or could not be",
+    ("outcome",),
+    known=(("paused",), ("failed",)),
+)
+RECLAIMED: Final = MetricSpec(
+    "rollout_sandbox_reclaimed_bytes_total", "Memory of paused sandboxes that the host got back"
+)
 TURNS: Final = MetricSpec("rollout_turns_total", "Turns of the policy")
 REFUSED_CONNECTIONS: Final = MetricSpec(
     "rollout_http_refused_connections_total",
@@ -123,6 +132,8 @@ COUNTERS: Final = (
     LOST_LEASES,
     REFILL_FAILURES,
     SHARED_SETUPS,
+    PAUSES,
+    RECLAIMED,
     HOLDS,
     LIMIT_VIOLATIONS,
     RUN_PROBLEMS,
@@ -146,7 +157,8 @@ STAGE_LIMIT: Final = MetricSpec(
 )
 SANDBOXES: Final = MetricSpec(
     "rollout_sandboxes",
-    "Sandboxes: in_use, warm, waiting to be started, target at this pressure, ceiling, lingering when closed",
+    "Sandboxes: in_use, paused among these, warm, waiting to be started, target at this pressure, ceiling, "
+    "lingering when closed",
     ("state",),
 )
 CONNECTIONS: Final = MetricSpec(
@@ -301,6 +313,14 @@ class Metrics:
     def count_shared_setup(self, was_made: bool) -> None:
         """Count a sandbox that starts from prepared files, which were made before or are new."""
         self._counters[SHARED_SETUPS].labels("reused" if was_made else "made").inc()
+
+    def count_pause(self, outcome: str) -> None:
+        """Count a sandbox that was paused, or could not be."""
+        self._counters[PAUSES].labels(outcome).inc()
+
+    def count_reclaimed(self, size: int) -> None:
+        """Count memory of a paused sandbox that was given back."""
+        self._counters[RECLAIMED].inc(size)
 
     def count_limit_violation(self, limit: str) -> None:
         """Count a sandbox limit that an agent's code reached."""

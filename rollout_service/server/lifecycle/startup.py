@@ -30,6 +30,7 @@ from rollout_service.observability.tracing.otel.setup import tracing
 from rollout_service.observability.tracing.steps import StepArchive, StepWriter
 from rollout_service.pipeline.context import AttemptContext, Stages
 from rollout_service.pipeline.fair_slots import FairSlots
+from rollout_service.pipeline.pauses import Pauser
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.settlement import ClaimRules
 from rollout_service.pipeline.shared_setup import SharedSetups
@@ -186,6 +187,8 @@ async def open_attempts(
     admission = foundation.node.admission
     setups = SharedSetups(lambda: bool(admission.pressure_reasons), metrics.count_shared_setup)
     await stack.enter_async_context(setups.running())
+    pauser = Pauser(settings.sandboxes.pause_seconds, admission, metrics)
+    pausing = pauser.running(foundation.node.pool.pausing)
     context = AttemptContext(
         owner=foundation.owner,
         store=store,
@@ -195,6 +198,7 @@ async def open_attempts(
         policies=engines.serving,
         admission=admission,
         setups=setups,
+        pauser=await stack.enter_async_context(pausing),
         metrics=metrics,
         max_attempts=settings.pipeline.max_attempts,
         turn_writer=await _open_turn_writer(stack, foundation) if settings.pipeline.resume else None,

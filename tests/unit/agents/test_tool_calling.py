@@ -1,5 +1,8 @@
 """The built-in agent gives the true reason to stop, keeps results in order, and tells mistakes from failures."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import anyio
 import pytest
 from hypothesis import given, settings
@@ -80,6 +83,23 @@ async def test_it_answers_after_its_calls():
     tool_messages = [message for message in played.policy.messages if message.role == "tool"]
     assert [message.tool_call_id for message in tool_messages] == ["call-0", "call-1"]
     assert played.tool_calls == 2
+
+
+async def test_a_sandbox_may_be_paused_during_each_turn_and_no_call():
+    recorder = Recorder()
+    played = episode([turn("", call("log", text="a")), "Done."])
+    played.sandbox = SimpleNamespace(id="s")
+
+    @contextmanager
+    def pauses(sandbox):
+        assert sandbox is played.sandbox
+        recorder.events.append("waits")
+        yield
+        recorder.events.append("goes on")
+
+    played.pauses = pauses
+    await ToolCallingAgent(recorder.tools).run(played, TASK)
+    assert recorder.events == ["waits", "goes on", "+a", "-a", "waits", "goes on"]
 
 
 async def test_finish_ends_the_agent_and_later_calls_are_not_run():

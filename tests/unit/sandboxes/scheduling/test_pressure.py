@@ -21,6 +21,7 @@ from sandboxes.scheduling.pressure import (
     DiskSpace,
     HostMetrics,
     PressureController,
+    Resource,
     measure_pressure,
     memory_reserve,
 )
@@ -330,6 +331,26 @@ async def test_the_pressure_is_followed_while_it_runs():
             tickets = [await it.admit(Purpose.AGENT) for _ in range(20)]
     assert len(tickets) == 20
     assert it.host_metrics == CALM
+
+
+async def test_a_resource_that_gets_short_is_waited_for():
+    it = make_admission(50)
+    short: list[str] = []
+
+    async def wait(resource: Resource) -> None:
+        await it.wait_until_short(resource)
+        short.append(resource)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait, "memory")
+        tasks.start_soon(wait, "disk")
+        for metrics, found in ((CALM, []), (BUSY, []), (FULL, ["memory"]), (CALM, ["memory"])):
+            it.observe(metrics)
+            await anyio.wait_all_tasks_blocked()
+            assert short == found
+        it.observe(FULL)
+        await wait("memory")
+        tasks.cancel_scope.cancel()
 
 
 ACTIONS = st.lists(
