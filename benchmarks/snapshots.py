@@ -1,4 +1,4 @@
-"""Measure snapshots of sandboxes, and what a group of rollouts saves that starts from one.
+"""Measure snapshots of sandboxes, what a group of rollouts saves that starts from one, and pauses.
 
 Run: python benchmarks/snapshots.py [--json FILE] [--quick | --smoke]
 
@@ -14,6 +14,10 @@ are 10,000 of 20 KB (in the small sizes fewer).
   answer of an agent that answers at once; its `init` uses `init_seconds` of a processor. Each
   prepares for itself, or all share. `group_start_ratio` is the second over the first.
 - `group_memory_mb`, `group_memory_shared_mb`: what the prepared files of 16 sandboxes take up in memory.
+- `running_mb`, `paused_mb`: the memory of the processes of a sandbox with a Python session of 100 MB before a pause,
+  and during one that has given memory back; a shared page counts once. The setting `pausing` has the reason: the
+  session's data goes only with `memory`, for which the host needs swap. `given_back_mb` counts the page cache too.
+- `freeze_ms_p50`, `thaw_ms_p50`: how long a pause takes to begin, and by how much it delays the call that ends it.
 - `leftovers`: folders and mounts that are left at the end.
 """
 
@@ -28,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+import psutil
 from common import Options, folder_kept_on_error, report, run
 
 from rollout_service.environments.declarative.environment import load_folder
@@ -38,6 +43,7 @@ from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import ApptainerConfig, Sandbox, SandboxProvider, SandboxSpec, Snapshot, make_provider
 
 CHILDREN = 16
+PAUSE_FIGURES = ("running_mb", "paused_mb", "given_back_mb", "freeze_ms_p50", "thaw_ms_p50")
 FILL = (
     "mkdir -p /workspace/files && cd /workspace/files && head -c 20000 /dev/urandom >0 && "
     "for ((n = 1; n < {files}; n++)); do cp 0 $n; done"
@@ -172,6 +178,41 @@ async def _group(provider: SandboxProvider, folder: Path, plan: Plan, *, shared:
         return time.perf_counter() - begun
 
 
+def _memory_of(sandbox: Sandbox) -> float:
+    """Return the megabytes of memory that the processes of a sandbox take up."""
+    launcher = psutil.Process(sandbox.pid)
+    return sum(process.memory_full_info().pss for process in launcher.children(recursive=True)) / 1e6
+
+
+async def _measure_pauses(provider: SandboxProvider, plan: Plan) -> dict[str, float | None]:
+    if provider.pausing == "none":
+        return dict.fromkeys(PAUSE_FIGURES)
+    async with await provider.start(SandboxSpec(image="base")) as sandbox:
+        bash, python = await sandbox.bash(), await sandbox.python()
+        await python.execute("data = b'x' * 100_000_000")
+        freezes, thaws = [], []
+        for _ in range(10 * plan.times):
+            begun = time.perf_counter()
+            await bash.run(":")
+            running = time.perf_counter()
+            await sandbox.pause()
+            paused = time.perf_counter()
+            await bash.run(":")
+            freezes.append(1000 * (paused - running))
+            thaws.append(1000 * (time.perf_counter() - paused - (running - begun)))
+        running_mb = _memory_of(sandbox)
+        await sandbox.pause()
+        given_back = await sandbox.reclaim() / 1e6
+        found = (
+            running_mb,
+            _memory_of(sandbox),
+            given_back,
+            statistics.median(freezes),
+            statistics.median(thaws),
+        )
+        return dict(zip(PAUSE_FIGURES, found, strict=True))
+
+
 def _left(folder: Path) -> int:
     mounts = Path("/proc/self/mounts").read_text().count(str(folder))
     return mounts + sum(1 for _ in (folder / "run").iterdir())
@@ -182,8 +223,10 @@ async def main(given: Options) -> None:
     plan = given.plan(Plan(10_000, 7, 5, CHILDREN), Plan(3_000, 3, 2, CHILDREN), Plan(50, 1, 1, 2))
     with folder_kept_on_error("snapshots-") as folder:
         async with _provider(folder) as provider:
-            figures = await _measure_snapshots(provider, plan)
+            figures: dict[str, float | None] = dict(await _measure_snapshots(provider, plan))
             figures |= await _measure_children(provider, plan)
+            figures |= await _measure_pauses(provider, plan)
+            pausing = provider.pausing
             alone = await _group(provider, folder / "alone", plan, shared=False)
             together = await _group(provider, folder / "together", plan, shared=True)
         figures |= {
@@ -196,7 +239,7 @@ async def main(given: Options) -> None:
     report(
         "Snapshots",
         given,
-        {"user": "root" if os.geteuid() == 0 else "ordinary", "files": plan.files},
+        {"user": "root" if os.geteuid() == 0 else "ordinary", "files": plan.files, "pausing": pausing},
         figures,
         {"snapshot_ms_p50": "<= 10", "group_start_ratio": "<= 0.15", "leftovers": "0"},
     )
