@@ -61,6 +61,7 @@ class ControlShell:
         self._prefix = tuple(prefix)
         self._other_end = StatusLines(channel.fileno())
         self._replies = StatusLines(answers.fd) if answers else self._other_end
+        self._starting: set[StatusLines] = set()
 
     @property
     def alive(self) -> bool:
@@ -107,6 +108,7 @@ class ControlShell:
                 f"cannot make the pipes of a process: {error}", hint="raise the limit on open files"
             ) from error
         child = Child(self, pipes)
+        self._starting.add(child.status)
         try:
             entries = [f"{name}={value}" for name, value in env.items()]
             await self.send("spawn", token, mode, cwd, str(len(entries)), *entries, *self._prefix, *argv)
@@ -114,6 +116,8 @@ class ControlShell:
         except BaseException:
             child.discard()
             raise
+        finally:
+            self._starting.discard(child.status)
         return child
 
     async def signal(self, group: int, name: str) -> None:
@@ -202,6 +206,8 @@ class ControlShell:
         """Close the host's end, which ends everything inside. Idempotent."""
         self._other_end.close()
         self._replies.close()
+        for status in self._starting:  # pipes that nobody will open
+            status.close()
         if self._answers is not None:
             self._answers.close()
         self._channel.close()

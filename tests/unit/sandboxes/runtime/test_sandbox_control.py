@@ -38,6 +38,20 @@ async def ends(tmp_path: Path) -> AsyncIterator[tuple[ControlShell, socket.socke
         shell.close()
 
 
+async def test_a_program_that_starts_as_the_sandbox_is_closed_is_told_so_at_once(ends):
+    shell, theirs = ends
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+
+            async def start() -> None:
+                with pytest.raises(SandboxClosedError, match="has ended"):
+                    await shell.spawn("run", ["true"], cwd="/", env={})
+
+            tasks.start_soon(start)
+            await anyio.wait_readable(theirs)  # the message has left, and nobody opens the pipes
+            shell.close()
+
+
 def read_all(end: socket.socket) -> bytes:
     end.settimeout(0.2)
     parts = []

@@ -288,7 +288,16 @@ def test_any_frames_are_survived(message):
     assert decode(make_session(), message, "request") is None
 
 
-@pytest.mark.parametrize("part", [b"[" * 100_000, b'{"a":' * 100_000, b"[]", b"null", b""])
+PARTS = {
+    "lists": b"[" * 100_000,
+    "objects": b'{"a":' * 100_000,
+    "list": b"[]",
+    "null": b"null",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 def test_any_part_is_survived(part):
     for place in (-4, -3, -1):
         message = frames("stream", {})
