@@ -8,12 +8,11 @@ from typing import Any
 import anyio
 from prometheus_client import generate_latest
 
-from api_schemas.rollouts import BranchPoint, Rollout, RolloutRequest, Sampling, StopReason
+from api_schemas.rollouts import BranchPoint, Rollout, RolloutRequest, StopReason
 from api_schemas.tasks import Limits, Task
-from api_schemas.trajectories import FinishReason, ForkReason, Message
+from api_schemas.trajectories import ForkReason, Message
 from rollout_service.engines import contract as inference
 from rollout_service.engines.errors import BackendUnreachable
-from rollout_service.engines.serving.session import PolicySession
 from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment, EnvironmentSpec, Replayable
 from rollout_service.environments.registry import EnvironmentRegistry
@@ -22,29 +21,13 @@ from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite.store import SqliteStore
-from rollout_service.tokens import Conversation, ParsedTurn, ToolSpec
+from rollout_service.tokens import ToolSpec
+from tests.support import samples
 from tests.support.attempts import attempt_context
+from tests.support.tokens.characters import STOP, CharRenderer, session
 
-STOP = 1
 SETTINGS = PipelineSettings(retry_seconds=0.01, drain_seconds=0.0, lease_seconds=30)
 Work = Callable[[Episode], Awaitable[StopReason]]
-
-
-@dataclass
-class CharRenderer:
-    """A chat format with one id per character: messages end with 0, the policy's turns with 1."""
-
-    offset: int = 0
-    rereads_history: bool = False
-
-    def render(self, messages, tools=()):
-        return [token + self.offset for message in messages for token in (*map(ord, message.content), 0)]
-
-    def bridge(self, prompt, output, messages, tools=(), history=()):
-        return [*prompt, *output, *self.render(messages)]
-
-    def parse(self, output, prompt, tools, prefix):
-        return ParsedTurn("".join(chr(i) for i in output if i > 1), None, (), closed=STOP in output)
 
 
 @dataclass
@@ -72,16 +55,13 @@ class CountingEngine:
         mark = self.mark if self.sampled >= self.marks_from else ""
         self.sampled += 1
         ids = [*map(ord, f"turn {number}{mark}"), STOP]
-        return inference.Generation(
-            output_ids=ids,
+        return samples.generation(
+            ids,
             logprobs=[-0.1 * (number + 1)] * len(ids),
             versions=[number] * len(ids),
-            finish_reason=FinishReason.STOP,
             prompt_tokens=len(request.input_ids),
             cached_tokens=number,
             kept_kv_versions=frozenset({number}),
-            backend_id="b",
-            engine_seconds=0.0,
         )
 
 
@@ -98,15 +78,7 @@ class Policies:
     async def open(
         self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
     ) -> Policy:
-        return PolicySession(
-            Conversation(self.renderer, tools),  # type: ignore[arg-type]
-            self.engine,
-            affinity=request.rollout_id or "",
-            sampling=Sampling(),
-            stop_token_ids=(STOP,),
-            context_length=10_000,
-            turns=turns,
-        )
+        return session(self.engine, self.renderer, tools=tools, context_length=10_000, turns=turns)
 
     def model(self, pool: str) -> str:
         return pool

@@ -17,3 +17,8 @@ async def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
             if result:
                 return result
             await anyio.sleep(0.002)
+
+
+async def collect(results: list[Any], call: Callable[[], Any]) -> None:
+    """Append the result of a coroutine function, for calls that a task group starts."""
+    results.append(await call())

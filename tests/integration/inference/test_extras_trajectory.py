@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from api_schemas.inference import PauseMode
-from api_schemas.rollouts import RolloutRequest, Sampling, TokenExtras
+from api_schemas.rollouts import RolloutRequest, TokenExtras
 from api_schemas.trajectories import ForkReason, Message, Segment
 from rollout_service.engines.errors import ExtraUnsupported
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
-from rollout_service.engines.serving.session import PolicySession
 from rollout_service.testing import Counting, ScriptedEngine, ScriptedVllm
 from rollout_service.testing.engine_turn import experts, likeliest, prompt_logprob
-from rollout_service.tokens import Conversation, ParsedTurn, check_invariants
+from rollout_service.tokens import check_invariants
+from tests.support.tokens.characters import session
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -24,33 +25,6 @@ ROUTING = (3, 2)
 CONFIG = '{"vocab_size": 512, "num_hidden_layers": 3, "num_experts_per_tok": 2}'
 ALL = TokenExtras(top_logprobs=3, prompt_logprobs=True, routed_experts=True)
 OPTIONS = PoolOptions(slow_start=0.0, probe_interval=0.1)
-
-
-class CharRenderer:
-    """A chat format with one id per character; each message ends with 0."""
-
-    rereads_history = False
-
-    def render(self, messages, tools=()):
-        return [token for message in messages for token in (*map(ord, message.content), 0)]
-
-    def bridge(self, prompt, output, messages, tools=(), history=()):
-        return [*prompt, *output, *self.render(messages)]
-
-    def parse(self, output, prompt, tools, prefix):
-        return ParsedTurn("x" * len(output), None, (), closed=True)
-
-
-def session(pool, exports):
-    return PolicySession(
-        Conversation(CharRenderer(), []),
-        pool,
-        affinity="rollout-1",
-        sampling=Sampling(),
-        stop_token_ids=(),
-        context_length=1000,
-        exports=exports,
-    )
 
 
 def check_figures(segment: Segment) -> None:
@@ -90,7 +64,7 @@ async def test_every_figure_is_that_of_its_token(model, kind, mode):
         view = await pools.register(engine.url)
         assert view.exports == ["prompt_logprobs", "routed_experts", "top_logprobs"]
         engine.latency, pool = 0.3, pools["policy"]
-        policy = session(pool, ALL)
+        policy = session(pool, stop_token_ids=(), exports=ALL)
         for turn in range(3):
 
             async def respond(text=f"question {turn}"):
@@ -99,8 +73,7 @@ async def test_every_figure_is_that_of_its_token(model, kind, mode):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(respond)
                 for version in (2 * turn + 1, 2 * turn + 2):
-                    while not engine.in_flight:
-                        await anyio.sleep(0.005)
+                    await until(lambda: engine.in_flight)
                     await anyio.sleep(0.05)
                     await pool.update_weights(str(model), version, mode)
         trajectory = policy.trajectory()
@@ -114,7 +87,7 @@ async def test_a_new_segment_has_figures_of_its_own(model):
     engine = ScriptedEngine(Counting(512), routing=ROUTING, model_path=model)
     async with engine, Pools(OPTIONS) as pools:
         await pools.register(engine.url)
-        policy = session(pools["policy"], ALL)
+        policy = session(pools["policy"], stop_token_ids=(), exports=ALL)
         await policy.respond([Message(role="user", content="first")], max_tokens=9)
         policy.replace([Message(role="user", content="fist")], ForkReason.HISTORY_EDITED)
         await policy.respond([], max_tokens=7)
@@ -129,7 +102,7 @@ async def test_values_that_were_not_requested_are_none(model):
     engine = ScriptedEngine(Counting(512), routing=ROUTING, model_path=model)
     async with engine, Pools(OPTIONS) as pools:
         await pools.register(engine.url)
-        policy = session(pools["policy"], None)
+        policy = session(pools["policy"], stop_token_ids=())
         await policy.respond([Message(role="user", content="first")], max_tokens=9)
         (segment,) = policy.trajectory().segments
         figures = (segment.top_ids, segment.top_logprobs, segment.prompt_logprobs, segment.routed_experts)
@@ -140,7 +113,7 @@ async def test_an_engine_without_experts_refuses_the_order_typed():
     engine = ScriptedEngine(Counting(512))
     async with engine, Pools(OPTIONS) as pools:
         await pools.register(engine.url)
-        policy = session(pools["policy"], TokenExtras(routed_experts=True))
+        policy = session(pools["policy"], exports=TokenExtras(routed_experts=True))
         with pytest.raises(ExtraUnsupported, match="does not return routed_experts"):
             await policy.respond([Message(role="user", content="first")], max_tokens=9)
 

@@ -23,35 +23,33 @@ from rollout_service.engines.serving.saved_turns import (
     decode,
     encode,
 )
-from rollout_service.engines.serving.session import INLINE_CHARS, PolicySession
+from rollout_service.engines.serving.session import INLINE_CHARS
 from rollout_service.episodes import ContextFullError
-from rollout_service.tokens import Conversation, ParsedTurn, check_invariants
+from rollout_service.tokens import check_invariants
+from tests.support import samples
+from tests.support.tokens import characters
+from tests.support.tokens.characters import STOP, CharRenderer
 
-STOP = 1
 QUESTION = [Message(role="user", content="abc")]
 
 
 @dataclass
-class CharRenderer:
-    """A chat format with one id per character: messages end with 0, the policy's turns with 1."""
+class Watched(CharRenderer):
+    """Records its threads, and can refuse to extend a prompt."""
 
     threads: list[int] = field(default_factory=list)
     refuse: bool = False
-    rereads_history: bool = False
 
     def render(self, messages, tools=()):
         self.threads.append(threading.get_ident())
-        return [token for message in messages for token in (*map(ord, message.content), 0)]
+        return super().render(messages, tools)
 
     def count_if_over(self, texts, most):
         tokens = sum(map(len, texts))
         return tokens if tokens > 2 * most else None
 
     def bridge(self, prompt, output, messages, tools=(), history=()):
-        return None if self.refuse else [*prompt, *output, *self.render(messages)]
-
-    def parse(self, output, prompt, tools, prefix):
-        return ParsedTurn("".join(chr(i) for i in output if i > 1), None, (), closed=STOP in output)
+        return None if self.refuse else super().bridge(prompt, output, messages)
 
 
 @dataclass
@@ -70,30 +68,15 @@ class ScriptedPool:
             raise answer
         ids = [*map(ord, answer), STOP][: request.sampling.max_new_tokens]
         reason = FinishReason.STOP if ids[-1] == STOP else FinishReason.LENGTH
-        return inference.Generation(
-            output_ids=ids,
-            logprobs=[-0.5] * len(ids),
-            versions=[3] * len(ids),
-            finish_reason=reason,
-            prompt_tokens=len(request.input_ids),
-            cached_tokens=2,
-            backend_id="b",
-            engine_seconds=0.0,
+        return samples.generation(
+            ids, finish_reason=reason, prompt_tokens=len(request.input_ids), cached_tokens=2
         )
 
 
 def session(answers, context_length=1_000, renderer=None, **sampling):
     pool = ScriptedPool(answers)
-    conversation = Conversation(renderer or CharRenderer(), [])
-    policy = PolicySession(
-        conversation,
-        pool,
-        affinity="rollout-7",
-        sampling=Sampling(**sampling),
-        stop_token_ids=(STOP,),
-        context_length=context_length,
-    )
-    return policy, pool
+    given = {"affinity": "rollout-7", "sampling": Sampling(**sampling), "context_length": context_length}
+    return characters.session(pool, renderer or Watched(), **given), pool
 
 
 async def test_a_replaced_history_begins_a_segment_that_names_its_parent():
@@ -149,7 +132,7 @@ async def test_a_turn_that_its_own_limit_cuts_off_leaves_the_context_alone():
 
 
 async def test_a_prompt_that_is_much_longer_than_the_context_is_not_rendered():
-    renderer = CharRenderer()
+    renderer = Watched()
     policy, pool = session(["hello"], context_length=INLINE_CHARS, renderer=renderer)
     await policy.respond(QUESTION, max_tokens=50)
     with pytest.raises(ContextFullError, match=f"{4 * INLINE_CHARS + 4 + 6} tokens"):
@@ -180,7 +163,7 @@ async def test_sampled_tokens_stay_exact_after_a_cancellation_or_an_error(broken
 
 
 async def test_only_long_prompts_are_rendered_in_a_thread():
-    renderer = CharRenderer()
+    renderer = Watched()
     policy, _ = session(["a", "b", "c", "d"], context_length=100_000, renderer=renderer)
     here = threading.get_ident()
     await policy.respond([Message(role="user", content="x" * INLINE_CHARS)], max_tokens=5)

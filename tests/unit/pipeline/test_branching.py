@@ -10,7 +10,8 @@ from api_schemas.tasks import Task
 from rollout_service.pipeline.branching import BranchError, earlier_turns
 from rollout_service.tokens import check_invariants
 from rollout_service.tokens.trajectory import train_on
-from tests.support.resumable import FOUR, Bench, CharRenderer, Outputs, bench
+from tests.support.resumable import FOUR, Bench, Outputs, bench
+from tests.support.tokens.characters import CharRenderer
 
 pytestmark = pytest.mark.slow
 

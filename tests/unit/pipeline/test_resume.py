@@ -13,7 +13,8 @@ from rollout_service.episodes import Episode, WorkClock
 from rollout_service.pipeline.settlement import keeps_turns
 from rollout_service.store.contract import UnsavedTurn
 from rollout_service.tokens import check_invariants
-from tests.support.resumable import FOUR, CharRenderer, Outputs, Work, bench
+from tests.support.resumable import FOUR, Outputs, Work, bench
+from tests.support.tokens.characters import CharRenderer
 
 pytestmark = pytest.mark.slow
 

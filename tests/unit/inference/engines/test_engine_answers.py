@@ -1,46 +1,19 @@
 """The service bounds what it reads and repeats from an engine, or from another program at its address."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-
 import pytest
 from aiohttp import web
 from pydantic import ValidationError
 
 from api_schemas.inference import BackendSpec
-from rollout_service.engines.contract import (
-    GenerateRequest,
-    RequestedExtras,
-    SamplingOptions,
-    new_request_id,
-)
+from rollout_service.engines.contract import RequestedExtras
 from rollout_service.engines.errors import BackendProtocolError, BackendRejected, InferenceError
-from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.kinds.token_stream import CEILING_BYTES, generation_bytes
 from rollout_service.engines.pool.pools import Pools
+from tests.support.engines.pools import answering, request
 
 pytestmark = pytest.mark.anyio
 
 SECRET = "the-secret-of-another-service"
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@asynccontextmanager
-async def listening(handler: Handler) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-def request(tokens: int = 8, extras: RequestedExtras | None = None) -> GenerateRequest:
-    sampling = SamplingOptions(max_new_tokens=tokens)
-    return GenerateRequest(new_request_id(), (1, 2, 3), sampling, extras or RequestedExtras())
 
 
 @pytest.mark.parametrize("status", [200, 302, 404, 500])
@@ -50,9 +23,9 @@ async def test_another_services_message_is_not_repeated(status: int, kind: str) 
         text = SECRET if kind == "text/plain" else f'{{"detail": "{SECRET}"}}'
         return web.Response(status=status, text=text, content_type=kind)
 
-    async with listening(secret) as url, Pools() as pools:
+    async with answering(secret) as engine, Pools() as pools:
         with pytest.raises(InferenceError) as caught:
-            await pools.register(url)
+            await pools.register(engine.url)
         assert SECRET not in f"{caught.value} {caught.value.hint} {caught.value.context}"
 
 
@@ -61,11 +34,9 @@ async def test_an_engines_error_message_is_repeated_in_part() -> None:
         message = "no room \x1b]0;title\x07" + "x" * 100_000
         return web.json_response({"error": {"message": message}}, status=400)
 
-    async with listening(refuse) as url:
-        backend = SGLangBackend(url)
+    async with answering(refuse) as backend:
         with pytest.raises(BackendRejected, match="no room") as caught:
             await backend.generate(request())
-        await backend.close()
     assert len(str(caught.value)) < 1_000
     assert str(caught.value).isprintable()
 
@@ -85,22 +56,21 @@ async def test_an_answer_without_end_is_an_error_before_it_fills_the_memory() ->
             pass
         return answer
 
-    async with listening(flood) as url:
-        backend = SGLangBackend(url)
+    async with answering(flood) as backend:
         with pytest.raises(BackendProtocolError, match="/generate answered with more than"):
             await backend.generate(request())
         with pytest.raises(BackendProtocolError, match="/model_info answered with more than"):
             await backend.model_info()
-        await backend.close()
     assert sent < 64 << 20
 
 
 def test_the_size_of_an_answer_follows_what_was_asked_for() -> None:
     plain = generation_bytes(request(1_000), None)
     assert plain >= 1_000 * 1_024
-    assert generation_bytes(request(1_000, RequestedExtras(top_logprobs=5)), None) > plain
-    assert generation_bytes(request(1_000, RequestedExtras(prompt_logprobs_from=0)), None) > plain
-    assert generation_bytes(request(10**6, RequestedExtras(routed_experts_from=0)), None) == CEILING_BYTES
+    assert generation_bytes(request(1_000, extras=RequestedExtras(top_logprobs=5)), None) > plain
+    assert generation_bytes(request(1_000, extras=RequestedExtras(prompt_logprobs_from=0)), None) > plain
+    routed = RequestedExtras(routed_experts_from=0)
+    assert generation_bytes(request(10**6, extras=routed), None) == CEILING_BYTES
 
 
 @pytest.mark.parametrize("tail", ["?key=1", "#part", "?"])

@@ -1,14 +1,12 @@
 """The limits of a pool and its backends are never exceeded, nobody is overtaken, and pools are independent."""
 
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import InferenceError
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
@@ -16,29 +14,10 @@ from rollout_service.engines.pool.wait_queue import WaitQueue
 from rollout_service.engines.routing import Observer
 from rollout_service.settings import PoolSettings
 from rollout_service.testing import Counting, ScriptedEngine
+from tests.support.engines.pools import request, running
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
-
-
-def request(budget=4):
-    return GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=budget))
-
-
-@asynccontextmanager
-async def running(*engines, limits=(), options=None):
-    async with AsyncExitStack() as stack:
-        for engine in engines:
-            await stack.enter_async_context(engine)
-        pools = await stack.enter_async_context(Pools(options or PoolOptions()))
-        for engine, limit in zip(engines, limits or [None] * len(engines), strict=True):
-            await pools.register(engine.url, max_in_flight=limit)
-        yield pools["policy"]
-
-
-async def until(condition):
-    with anyio.fail_after(20):
-        while not condition():
-            await anyio.sleep(0.002)
 
 
 class Peak(ScriptedEngine):
@@ -53,7 +32,7 @@ class Peak(ScriptedEngine):
 
 async def test_a_pool_never_works_on_more_requests_than_its_limit():
     engines = [Peak(Counting(), latency=0.02), Peak(Counting(), latency=0.02)]
-    async with running(*engines, options=PoolOptions(max_in_flight=3)) as pool:
+    async with running(*engines, options=PoolOptions(max_in_flight=3)) as (_, pool):
         seen = []
 
         async def generate(number):
@@ -73,19 +52,16 @@ async def test_a_pool_never_works_on_more_requests_than_its_limit():
 async def test_a_backend_is_never_given_more_than_its_own_limit():
     small, large = Peak(Counting(), latency=0.02), Peak(Counting(), latency=0.02)
     options = PoolOptions(max_in_flight_per_backend=4)
-    async with running(small, large, limits=[1, None], options=options) as pool:
+    async with running(small, large, limits=[1, None], options=options) as (_, pool):
         async with anyio.create_task_group() as tasks:
             for _ in range(24):
-                tasks.start_soon(
-                    pool.generate,
-                    request(),
-                )
+                tasks.start_soon(pool.generate, request())
         assert (small.peak, large.peak) == (1, 4)
 
 
 async def test_the_oldest_rollout_is_next():
     engine = ScriptedEngine(Counting())
-    async with running(engine, options=PoolOptions(max_in_flight=1)) as pool:
+    async with running(engine, options=PoolOptions(max_in_flight=1)) as (_, pool):
         engine.latency = 0.1
         order = []
 
@@ -105,7 +81,7 @@ async def test_the_oldest_rollout_is_next():
 
 async def test_everyone_in_the_queue_waits_for_a_pause_only_so_long():
     engine = ScriptedEngine(Counting())
-    async with running(engine, options=PoolOptions(max_in_flight=1, hold_seconds=0.3)) as pool:
+    async with running(engine, options=PoolOptions(max_in_flight=1, hold_seconds=0.3)) as (_, pool):
         engine.latency = 30.0
         errors = []
 
@@ -127,7 +103,7 @@ async def test_everyone_in_the_queue_waits_for_a_pause_only_so_long():
 
 async def test_a_waiter_that_gives_up_leaves_the_queue():
     engine = ScriptedEngine(Counting(), latency=0.2)
-    async with running(engine, options=PoolOptions(max_in_flight=1)) as pool:
+    async with running(engine, options=PoolOptions(max_in_flight=1)) as (_, pool):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pool.generate, request())
             await until(lambda: engine.in_flight)
@@ -139,30 +115,27 @@ async def test_a_waiter_that_gives_up_leaves_the_queue():
 
 
 async def test_a_backend_that_joins_takes_from_the_queue_at_once():
-    first, second = ScriptedEngine(Counting(), latency=30.0), ScriptedEngine(Counting())
+    first, second = ScriptedEngine(Counting()), ScriptedEngine(Counting())
     options = PoolOptions(max_in_flight_per_backend=1)
-    async with AsyncExitStack() as stack:
-        for engine in (first, second):
-            await stack.enter_async_context(engine)
-        first.latency = 0.0
-        pools = await stack.enter_async_context(Pools(options))
-        await pools.register(first.url)
+    async with second, running(first, options=options) as (pools, pool), anyio.create_task_group() as tasks:
         first.latency = 30.0
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(pools["policy"].generate, request())
-            await until(lambda: first.in_flight)
-            tasks.start_soon(pools["policy"].generate, request())
-            await until(lambda: pools["policy"].waiting)
-            await pools.register(second.url)
-            await until(lambda: second.requests == 2)
-            tasks.cancel_scope.cancel()
+        tasks.start_soon(pool.generate, request())
+        await until(lambda: first.in_flight)
+        tasks.start_soon(pool.generate, request())
+        await until(lambda: pool.waiting)
+        await pools.register(second.url)
+        await until(lambda: second.requests == 2)
+        tasks.cancel_scope.cancel()
 
 
-async def test_pools_have_their_own_backends_versions_and_limits():
+async def test_pools_have_their_own_backends_versions_limits_and_pauses():
     policy, judge = Peak(Counting(), latency=0.02), Peak(Counting(), latency=0.02)
     async with policy, judge, Pools(options_of={"judge": PoolOptions(max_in_flight=1)}) as pools:
         await pools.register(policy.url)
         await pools.register(judge.url, "judge")
+        await pools["policy"].pause()
+        await pools["judge"].generate(request())
+        await pools["policy"].resume()
         await pools["policy"].update_weights("/weights/3", 3)
         async with anyio.create_task_group() as tasks:
             for name in ["policy", "judge"] * 5:

@@ -7,19 +7,16 @@ import pytest
 
 from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
-from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.pool.locality import is_local
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.testing import Counting, Fault, Hardware, ScriptedEngine
+from tests.support.engines.pools import request
+from tests.support.waiting import collect, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 OPTIONS = PoolOptions(load_interval=0.02, stall_seconds=0.2, probe_interval=30.0, probe_timeout=5.0)
-
-
-def request(budget=8):
-    return GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=budget))
 
 
 async def test_a_request_that_an_engine_swallows_goes_elsewhere_though_the_engine_is_healthy():
@@ -27,16 +24,11 @@ async def test_a_request_that_an_engine_swallows_goes_elsewhere_though_the_engin
     async with sick, good, Pools(OPTIONS) as pools:
         await pools.register(sick.url)
         sick.inject(Fault.HANG)
+        answers = []
         with anyio.fail_after(20):
             async with anyio.create_task_group() as tasks:
-                answers = []
-
-                async def generate():
-                    answers.append(await pools["policy"].generate(request(), affinity="r"))
-
-                tasks.start_soon(generate)
-                while sick.requests < 2:
-                    await anyio.sleep(0.005)
+                tasks.start_soon(collect, answers, lambda: pools["policy"].generate(request(), affinity="r"))
+                await until(lambda: sick.requests == 2)
                 await pools.register(good.url)
         assert answers[0].finish_reason is FinishReason.LENGTH
         assert answers[0].backend_id.endswith(good.url.rpartition(":")[2])
@@ -77,8 +69,7 @@ async def test_a_pause_is_not_a_stall():
         pool = pools["policy"]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pool.generate, request())
-            while not engine.in_flight:
-                await anyio.sleep(0.005)
+            await until(lambda: engine.in_flight)
             await pool.pause(PauseMode.IN_PLACE)
             await anyio.sleep(0.4)
             await pool.resume()

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
-from rollout_service.engines.contract import RequestedExtras, SamplingOptions
+from rollout_service.engines.contract import RequestedExtras
 from rollout_service.engines.errors import BackendProtocolError, BackendUnreachable
 from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.testing import AfterTokens, Fault, Reply, ScriptedEngine, ScriptedVllm
-from tests.unit.inference.pool.test_inference_pool import OPTIONS, SCRIPT, is_exact, request, running, until
+from tests.support.engines.pools import OPTIONS, SCRIPT, is_exact, request, running, weights_in
+from tests.support.waiting import collect, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -57,13 +58,6 @@ class Short:
 
     def reply(self, input_ids, budget):
         return Reply(self.IDS)
-
-
-def weights_in(folder):
-    """Make a folder pass for one with weights, which the backend for vLLM looks for."""
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_text("{}")
-    return str(folder)
 
 
 @kinds
@@ -125,8 +119,7 @@ async def test_no_chain_of_faults_loses_or_repeats_a_token(kinds, faults, budget
         for number, fault in enumerate(faults):
             if fault is not None:
                 engines[number % len(engines)].inject(fault)
-        asked = replace(request(budget), extras=extras)
-        whole = await pool.generate(asked, on_tokens=sink)
+        whole = await pool.generate(request(budget, extras=extras), on_tokens=sink)
     assert is_exact(whole, budget)
     assert sink.ids == whole.output_ids
     assert [row[0].token_id for row in whole.extras.top_logprobs] == whole.output_ids
@@ -152,12 +145,8 @@ async def test_a_removed_engine_s_stream_continues_elsewhere(kind):
     results = []
     async with running(engine) as (pools, pool):
         engine.latency = 5.0
-
-        async def generate():
-            results.append(await pool.generate(request(60), on_tokens=sink))
-
         async with anyio.create_task_group() as tasks, other:
-            tasks.start_soon(generate)
+            tasks.start_soon(collect, results, lambda: pool.generate(request(60), on_tokens=sink))
             await until(lambda: len(sink.ids) >= 2)
             await pools.register(other.url)
             await pools.remove(next(view.backend_id for view in pool.views() if view.url == engine.url))
@@ -175,12 +164,8 @@ async def test_an_update_in_the_middle_repeats_no_token(kind, mode, tmp_path):
     results = []
     async with running(engine) as (_, pool):
         engine.latency = 0.5
-
-        async def generate():
-            results.append(await pool.generate(request(60), on_tokens=sink))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate)
+            tasks.start_soon(collect, results, lambda: pool.generate(request(60), on_tokens=sink))
             await until(lambda: len(sink.ids) >= 2)
             await pool.update_weights(weights_in(tmp_path), 3, mode)
     (whole,) = results
@@ -211,11 +196,7 @@ async def test_an_abort_after_the_last_token_is_too_late(kind):
     engine = kind(Short(), latency=0.05)
     async with running(engine) as (_, pool), anyio.create_task_group() as tasks:
         results = []
-
-        async def generate():
-            results.append(await pool.generate(request(100), on_tokens=Sink()))
-
-        tasks.start_soon(generate)
+        tasks.start_soon(collect, results, lambda: pool.generate(request(100), on_tokens=Sink()))
         await until(lambda: engine.in_flight)
         asked = engine.requests
         time.sleep(0.1)  # noqa: ASYNC251 - the engine notices both at once, as on a busy machine
@@ -263,7 +244,7 @@ async def test_engines_that_all_break_before_their_first_token_are_an_error():
 @kinds
 async def test_prompt_logprobs_come_with_one_chunk(kind):
     sink = Sink()
-    asked = replace(request(), extras=RequestedExtras(prompt_logprobs_from=1))
+    asked = request(extras=RequestedExtras(prompt_logprobs_from=1))
     async with running(kind(SCRIPT)) as (_, pool):
         whole = await pool.generate(asked, on_tokens=sink)
     assert is_exact(whole)
@@ -276,15 +257,11 @@ async def test_constrained_text_begins_anew_after_an_abort(kind):
     engine = kind(SCRIPT)
     sink = Sink()
     results = []
-    sampling = SamplingOptions(max_new_tokens=12, json_schema='{"type": "object"}')
+    asked = request(json_schema='{"type": "object"}')
     async with running(engine) as (_, pool):
         engine.latency = 0.4
-
-        async def generate():
-            results.append(await pool.generate(replace(request(), sampling=sampling), on_tokens=sink))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate)
+            tasks.start_soon(collect, results, lambda: pool.generate(asked, on_tokens=sink))
             await until(lambda: engine.in_flight)
             await anyio.sleep(0.1)
             await pool.abort()

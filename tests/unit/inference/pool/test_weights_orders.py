@@ -1,6 +1,6 @@
 """A weight update is applied once or refused, and a backend that fails it returns only with the new weights."""
 
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 
 import anyio
@@ -20,34 +20,27 @@ from api_schemas.inference import (
     WeightsGroupRequest,
     WeightsRequest,
 )
-from api_schemas.rollouts import Sampling as RolloutSampling
 from api_schemas.trajectories import Message, Trajectory
-from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import (
     BackendProtocolError,
     BackendRejected,
     NoBackendError,
-    PoolPaused,
     WeightsConflict,
     WeightsPartlyLoaded,
     WeightsUnusable,
 )
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.pool import probe
-from rollout_service.engines.pool.pool import BackendPool
-from rollout_service.engines.pool.pools import Pools
-from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.pool.weights.outcomes import check_weights_outcome
 from rollout_service.engines.pool.weights.process_groups import ProcessGroups, buckets
 from rollout_service.engines.pool.weights.state import PoolState
-from rollout_service.engines.serving.session import PolicySession
 from rollout_service.server.hangs.signs.engines import OtherVersions
 from rollout_service.testing import Counting, Fault, ScriptedEngine
-from rollout_service.tokens import Conversation, ParsedTurn
+from tests.support.engines.pools import answering, is_exact, request, running, states
+from tests.support.tokens.characters import session
+from tests.support.waiting import collect, until
 
 pytestmark = pytest.mark.anyio
-
-OPTIONS = PoolOptions(hold_seconds=20.0, probe_interval=0.05, probe_timeout=2.0, slow_start=0.0)
 
 
 class SlowEngine(ScriptedEngine):
@@ -74,31 +67,6 @@ class SlowEngine(ScriptedEngine):
         return await super()._update(body)
 
 
-@asynccontextmanager
-async def running(*engines: ScriptedEngine, options: PoolOptions = OPTIONS):
-    async with AsyncExitStack() as stack:
-        for engine in engines:
-            await stack.enter_async_context(engine)
-        pools = await stack.enter_async_context(Pools(options))
-        for engine in engines:
-            await pools.register(engine.url)
-        yield pools["policy"]
-
-
-def request(budget: int = 12) -> GenerateRequest:
-    return GenerateRequest(new_request_id(), (1, 2, 3), SamplingOptions(max_new_tokens=budget))
-
-
-def states(pool) -> list[BackendState]:
-    return [view.state for view in pool.views()]
-
-
-async def until(condition) -> None:
-    with anyio.fail_after(20):
-        while not condition():
-            await anyio.sleep(0.005)
-
-
 # ---- weights that cannot be sampled with
 
 
@@ -112,7 +80,7 @@ class NanEngine(ScriptedEngine):
 
 
 async def test_weights_that_no_engine_can_sample_with_fail_their_update_and_the_next_one_mends_it():
-    async with running(NanEngine(Counting()), NanEngine(Counting())) as pool:
+    async with running(NanEngine(Counting()), NanEngine(Counting())) as (_, pool):
         outcome = await pool.update_weights("/w/nan", 3)
         assert [each.ok for each in outcome.outcomes] == [False, False]
         with pytest.raises(WeightsUnusable, match="can serve version 3") as caught:
@@ -132,7 +100,7 @@ async def test_weights_that_no_engine_can_sample_with_fail_their_update_and_the_
 
 
 async def test_one_engine_that_cannot_sample_with_the_weights_leaves_service():
-    async with running(NanEngine(Counting()), ScriptedEngine(Counting())) as pool:
+    async with running(NanEngine(Counting()), ScriptedEngine(Counting())) as (_, pool):
         outcome = await pool.update_weights("/w/nan", 3)
         assert [each.ok for each in outcome.outcomes] == [False, True]
         with pytest.raises(WeightsPartlyLoaded, match="version 3"):
@@ -141,7 +109,7 @@ async def test_one_engine_that_cannot_sample_with_the_weights_leaves_service():
 
 
 async def test_weights_of_a_paused_pool_are_tried_when_it_is_resumed():
-    async with running(NanEngine(Counting())) as pool:
+    async with running(NanEngine(Counting())) as (_, pool):
         await pool.pause()
         assert (await pool.update_weights("/w/nan", 3)).outcomes[0].ok
         resumed = await pool.resume()
@@ -151,7 +119,7 @@ async def test_weights_of_a_paused_pool_are_tried_when_it_is_resumed():
 
 
 async def test_an_engine_that_joins_is_tried_with_the_weights_that_it_is_given():
-    async with running(ScriptedEngine(Counting())) as pool, NanEngine(Counting()) as late:
+    async with running(ScriptedEngine(Counting())) as (_, pool), NanEngine(Counting()) as late:
         await pool.update_weights("/w/nan", 3)
         with pytest.raises(BackendProtocolError, match="version 3 of the weights from /w/nan"):
             await pool.register(SGLangBackend(late.url))
@@ -161,7 +129,7 @@ async def test_an_engine_that_joins_is_tried_with_the_weights_that_it_is_given()
 async def test_an_engine_that_is_too_busy_to_be_tried_keeps_serving(monkeypatch):
     monkeypatch.setattr(probe, "TRIAL_SECONDS", 0.05)
     engine = ScriptedEngine(Counting())
-    async with running(engine) as pool:
+    async with running(engine) as (_, pool):
         engine.latency = 5.0
         assert (await pool.update_weights("/w/3", 3)).outcomes[0].ok
         assert states(pool) == [BackendState.READY]
@@ -172,7 +140,7 @@ async def test_an_engine_that_is_too_busy_to_be_tried_keeps_serving(monkeypatch)
 
 async def test_an_engine_that_somebody_else_updates_is_named_until_it_is_given_weights():
     engine = ScriptedEngine(Counting())
-    async with running(engine) as pool:
+    async with running(engine) as (_, pool):
         await pool.update_weights("/w/2", 2)
         assert (await pool.generate(request())).versions == [2] * 12
         assert pool.views()[0].sampled_version is None
@@ -195,7 +163,7 @@ async def test_an_engine_that_somebody_else_updates_is_named_until_it_is_given_w
 
 async def test_tokens_of_two_versions_around_an_update_are_no_surprise():
     engine = ScriptedEngine(Counting(), latency=0.3)
-    async with running(engine) as pool, anyio.create_task_group() as tasks:
+    async with running(engine) as (_, pool), anyio.create_task_group() as tasks:
         tasks.start_soon(pool.generate, request(60))
         await until(lambda: engine.in_flight)
         engine.latency = 0.0
@@ -215,7 +183,7 @@ def external(version: int) -> WeightsRequest:
 async def test_tokens_after_the_trainers_word_have_its_version_and_the_engine_is_left_alone(streamed):
     engine = SlowEngine()
     sink = (lambda chunk: None) if streamed else None
-    async with running(engine) as pool:
+    async with running(engine) as (_, pool):
         assert (await pool.generate(request(3), on_tokens=sink)).versions == [0, 0, 0]
         outcome = await pool.load_weights(external(7))
         assert (outcome.changed, outcome.version, outcome.kv) == (True, 7, None)
@@ -231,28 +199,24 @@ async def test_tokens_after_the_trainers_word_have_its_version_and_the_engine_is
 
 async def test_an_open_request_keeps_the_version_that_it_began_with():
     engine = ScriptedEngine(Counting(), latency=0.3)
-    versions: list[int] = []
-
-    async def generate(pool: BackendPool) -> None:
-        versions.extend((await pool.generate(request(4))).versions)
-
-    async with running(engine) as pool, anyio.create_task_group() as tasks:
+    results = []
+    async with running(engine) as (_, pool), anyio.create_task_group() as tasks:
         await pool.load_weights(external(1))
-        tasks.start_soon(generate, pool)
+        tasks.start_soon(collect, results, lambda: pool.generate(request(4)))
         await until(lambda: engine.in_flight)
         await pool.load_weights(external(2))
-    assert versions == [1] * 4
+    assert results[0].versions == [1] * 4
 
 
 async def test_an_engine_that_joins_later_has_the_trainers_weights_and_so_has_another_node():
-    async with running(SlowEngine()) as pool:
+    async with running(SlowEngine()) as (_, pool):
         await pool.load_weights(external(3))
         state = PoolState.model_validate_json(pool.state().model_dump_json())
         async with SlowEngine() as late:
             await pool.register(SGLangBackend(late.url))
             assert [view.weight_version for view in pool.views()] == [3, 3]
             assert late.loads == []
-    async with running(SlowEngine()) as node:
+    async with running(SlowEngine()) as (_, node):
         state = state.model_copy(update={"versions": {node.views()[0].backend_id: 3}})
         node.take_over(state)
         assert (await node.generate(request(2))).versions == [3, 3]
@@ -263,7 +227,7 @@ async def test_an_engine_that_joins_later_has_the_trainers_weights_and_so_has_an
 
 async def test_the_same_version_again_changes_nothing():
     engine = SlowEngine()
-    async with running(engine) as pool:
+    async with running(engine) as (_, pool):
         assert (await pool.update_weights("/w/3", 3)).changed
         again = await pool.update_weights("/w/3", 3)
         assert (again.changed, again.version, again.outcomes[0].ok) == (False, 3, True)
@@ -272,7 +236,7 @@ async def test_the_same_version_again_changes_nothing():
 
 async def test_an_older_version_and_other_weights_of_the_same_are_refused_unless_forced():
     engine = SlowEngine()
-    async with running(engine) as pool:
+    async with running(engine) as (_, pool):
         await pool.update_weights("/w/3", 3)
         with pytest.raises(WeightsConflict, match="version 2 is older than the pool's version 3") as caught:
             await pool.update_weights("/w/2", 2)
@@ -288,7 +252,7 @@ async def test_an_older_version_and_other_weights_of_the_same_are_refused_unless
 async def test_the_version_that_an_engine_came_with_counts():
     engine = SlowEngine()
     engine.version = "5"
-    async with running(engine) as pool:
+    async with running(engine) as (_, pool):
         with pytest.raises(WeightsConflict, match="the pool's version 5"):
             await pool.update_weights("/w/4", 4)
         assert (await pool.update_weights("/w/5", 5)).changed, "which weights they were nobody knows"
@@ -296,7 +260,7 @@ async def test_the_version_that_an_engine_came_with_counts():
 
 async def test_updates_at_once_come_one_after_the_other():
     engine = SlowEngine()
-    async with running(engine) as pool, anyio.create_task_group() as tasks:
+    async with running(engine) as (_, pool), anyio.create_task_group() as tasks:
         engine.seconds = 0.05
         for version in (1, 2, 3):
             tasks.start_soon(pool.update_weights, f"/w/{version}", version)
@@ -307,7 +271,7 @@ async def test_updates_at_once_come_one_after_the_other():
 @pytest.mark.parametrize("mode", list(PauseMode))
 async def test_kv_of_older_weights_is_kept_in_place_only_and_the_answer_says_which(mode):
     engine = SlowEngine()
-    async with running(engine) as pool:
+    async with running(engine) as (_, pool):
         outcome = await pool.update_weights("/w/1", 1, mode)
         kept = mode is PauseMode.IN_PLACE
         assert outcome.kv is (KvHandling.KEPT if kept else KvHandling.FLUSHED)
@@ -320,18 +284,14 @@ async def test_kv_of_older_weights_is_kept_in_place_only_and_the_answer_says_whi
 @pytest.mark.slow
 async def test_drain_waits_for_running_requests_and_holds_new_ones():
     engine = SlowEngine(latency=0.3)
-    async with running(engine) as pool:
+    async with running(engine) as (_, pool):
         results = []
-
-        async def generate():
-            results.append(await pool.generate(request()))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate)
+            tasks.start_soon(collect, results, lambda: pool.generate(request()))
             await until(lambda: engine.in_flight)
             tasks.start_soon(pool.update_weights, "/w/1", 1, PauseMode.DRAIN)
             await until(lambda: pool.paused)
-            tasks.start_soon(generate)
+            tasks.start_soon(collect, results, lambda: pool.generate(request()))
         assert [set(each.versions) for each in results] == [{0}, {1}]
         assert engine.aborts == ["*"], "the pause asks for it when nothing runs any more"
 
@@ -339,30 +299,18 @@ async def test_drain_waits_for_running_requests_and_holds_new_ones():
 @pytest.mark.slow
 async def test_drain_is_bounded_and_the_rest_continues_with_the_new_weights():
     engine = SlowEngine()
-    async with running(engine) as pool:
+    async with running(engine) as (_, pool):
         engine.latency = 1.0
         results = []
-
-        async def generate():
-            results.append(await pool.generate(request(40)))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate)
+            tasks.start_soon(collect, results, lambda: pool.generate(request(40)))
             await until(lambda: engine.in_flight)
             order = WeightsRequest(path="/w/1", version=1, mode=PauseMode.DRAIN, drain_seconds=0.2)
             outcome = await pool.load_weights(order)
         assert outcome.outcomes[0].in_flight == 1
         assert outcome.held == 1
         assert set(results[0].versions) == {0, 1}
-        assert results[0].output_ids == [Counting().token_at(3 + i) for i in range(40)]
-
-
-async def test_a_request_that_a_pause_holds_for_too_long_may_be_sent_again_later():
-    async with running(SlowEngine(), options=PoolOptions(hold_seconds=0.05)) as pool:
-        await pool.pause()
-        with pytest.raises(PoolPaused) as caught:
-            await pool.generate(request())
-        assert (caught.value.status, caught.value.retryable) == (503, True)
+        assert is_exact(results[0], 40)
 
 
 # ---- failures
@@ -370,7 +318,7 @@ async def test_a_request_that_a_pause_holds_for_too_long_may_be_sent_again_later
 
 async def test_a_backend_that_fails_comes_back_with_the_new_weights_only():
     good, bad = SlowEngine(), SlowEngine()
-    async with running(good, bad) as pool:
+    async with running(good, bad) as (_, pool):
         bad.breaks = True
         outcome = await pool.update_weights("/w/1", 1)
         first, second = outcome.outcomes
@@ -388,7 +336,7 @@ async def test_a_backend_that_fails_comes_back_with_the_new_weights_only():
 
 async def test_an_unreachable_backend_is_named_and_delays_nobody():
     good, away = SlowEngine(), SlowEngine()
-    async with running(good, away) as pool:
+    async with running(good, away) as (_, pool):
         away.healthy = False
         await until(lambda: states(pool)[1] is BackendState.FAILED)
         away.seconds = 30.0
@@ -400,7 +348,7 @@ async def test_an_unreachable_backend_is_named_and_delays_nobody():
 
 async def test_where_all_refuse_all_keep_what_they_have_and_serve():
     engines = [SlowEngine(), SlowEngine()]
-    async with running(*engines) as pool:
+    async with running(*engines) as (_, pool):
         for engine in engines:
             engine.refuses = True
         outcome = await pool.update_weights("/w/1", 1)
@@ -413,7 +361,7 @@ async def test_where_all_refuse_all_keep_what_they_have_and_serve():
 
 async def test_a_backend_that_takes_too_long_leaves_service():
     quick, slow = SlowEngine(), SlowEngine()
-    async with running(quick, slow) as pool:
+    async with running(quick, slow) as (_, pool):
         slow.seconds = 30.0
         outcome = await pool.load_weights(WeightsRequest(path="/w/1", version=1, timeout_seconds=0.1))
         assert [each.ok for each in outcome.outcomes] == [True, False]
@@ -424,7 +372,7 @@ async def test_a_backend_that_takes_too_long_leaves_service():
 
 async def test_a_caller_who_hangs_up_leaves_neither_a_pause_nor_half_an_update():
     engines = [SlowEngine(), SlowEngine()]
-    async with running(*engines) as pool:
+    async with running(*engines) as (_, pool):
         for engine in engines:
             engine.seconds = 0.2
         async with anyio.create_task_group() as tasks:
@@ -437,7 +385,7 @@ async def test_a_caller_who_hangs_up_leaves_neither_a_pause_nor_half_an_update()
 
 
 async def test_an_empty_pool_refuses_weights():
-    async with running(SlowEngine()) as pool:
+    async with running(SlowEngine()) as (_, pool):
         await pool.remove(pool.views()[0].backend_id)
         with pytest.raises(NoBackendError):
             await pool.update_weights("/w/1", 1)
@@ -479,24 +427,9 @@ class GroupEngine:
         return web.json_response({"success": not refused, "message": "no"}, status=400 if refused else 200)
 
 
-@asynccontextmanager
-async def backend_of(engine: GroupEngine):
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", engine.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    backend = SGLangBackend(f"http://127.0.0.1:{runner.addresses[0][1]}")
-    try:
-        yield backend
-    finally:
-        await backend.close()
-        await runner.cleanup()
-
-
 async def test_the_last_portion_carries_the_version_and_no_request_is_aborted():
     engine = GroupEngine()
-    async with backend_of(engine) as backend:
+    async with answering(engine.answer) as backend:
         assert await backend.ranks() == 2
         await backend.receive_weights(WEIGHTS, 4, flush_cache=True)
     paths = [path.strip("/") for path, _ in engine.asked]
@@ -511,7 +444,7 @@ async def test_the_last_portion_carries_the_version_and_no_request_is_aborted():
 
 async def test_a_session_is_closed_when_a_broadcast_fails():
     engine = GroupEngine(refused="/update_weights_from_distributed")
-    async with backend_of(engine) as backend:
+    async with answering(engine.answer) as backend:
         with pytest.raises(BackendRejected):
             await backend.receive_weights(WEIGHTS, 4)
     assert engine.asked[-1][0] == "/end_weight_update"
@@ -519,7 +452,7 @@ async def test_a_session_is_closed_when_a_broadcast_fails():
 
 async def test_an_engine_without_groups_says_what_it_takes_instead():
     group = WeightsGroupRequest(master_address="127.0.0.1", master_port=1, world_size=2)
-    async with backend_of(GroupEngine(routes=("/init_weights_update_group",))) as backend:
+    async with answering(GroupEngine(routes=("/init_weights_update_group",)).answer) as backend:
         with pytest.raises(BackendRejected, match="cannot take weights from a process group") as caught:
             await backend.join_group(group, 1)
     assert "disk" in caught.value.hint
@@ -582,7 +515,10 @@ BROADCAST = WeightsRequest(source=WEIGHTS, version=1)
 @asynccontextmanager
 async def grouped(*engines: GroupedEngine):
     """Yield a pool whose backends have joined a group, and the group."""
-    async with running(*engines) as pool, await anyio.create_tcp_listener(local_host="127.0.0.1") as trainer:
+    async with (
+        running(*engines) as (_, pool),
+        await anyio.create_tcp_listener(local_host="127.0.0.1") as trainer,
+    ):
         port = trainer.extra(SocketAttribute.local_port)
         group = WeightsGroupRequest(
             master_address="127.0.0.1", master_port=port, world_size=1 + 2 * len(engines), backend="gloo"
@@ -695,33 +631,11 @@ def test_a_path_is_short_for_a_folder():
 # ---- in the trajectory
 
 
-class Letters:
-    """A chat format with one id per character."""
-
-    rereads_history = False
-
-    def render(self, messages, tools=()):
-        return [token for message in messages for token in (*map(ord, message.content), 0)]
-
-    def bridge(self, prompt, output, messages, tools=(), history=()):
-        return [*prompt, *output, *self.render(messages)]
-
-    def parse(self, output, prompt, tools, prefix):
-        return ParsedTurn("", None, (), closed=True)
-
-
 @pytest.mark.slow
 async def test_the_trajectory_says_which_weights_were_loaded_over_kv_that_stayed():
     engine = SlowEngine(latency=0.2)
-    async with running(engine) as pool:
-        policy = PolicySession(
-            Conversation(Letters(), []),
-            pool,
-            affinity="r",
-            sampling=RolloutSampling(),
-            stop_token_ids=(),
-            context_length=1000,
-        )
+    async with running(engine) as (_, pool):
+        policy = session(pool, stop_token_ids=())
         for version, mode in [(1, PauseMode.ABORT), (2, PauseMode.IN_PLACE), (3, PauseMode.RETRACT)]:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(partial(policy.respond, [Message(role="user", content="a")], max_tokens=90))
