@@ -12,6 +12,7 @@ from rollout_service.engines.errors import BackendRejected, PromptTooLong
 from rollout_service.engines.kinds.sglang.wire import generate_body
 from rollout_service.engines.pool.continuation import Continuation
 from tests.support.engines.engine_under_test import ATTEMPTS, LONG
+from tests.support.waiting import collect
 
 pytestmark = pytest.mark.anyio
 
@@ -184,12 +185,8 @@ async def test_a_pause_may_end_what_is_running(engine):
 async def test_requests_wait_while_the_engine_is_paused(engine):
     await engine.backend.pause(PauseMode.ABORT)
     waiting = []
-
-    async def generate():
-        waiting.append(await engine.generate(PROMPT, max_new_tokens=3))
-
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(generate)
+        tasks.start_soon(collect, waiting, lambda: engine.generate(PROMPT, max_new_tokens=3))
         await engine.backend.health(paused=True)
         assert waiting == []
         await engine.backend.resume()

@@ -50,6 +50,7 @@ from tests.support import samples
 from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
 from tests.support.store.servers import PLACES, files_of
+from tests.support.waiting import collect
 
 START = 1_700_000_000.0
 INFRASTRUCTURE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
@@ -644,13 +645,9 @@ async def returns(wait: Awaitable[Any]) -> bool:
 async def woken_by(wait: Callable[[], Awaitable[Any]], act: Callable[[], Awaitable[Any]]) -> Any:
     """Return the result of a wait that begins before `act`."""
     answers: list[Any] = []
-
-    async def waiter() -> None:
-        answers.append(await wait())
-
     with anyio.fail_after(10):
         async with anyio.create_task_group() as group:
-            group.start_soon(waiter)
+            group.start_soon(collect, answers, wait)
             await anyio.wait_all_tasks_blocked()
             assert not answers
             await act()

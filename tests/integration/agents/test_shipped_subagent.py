@@ -20,6 +20,7 @@ from rollout_client.client import RolloutClient
 from rollout_service.engines.shipped import policy_folder
 from tests.support.api.server import api_server
 from tests.support.processes.children import killed
+from tests.support.waiting import collect
 
 POLICY = str(policy_folder("parl-base"))
 START_SECONDS = 60.0
@@ -74,13 +75,9 @@ async def roll_out(folder: Path, environment: str, instance: dict[str, object], 
         done: list[Rollout] = []
         async with RolloutClient(server.url) as client:
             await client.add_backend(BackendSpec(url=HttpUrl(frozen), pool="frozen-1"))
-
-            async def one() -> None:
-                done.append(await client.run(request))
-
             async with anyio.create_task_group() as tasks:
                 for _ in range(ROLLOUTS):
-                    tasks.start_soon(one)
+                    tasks.start_soon(collect, done, lambda: client.run(request))
     return done
 
 

@@ -135,8 +135,7 @@ async def test_an_update_of_the_policy_does_not_pause_its_sub_agents(tmp_path):
     policy, frozen = scripted(*lead(2), update_seconds=8.0), worker(latency=0.3)
     async with team(tmp_path, policy, frozen) as service, anyio.create_task_group() as tasks:
         tasks.start_soon(finished, service)
-        while frozen.requests == PROBES:
-            await anyio.sleep(0.01)
+        await until(lambda: frozen.requests != PROBES)
         await service.client.update_weights(str(POLICY), 1)
         assert frozen.requests == PROBES + 4, "both sub-agents ended during the update"
 
@@ -151,8 +150,7 @@ async def test_a_cancelled_agent_takes_its_sub_agents_with_it(tmp_path):
             exports=TokenExtras(nodes=NodeDetail.SUMMARY),
         )
         await service.client.submit(request)
-        while frozen.in_flight < 4:
-            await anyio.sleep(0.01)
+        await until(lambda: frozen.in_flight >= 4)
         assert 'rollout_subagents{state="active"} 4.0' in await metrics_of(service)
         await service.client.cancel("r")
         rollout = await service.client.wait("r")

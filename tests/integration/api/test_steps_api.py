@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from rollout_client.client import InvalidRequestError, NotFoundError
 from tests.support.gateway.service import CALC, GatewayService, gateway_service, scripted
+from tests.support.waiting import until
 
 K = StepKind
 ENVIRONMENT = """
@@ -178,8 +180,7 @@ async def test_the_steps_of_a_run_are_read_at_once(tmp_path):
         async with scripted("2", "2", "2", "2") as engine, gateway_service(tmp_path, [engine]) as service:
             await service.client.create_run(request)
             for name in ("run.0.0", "run.0.1", "run.1.0", "run.1.1"):
-                while not await ended(service, name):
-                    await anyio.sleep(0.05)
+                await until(partial(ended, service, name))
             found = [one async for one in service.client.run_steps("run")]
             lines = [
                 one async for one in service.client.step_lines(rollouts=["run.0.1", "run.1.0", "nobody"])

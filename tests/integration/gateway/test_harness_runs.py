@@ -19,6 +19,7 @@ from rollout_service.testing import Reply, ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants
 from sandboxes import LocalConfig, make_provider
 from tests.support.gateway.service import END, POLICY, GatewayService, gateway_service
+from tests.support.waiting import until
 
 RIGHT, WRONG = "one two three four five six seven right", "one two three four five six seven wrong"
 PROGRAM = """
@@ -117,8 +118,7 @@ async def train(service: GatewayService, run: ClientRun, engine: ScriptedEngine)
             break
         version += 1
         with anyio.move_on_after(5):
-            while not engine.in_flight:
-                await anyio.sleep(0.05)
+            await until(lambda: engine.in_flight)
         await anyio.sleep(0.2)  # a few tokens
         await service.client.update_weights(str(POLICY), version)
     return samples

@@ -21,6 +21,7 @@ from rollout_service.testing import (
     ScriptedEngine,
     write_random_checkpoint,
 )
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -65,8 +66,7 @@ async def test_a_reply_is_cut_at_the_budget_and_resumed_after_an_abort():
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(generate, first)
-            while not engine.in_flight:
-                await anyio.sleep(0.01)
+            await until(lambda: engine.in_flight)
             await backend.abort(first.request_id)
         partial = results[0]
         assert partial.finish_reason is FinishReason.ABORT
@@ -94,8 +94,7 @@ async def test_a_reply_may_take_its_own_time_until_it_is_aborted():
         first = request([50])
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(backend.generate, first)
-            while not engine.in_flight:
-                await anyio.sleep(0.01)
+            await until(lambda: engine.in_flight)
             await backend.abort(first.request_id)
         with anyio.fail_after(60):
             assert (await backend.generate(request([50]))).output_ids == list(range(40))
@@ -131,9 +130,7 @@ async def test_it_runs_as_a_process_and_answers_with_texts(tmp_path):
     command += ["--address", str(address), "--turn", "one<|im_end|>", "--turn", "two<|im_end|>"]
     async with await anyio.open_process(command, stdout=None, stderr=None) as process:
         try:
-            with anyio.fail_after(30):
-                while not address.exists():
-                    await anyio.sleep(0.02)
+            await until(address.exists, 30)
             backend = SGLangBackend(address.read_text())
             first = await backend.generate(request([1, 2]))
             second = await backend.generate(request([1, 2, *first.output_ids, 3]))

@@ -30,6 +30,7 @@ from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.testing import write_random_checkpoint
 from sandboxes.host.ports import free_port
+from tests.support.waiting import collect, until
 
 pytestmark = [
     pytest.mark.extended("rollout_service/engines/"),
@@ -98,12 +99,6 @@ async def trainer(port: int, size: int, *folders: Path):
                 process.kill()
 
 
-async def until(condition):
-    with anyio.fail_after(60):
-        while not condition():
-            await anyio.sleep(0.01)
-
-
 async def loaded_from_disk(pool, folder: Path, version: int) -> list[list[int]]:
     """Return the tokens that each backend samples greedily with the weights in a folder."""
     await pool.update_weights(str(folder), version)
@@ -126,14 +121,10 @@ async def test_weights_come_over_a_process_group_in_the_middle_of_requests(first
         async with trainer(port, 3, checkpoints[1]) as process:
             joined = await pool.join_group(group)
             assert [(each.ok, each.ranks) for each in joined.outcomes] == [(True, [1]), (True, [2])]
-
-            async def generate():
-                results.append(await pool.generate(request()))
-
             async with anyio.create_task_group() as tasks:
                 for _ in range(6):
-                    tasks.start_soon(generate)
-                await until(lambda: sum(view.in_flight for view in pool.views()) == 6)
+                    tasks.start_soon(collect, results, lambda: pool.generate(request()))
+                await until(lambda: sum(view.in_flight for view in pool.views()) == 6, 60)
                 await process.stdin.send(b"go\n")
                 outcome = await pool.load_weights(WeightsRequest(source=weights, version=100))
         assert [each.error for each in outcome.outcomes] == [None, None]
@@ -162,7 +153,7 @@ async def test_no_request_is_lost_when_a_server_is_killed(first, second):
         async with anyio.create_task_group() as tasks:
             for number in range(8):
                 tasks.start_soon(roll_out, f"r{number}")
-            await until(lambda: len(results) >= 2 and all(view.in_flight for view in pool.views()))
+            await until(lambda: len(results) >= 2 and all(view.in_flight for view in pool.views()), 60)
             os.killpg(second.pid, signal.SIGKILL)
         assert len(results) == 32
         for each in results:
@@ -182,12 +173,8 @@ async def _seconds_to_end(pool):
     """Return the seconds from a long request's cancellation until its engine is idle; infinity if it ended first."""
     backend = pool._registry[pool.views()[0].backend_id].backend
     ended = []
-
-    async def generate():
-        ended.append(await pool.generate(request(4000 // 4, stop_token_ids=())))
-
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(generate)
+        tasks.start_soon(collect, ended, lambda: pool.generate(request(4000 // 4, stop_token_ids=())))
         with anyio.fail_after(60):
             while not ended and not (await backend.load()).running:
                 await anyio.sleep(0.005)

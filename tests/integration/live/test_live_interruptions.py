@@ -20,7 +20,7 @@ from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.service import END, POLICY, scripted
 from tests.support.live.service import LiveService, live_service
 from tests.support.processes import service as processes
-from tests.support.waiting import until
+from tests.support.waiting import collect, until
 
 TEXT = "seven words are said in this answer"
 RENDERER = ChatRenderer.load(POLICY)
@@ -65,12 +65,8 @@ async def test_a_short_pause_is_waited_for_and_a_stream_kept_alive(tmp_path):
         opened = await service.open()
         await pause(service, "pause")
         answers: list[httpx.Response] = []
-
-        async def ask() -> None:
-            answers.append(await service.ask(opened.key or "", "a", stream=True))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(collect, answers, lambda: service.ask(opened.key or "", "a", stream=True))
             await anyio.sleep(0.5)  # several signs of life
             assert not answers
             await pause(service, "resume")

@@ -41,6 +41,7 @@ from rollout_client.run_export import RunExport
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli import app
 from rollout_service.store.codec.trajectories import COLUMNS
+from tests.support.waiting import until
 
 START_SECONDS = 120.0
 SWE_INSTANCE = {
@@ -141,8 +142,7 @@ async def test_a_batch_is_kept_while_a_trainer_works_on_it(url, monkeypatch):
     async with RolloutClient(url) as client:
         run = await client.create_run(order("slow", tasks=2))
         async for batch in run.batches(lease_seconds=0.3):
-            while len(renewed) < 3:
-                await anyio.sleep(0.01)
+            await until(lambda: len(renewed) >= 3)
             assert await batch.renew(60.0) > renewed[1] > renewed[0] > batch.batch.lease_until
         assert (await run.view()).counts.batches_acknowledged == 1
         count = len(renewed)

@@ -27,6 +27,7 @@ from rollout_service.testing import ScriptedEngine
 from tests.support.gateway.service import GatewayService, gateway_service, scripted
 from tests.support.hangs.service import engine_of
 from tests.support.otel.collector import Collector, attributes, collector
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow(seconds=60)
 
@@ -210,12 +211,6 @@ def spellings(text: str) -> list[str]:
     return [*lines, json.dumps(text)[1:-1], repr(text)[1:-1]]
 
 
-async def until(path: Path) -> None:
-    with anyio.fail_after(90):
-        while not await anyio.Path(path).exists():
-            await anyio.sleep(0.05)
-
-
 COMMANDS = {
     "export.jsonl": ["runs", "export", RUN, "--output"],
     "atif.jsonl": ["runs", "export", RUN, "--atif", "--output"],
@@ -238,9 +233,7 @@ async def run_commands(service: GatewayService, folder: Path) -> dict[str, bytes
     outputs: dict[str, bytes] = {}
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(listening.serve)
-        with anyio.fail_after(10):
-            while not listening.started:
-                await anyio.sleep(0.01)
+        await until(lambda: listening.started, 10)
         url = f"http://127.0.0.1:{listening.servers[0].sockets[0].getsockname()[1]}"
         for name, arguments in COMMANDS.items():
             file = [str(folder / name)] if arguments[-1] in {"--output", "--html"} else []
@@ -262,7 +255,7 @@ async def run_to_its_end(service: GatewayService, folder: Path) -> tuple[list[Ro
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=90) as http:
         (await http.post("/v1/runs", json=order)).raise_for_status()
         for moment, reached, go in (("agent", "looking", "go"), ("grader", "grading", "grade")):
-            await until(folder / reached)
+            await until(anyio.Path(folder / reached).exists, 90)
             outputs |= await gather(service, moment, rollouts) | read_state(folder, moment)
             (folder / go).touch()
         ended = [await service.client.wait(name, timeout_seconds=90) for name in rollouts]

@@ -45,6 +45,7 @@ from rollout_service.store.redis.store import RedisCluster, RedisEngines
 from rollout_service.testing import Counting, ScriptedEngine
 from tests.support.processes.service import Running, service
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
 
@@ -191,9 +192,7 @@ async def test_an_update_from_any_node_reaches_each_engine_once(
         assert [one.ok for one in outcome.outcomes] == [True, True]
         assert [engine.updates for engine in engines] == [version, version]
         for other in members:
-            with anyio.fail_after(5):
-                while other.versions() != [version, version]:
-                    await anyio.sleep(0.01)
+            await until(lambda other=other, version=version: other.versions() == [version, version], 5)
     again = await members[0].serving.orders.update_weights(weights(3))
     assert not again.changed
     assert [engine.updates for engine in engines] == [3, 3]
@@ -219,9 +218,7 @@ async def test_requests_of_every_node_are_held_by_a_pause_at_any_node(
     async with anyio.create_task_group() as tasks:
         for each in members:
             tasks.start_soon(generate, each)
-        with anyio.fail_after(5):
-            while not all(each.pools["policy"].paused for each in members):
-                await anyio.sleep(0.01)
+        await until(lambda: all(each.pools["policy"].paused for each in members), 5)
         await anyio.wait_all_tasks_blocked()
         assert (ended, [engine.requests for engine in engines]) == (0, sent)
         await members[2].serving.orders.resume(ResumeRequest())
@@ -281,9 +278,7 @@ async def test_another_node_completes_a_command_whose_coordinator_died(
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(update, survivors[0])
-            with anyio.fail_after(10):
-                while sum(engine.updates for engine in engines) < 2:
-                    await anyio.sleep(0.01)
+            await until(lambda: sum(engine.updates for engine in engines) >= 2, 10)
             [record] = await survivors[0].commands._store.pools()
             assert record.is_open
             # As if the coordinator were gone: its role is free, and what it has done is in one engine only.
@@ -294,9 +289,7 @@ async def test_another_node_completes_a_command_whose_coordinator_died(
         assert outcomes[0].version == 1
         assert [each.ok for each in outcomes[0].outcomes] == [True, True]
         for each in survivors:
-            with anyio.fail_after(10):
-                while each.versions() != [1, 1]:
-                    await anyio.sleep(0.01)
+            await until(lambda each=each: each.versions() == [1, 1], 10)
 
 
 async def test_weights_for_a_frozen_pool_are_refused_before_any_node_holds_its_requests(
@@ -316,9 +309,7 @@ async def test_weights_for_a_frozen_pool_are_refused_before_any_node_holds_its_r
     records = await members[0].commands._store.pools()
     assert not any(record.number for record in records if record.pool == "frozen-1"), "nothing was asked"
     await members[1].serving.orders.pause(PauseRequest(pool="frozen-1"))
-    with anyio.fail_after(5):
-        while not all(each.pools["frozen-1"].paused for each in members):
-            await anyio.sleep(0.01)
+    await until(lambda: all(each.pools["frozen-1"].paused for each in members), 5)
     assert not any(each.pools["policy"].paused for each in members)
     await members[2].serving.orders.resume(ResumeRequest(pool="frozen-1"))
 

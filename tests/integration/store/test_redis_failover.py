@@ -11,7 +11,7 @@ from rollout_service.base.errors import StoreError
 from rollout_service.store.redis import RedisStore
 from tests.support.redis_failover import RedisPair, redis_pair
 from tests.support.store.rollouts import completed, order
-from tests.support.waiting import until
+from tests.support.waiting import collect, until
 
 pytestmark = pytest.mark.redis
 
@@ -85,12 +85,8 @@ async def test_those_who_wait_for_events_go_on_from_what_the_new_primary_has(pai
             await store.submit(order(f"r{number}"))
         assert await store.last_event() == 9
         told: list[int] = []
-
-        async def wait() -> None:
-            told.append(await store.wait_for_events(after=9))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(wait)
+            tasks.start_soon(collect, told, lambda: store.wait_for_events(after=9))
             await anyio.wait_all_tasks_blocked()
             pair.fail_over()
             await until(lambda: told, PATIENCE_SECONDS)

@@ -13,7 +13,7 @@ from rollout_service.store import Lease
 from rollout_service.store.redis import RedisStore
 from tests.support.redis_server import RedisServer
 from tests.support.store.rollouts import completed, order
-from tests.support.waiting import until
+from tests.support.waiting import collect, until
 
 pytestmark = pytest.mark.redis
 
@@ -86,11 +86,7 @@ async def test_those_who_wait_are_woken_after_redis_was_restarted(own_redis):
         await store.submit(order("r0"))
         [lease] = await claim(store)
         ended: list[Rollout | None] = []
-
-        async def wait() -> None:
-            ended.append(await other.wait_for_result("r0"))
-
-        tasks.start_soon(wait)
+        tasks.start_soon(collect, ended, lambda: other.wait_for_result("r0"))
         await anyio.wait_all_tasks_blocked()
         await other.connection.topics.confirmed("rollout:r0")
         await other.get("r0")  # the waiter's own look came before

@@ -114,9 +114,7 @@ async def test_who_was_woken_and_claims_nothing_is_followed_by_another(shared_re
             await trainer.cluster.heartbeat(NodeReport("n1", "trainer"))
             return len(services.woken) == 2
 
-        with anyio.fail_after(20):
-            while not await passed_on():
-                await anyio.sleep(0.1)
+        await until(passed_on)
 
 
 async def test_a_claim_that_leaves_rollouts_wakes_another_for_them(shared_redis):

@@ -192,8 +192,7 @@ async def test_a_full_disk_is_waited_for(path):
                 group.start_soon(
                     retry_until_stored, "submit", partial(store.submit, order(1, padding="x" * 100_000))
                 )
-                while not store.errors:
-                    await anyio.sleep(0.01)
+                await until(lambda: store.errors)
                 await store._thread.read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone())
         assert await store.get("r1") is not None
 

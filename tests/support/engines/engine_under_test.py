@@ -22,6 +22,7 @@ from rollout_service.engines.contract import (
     new_request_id,
 )
 from rollout_service.engines.kinds.vllm.backend import VllmBackend
+from tests.support.waiting import collect
 
 LONG = 1_200
 """Tokens of a request that is interrupted."""
@@ -78,12 +79,8 @@ class EngineUnderTest:
         """Run the body while the request is sampled; afterwards the yielded list has its result."""
         await until_idle(self.backend)  # so that what runs is this request, and not one that was aborted
         result: list[Generation] = []
-
-        async def generate() -> None:
-            result.append(await self.backend.generate(request))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate)
+            tasks.start_soon(collect, result, lambda: self.backend.generate(request))
             while not result and not (await self.backend.load()).running:
                 await anyio.sleep(0.01)
             yield result

@@ -35,6 +35,7 @@ from tests.support.adapters.async_engine import (
     stop,
 )
 from tests.support.adapters.rollouts import TASK, FakeClient, rollout, segment
+from tests.support.waiting import collect, until
 
 pytestmark = pytest.mark.anyio
 
@@ -133,17 +134,12 @@ async def test_an_aborted_request_hands_back_what_it_has(everything):
     engine = FakeEngine(ends=False)
     async with Connected(engine) as (_, backend), anyio.create_task_group() as tasks:
         asked, answers = request(), []
-
-        async def generate():
-            answers.append(await backend.generate(asked))
-
-        tasks.start_soon(generate)
+        tasks.start_soon(collect, answers, lambda: backend.generate(asked))
         while (load := await backend.load()).used_tokens != len(PROMPT) + 3:
             await anyio.sleep(0.01)
         assert (load.running, load.capacity_tokens, load.token_usage) == (1, 160, 6 / 160)
         await backend.abort(None if everything else asked.request_id)
-        while not answers:
-            await anyio.sleep(0.01)
+        await until(lambda: answers)
         assert answers[0].output_ids == [7, 8, 9]
         assert answers[0].finish_reason is FinishReason.ABORT
         assert (await backend.load()).running == 0

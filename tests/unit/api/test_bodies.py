@@ -17,6 +17,7 @@ from rollout_service.server.api.app import create_app
 from rollout_service.server.api.routes.support.shared_answers import MAX_BUFFERED_CHUNKS, BufferedResponse
 from rollout_service.server.api.routes.support.strict import MAX_CONTAINERS
 from rollout_service.settings import load_settings
+from tests.support.waiting import until
 
 MOST, LARGEST = 1_000, 100
 STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, LARGEST), st.booleans()), max_size=60)
@@ -123,8 +124,7 @@ async def test_pieces_are_made_while_one_is_sent_and_no_more_than_wait():
     async def send(message: Message) -> None:
         if message.get("body"):
             sent.append(bytes(message["body"]))
-            while made.count < min(len(sent) + MAX_BUFFERED_CHUNKS, len(PIECES)):
-                await anyio.sleep(0.001)
+            await until(lambda: made.count >= min(len(sent) + MAX_BUFFERED_CHUNKS, len(PIECES)))
             assert made.count <= len(sent) + MOST_UNSENT
 
     with anyio.fail_after(30):

@@ -203,7 +203,6 @@ async def test_a_call_that_is_cancelled_closes_its_connection():
     async with answering(http("200 OK", b"half", 8), hang=True) as (url, asked):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fetch, url)
-            while not asked:
-                await anyio.sleep(0.005)
+            await until(lambda: asked)
             tasks.cancel_scope.cancel()
         await until(lambda: asked[1:] == [b"gone"], 5)

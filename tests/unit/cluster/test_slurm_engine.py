@@ -14,6 +14,7 @@ from rollout_service.cluster.slurm.children import ENGINE_GIVEN_UP, EndRequests
 from rollout_service.cluster.slurm.engine import JobEngine
 from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFailure, Submitted
 from rollout_service.cluster.slurm.spec import Engines, JobSpec
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 NAME = "node-0"
@@ -69,10 +70,8 @@ http.server.HTTPServer(("", int(sys.argv[2])), Healthy).serve_forever()
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(running.run)
-            while not folder.failures():
-                await anyio.sleep(0.01)
-            while not folder.published("engines"):
-                await anyio.sleep(0.01)
+            await until(folder.failures)
+            await until(lambda: folder.published("engines"))
             assert folder.failures() == []
             tasks.cancel_scope.cancel()
 

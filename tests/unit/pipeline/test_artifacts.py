@@ -17,6 +17,7 @@ from sandboxes import LocalConfig, SandboxSpec, make_provider
 from sandboxes.errors import FileTooLargeError, SandboxFileError
 from sandboxes.runtime.tree_reader import stays_within
 from tests.support.processes.children import children
+from tests.support.waiting import until
 
 MIB = 1 << 20
 
@@ -224,8 +225,7 @@ async def test_a_pack_cancelled_while_waiting_for_room_ends_its_reader_first(tmp
         with anyio.fail_after(60):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(pack)
-                while not any(written_by(pid) > MIB for pid in children() - others):
-                    await anyio.sleep(0.01)
+                await until(lambda: any(written_by(pid) > MIB for pid in children() - others))
                 tasks.cancel_scope.cancel()
         await first.close()
     finally:

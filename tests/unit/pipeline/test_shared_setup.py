@@ -7,6 +7,7 @@ from rollout_service.episodes import WorkClock
 from rollout_service.pipeline import shared_setup
 from rollout_service.pipeline.shared_setup import IDLE_SECONDS, KEPT_BYTES, MAX_KEPT, Setup, SharedSetups
 from sandboxes import SandboxStartError, Snapshot
+from tests.support.waiting import until
 
 
 class FakeSnapshot(Snapshot):
@@ -174,12 +175,6 @@ async def test_a_setup_that_is_taken_while_others_are_closed_stays_open(maker, c
             await until_closed(maker.made[0])
             assert setup.snapshot is maker.made[2]
             assert not setup.snapshot.closed
-
-
-async def until(holds):
-    with anyio.fail_after(5):
-        while not holds():
-            await anyio.sleep(0.001)
 
 
 async def until_closed(snapshot):

@@ -18,6 +18,7 @@ from rollout_service.store.contract import Lease
 from rollout_service.store.rules import DROPPED_IN_A_ROW
 from rollout_service.store.runs_contract import RunRecord
 from tests.support.run_bench import BROKEN, GONE, Bench, alternate, bench
+from tests.support.waiting import until
 
 ENDLESS = InlineTasks(tasks=[Task(environment="calc", instance={"n": n}) for n in range(8)], epochs=None)
 
@@ -96,8 +97,7 @@ async def test_equal_rewards_are_a_problem_that_does_not_stop_the_run():
         assert int(found[1]) >= REPORT_AFTER
         assert "same reward" in run.problem.hint
         assert [line["run"] for line in logs if line["event"] == "a run keeps no group"] == ["a"]
-        while not it.manager.troubled:
-            await anyio.sleep(0.01)
+        await until(lambda: it.manager.troubled)
         assert "rollout_run_dropped_in_a_row" in it.metrics.render().decode()
         changed = [
             event.subject

@@ -39,6 +39,7 @@ from rollout_service.store import Lease
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.run_bench import BROKEN, GONE, Bench, bench, place
+from tests.support.waiting import until
 
 
 def by_sample(lease: Lease) -> float:
@@ -308,8 +309,7 @@ async def test_pause_resume_and_end():
 async def test_ending_a_run_cancels_its_open_groups():
     async with bench(lambda _: None) as it:
         await it.create()
-        while len(it.begun) < 8:
-            await anyio.sleep(0.01)
+        await until(lambda: len(it.begun) >= 8)
         await it.store.runs.update("a", state=RunState.ENDED)
         assert await it.all() == []
         assert (await it.store.runs.get("a")).count("dropped:cancelled") >= 2
@@ -333,8 +333,7 @@ async def test_runs_share_by_weight():
     async with bench(by_sample, places=8) as it:
         await it.create("a", tasks=300, weight=3.0, prefetch_batches=100)
         await it.create("b", tasks=300, weight=1.0, prefetch_batches=100)
-        while len(it.begun) < 320:
-            await anyio.sleep(0.02)
+        await until(lambda: len(it.begun) >= 320, 60)
         share = sum(rollout_id.startswith("a.") for rollout_id in it.begun) / len(it.begun)
         assert 0.65 < share < 0.85
 
@@ -477,8 +476,7 @@ async def two_runs(tmp_path: Path, **fields: object) -> AsyncIterator[tuple[Benc
     async with bench(play, path=tmp_path / "store.sqlite3") as it:
         await it.create("a", tasks=2, **fields)
         await it.create("b", tasks=8)
-        while len(it.begun) < (2 + 8) * 4:
-            await anyio.sleep(0.01)
+        await until(lambda: len(it.begun) >= (2 + 8) * 4)
         yield it, may_end
 
 

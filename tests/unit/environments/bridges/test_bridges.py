@@ -138,8 +138,7 @@ async def test_the_reply_to_a_cancelled_request_is_not_that_to_the_next(place, t
         begun, go_on = tmp_path / "begun", tmp_path / "go on"
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(process.ask, {"do": "slow", "begun": str(begun), "go_on": str(go_on)}, 30)
-            while not begun.exists():
-                await anyio.sleep(0.01)
+            await until(begun.exists)
             tasks.cancel_scope.cancel()
         go_on.touch()
         assert (await process.ask({"do": "echo", "n": 2}, 30))["n"] == 2

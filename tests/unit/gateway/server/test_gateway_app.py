@@ -26,6 +26,7 @@ from rollout_service.settings.http import GatewaySettings
 from rollout_service.tokens import ChatRenderer
 from sandboxes.errors import SandboxClosedError
 from tests.support.gateway.manual_pool import CharacterCapture, ManualPool
+from tests.support.waiting import collect
 
 REQUEST = RolloutRequest(rollout_id="r", task=Task(environment="calc"))
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -53,13 +54,9 @@ class Bench:
     async def answered(self, text: str, send: Callable[[], Any]) -> httpx.Response:
         """Send a request, and let the engine answer it."""
         answer: list[httpx.Response] = []
-
-        async def ask() -> None:
-            answer.append(await send())
-
         number = len(self.pool.calls)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(collect, answer, send)
             (await self.pool.call(number)).finish(text)
         return answer[0]
 

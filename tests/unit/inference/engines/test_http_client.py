@@ -10,6 +10,7 @@ import pytest
 
 from rollout_service.engines.kinds import http_client
 from rollout_service.engines.kinds.http_client import AnswerTooLargeError, HttpClient
+from tests.support.waiting import collect
 
 pytestmark = pytest.mark.anyio
 
@@ -257,14 +258,10 @@ async def test_calls_at_once_have_connections_of_their_own() -> None:
     server = Server(OK)
     answers: list[tuple[int, bytes]] = []
     async with serving(server) as client:
-
-        async def call() -> None:
-            answers.append(await client.exchange("GET", "/", None))
-
         for _ in range(2):
             async with anyio.create_task_group() as tasks:
                 for _ in range(5):
-                    tasks.start_soon(call)
+                    tasks.start_soon(collect, answers, lambda: client.exchange("GET", "/", None))
     assert answers == [(200, b"ok")] * 10
     assert server.connections == 5
 

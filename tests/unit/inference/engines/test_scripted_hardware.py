@@ -11,6 +11,7 @@ from rollout_service.engines.contract import GenerateRequest, SamplingOptions, n
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.testing import Counting, Hardware, ScriptedEngine
 from rollout_service.testing.hardware import KVCache
+from tests.support.waiting import collect
 
 pytestmark = pytest.mark.anyio
 
@@ -115,14 +116,10 @@ async def test_a_full_batch_queues_and_an_abort_ends_the_wait():
     async with ScriptedEngine(Counting(), hardware=hardware) as engine:
         backend = SGLangBackend(engine.url)
         answers = []
-
-        async def generate():
-            answers.append(await ask(backend, list(range(50)), budget=30))
-
         with anyio.fail_after(10):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(generate)
-                tasks.start_soon(generate)
+                tasks.start_soon(collect, answers, lambda: ask(backend, list(range(50)), budget=30))
+                tasks.start_soon(collect, answers, lambda: ask(backend, list(range(50)), budget=30))
                 while (await backend.load()).waiting != 1:
                     await anyio.sleep(0.01)
                 load = await backend.load()

@@ -31,6 +31,7 @@ from rollout_service.engines.serving.policies import PolicyServing, backend_id_o
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.store.file_backends import FileBackends
 from rollout_service.testing import Counting, ScriptedEngine
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -143,9 +144,7 @@ async def test_weights_of_the_policy_do_not_hold_up_a_frozen_pool(tmp_path: Path
     async with serving(tmp_path, policy=policy, frozen_1=frozen) as (served, pools):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(served.orders.update_weights, WeightsRequest(path=str(POLICY), version=7))
-            with anyio.fail_after(10):
-                while not policy.loads:
-                    await anyio.sleep(0.005)
+            await until(lambda: policy.loads, 10)
             assert pools["policy"].paused
             assert await sample(pools, "frozen-1") == [0] * 4
             policy.may_load.set()

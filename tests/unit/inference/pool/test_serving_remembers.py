@@ -14,6 +14,7 @@ from rollout_service.engines.shipped import policy_folder
 from rollout_service.store.engines_contract import SharedBackend
 from rollout_service.store.file_backends import FileBackends
 from rollout_service.testing import Counting, ScriptedEngine
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -58,9 +59,7 @@ async def test_an_engine_that_is_both_remembered_and_in_the_settings_is_register
         await backends.put(SharedBackend(backend_id_of_spec(spec), spec))
         serving = PolicyServing(pools, backends)
         async with serving.reconnecting([spec]):
-            with anyio.fail_after(30):
-                while not serving.views():
-                    await anyio.sleep(0.01)
+            await until(serving.views, 30)
             assert len(await backends.backends()) == 1
 
 
@@ -87,9 +86,7 @@ def leased(engine: ScriptedEngine, pool: str = "trained", seconds: float = 1.0) 
 
 
 async def gone(serving: PolicyServing, count: int) -> None:
-    with anyio.fail_after(30):
-        while len(serving.views()) != count:
-            await anyio.sleep(0.01)
+    await until(lambda: len(serving.views()) == count, 30)
 
 
 async def test_engines_go_with_their_lease_and_the_last_one_abandons_its_pool(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from rollout_service.engines.contract import GenerateRequest, Generation, Sampli
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.testing import Counting, Fault, ScriptedEngine
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -126,8 +127,7 @@ class WeightUpdates(RuleBasedStateMachine):
 
     async def until_sent(self, count: int) -> None:
         with anyio.move_on_after(1):  # a fault may come first
-            while sum(engine.in_flight for engine in self.engines) < count - self.ended():
-                await anyio.sleep(0.001)
+            await until(lambda: sum(engine.in_flight for engine in self.engines) >= count - self.ended())
 
     def ended(self) -> int:
         return sum(future.done() for _, future in self.asked)

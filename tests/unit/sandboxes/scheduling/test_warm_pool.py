@@ -378,13 +378,11 @@ async def test_real_sessions_are_alive_and_of_one_sandbox(tmp_path):
         with anyio.fail_after(60):
             async with await pool.start(SPEC) as first:
                 await first.write_file("mine.txt", "x")
-                while pool.warm == 0:
-                    await anyio.sleep(0.01)
+                await until(lambda: pool.warm != 0)
             async with await pool.start(SPEC) as second:
                 assert (await (await second.bash()).run("ls")).output == ""
                 assert (await (await second.python()).execute("1 + 1")).result == "2"
-                while pool.warm == 0:
-                    await anyio.sleep(0.01)
+                await until(lambda: pool.warm != 0)
     assert provider.live() == []
     await pool.close()
 
