@@ -573,12 +573,18 @@ async def test_replaced_rollouts_are_deleted_with_their_group(store):
         again = RolloutRequest(rollout_id=f"a.0.1.{retry}", task=TASKS[0])
         await store.runs.retry_sample("a", 0, 1, again)
         await end_all(store)
-    await store.submit(RolloutRequest(rollout_id="a.0.1.9", task=TASKS[0]))
+    for name in ("a.0.1.9", "a.note"):
+        await store.submit(RolloutRequest(rollout_id=name, task=TASKS[0]))
     await end_all(store)
     await close_group(store, 0, reason="too_few_usable")
     assert await store.runs.delete_expired(RetentionSettings(settled_group_seconds=0)) == 1
-    assert {one.rollout_id for one in (await store.list()).rollouts} == {"a.1.0", "a.1.1", "a.0.1.9"}
-    assert await store.runs.delete_expired(RetentionSettings(rollout_seconds=0)) == 1, "it belongs to no run"
+    assert {one.rollout_id for one in (await store.list()).rollouts} == {
+        "a.1.0",
+        "a.1.1",
+        "a.0.1.9",
+        "a.note",
+    }
+    assert await store.runs.delete_expired(RetentionSettings(rollout_seconds=0)) == 2, "they belong to no run"
     assert {one.rollout_id for one in (await store.list()).rollouts} == {"a.1.0", "a.1.1"}
 
 

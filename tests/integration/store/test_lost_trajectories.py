@@ -6,34 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.rollouts import RolloutRequest
-from api_schemas.tasks import Task
 from rollout_service.base.errors import ConfigurationError, RecordLostError
 from rollout_service.cluster.identity import is_gone
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.redis.lost_trajectories import begin_again, look
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.proof import MARK_FILE
-from tests.support.redis_server import RedisServer
-from tests.support.store.rollouts import TRAJECTORY, completed
+from tests.support.store.rollouts import TRAJECTORY, completed, finish, leased
 
 pytestmark = pytest.mark.redis
 
 
-@pytest.fixture
-def config(shared_redis: RedisServer) -> RedisConfig:
-    return shared_redis.config()
-
-
 async def opened(config: RedisConfig, folder: Path, owner: str = "one") -> RedisStore:
     return await RedisStore.open(config, is_gone=is_gone, files=SharedFiles(folder), owner=owner)
-
-
-async def finish(store: RedisStore, *names: str) -> None:
-    for name in names:
-        await store.submit(RolloutRequest(rollout_id=name, task=Task(environment="calc")))
-        (lease,) = await store.claim("worker", limit=1, lease_seconds=100)
-        assert await store.finish(lease, "worker", completed(lease, TRAJECTORY))
 
 
 async def test_the_trajectories_of_a_deleted_file_are_named_and_no_others(config, tmp_path):
@@ -95,8 +80,7 @@ async def test_no_result_is_stored_in_the_folder_before_by_a_service_that_still_
     async with await opened(config, old) as store:
         await finish(store, "a")
         await begin_again(store.connection, SharedFiles(new))
-        await store.submit(RolloutRequest(rollout_id="b", task=Task(environment="calc")))
-        (lease,) = await store.claim("worker", limit=1, lease_seconds=100)
+        lease = await leased(store, "b")
         with pytest.raises(Exception, match="other services of this store use"):
             await store.finish(lease, "worker", completed(lease, TRAJECTORY))
         old.rename(tmp_path / "away")

@@ -9,26 +9,17 @@ from pathlib import Path
 import anyio
 import pytest
 
-from api_schemas.rollouts import RolloutRequest
-from api_schemas.tasks import Task
-from rollout_service.base.errors import ConfigurationError, RecordLostError, StoreError
-from rollout_service.store.contract import Lease
+from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.redis.lost_trajectories import begin_again, look
 from rollout_service.store.segments import s3
 from rollout_service.store.segments.objects import ObjectFiles
 from rollout_service.store.segments.proof import MARK_FILE
-from tests.support.redis_server import RedisServer
 from tests.support.store.object_server import READER, SERVICE, STRANGER, ObjectServer, keys, object_server
-from tests.support.store.rollouts import TRAJECTORY, completed
+from tests.support.store.rollouts import TRAJECTORY, completed, finish, leased
 
 pytestmark = [pytest.mark.redis, pytest.mark.seaweedfs, pytest.mark.usefixtures("as_service")]
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def config(shared_redis: RedisServer) -> RedisConfig:
-    return shared_redis.config()
 
 
 @pytest.fixture
@@ -58,57 +49,8 @@ async def stores(config, shared_objects, address) -> AsyncIterator[list[RedisSto
         yield [one, two]
 
 
-async def leased(store: RedisStore, rollout_id: str) -> Lease:
-    await store.submit(RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc")))
-    (lease,) = await store.claim("worker", limit=1, lease_seconds=100)
-    return lease
-
-
-async def finish(store: RedisStore, *names: str) -> None:
-    for name in names:
-        lease = await leased(store, name)
-        assert await store.finish(lease, "worker", completed(lease, TRAJECTORY))
-
-
 def segments(server: ObjectServer, address: str) -> set[str]:
     return server.objects(address).keys() - {MARK_FILE}
-
-
-async def test_redis_has_a_reference_and_the_object_goes_with_its_rollout(
-    stores, config, shared_redis, shared_objects, address
-):
-    one, two = stores
-    await finish(one, "r1")
-    assert await two.trajectory("r1") == TRAJECTORY
-    assert len(shared_redis.do("GET", f"{config.root}:t:r1")) < 64
-    assert len(segments(shared_objects, address)) == 1
-    assert await two.delete_expired(0) == 1
-    await two.collect_garbage()
-    assert not segments(shared_objects, address)
-
-
-async def test_a_lost_object_is_named_and_harms_no_other_rollout(stores, shared_objects, address):
-    one, two = stores
-    await finish(one, "r1")
-    [gone] = segments(shared_objects, address)
-    await finish(one, "r2")
-    shared_objects.delete(address, gone)
-    with pytest.raises(RecordLostError, match="r1"):
-        await two.trajectory("r1")
-    assert (await two.get("r1")).reward == 1.0
-    assert await two.trajectory("r2") == TRAJECTORY
-    report = await look(two.connection, s3.open_objects(address, endpoint=shared_objects.endpoint))
-    assert [(each.rollout_id, each.file) for each in report.lost] == [("r1", gone)]
-
-
-async def test_another_prefix_and_the_prefix_of_another_store_are_refused(
-    stores, config, shared_redis, shared_objects, address
-):
-    assert stores
-    with pytest.raises(ConfigurationError, match="has no mark"):
-        await opened(config, shared_objects, f"{address}/other", "three")
-    with pytest.raises(ConfigurationError, match="another store"):
-        await opened(shared_redis.config(), shared_objects, address, "three")
 
 
 async def test_a_prefix_that_is_lost_for_good_is_replaced(stores, shared_objects, address):
@@ -147,8 +89,8 @@ DIES = """
 import os, signal, sys
 import anyio
 from rollout_service.store.segments.s3 import open_objects
-from rollout_service.store.redis import RedisConfig
-from tests.integration.store.test_objects_redis import RedisStore, TRAJECTORY, completed, leased
+from rollout_service.store.redis import RedisConfig, RedisStore
+from tests.support.store.rollouts import TRAJECTORY, completed, leased
 
 url, prefix, address, endpoint = sys.argv[1:]
 

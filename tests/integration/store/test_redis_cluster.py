@@ -1,20 +1,17 @@
 """A store in a Redis Cluster: it is where its slot is, follows it when it moves, and goes on after a failover."""
 
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import anyio
 import pytest
 
 from api_schemas.rollouts import RolloutState
-from rollout_service.base.errors import StoreError
 from rollout_service.store.redis import RedisStore
 from tests.support.redis_cluster import RedisCluster, redis_cluster
-from tests.support.store.rollouts import completed, order
+from tests.support.store.rollouts import completed, order, persistently
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 
-T = TypeVar("T")
 S = RolloutState
 
 
@@ -22,16 +19,6 @@ S = RolloutState
 def cluster() -> Iterator[RedisCluster]:
     with redis_cluster() as started:
         yield started
-
-
-async def persistently(call: Callable[[], Awaitable[T]]) -> T:
-    """Repeat a call while the store fails, as its callers do."""
-    with anyio.fail_after(60):
-        while True:
-            try:
-                return await call()
-            except StoreError:
-                await anyio.sleep(0.05)
 
 
 @pytest.mark.parametrize("number", range(4))

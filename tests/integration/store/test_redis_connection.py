@@ -156,20 +156,9 @@ async def test_a_password_is_needed_and_never_shown(tmp_path):
 
 def certificate(folder: Path) -> Tls:
     """Make a certificate for localhost that is its own authority."""
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=localhost",
-    ]
-    command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", "key.pem", "-out", "cert.pem"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+    command += " -addext subjectAltName=DNS:localhost -keyout key.pem -out cert.pem"
+    subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
     return Tls(folder / "cert.pem", folder / "key.pem", folder / "cert.pem")
 
 
@@ -196,9 +185,8 @@ async def test_it_goes_on_after_redis_crashed(own_redis):
 
 
 async def until_well(connection: RedisConnection) -> None:
-    with anyio.fail_after(20):
-        while connection.problem is not None:  # its reader connects again by itself
-            await anyio.sleep(0.05)
+    """Wait until its reader has connected again by itself."""
+    await until(lambda: connection.problem is None)
 
 
 @pytest.mark.parametrize("durability", list(Durability))

@@ -1,6 +1,6 @@
 """After a failover, everyone goes on from what the new primary has, also if it lacks the last writes."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import anyio
@@ -10,7 +10,7 @@ from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.base.errors import StoreError
 from rollout_service.store.redis import RedisStore
 from tests.support.redis_failover import RedisPair, redis_pair
-from tests.support.store.rollouts import completed, order
+from tests.support.store.rollouts import completed, order, persistently
 from tests.support.waiting import collect, until
 
 pytestmark = pytest.mark.redis
@@ -30,16 +30,6 @@ async def opened(pair: RedisPair, **changes: int) -> AsyncIterator[RedisStore]:
     config = pair.config("failover", answer_seconds=3.0, **changes)
     async with await RedisStore.open(config, is_gone=lambda _: False) as store:
         yield store
-
-
-async def persistently(call: Callable[[], Awaitable[object]]) -> object:
-    """Repeat a call until the store answers."""
-    with anyio.fail_after(PATIENCE_SECONDS):
-        while True:
-            try:
-                return await call()
-            except StoreError:
-                await anyio.sleep(0.05)
 
 
 async def test_a_failover_to_a_replica_that_has_everything_loses_nothing(pair):

@@ -8,14 +8,13 @@ import anyio
 import pytest
 
 from api_schemas.nodes import NodeState
-from api_schemas.rollouts import RolloutRequest, RolloutState
-from api_schemas.tasks import Task
+from api_schemas.rollouts import RolloutState
 from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import RedisConfig, RedisStore
 from tests.support.redis_server import redis_server
-from tests.support.store.rollouts import completed
+from tests.support.store.rollouts import completed, order
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.redis
@@ -25,10 +24,6 @@ pytestmark = pytest.mark.redis
 async def opened(config: RedisConfig) -> AsyncIterator[RedisStore]:
     async with await RedisStore.open(config, is_gone=is_gone) as store:
         yield store
-
-
-def order(rollout_id: str) -> RolloutRequest:
-    return RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc", instance={}))
 
 
 async def test_what_one_service_does_wakes_the_others(shared_redis):
@@ -217,25 +212,13 @@ async def test_claims_whose_answers_were_lost_are_found_again():
             assert all([await store.finish(lease, "a", completed(lease)) for lease in leases])
 
 
-async def test_expired_rollouts_are_deleted_oldest_first(shared_redis):
-    async with opened(shared_redis.config()) as store:
-        for name in ("r1", "r2"):
-            await store.submit(order(name))
-            await store.cancel(name)
-        await store.submit(order("queued"))
-        assert await store.delete_expired(1_000) == 0
-        assert await store.delete_expired(0) == 2
-        assert await store.counts() == {RolloutState.QUEUED: 1}
-        assert await store.get("r1") is None
-
-
 @pytest.mark.parametrize("hours", [-30, 30])
 async def test_the_clocks_of_the_nodes_do_not_matter(shared_redis, monkeypatch, hours):
     config, real = shared_redis.config(), time.time
     async with opened(config) as one, opened(config) as two:
         for name, store in (("n1", one), ("n2", two)):
             await store.cluster.join(NodeReport(name, name))
-        await one.submit(RolloutRequest(rollout_id="r", task=Task(environment="calc")))
+        await one.submit(order("r"))
         [lease] = await one.claim("n1", limit=1, lease_seconds=100)
         lead = await one.cluster.lead("runs", "n1")
         monkeypatch.setattr(time, "time", lambda: real() + hours * 3_600)
@@ -243,8 +226,7 @@ async def test_the_clocks_of_the_nodes_do_not_matter(shared_redis, monkeypatch, 
         assert (await two.cluster.heartbeat(NodeReport("n2", "n2"))).dead == []
         assert await two.cluster.lead("runs", "n2") is None
         assert await two.delete_expired(3_600) == 0
-        second = RolloutRequest(rollout_id="s", task=Task(environment="calc"))
-        submitted, _ = await two.submit(second)
+        submitted, _ = await two.submit(order("s"))
         assert abs((submitted.created_at - lease.created_at).total_seconds()) < 600
         monkeypatch.undo()
         assert await one.cluster.lead("runs", "n1") == lead

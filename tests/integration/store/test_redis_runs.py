@@ -24,7 +24,7 @@ from rollout_service.store.redis.runs.records import pack
 from rollout_service.store.redis.runs.rollouts import RunKeys
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, NoBatch
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import redis_server
 from tests.support.runs import TASKS, make_ready, new_group, run_request
 
 pytestmark = pytest.mark.redis
@@ -35,11 +35,6 @@ async def service(config: RedisConfig) -> AsyncIterator[RedisStore]:
     """Open the store of one service."""
     async with await RedisStore.open(config, is_gone=is_gone) as store:
         yield store
-
-
-@pytest.fixture
-def config(shared_redis: RedisServer) -> RedisConfig:
-    return shared_redis.config()
 
 
 @pytest.fixture

@@ -97,14 +97,6 @@ async def test_the_event_loop_runs_while_the_disk_is_waited_for(path):
         assert await store.counts() == {RolloutState.QUEUED: 1}
 
 
-async def test_an_open_store_is_not_opened_again(path):
-    async with await SqliteStore.open(path):
-        with pytest.raises(StoreError, match="in use by the process with pid"):
-            await SqliteStore.open(path)
-    async with await SqliteStore.open(path):
-        pass
-
-
 @pytest.mark.parametrize("version", [0, 2])
 async def test_a_file_with_another_schema_is_refused_and_left_alone(path, version):
     async with await SqliteStore.open(path):

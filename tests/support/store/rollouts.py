@@ -1,11 +1,18 @@
 """Rollouts for tests of stores."""
 
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message, Trajectory
-from rollout_service.store import Lease
+from rollout_service.base.errors import StoreError
+from rollout_service.store import Lease, Store
 from tests.support.samples import segment, trajectory
 
+T = TypeVar("T")
 TRAJECTORY = trajectory(
     segment(list(range(1_000)), logprobs=[-0.25] * 1_000),
     messages=[Message(role="user", content="What is 12 * 30?")],
@@ -27,3 +34,27 @@ def completed(lease: Lease, trajectory: Trajectory | None = None) -> Rollout:
         created_at=lease.created_at,
         trajectory=trajectory,
     )
+
+
+async def leased(store: Store, rollout_id: str, owner: str = "worker") -> Lease:
+    """Submit a rollout and lease it."""
+    await store.submit(order(rollout_id))
+    (lease,) = await store.claim(owner, limit=1, lease_seconds=100)
+    return lease
+
+
+async def finish(store: Store, *names: str, owner: str = "worker") -> None:
+    """Take rollouts from their submission to a result with a trajectory."""
+    for name in names:
+        lease = await leased(store, name, owner)
+        assert await store.finish(lease, owner, completed(lease, TRAJECTORY))
+
+
+async def persistently(call: Callable[[], Awaitable[T]]) -> T:
+    """Repeat a call while the store fails, as its callers do."""
+    with anyio.fail_after(60):
+        while True:
+            try:
+                return await call()
+            except StoreError:
+                await anyio.sleep(0.05)
