@@ -1,14 +1,18 @@
-"""A ledger of segment files in memory, and a folder whose operations fail on demand."""
+"""Segments with a ledger in memory, and a folder whose operations fail on demand."""
 
 import errno
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
-from rollout_service.store.segments import SegmentTotals
+from rollout_service.store.segments import SegmentFiles, SegmentFolder, SegmentTotals
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentReference
+from rollout_service.store.segments.proof import MARK_FILE
+
+OWNER, NAME = "host/one", "0123456789ab"
 
 
 class MemoryLedger:
@@ -118,3 +122,19 @@ class FaultyFiles(SharedFiles):
 
 
 NO_SPACE, IO_ERROR = errno.ENOSPC, errno.EIO
+
+
+async def opened(files: SegmentFiles, ledger: MemoryLedger, name: str = NAME, **given: Any) -> SegmentFolder:
+    """Open the segments of a service."""
+    return await SegmentFolder.open(files, ledger, owner=OWNER, name=name, **given)
+
+
+async def keep(segments: SegmentFolder, ledger: MemoryLedger, *records: bytes) -> list[str]:
+    """Write records, and refer to them."""
+    async with segments.keep(records) as references:
+        assert all(ledger.add(reference) for reference in references)
+    return references
+
+
+def segment_files(files: SegmentFiles) -> set[str]:
+    return files.sizes().keys() - {MARK_FILE}

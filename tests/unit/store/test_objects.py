@@ -13,48 +13,21 @@ from pydantic import ValidationError
 
 from rollout_service.base.errors import ConfigurationError, RecordLostError, StoreError
 from rollout_service.settings import StoreSettings
-from rollout_service.store.segments import SegmentFolder, objects
-from rollout_service.store.segments.folder import sweep
+from rollout_service.store.segments import objects
 from rollout_service.store.segments.ledger import SegmentReference
 from rollout_service.store.segments.object_errors import RequestFailedError, explained
 from rollout_service.store.segments.objects import ObjectFiles
 from rollout_service.store.segments.places import files_of
-from rollout_service.store.segments.proof import MARK_FILE
 from rollout_service.store.segments.s3 import open_objects
-from tests.support.store.segments import MemoryLedger
+from tests.support.store.segments import MemoryLedger, keep, opened, segment_files
 
-OWNER, NAME, ADDRESS = "host/one", "0123456789ab", "s3://bucket/prefix"
+ADDRESS = "s3://bucket/prefix"
 SECRET = "AKIA-never-shown"
 
 
 @pytest.fixture
 def files() -> ObjectFiles:
     return ObjectFiles(MemoryStore(), ADDRESS, write_seconds=0)
-
-
-async def opened(files: ObjectFiles, ledger: MemoryLedger, name: str = NAME) -> SegmentFolder:
-    return await SegmentFolder.open(files, ledger, owner=OWNER, name=name)
-
-
-async def keep(segments: SegmentFolder, ledger: MemoryLedger, *records: bytes) -> list[str]:
-    async with segments.keep(records) as references:
-        assert all(ledger.add(reference) for reference in references)
-    return references
-
-
-def segment_files(files: ObjectFiles) -> set[str]:
-    return files.sizes().keys() - {MARK_FILE}
-
-
-async def test_records_come_back_from_any_service_that_shares_the_bucket(files):
-    ledger = MemoryLedger()
-    async with await opened(files, ledger) as one, await opened(files, ledger, "b" * 12) as two:
-        references = await keep(one, ledger, b"first", b"", b"x" * 100_000)
-        other = await keep(two, ledger, b"other")
-        subjects = dict(zip("abc", references, strict=True))
-        assert await two.read_all(subjects) == [b"first", b"", b"x" * 100_000]
-        assert await one.read(other[0], "d") == b"other"
-        assert await one.read_all({}) == []
 
 
 async def test_each_write_is_an_object_that_goes_once_nothing_refers_to_it(files):
@@ -122,32 +95,6 @@ async def test_a_bucket_that_was_emptied_takes_no_record(files):
             await keep(segments, ledger, b"record")
         with pytest.raises(StoreError, match="has no mark"):
             await segments.read(reference, "r1")
-
-
-async def test_a_prefix_of_another_store_is_refused(files):
-    await opened(files, MemoryLedger())
-    with pytest.raises(ConfigurationError, match="another store") as caught:
-        await opened(files, MemoryLedger())
-    assert "prefix" in caught.value.hint
-
-
-async def test_services_that_start_at_the_same_time_agree_on_the_mark(files):
-    ledger = MemoryLedger()
-    async with anyio.create_task_group() as group:
-        for number in range(8):
-            group.start_soon(opened, files, ledger, f"{number:012x}")
-    assert files.sizes().keys() == {MARK_FILE}
-
-
-async def test_the_sweep_deletes_old_objects_that_the_ledger_does_not_know(files):
-    ledger = MemoryLedger()
-    async with await opened(files, ledger) as segments:
-        (reference,) = await keep(segments, ledger, b"record")
-        for name in ("cccccccccccc-1.segment", f"probe-{'d' * 32}", "notes.txt"):
-            files.store(name, b"12345")
-        assert await sweep(files, ledger) == 0
-        assert await sweep(files, ledger, age=0) == 2
-        assert segment_files(files) == {SegmentReference.parse(reference).file, "notes.txt"}
 
 
 def test_overwriting_loses_no_other_overwriting(files, monkeypatch):

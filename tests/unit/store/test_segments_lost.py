@@ -18,19 +18,7 @@ from rollout_service.store.segments import folder as watching
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentReference
 from rollout_service.store.segments.proof import MARK_FILE
-from tests.support.store.segments import IO_ERROR, NO_SPACE, FaultyFiles, MemoryLedger
-
-NAME = "0123456789ab"
-
-
-async def opened(folder: Path, ledger: MemoryLedger, files: SharedFiles | None = None) -> SegmentFolder:
-    return await SegmentFolder.open(files or SharedFiles(folder), ledger, owner="host/one", name=NAME)
-
-
-async def keep(segments: SegmentFolder, ledger: MemoryLedger, record: bytes) -> str:
-    async with segments.keep([record]) as (reference,):
-        assert ledger.add(reference)
-    return reference
+from tests.support.store.segments import IO_ERROR, NO_SPACE, FaultyFiles, MemoryLedger, keep, opened
 
 
 def move_away(folder: Path) -> None:
@@ -64,8 +52,8 @@ LOSSES = [move_away, unmount, exchange, damage_the_mark]
 @pytest.mark.parametrize("lose", LOSSES)
 async def test_nothing_is_acknowledged_in_a_lost_folder_and_all_goes_on_once_it_is_back(tmp_path, lose):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
-    async with await opened(folder, ledger) as segments:
-        before = await keep(segments, ledger, b"before")
+    async with await opened(SharedFiles(folder), ledger) as segments:
+        (before,) = await keep(segments, ledger, b"before")
         lose(folder)
         files = set(ledger.live)
         for _ in range(3):
@@ -77,7 +65,7 @@ async def test_nothing_is_acknowledged_in_a_lost_folder_and_all_goes_on_once_it_
         assert set(ledger.live) == files, "no file is registered for nothing"
         assert segments.watch.problem is not None
         bring_back(folder)
-        after = await keep(segments, ledger, b"held")
+        (after,) = await keep(segments, ledger, b"held")
         await segments.watch.check()
         assert segments.watch.problem is None
         assert await segments.read_all({"r1": before, "r2": after}) == [b"before", b"held"]
@@ -85,7 +73,7 @@ async def test_nothing_is_acknowledged_in_a_lost_folder_and_all_goes_on_once_it_
 
 async def test_a_deleted_folder_takes_no_record_that_comes_later(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
-    async with await opened(folder, ledger) as segments:
+    async with await opened(SharedFiles(folder), ledger) as segments:
         await keep(segments, ledger, b"before")
         shutil.rmtree(folder)
         with pytest.raises(StoreError, match="has no mark"):
@@ -95,12 +83,12 @@ async def test_a_deleted_folder_takes_no_record_that_comes_later(tmp_path):
 
 async def test_records_of_a_deleted_file_go_to_another_and_the_log_says_what_is_gone(tmp_path):
     ledger = MemoryLedger()
-    async with await opened(tmp_path, ledger) as segments:
-        before = await keep(segments, ledger, b"before")
+    async with await opened(SharedFiles(tmp_path), ledger) as segments:
+        (before,) = await keep(segments, ledger, b"before")
         gone = tmp_path / SegmentReference.parse(before).file
         gone.unlink()
         with capture_logs() as logs:
-            after = await keep(segments, ledger, b"after")
+            (after,) = await keep(segments, ledger, b"after")
         assert await segments.read(after, "r2") == b"after"
         with pytest.raises(RecordLostError, match="r1"):
             await segments.read(before, "r1")
@@ -112,21 +100,21 @@ async def test_records_of_a_deleted_file_go_to_another_and_the_log_says_what_is_
 
 async def test_the_log_says_nothing_of_a_file_that_the_store_deleted_itself(tmp_path):
     ledger = MemoryLedger()
-    async with await opened(tmp_path, ledger) as segments:
-        reference = await keep(segments, ledger, b"before")
+    async with await opened(SharedFiles(tmp_path), ledger) as segments:
+        (reference,) = await keep(segments, ledger, b"before")
         await ledger.seal([SegmentReference.parse(reference).file])  # it was taken for dead
         ledger.drop(reference)
         await segments.collect()
         with capture_logs() as logs:
-            after = await keep(segments, ledger, b"after")
+            (after,) = await keep(segments, ledger, b"after")
         assert await segments.read(after, "r2") == b"after"
         assert not logs
 
 
 async def test_files_in_the_folder_of_another_store_are_not_deleted(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
-    async with await opened(folder, ledger) as segments:
-        reference = await keep(segments, ledger, b"garbage")
+    async with await opened(SharedFiles(folder), ledger) as segments:
+        (reference,) = await keep(segments, ledger, b"garbage")
         await ledger.seal([SegmentReference.parse(reference).file])
         ledger.drop(reference)
         exchange(folder)
@@ -141,7 +129,7 @@ async def test_files_in_the_folder_of_another_store_are_not_deleted(tmp_path):
 @pytest.mark.parametrize("lose", LOSSES)
 async def test_a_loss_is_noticed_while_nothing_is_written(tmp_path, lose):
     ledger, folder, told = MemoryLedger(), tmp_path / "shared", []
-    async with await opened(folder, ledger) as segments:
+    async with await opened(SharedFiles(folder), ledger) as segments:
         segments.watch.tell = told.append
         await segments.watch.check()
         lose(folder)
@@ -154,7 +142,7 @@ async def test_a_loss_is_noticed_while_nothing_is_written(tmp_path, lose):
 @pytest.mark.parametrize("number", [NO_SPACE, IO_ERROR])
 async def test_a_folder_that_cannot_be_written_is_noticed_while_nothing_is_written(tmp_path, number):
     ledger, files = MemoryLedger(), FaultyFiles(tmp_path)
-    async with await opened(tmp_path, ledger, files) as segments:
+    async with await opened(files, ledger) as segments:
         files.fail["write"] = number
         await segments.watch.check()
         assert segments.watch.problem is not None
@@ -167,7 +155,7 @@ async def test_a_folder_that_does_not_answer_is_noticed(tmp_path, monkeypatch):
     ledger, noticed = MemoryLedger(), anyio.Event()
     monkeypatch.setattr(watching, "CHECK_SECONDS", 0.0)
     monkeypatch.setattr(watching, "HANGS_SECONDS", 0.05)
-    async with await opened(tmp_path, ledger) as segments, anyio.create_task_group() as tasks:
+    async with await opened(SharedFiles(tmp_path), ledger) as segments, anyio.create_task_group() as tasks:
 
         async def hang() -> None:
             await noticed.wait()
@@ -183,27 +171,25 @@ async def test_a_folder_that_does_not_answer_is_noticed(tmp_path, monkeypatch):
 
 async def test_a_new_folder_of_the_same_store_is_used_without_a_restart(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
-    async with await opened(folder, ledger) as segments:
+    async with await opened(SharedFiles(folder), ledger) as segments:
         await keep(segments, ledger, b"lost")
         shutil.rmtree(folder)
         await segments.watch.check()
         assert segments.watch.problem is not None
         ledger.forget_mark()
-        async with await SegmentFolder.open(SharedFiles(folder), ledger, owner="host/two", name="b" * 12):
+        async with await opened(SharedFiles(folder), ledger, "b" * 12):
             await segments.watch.check()
             assert segments.watch.problem is None
-            reference = await keep(segments, ledger, b"in the new folder")
+            (reference,) = await keep(segments, ledger, b"in the new folder")
             assert await segments.read(reference, "r1") == b"in the new folder"
 
 
 async def test_a_folder_that_the_others_have_left_takes_no_record(tmp_path):
     ledger, folder = MemoryLedger(), tmp_path / "shared"
-    async with await opened(folder, ledger) as segments:
+    async with await opened(SharedFiles(folder), ledger) as segments:
         await keep(segments, ledger, b"before")
         ledger.forget_mark()
-        async with await SegmentFolder.open(
-            SharedFiles(tmp_path / "new"), ledger, owner="host/two", name="b" * 12
-        ):
+        async with await opened(SharedFiles(tmp_path / "new"), ledger, "b" * 12):
             await segments.watch.check()
             with pytest.raises(StoreError, match="other services of this store use"):
                 await keep(segments, ledger, b"held")
@@ -211,7 +197,7 @@ async def test_a_folder_that_the_others_have_left_takes_no_record(tmp_path):
 
 async def test_a_store_that_lost_everything_is_not_the_folders_any_more(tmp_path):
     ledger = MemoryLedger()
-    async with await opened(tmp_path, ledger) as segments:
+    async with await opened(SharedFiles(tmp_path), ledger) as segments:
         ledger.lose_everything()
         await segments.watch.check()
         assert "another store than the one in Redis" in str(segments.watch.problem)
