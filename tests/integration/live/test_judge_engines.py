@@ -13,10 +13,9 @@ from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts.sessions import MarkReason
-from api_schemas.trajectories import FinishReason, Message
+from api_schemas.trajectories import Message
 from rollout_service.engines.contract import (
     GenerateRequest,
-    Generation,
     SamplingOptions,
     new_request_id,
 )
@@ -42,6 +41,7 @@ from tests.support.gateway.echoing import write
 from tests.support.gateway.service import POLICY, scripted
 from tests.support.live.judge import MarksSeen
 from tests.support.live.store import a_session, a_turn
+from tests.support.samples import generation
 
 pytestmark = pytest.mark.anyio
 RENDERER = ChatRenderer.load(POLICY, "qwen3")
@@ -57,12 +57,8 @@ async def serving_pools(
         async with Pools(PoolOptions()) as pools:
             serving = PolicyServing(pools, FileBackends(folder / "backends.json", backend_id_of_spec))
             for pool, engine in engines.items():
-                await register(serving, pool, engine)
+                await serving.register(BackendSpec(url=HttpUrl(engine.url), pool=pool), remember=False)
             yield serving
-
-
-async def register(serving: PolicyServing, pool: str, engine: ScriptedEngine | EmbeddedEngine) -> None:
-    await serving.register(BackendSpec(url=HttpUrl(engine.url), pool=pool), remember=False)
 
 
 @asynccontextmanager
@@ -71,16 +67,7 @@ async def recorded_turn(says: str = "no, end with =") -> AsyncIterator[SqliteLiv
     capture = TurnCapture(RENDERER, LIVE)
     asked = (ClientMessage("system", "Be brief."), ClientMessage("user", "2 + 2?"))
     planned = capture.plan(ModelCall(dialect=Dialect.CHAT, model="policy", messages=asked))
-    output = Generation(
-        output_ids=OUTPUT,
-        logprobs=[-0.5] * len(OUTPUT),
-        versions=[1] * len(OUTPUT),
-        finish_reason=FinishReason.STOP,
-        prompt_tokens=len(planned.prompt_ids),
-        cached_tokens=0,
-        backend_id="b",
-        engine_seconds=0.0,
-    )
+    output = generation(OUTPUT, prompt_tokens=len(planned.prompt_ids))
     planned.complete(output)
     async with SqliteLiveStore(":memory:") as store:
         await store.open(a_session())
@@ -112,24 +99,6 @@ async def test_engines_vote_and_a_value_comes_of_it(tmp_path: Path) -> None:
     assert (mark.value, mark.reason, mark.source) == (-1.0, MarkReason.MAJORITY, "judge")
     assert mark.judge is not None
     assert mark.judge.model.startswith(str(POLICY))
-
-
-async def test_an_engine_that_comes_late_judges_what_waited(tmp_path: Path) -> None:
-    async with (
-        scripted("\\boxed{1}") as judge,
-        serving_pools(tmp_path) as serving,
-        recorded_turn() as store,
-        anyio.create_task_group() as tasks,
-    ):
-
-        async def arrive() -> None:
-            await anyio.wait_all_tasks_blocked()
-            assert await store.to_judge(1)
-            await register(serving, "judge", judge)
-
-        tasks.start_soon(arrive)
-        mark = await judge_it(store, serving)
-    assert mark.value == 1.0
 
 
 async def test_a_hint_is_rendered_into_the_recorded_prompt_and_a_teacher_reads_the_answer_after_it(

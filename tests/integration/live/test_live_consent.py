@@ -16,7 +16,8 @@ from rollout_service.live.contract import OptOuts
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.testing import ScriptedEngine
 from tests.support.gateway.service import scripted
-from tests.support.live.service import LiveService, delivered, live_service, stored, until
+from tests.support.live.service import LiveService, delivered, live_service, stored
+from tests.support.waiting import until
 
 CHAT = "a-key-of-the-client-chat"
 LIVE = {"keys": [{"name": "chat", "key": CHAT, "train": True}]}

@@ -1,10 +1,8 @@
 """Deleting a session, or a user, leaves nothing of them in any file, and names what a trainer may hold."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
-import anyio.to_thread
 import pytest
 
 from api_schemas.errors import Boundary, ErrorInfo
@@ -15,6 +13,7 @@ from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec.rollouts import encode_turn_marks
 from rollout_service.store.contract import EncodedSteps
 from tests.support.live.parts import LiveBench, live_bench
+from tests.support.live.service import stored
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
@@ -26,10 +25,6 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[LiveBench]:
 
 async def delete(bench: LiveBench, **which: Any) -> DeletedSessions:
     return await SessionDeletion(bench.live, bench.store).delete(**which)
-
-
-def read_all(folder: Path) -> bytes:
-    return b"".join(file.read_bytes() for file in folder.iterdir() if file.is_file())
 
 
 async def traces(bench: LiveBench, rollout_id: str) -> list[bytes]:
@@ -56,14 +51,11 @@ async def test_no_byte_of_a_user_is_left_in_any_file(tmp_path):
         await bench.drive()
         await bench.store.save_steps([EncodedSteps("run.0.0", b"a command of the user")])
         found = [*await traces(bench, "run.0.0"), b"a command of the user"]
-        before = await anyio.to_thread.run_sync(read_all, tmp_path)
-        assert found[0] in before
-        assert found[1] in before
-        assert found[2] in before
-        assert found[-1] in before
+        before = stored(tmp_path)
+        assert all(trace in before for trace in (*found[:3], found[-1]))
         deleted = await delete(bench, user="u")
         assert (deleted.sessions, deleted.turns, deleted.undelivered, deleted.leased) == (1, 2, 1, [])
-        left = await anyio.to_thread.run_sync(read_all, tmp_path)
+        left = stored(tmp_path)
         assert [trace for trace in found if trace in left] == []
         assert await bench.store.save_steps([EncodedSteps("run.0.0", b"what came later")]) == 0
         assert await bench.lease() is None

@@ -18,7 +18,8 @@ from rollout_service.live.replay import rebuild
 from rollout_service.testing import ScriptedEngine
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.service import POLICY, scripted
-from tests.support.live.service import LiveService, delivered, live_service, stored, until
+from tests.support.live.service import LiveService, delivered, live_service, stored
+from tests.support.waiting import until
 
 NO = r"A complaint. \boxed{-1}"
 

@@ -14,7 +14,8 @@ from rollout_service.gateway.contract import ModelCall
 from rollout_service.live.replay import rebuild
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
-from tests.support.live.service import delivered, live_service, stored, until
+from tests.support.live.service import delivered, live_service, stored
+from tests.support.waiting import until
 
 BARE = "a-configured-key-of-an-operator"
 KEYS = {"keys": [{"name": "chat", "key": BARE, "train": True}]}
@@ -213,20 +214,6 @@ async def test_an_ended_session_takes_no_requests(tmp_path):
         assert (await service.http.post(f"{opened.url}/v1/chat/completions", json={})).status_code == 410
         assert (await service.http.post("/v1/sessions/none/end")).status_code == 404
         assert (await service.ask("sk-live-none", "a")).status_code == 401
-
-
-async def test_an_idle_session_is_closed_and_a_clients_own_id_goes_on_as_another(tmp_path):
-    live = KEYS | {"idle_seconds": 0.3}
-    async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine], live=live) as service:
-        await service.ask(BARE, "Hi", headers={"X-Session-Id": "u"})
-
-        async def closed() -> bool:
-            return (await service.show("chat:u")).closed_because == "idle"
-
-        await until(closed)
-        again = await service.ask(BARE, "Hi", "One.", "more", headers={"X-Session-Id": "u"})
-        assert again.status_code == 200
-        assert (await service.show("chat:u~2")).continues == "chat:u"
 
 
 async def test_a_session_is_not_idle_while_a_request_is_read(tmp_path):

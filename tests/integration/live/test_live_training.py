@@ -1,6 +1,5 @@
 """Served turns become batches, and are deleted for good, in a running service."""
 
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -11,7 +10,7 @@ from api_schemas.runs import Batch
 from api_schemas.sessions import DeletedSessions
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
-from tests.support.live.service import LiveService, live_service
+from tests.support.live.service import LiveService, live_service, stored
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
@@ -55,10 +54,6 @@ async def talk(service: LiveService, values: list[float], **fields: Any) -> str:
         contents += [answer, f"what the person said about answer {number}"]
     await service.http.post(f"/v1/sessions/{name}/end")
     return name
-
-
-def read_all(folder: Path) -> bytes:
-    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
 async def test_a_conversation_becomes_a_batch(tmp_path, store):
@@ -105,7 +100,7 @@ async def test_a_deleted_user_leaves_no_byte_and_what_was_leased_is_named(tmp_pa
         deleted = DeletedSessions.model_validate_json(answer.content)
         assert (deleted.sessions, deleted.turns, deleted.undelivered) == (1, 2, 0)
         assert [(part.session_id, part.batch_id) for part in deleted.leased] == [(name, batch.batch_id)]
-        left = await anyio.to_thread.run_sync(read_all, tmp_path)
+        left = stored(tmp_path)
         for said in (b"question of a person", b"said about answer", b"Better?"):
             assert said not in left
         assert (await service.http.get(f"/v1/sessions/{name}")).status_code == 404

@@ -1,12 +1,11 @@
 """A service in this process that serves live sessions, and its users' agents."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import anyio
 import httpx
 from fastapi import FastAPI
 
@@ -15,8 +14,7 @@ from rollout_service.live.contract import TurnRecord
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.testing import ScriptedEngine
 from tests.support.gateway.service import gateway_service
-
-T = TypeVar("T")
+from tests.support.waiting import until
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +77,6 @@ async def live_service(
 def stored(folder: Path) -> bytes:
     """Return the bytes of all files of a service."""
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
-
-
-async def until(check: Callable[[], Awaitable[T]], seconds: float = 10.0) -> T:
-    """Wait until a coroutine function returns something true, and return it."""
-    with anyio.fail_after(seconds):
-        while not (result := await check()):
-            await anyio.sleep(0.01)
-    return result
 
 
 async def delivered(service: LiveService, session_id: str, count: int) -> Sequence[TurnRecord]:

@@ -80,16 +80,6 @@ async def requests(*, share_prefixes: bool) -> list[GenerateRequest]:
         return [each.request for each in pool.calls]
 
 
-async def test_tenants_share_no_cached_prefix_if_they_may_not() -> None:
-    salts = [request.cache_salt for request in await requests(share_prefixes=False)]
-    assert salts[0] == salts[2] != salts[1]
-    assert "one" not in salts[0]
-
-
-async def test_tenants_share_cached_prefixes_by_default() -> None:
-    assert {request.cache_salt for request in await requests(share_prefixes=True)} == {""}
-
-
 async def test_an_answer_may_be_as_long_as_the_context_allows() -> None:
     [first, *_] = await requests(share_prefixes=True)
     assert first.sampling.max_new_tokens == 1_000 - 1 - len(first.input_ids)
