@@ -1,9 +1,6 @@
 """A real server, with the embedded engine and local sandboxes, answers valid requests and explains each refusal."""
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -25,27 +22,20 @@ from rollout_service.tokens import check_invariants
 from sandboxes import make_provider
 from sandboxes.config import ApptainerConfig, LocalConfig
 from sandboxes.errors import ImageNotFoundError
-from tests.support.api.server import wait_until_ready
+from tests.support.api.server import api_server
 
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    state = tmp_path_factory.mktemp("service")
-    address, log = state / "address", state / "log"
-    flags = ["--port", "0", "--port-file", str(address), "--state-dir", str(state), "--sandbox", "local"]
-    command = [sys.executable, "-m", "rollout_service.cli", "serve", *flags]
-    environ = os.environ | {"ROLLOUT_MAX_BODY_BYTES": "20000"}
-    environ |= {"ROLLOUT_SANDBOXES__PRESSURE__ENABLED": "false"}  # a busy machine keeps no warm sandboxes
+    variables = {
+        "ROLLOUT_MAX_BODY_BYTES": "20000",
+        "ROLLOUT_SANDBOXES__PRESSURE__ENABLED": "false",  # a busy machine keeps no warm sandboxes
+    }
     with (
-        log.open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=output, env=environ) as server,
+        api_server(tmp_path_factory.mktemp("service"), engine="embedded", **variables) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
     ):
-        try:
-            with httpx.Client(base_url=wait_until_ready(server, address, log), timeout=60) as client:
-                yield client
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(30)
+        yield client
 
 
 def order(api: httpx.Client, *, wait: float = 0, **fields: Any) -> httpx.Response:
@@ -110,12 +100,8 @@ def test_a_bad_field_is_named(api, body, path):
     before = api.get("/v1/rollouts").json()["counts"]
     refused = problem(api.post("/v1/rollouts", json=body), 422)
     assert any(path in field.path for field in refused.errors), refused.errors
+    assert "clac" not in str(body) or "did you mean calc" in refused.detail
     assert sum(api.get("/v1/rollouts").json()["counts"].values()) == sum(before.values())
-
-
-def test_the_error_for_an_unknown_environment_names_the_nearest(api):
-    refused = problem(api.post("/v1/rollouts", json={"task": {"environment": "clac"}}), 422)
-    assert "calc" in refused.detail
 
 
 def test_malformed_json_is_a_400(api):
@@ -475,13 +461,6 @@ def test_stop_and_start(api):
     assert api.get(f"/v1/rollouts/{rollout_id}", params={"wait": 0.3}).json()["state"] == "queued"
     api.post("/start")
     assert api.get(f"/v1/rollouts/{rollout_id}", params={"wait": 60}).json()["state"] == "completed"
-
-
-def test_every_error_in_the_log_is_json_safe(api):
-    """Hostile strings in a request come back as data, never as structure."""
-    hostile = "\u2028<script>\x1b[31m"
-    refused = problem(api.post("/v1/rollouts", json={"task": {"environment": hostile}}), 422)
-    assert refused.errors
 
 
 async def test_a_missing_image_is_refused_where_sandboxes_need_one(tmp_path):

@@ -3,11 +3,9 @@
 import json
 import socket
 import ssl
-import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -19,6 +17,8 @@ from starlette.types import Receive, Scope, Send
 from rollout_service.http.connections import ConnectionLimits, Connections, find_slot
 from rollout_service.http.protocol import RequestLimits
 from rollout_service.http.server import Server
+from tests.support.api.server import make_certificate
+from tests.support.waiting import until
 
 KEY = b"opens"
 GET = b"GET %s HTTP/1.1\r\nHost: here\r\n%s\r\n"
@@ -52,11 +52,6 @@ class Bench:
                 with suppress(anyio.BrokenResourceError):
                     await stream.send(data)
                 return await rest_of(stream)
-
-    async def until(self, reached: Callable[[], bool]) -> None:
-        with anyio.fail_after(PATIENCE):
-            while not reached():
-                await anyio.sleep(0.01)
 
 
 async def rest_of(stream: Any) -> bytes:
@@ -124,7 +119,7 @@ async def serving(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(server.serve, [])
         bench = Bench(server, listener.getsockname()[1], connections, noted)
-        await bench.until(lambda: server.started)
+        await until(lambda: server.started)
         yield bench
         server.should_exit = True
 
@@ -180,7 +175,7 @@ async def test_five_hundred_half_heads_are_closed_in_time():
             for head in [b"", b"G", b"GET / HTTP/1.1\r\nHost: he", b"GET / HTTP/1.1\r\nHost: here\r\n"] * 125:
                 peers.start_soon(bench.send, head)
         assert bench.noted == ["request_timeout"] * 500
-        await bench.until(lambda: not bench.server.server_state.connections)
+        await until(lambda: not bench.server.server_state.connections)
         assert bench.connections.counts() == {"pending": 0, "idle": 0, "busy": 0}
 
 
@@ -300,7 +295,7 @@ async def test_a_peer_that_leaves_its_answer_unread_is_closed_and_a_slow_one_is_
                 size += len(await slow.receive(1 << 20))
                 if size % (4 << 20) < 1 << 16:
                     await anyio.sleep(0.02)
-            await bench.until(lambda: "write_timeout" in bench.noted)
+            await until(lambda: "write_timeout" in bench.noted)
         assert bench.noted == ["write_timeout"]
 
 
@@ -317,9 +312,9 @@ async def test_an_idle_connection_is_closed():
 async def test_a_flood_without_a_key_displaces_itself_and_not_busy_clients():
     async with serving(RequestLimits(), pending=20) as bench, await bench.connect() as worker:
         await worker.send(GET % (b"/wait", WITH_KEY))
-        await bench.until(lambda: bench.connections.counts()["busy"] == 1)
+        await until(lambda: bench.connections.counts()["busy"] == 1)
         flood = [await bench.connect() for _ in range(100)]
-        await bench.until(lambda: bench.noted.count("too_many_unauthenticated") == 80)
+        await until(lambda: bench.noted.count("too_many_unauthenticated") == 80)
         async with await bench.connect() as newcomer:
             await newcomer.send(GET % (b"/", WITH_KEY))
             assert b"done" in await until_answered(newcomer)
@@ -350,25 +345,16 @@ async def test_the_answer_leaves_at_once():
         assert inner.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tls")
-    where = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *where, *subject]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
-
-
-async def test_tls_handshakes_have_places_and_a_deadline(certificate):
-    options = {"ssl_certfile": certificate / "cert.pem", "ssl_keyfile": certificate / "key.pem"}
+async def test_tls_handshakes_have_places_and_a_deadline(tmp_path):
+    certificate, key = make_certificate(tmp_path)
+    options = {"ssl_certfile": certificate, "ssl_keyfile": key}
     unhurried = replace(
         QUICK, head_seconds=3
     )  # on a busy machine, the first connection would time out before the last one arrived
     async with serving(unhurried, pending=10, **options) as bench:
         silent = [await bench.connect() for _ in range(30)]
-        await bench.until(lambda: bench.noted.count("too_many_unauthenticated") == 20)
-        context = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+        await until(lambda: bench.noted.count("too_many_unauthenticated") == 20)
+        context = ssl.create_default_context(cafile=str(certificate))
         tls = await anyio.connect_tcp(
             "127.0.0.1", bench.port, tls=True, ssl_context=context, tls_standard_compatible=False
         )
@@ -376,6 +362,6 @@ async def test_tls_handshakes_have_places_and_a_deadline(certificate):
             await tls.send(GET % (b"/", WITH_KEY))
             assert b"done" in await until_answered(tls)
             assert bench.connections.counts()["idle"] == 1
-        await bench.until(lambda: bench.connections.counts()["pending"] == 0)
+        await until(lambda: bench.connections.counts()["pending"] == 0)
         for stream in silent:
             await stream.aclose()

@@ -2,12 +2,10 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 import schemathesis
 
 from api_schemas.runs import BINARY_MEDIA_TYPE
-from tests.support.api.server import wait_until_ready
+from tests.support.api.server import ApiServer, api_server
 
 pytestmark = pytest.mark.slow(seconds=95)
 
@@ -52,37 +50,19 @@ WITHOUT_END = ["/v1/events", "/v1/overview/stream", "/process"]
 """Paths that answer only after events that generated requests do not cause, or without an end."""
 
 
-@dataclass(frozen=True)
-class Server:
-    url: str
-    log: Path
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     with serving(tmp_path_factory.mktemp("service")) as server:
         yield server
 
 
-@contextmanager
-def serving(state: Path) -> Iterator[Server]:
-    address, log = state / "address", state / "log"
-    flags = ["--port", "0", "--port-file", str(address), "--state-dir", str(state), "--sandbox", "local"]
-    command = [sys.executable, "-m", "rollout_service.cli", "serve", *flags]
-    environ = os.environ | {
+def serving(folder: Path) -> AbstractContextManager[ApiServer]:
+    variables = {
         "ROLLOUT_KEYS": f'["{KEY}"]',
         "ROLLOUT_MAX_BODY_BYTES": "200000",
         "ROLLOUT_SANDBOXES__PRESSURE__ENABLED": "false",
     }
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=output, env=environ) as process,
-    ):
-        try:
-            yield Server(wait_until_ready(process, address, log), log)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
+    return api_server(folder, engine="embedded", **variables)
 
 
 class Documented:
@@ -102,7 +82,7 @@ class Documented:
 
 
 @pytest.fixture(scope="module")
-def documented(server: Server) -> Iterator[Documented]:
+def documented(server: ApiServer) -> Iterator[Documented]:
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=120) as http:
         yield Documented(http)
@@ -222,7 +202,7 @@ def test_generated_requests_find_nothing(tmp_path, phases, examples):
         generate(server, tmp_path, phases, examples)
 
 
-def generate(server: Server, tmp_path: Path, phases: str, examples: str) -> None:
+def generate(server: ApiServer, tmp_path: Path, phases: str, examples: str) -> None:
     config = tmp_path / "schemathesis.toml"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
@@ -233,7 +213,7 @@ def generate(server: Server, tmp_path: Path, phases: str, examples: str) -> None
     command += [flag for path in WITHOUT_END for flag in ("--exclude-path", path)]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-2_000:]
-    log = server.log.read_text()
+    log = server.log
     assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:4_000]
     headers = {"authorization": f"Bearer {KEY}"}
     metrics = httpx.get(f"{server.url}/metrics", headers=headers).text

@@ -2,11 +2,9 @@
 
 import shutil
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import anyio
 import pytest
@@ -17,6 +15,7 @@ from rollout_service.store.redis import Durability, RedisConfig, RedisConnection
 from rollout_service.store.redis.checks import library_name
 from rollout_service.store.retrying import retry_until_stored
 from sandboxes.host.ports import free_port
+from tests.support.api.server import make_certificate
 from tests.support.redis_server import RedisServer, Tls, redis_server
 from tests.support.waiting import until
 
@@ -154,16 +153,9 @@ async def test_a_password_is_needed_and_never_shown(tmp_path):
             assert "quite-wrong" not in str(error)
 
 
-def certificate(folder: Path) -> Tls:
-    """Make a certificate for localhost that is its own authority."""
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
-    command += " -addext subjectAltName=DNS:localhost -keyout key.pem -out cert.pem"
-    subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
-    return Tls(folder / "cert.pem", folder / "key.pem", folder / "cert.pem")
-
-
 async def test_tls_is_spoken_and_its_certificate_checked(tmp_path):
-    with redis_server(port=free_port(), tls=certificate(tmp_path)) as server:
+    certificate, key = make_certificate(tmp_path)
+    with redis_server(port=free_port(), tls=Tls(certificate, key, certificate)) as server:
         async with opened(server.config()) as connection:
             assert await connection.command("PING")
         unknown = RedisConfig(server.url.partition("?")[0])

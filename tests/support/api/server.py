@@ -1,11 +1,11 @@
-"""A real server without an engine or sandboxes, for tests of access to its API."""
+"""A real server, without an engine unless asked for, for tests of its API."""
 
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +32,15 @@ class ApiServer:
 
 @contextmanager
 def api_server(
-    folder: Path, *flags: str, before: Sequence[str] = (), **variables: str
+    folder: Path, *flags: str, before: Sequence[str] = (), engine: str = "none", **variables: str
 ) -> Iterator[ApiServer]:
-    """Serve from a folder; `before` is a command that starts the server, such as `prlimit`."""
+    """Serve from a folder; `before` is a command that starts the server, such as `prlimit`.
+
+    With an engine, wait until rollouts can begin.
+    """
     address, log = folder / "address", folder / "log"
     fixed = ["--port", "0", "--port-file", str(address), "--state-dir", str(folder / "state")]
-    command = [*before, sys.executable, "-m", "rollout_service.cli", "serve", "--engine", "none"]
+    command = [*before, sys.executable, "-m", "rollout_service.cli", "serve", "--engine", engine]
     command += ["--sandbox", "local", *fixed, *flags]
     with log.open("wb") as output:
         started = subprocess.Popen(
@@ -46,6 +49,8 @@ def api_server(
         with killed(started) as process:
             try:
                 _wait_until_started(process, log)
+                if engine != "none":
+                    _wait_until_ready(process, address.read_text(), log)
                 yield ApiServer(address.read_text(), log, process)
             finally:
                 process.terminate()
@@ -69,17 +74,12 @@ def _wait_until_started(process: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.05)
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], address: Path, log: Path) -> str:
-    """Wait until a server can take work; return its address, which it writes to a file."""
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        if address.exists():
-            url = address.read_text()
-            with suppress(httpx.TransportError):
-                if httpx.get(f"{url}/ready", timeout=5).is_success:
-                    return url
+    while not httpx.get(f"{url}/ready", timeout=30).is_success:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()[-4_000:]
         time.sleep(0.05)
-    raise AssertionError(f"the server did not become ready:\n{log.read_text()[-4000:]}")
 
 
 def make_certificate(folder: Path, days: int = 2) -> tuple[Path, Path]:

@@ -236,9 +236,3 @@ async def test_a_body_that_a_form_can_send_is_a_415(http, kind):
             refused = await http.post(path, content=b"{}", headers=headers)
             assert refused.status_code == 415
             assert "application/json" in refused.json()["detail"]
-
-
-def test_names_are_a_list_or_one_value_with_commas(monkeypatch):
-    for value in ("a.example, b.example", '["a.example", "b.example"]'):
-        monkeypatch.setenv("ROLLOUT_ALLOWED_HOSTS", value)
-        assert load_settings().allowed_hosts == ["a.example", "b.example"]

@@ -18,7 +18,6 @@ from api_schemas.inference import (
     PauseMode,
     PauseRequest,
     ResumeRequest,
-    WeightsGroupRequest,
     WeightsRequest,
     is_frozen,
 )
@@ -102,15 +101,6 @@ async def test_a_frozen_pool_refuses_weights_and_its_engine_never_hears_of_them(
         assert engine.loads == 0
         assert not pools["frozen-1"].paused
         assert await sample(pools, "frozen-1") == [0] * 4
-
-
-async def test_a_frozen_pool_joins_no_process_group(tmp_path: Path) -> None:
-    async with serving(tmp_path, frozen=Engine()) as (served, _):
-        group = WeightsGroupRequest(
-            pool="frozen", master_address="127.0.0.1", master_port=9, world_size=2, timeout_seconds=1
-        )
-        with pytest.raises(PoolFrozen):
-            await served.orders.join_group(group)
 
 
 async def test_a_frozen_pool_that_has_no_engine_refuses_weights_too(tmp_path: Path) -> None:
