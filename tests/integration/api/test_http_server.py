@@ -152,23 +152,6 @@ async def test_a_head_over_the_limit_is_a_431(head):
         assert b"0 1 done" in await bench.send(GET % (b"/", b"") + b"GET")
 
 
-async def test_endless_header_lines_are_refused_as_they_come_and_nobody_waits():
-    async with serving(RequestLimits()) as bench, await bench.connect() as endless:
-        await endless.send(b"GET / HTTP/1.1\r\nHost: here\r\n")
-        refused = False
-        while not refused:
-            try:
-                await endless.send(b"x: y\r\n")
-            except anyio.BrokenResourceError:
-                refused = True
-            with anyio.fail_after(1):
-                async with await bench.connect() as other:
-                    await other.send(GET % (b"/", b""))
-                    await until_answered(other)
-            refused = refused or bool(bench.noted)
-        refusal(await rest_of(endless), 431)
-
-
 async def test_five_hundred_half_heads_are_closed_in_time():
     async with serving(pending=1_000) as bench:
         async with anyio.create_task_group() as peers:
@@ -233,35 +216,6 @@ async def test_the_wait_for_an_unread_body_is_bounded():
 async def test_trailers_and_extensions_of_chunks_count_too(body):
     async with serving() as bench:
         refusal(await bench.send(b"POST / HTTP/1.1\r\nHost: here\r\n" + body), 431)
-
-
-async def test_a_trailer_never_becomes_a_header():
-    request = b"POST / HTTP/1.1\r\nHost: here\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
-    async with serving() as bench:
-        answer = await bench.send(request + b"1\r\nx\r\n0\r\nAuthorization: opens\r\n\r\n")
-        assert b"1 3 done" in answer
-        assert bench.connections.counts()["busy"] == 0
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: x\r\nauthorization: y\r\n\r\n",
-        b"GET http://evil/ HTTP/1.1\r\nHost: here\r\n\r\n",
-        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
-        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: a\r\nX : y\r\n\r\n",
-        b"CONNECT here:80 HTTP/1.1\r\nHost: here\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    ],
-)
-async def test_an_ambiguous_head_is_a_400(head):
-    async with serving() as bench:
-        refusal(await bench.send(head), 400)
 
 
 async def test_an_absolute_target_for_this_host_and_http_1_0_are_answered():
