@@ -21,6 +21,7 @@ from rollout_service.gateway.contract import (
     ModelCall,
     TextDelta,
 )
+from tests.support.samples import generation
 
 LOGPROB = -0.5
 
@@ -82,15 +83,9 @@ class ManualPool:
         if call.error is not None:
             raise call.error
         ids = [ord(character) for character in call.said]
-        return Generation(
-            output_ids=ids,
-            logprobs=[LOGPROB] * len(ids),
-            versions=[0] * len(ids),
-            finish_reason=FinishReason.STOP,
-            prompt_tokens=len(request.input_ids),
-            cached_tokens=0,
-            backend_id="manual",
-            engine_seconds=0.0,
+        prompt_tokens = len(request.input_ids)
+        return generation(
+            ids, logprobs=[LOGPROB] * len(ids), versions=[0] * len(ids), prompt_tokens=prompt_tokens
         )
 
     def release(self, affinity: str) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from api_schemas.trajectories import FinishReason
 from rollout_service.engines.contract import (
     GenerateRequest,
-    Generation,
     ModelInfo,
     RequestedExtras,
     ReturnedExtras,
@@ -24,6 +23,7 @@ from rollout_service.engines.errors import BackendProtocolError, ExtraUnsupporte
 from rollout_service.engines.kinds.sglang import wire as sglang_wire
 from rollout_service.engines.kinds.vllm import wire as vllm_wire
 from rollout_service.engines.pool.continuation import Continuation
+from tests.support.samples import generation
 
 LAYERS, WIDTH = 2, 3
 INFO = ModelInfo(
@@ -274,15 +274,11 @@ def test_any_interruptions_give_the_exports_of_one_generation(budget, prompt, cu
         attempt = continuation.next_request()
         size = min(cut, attempt.sampling.max_new_tokens)
         whole = continuation.add(
-            Generation(
-                output_ids=[3] * size,
-                logprobs=[-1.0] * size,
+            generation(
+                [3] * size,
                 versions=[version] * size,
                 finish_reason=FinishReason.LENGTH if version == len(cuts) else FinishReason.ABORT,
                 prompt_tokens=len(attempt.input_ids),
-                cached_tokens=0,
-                backend_id="b",
-                engine_seconds=0.0,
                 extras=figures(attempt, size, version),
             )
         )

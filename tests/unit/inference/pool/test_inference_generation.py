@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import FinishReason
-from rollout_service.engines.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
+from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.kinds.token_stream import as_one_chunk
 from rollout_service.engines.pool.continuation import Continuation
+from tests.support.samples import generation
 
 
 def token_at(position):
@@ -18,8 +19,8 @@ def token_at(position):
 def answer(request, count, finish_reason, version=0):
     """Return an engine's answer with the known token of each position."""
     start = len(request.input_ids)
-    return Generation(
-        output_ids=[token_at(position) for position in range(start, start + count)],
+    return generation(
+        [token_at(position) for position in range(start, start + count)],
         logprobs=[-float(position) for position in range(start, start + count)],
         versions=[version] * count,
         finish_reason=finish_reason,
@@ -146,22 +147,9 @@ class Engine:
         for end in range(1, min(count, len(left)) + 1):
             stop = next((stop for stop in request.sampling.stop if stop in decode(left[:end])), None)
             if stop is not None:
-                return self._generation(left[:end], FinishReason.STOP, stop)
+                return generation(left[:end], matched=stop)
         reason = FinishReason.LENGTH if count >= len(left) else FinishReason.ABORT
-        return self._generation(left[:count], reason)
-
-    def _generation(self, ids, reason, matched=None):
-        return Generation(
-            output_ids=ids,
-            logprobs=[-0.5] * len(ids),
-            versions=[0] * len(ids),
-            finish_reason=reason,
-            matched=matched,
-            prompt_tokens=1,
-            cached_tokens=0,
-            backend_id="e",
-            engine_seconds=0.0,
-        )
+        return generation(left[:count], finish_reason=reason)
 
 
 @given(

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api_schemas.trajectories import FinishReason
-from rollout_service.engines.contract import BackendLoad, GenerateRequest, Generation, new_request_id
+from rollout_service.engines.contract import BackendLoad, GenerateRequest, new_request_id
 from rollout_service.engines.routing import Candidate, CostRouter, Reason
 from rollout_service.engines.routing.block_hashes import BLOCK_TOKENS
+from tests.support.samples import generation
 
 
 class Clock:
@@ -38,16 +38,7 @@ def request(ids):
 
 def answer(ids, sampled=(), cached=0, seconds=0.1):
     sampled = list(sampled) or [1]
-    return Generation(
-        output_ids=sampled,
-        logprobs=[0.0] * len(sampled),
-        versions=[0] * len(sampled),
-        finish_reason=FinishReason.STOP,
-        prompt_tokens=len(ids),
-        cached_tokens=cached,
-        backend_id="",
-        engine_seconds=seconds,
-    )
+    return generation(sampled, prompt_tokens=len(ids), cached_tokens=cached, engine_seconds=seconds)
 
 
 def serve(router, ids, affinity=None, among=None, *, cached=None, sampled=()):

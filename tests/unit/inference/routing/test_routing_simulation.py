@@ -14,10 +14,10 @@ from functools import cache
 
 import pytest
 
-from api_schemas.trajectories import FinishReason
-from rollout_service.engines.contract import BackendLoad, GenerateRequest, Generation, new_request_id
+from rollout_service.engines.contract import BackendLoad, GenerateRequest, new_request_id
 from rollout_service.engines.routing import Candidate, CostRouter, LeastLoaded
 from rollout_service.testing.hardware import KVCache
+from tests.support.samples import generation
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("routing_simulation")]
 
@@ -164,16 +164,7 @@ class Simulation:
             router.ended(
                 decision,
                 request,
-                Generation(
-                    output_ids=sampled,
-                    logprobs=[0.0] * len(sampled),
-                    versions=[0] * len(sampled),
-                    finish_reason=FinishReason.STOP,
-                    prompt_tokens=len(ids),
-                    cached_tokens=cached,
-                    backend_id=decision.backend_id,
-                    engine_seconds=seconds,
-                ),
+                generation(sampled, prompt_tokens=len(ids), cached_tokens=cached, engine_seconds=seconds),
             )
             more = [*ids, *sampled, *observation]
             self.world.after(wait, lambda: self.turn(name, more, rest))
