@@ -9,12 +9,14 @@ are found here; it writes a few only as text.
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from renderers import create_renderer
 from renderers.configs import _CONFIG_BY_NAME
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer
 from tests.support.tokens.harmony import HarmonyStandIn
 
@@ -133,3 +135,11 @@ def write_model(folder: Path, template: str, eos: str = "<|im_end|>") -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+@cache
+def hub_tokenizer() -> Any:
+    """Return the tokenizer of a shipped policy as transformers loads it."""
+    from transformers import PreTrainedTokenizerFast  # takes a second, and AutoTokenizer four, for torch
+
+    return PreTrainedTokenizerFast.from_pretrained(policy_folder("calc-tuned"))

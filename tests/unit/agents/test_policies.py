@@ -11,6 +11,7 @@ from rollout_service.agents.tool_calling.builtin_tools import builtin_tools
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.engines.shipped import POLICIES, policy_folder
 from rollout_service.tokens import ChatRenderer
+from tests.support.tokens.chat_formats import hub_tokenizer
 
 MAX_BYTES = 6_000_000
 TOOLS = [tool.definition for tool in builtin_tools(["python", "bash", "finish"])]
@@ -45,15 +46,6 @@ CONVERSATIONS = {
 @pytest.fixture(scope="module")
 def renderer():
     return ChatRenderer.load(policy_folder("calc-tuned"))
-
-
-@pytest.fixture(scope="module")
-def hub_tokenizer():
-    from transformers import (
-        PreTrainedTokenizerFast,  # takes a second, and AutoTokenizer, which imports torch, four
-    )
-
-    return PreTrainedTokenizerFast.from_pretrained(policy_folder("calc-tuned"))
 
 
 def as_openai(message):
@@ -117,10 +109,10 @@ def test_the_chat_format_is_derived_from_the_settings(renderer):
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("tools", [[], TOOLS[:1], TOOLS], ids=["no tools", "one tool", "tools"])
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_the_shipped_template_gives_the_ids_of_the_renderer(hub_tokenizer, name, tools, thinking):
+def test_the_shipped_template_gives_the_ids_of_the_renderer(name, tools, thinking):
     renderer = ChatRenderer.load(policy_folder("calc-tuned"), "qwen3", {"enable_thinking": thinking})
     messages = CONVERSATIONS[name]
-    templated = hub_tokenizer.apply_chat_template(
+    templated = hub_tokenizer().apply_chat_template(
         [as_openai(message) for message in messages],
         tools=tools or None,
         add_generation_prompt=True,

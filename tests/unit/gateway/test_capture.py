@@ -1,6 +1,5 @@
 """Calls of agents that keep their own history are put together from the sampled ids, and never from their text."""
 
-import json
 from dataclasses import replace
 from random import Random
 
@@ -9,10 +8,11 @@ import pytest
 from api_schemas.trajectories import FinishReason, ForkReason, SegmentRole
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.capture import CapturePolicy, EchoMatch, TurnCapture
-from rollout_service.gateway.contract import ClientMessage, Lane, map_roles
+from rollout_service.gateway.contract import ClientMessage, Lane
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.echoing import BASH, CLIENTS, OTHER, EchoingClient, Habits, answer, ask, write
-from tests.support.tokens.chat_formats import load
+from tests.support.gateway.requests import rendered
+from tests.support.tokens.chat_formats import hub_tokenizer, load
 
 ODD = '{"timeout": 5000.0,  "command":"ls \\u00e9"}'
 """Arguments that come back from most clients in another spelling."""
@@ -26,15 +26,6 @@ def renderers(tmp_path_factory):
         "qwen3": ChatRenderer.load(policy_folder("calc-tuned"), "qwen3"),
         "qwen3.5": load(folder / "qwen3.5", "qwen3.5"),
     }
-
-
-@pytest.fixture(scope="module")
-def hub_tokenizer():
-    from transformers import (
-        PreTrainedTokenizerFast,  # takes a second, and AutoTokenizer, which imports torch, four
-    )
-
-    return PreTrainedTokenizerFast.from_pretrained(policy_folder("calc-tuned"))
 
 
 @pytest.fixture(params=["qwen3", "qwen3.5"])
@@ -64,14 +55,6 @@ def check(capture, answered):
     assert [found.get(turn, []) for turn in range(len(answered))] == [one.output_ids for one in answered]
     assert capture.report().disagreements == 0
     return trajectory
-
-
-def as_openai(message):
-    calls = [
-        {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
-        for call in message.calls
-    ]
-    return {"role": message.role, "content": message.text, **({"tool_calls": calls} if calls else {})}
 
 
 @pytest.mark.slow
@@ -115,7 +98,7 @@ def test_malformed_calls_and_cut_answers_do_not_break_a_conversation(capture, re
 
 
 @pytest.mark.parametrize("name", ["qwen_code", "claude"])
-def test_a_segment_begins_with_what_the_models_own_template_writes(renderers, hub_tokenizer, name):
+def test_a_segment_begins_with_what_the_models_own_template_writes(renderers, name):
     renderer = renderers["qwen3"]
     capture = TurnCapture(renderer)
     client = EchoingClient(capture, CLIENTS[name], Random(0), list(TASK))
@@ -127,7 +110,7 @@ def test_a_segment_begins_with_what_the_models_own_template_writes(renderers, hu
     client.tools = ()
     client.turn(write(renderer, "A title."))
     check(capture, client.turns)
-    for begun, tools in ((0, [BASH]), (6, [BASH]), (7, None)):
+    for begun, tools in ((0, [BASH]), (6, [BASH]), (7, ())):
         at = len([m for m in client.messages if m.role == "assistant"]) - len(client.turns) + begun
         messages, seen = [], 0
         for message in client.messages:
@@ -138,11 +121,8 @@ def test_a_segment_begins_with_what_the_models_own_template_writes(renderers, hu
             messages.append(message)
         if begun == 0:
             messages = [*TASK[:1], ClientMessage("developer", "Use English."), TASK[1]]
-        wire = [as_openai(message) for message in map_roles(messages)]
-        ids = hub_tokenizer.apply_chat_template(
-            wire, tools=tools, add_generation_prompt=True, return_dict=False
-        )
-        assert list(ids) == list(client.turns[begun].planned.prompt_ids)
+        call = replace(client.call(), messages=tuple(messages), tools=tools)
+        assert rendered(hub_tokenizer(), call) == list(client.turns[begun].planned.prompt_ids)
     forks = capture.report().forks
     assert forks == {ForkReason.FIRST: 1, ForkReason.HISTORY_EDITED: 1, ForkReason.TOOLS_CHANGED: 1}
 
