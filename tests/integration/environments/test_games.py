@@ -11,6 +11,7 @@ from rollout_service.environments.bridges.games.environment import GameEnvironme
 from rollout_service.environments.bridges.games.library import GameLibrary
 from rollout_service.environments.bridges.gem.environment import GEM, GemGame
 from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM, GymnasiumToyText
+from rollout_service.environments.bridges.textarena.environment import TextArena
 from rollout_service.environments.dataset_files import count_splits
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
@@ -153,12 +154,18 @@ async def test_a_taxi_and_a_hand_of_cards_are_shown_in_words(sandboxes):
     assert "The dealer shows " in hand[0]
 
 
-@pytest.mark.parametrize("environment", [GymnasiumToyText(), GemGame()], ids=["gymnasium", "gem"])
-async def test_an_option_that_a_game_cannot_use_is_a_failure(environment, sandboxes):
-    game = {"gymnasium": "FrozenLake-v1", "gem": "game:GuessTheNumber-v0-hard"}[environment.spec.name]
-    name = {"gymnasium": "map_name", "gem": "max_number"}[environment.spec.name]
-    with pytest.raises(EnvironmentFailedError, match="failed: "):
-        await played(environment, {"game": game, "seed": 1, "options": {name: [[]]}}, [], sandboxes)
+@pytest.mark.parametrize(
+    ("environment", "game", "options", "why"),
+    [
+        (GymnasiumToyText(), "FrozenLake-v1", {"map_name": [[]]}, "failed: "),
+        (GemGame(), "game:GuessTheNumber-v0-hard", {"max_number": [[]]}, "failed: "),
+        (TextArena(), "GuessTheNumber-v0", {"speed": 8}, "speed"),
+    ],
+    ids=["gymnasium", "gem", "textarena"],
+)
+async def test_an_option_that_a_game_cannot_use_is_a_failure(environment, game, options, why, sandboxes):
+    with pytest.raises(EnvironmentFailedError, match=why):
+        await played(environment, {"game": game, "seed": 1, "options": options}, [], sandboxes)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +175,9 @@ async def test_an_option_that_a_game_cannot_use_is_a_failure(environment, sandbo
         (GymnasiumToyText(), {"game": "CartPole-v1", "seed": 1}, "instance.game", "no game 'CartPole-v1'"),
         (GemGame(), {"game": "math:Math12K", "seed": 1}, "instance.game", "no game 'math:Math12K'"),
         (GemGame(), {"game": "game:Sudoku-v0-easy"}, "instance.seed", "required"),
+        (TextArena(), {"game": "Blackjak-v0", "seed": 1}, "instance.game", "did you mean Blackjack-v0"),
+        (TextArena(), {"game": "Chess-v0", "seed": 1}, "instance.game", "for one player"),
+        (TextArena(), {"game": "GuessTheNumber-v0"}, "instance.seed", "required"),
     ],
 )
 def test_a_game_that_cannot_be_played_is_refused(environment, instance, path, message):
@@ -178,7 +188,9 @@ def test_a_game_that_cannot_be_played_is_refused(environment, instance, path, me
     assert message in field.message or message in field.message.lower()
 
 
-@pytest.mark.parametrize(("environment", "count"), [(GymnasiumToyText(), 6), (GemGame(), 20)])
+@pytest.mark.parametrize(
+    ("environment", "count"), [(GymnasiumToyText(), 6), (GemGame(), 20), (TextArena(), 15)]
+)
 def test_the_data_set_has_games_of_both_splits(environment, count):
     instances = environment.dataset()
     assert len({instance["game"] for instance in instances}) >= count

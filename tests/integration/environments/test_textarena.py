@@ -7,9 +7,7 @@ import pytest
 from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason
-from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA, TextArena
-from rollout_service.environments.dataset_files import count_splits
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
@@ -99,31 +97,3 @@ async def test_a_limit_ends_a_game_without_a_reward_of_its_own(sandboxes):
     trial = await play(environment, instance, ScriptedPolicy(["[A C]"]), sandboxes)
     assert trial.stop_reason is StopReason.MAX_TURNS
     assert trial.score.parts["finished"] == 0.0
-
-
-async def test_options_that_a_game_does_not_have_are_a_failure(sandboxes):
-    instance: dict[str, JsonValue] = {"game": "GuessTheNumber-v0", "seed": 5, "options": {"speed": 8}}
-    with pytest.raises(EnvironmentFailedError, match="speed"):
-        await played(instance, [], sandboxes)
-
-
-@pytest.mark.parametrize(
-    ("instance", "path", "message"),
-    [
-        ({"game": "GuesTheNumber-v0", "seed": 1}, "instance.game", "did you mean GuessTheNumber-v0"),
-        ({"game": "Chess-v0", "seed": 1}, "instance.game", "for one player"),
-        ({"game": "GuessTheNumber-v0"}, "instance.seed", "required"),
-    ],
-)
-def test_a_game_that_cannot_be_played_is_refused(instance, path, message):
-    with pytest.raises(InvalidFieldError) as caught:
-        TextArena().check(instance)
-    (field,) = caught.value.fields
-    assert field.path == path
-    assert message in field.message.lower() or message in field.message
-
-
-def test_the_data_set_has_games_of_both_splits():
-    instances = TextArena().dataset()
-    assert len({instance["game"] for instance in instances}) >= 15
-    assert set(count_splits(instances)) == {"train", "held_out"}
