@@ -214,39 +214,21 @@ async def test_pressure_closes_what_nobody_uses(maker, clock):
             assert not other.made[0].closed
 
 
-async def test_only_so_many_are_kept(maker, clock):
+@pytest.mark.parametrize(
+    ("sizes", "closed"),
+    [([1] * (MAX_KEPT + 1), 0), ([KEPT_BYTES // 2] * 3, 0), ([1, KEPT_BYTES + 1], 1)],
+    ids=["so many", "so much", "one that is too large takes no other along"],
+)
+async def test_only_so_many_and_so_much_are_kept(maker, clock, sizes, closed):
     setups = SharedSetups(clock=lambda: clock[0])
     maker.may_end.set()
     async with setups.running():
-        for number in range(MAX_KEPT + 1):
-            clock[0] += 0.001
-            await used(setups, maker, [], key=number)
-        await until_closed(maker.made[0])
-        assert not any(snapshot.closed for snapshot in maker.made[1:])
-
-
-async def test_only_so_much_is_kept(maker, clock):
-    setups = SharedSetups(clock=lambda: clock[0])
-    maker.may_end.set()
-    async with setups.running():
-        for number in range(3):
+        for number, size in enumerate(sizes):
             clock[0] += 0.001
             async with setups.use(number, maker) as setup:
-                setup.snapshot.size_bytes = KEPT_BYTES // 2
-        await until_closed(maker.made[0])
-        assert not any(snapshot.closed for snapshot in maker.made[1:])
-
-
-async def test_one_that_is_too_large_takes_no_other_along(maker, clock):
-    setups = SharedSetups(clock=lambda: clock[0])
-    maker.may_end.set()
-    async with setups.running():
-        await used(setups, maker, [], key="small")
-        clock[0] += 0.001
-        async with setups.use("large", maker) as setup:
-            setup.snapshot.size_bytes = KEPT_BYTES + 1
-        await until_closed(maker.made[1])
-        assert not maker.made[0].closed
+                setup.snapshot.size_bytes = size
+        await until_closed(maker.made.pop(closed))
+        assert not any(snapshot.closed for snapshot in maker.made)
 
 
 async def test_each_episode_gets_a_copy_of_the_state():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from api_schemas.rollouts import Rollout, RolloutState, Usage
 from api_schemas.runs import RunRequest
 from api_schemas.tasks import Task
-from rollout_service.groups import FilterChain, FilterRegistry
+from rollout_service.groups import FilterChain
 from rollout_service.groups.auxiliary import NO_PARTS, reward_weights
 from rollout_service.runs import Delivery
 from rollout_service.runs.open_groups import close_group
@@ -60,11 +60,10 @@ def handed_on(number: int, perf: float, parallel: float, finish: float, width: f
     return sample(number, perf, parts, **fields)
 
 
-def close(samples, *, version: int = 0, chain: FilterChain | None = None, **fields: object) -> GroupClosure:
+def close(samples, *, version: int = 0, **fields: object) -> GroupClosure:
     given = {"source": {"kind": "inline", "open": True}, "batch_size": 1, "filters": []} | fields
     request = RunRequest.model_validate(given)
-    weights = reward_weights(request, version)
-    return close_group(request, chain or FilterChain(()), 0, samples, weights=weights)
+    return close_group(request, FilterChain(()), 0, samples, weights=reward_weights(request, version))
 
 
 def rewards(closure: GroupClosure) -> list[float | None]:
@@ -102,18 +101,6 @@ def test_mean_and_deviation_are_those_of_the_outcome_and_say_so():
     plain = close(samples, overlong=OVERLONG)
     assert (plain.reward_mean, plain.reward_std, plain.measured_on) == (0.5, 0.5, None)
     assert (plain.filtered_on, plain.reward_weights) == ([], None)
-
-
-def test_the_filters_look_at_the_outcome_and_a_run_can_tell_them_otherwise():
-    alike = [handed_on(0, 0.0, 0.0, 0.0), handed_on(1, 0.0, 1.0, 0.5)]
-    for options, reason, part in [
-        ({}, "zero_variance", "perf"),
-        ({"part": "parallel"}, None, "parallel"),
-        ({"part": "reward"}, None, "reward"),
-    ]:
-        chain = FilterChain((FilterRegistry().make("zero_variance", options),))
-        closure = close(alike, chain=chain, auxiliary=AUXILIARY)
-        assert (closure.reason, closure.filtered_on) == (reason, [part])
 
 
 def test_a_sample_without_the_parts_is_masked_and_not_taken_for_a_zero():
@@ -161,18 +148,6 @@ def test_advantages_by_part_weigh_each_part_alone():
         overlong=OVERLONG,
     )
     assert [one.advantage for one in overlong.samples] == [pytest.approx(-0.3), pytest.approx(0.3)]
-
-
-def test_a_group_closed_again_keeps_its_weights():
-    samples = [handed_on(0, 1.0, 0.5, 1.0, version=3), handed_on(1, 0.0, 1.0, 0.5, version=0)]
-    request = RunRequest.model_validate(
-        {"source": {"kind": "inline", "open": True}, "batch_size": 1, "auxiliary": AUXILIARY}
-    )
-    first = close_group(request, FilterChain(()), 0, samples, weights=reward_weights(request, 2))
-    again = close_group(request, FilterChain(()), 0, samples, weights=first.reward_weights, bound=2)
-    assert [one.masked_because for one in again.samples] == [None, "stale"]
-    assert again.samples[0].reward == first.samples[0].reward
-    assert again.reward_weights == first.reward_weights
 
 
 def test_advantages_by_part_need_parts():
