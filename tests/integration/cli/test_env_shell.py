@@ -60,11 +60,21 @@ def is_left(run_dir: Path, services: set[str]) -> bool:
     )
 
 
-def test_it_is_a_terminal_with_a_size_and_its_keys_reach_the_programs(opened, run_dir):
-    with opened() as shown:
+@pytest.mark.parametrize(
+    ("provider", "init"),
+    [
+        ("local", ""),
+        # base may have to be built
+        pytest.param("apptainer", ".control", marks=[pytest.mark.apptainer, pytest.mark.timeout(600)]),
+    ],
+)
+def test_it_is_a_terminal_with_a_size_and_its_keys_reach_the_programs(opened, run_dir, provider, init):
+    with opened(provider=provider) as shown:
         wait_for_prompt(shown)
-        shown.type("tty; stty size; cat text.txt\r")
+        shown.type("tty; pwd; echo first=$(cat /proc/1/comm); stty size; cat text.txt\r")
         shown.until(lambda: "/dev/pts/" in shown.drawn and "30 100" in shown.drawn and "quick" in shown.drawn)
+        assert f"first={init}" in shown.drawn
+        assert provider == "local" or "/workspace" in shown.drawn
         shown.resize(77, 33)
         shown.type("until [[ $(stty size) == '33 77' ]]; do :; done; echo re''sized\r")
         shown.until(lambda: "resized" in shown.drawn)
@@ -81,26 +91,17 @@ def test_it_is_a_terminal_with_a_size_and_its_keys_reach_the_programs(opened, ru
         assert not is_left(run_dir, found)
 
 
-@pytest.mark.parametrize(("typed", "code"), [("kill -9 $$\r", 137), ("kill -9 $PPID\r", 137)])
-def test_a_shell_that_is_killed_leaves_no_sandbox(opened, run_dir, typed, code):
-    with opened() as shown:
-        wait_for_prompt(shown)
-        found = services(run_dir)
-        shown.type(typed)
-        assert shown.ended() == code
-        assert not is_left(run_dir, found)
-
-
-def hang_up(shown: Terminal) -> None:
-    shown.hang_up()
-
-
-def terminate(shown: Terminal) -> None:
-    shown.process.send_signal(signal.SIGTERM)
-
-
-@pytest.mark.parametrize(("end", "code"), [(hang_up, 129), (terminate, 143)])
-def test_a_closed_terminal_and_a_signal_leave_no_sandbox(opened, run_dir, end, code):
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (lambda shown: shown.type("kill -9 $$\r"), 137),
+        (lambda shown: shown.type("kill -9 $PPID\r"), 137),
+        (Terminal.hang_up, 129),
+        (lambda shown: shown.process.send_signal(signal.SIGTERM), 143),
+    ],
+    ids=["shell killed", "its parent killed", "terminal closed", "signal"],
+)
+def test_a_shell_that_ends_in_any_way_leaves_no_sandbox(opened, run_dir, end, code):
     with opened() as shown:
         wait_for_prompt(shown)
         found = services(run_dir)
@@ -141,22 +142,3 @@ def test_without_a_terminal_it_says_so(environment):
     )
     assert done.returncode == 1
     assert "must be a terminal" in done.stderr
-
-
-@pytest.mark.apptainer
-@pytest.mark.timeout(600)  # base may have to be built
-def test_it_is_a_terminal_inside_apptainer_too(opened, run_dir):
-    with opened(provider="apptainer") as shown:
-        wait_for_prompt(shown)
-        found = services(run_dir)
-        shown.type("pwd; stty size; echo first=$(cat /proc/1/comm)\r")
-        shown.until(lambda: "/workspace" in shown.drawn and "30 100" in shown.drawn)
-        shown.until(lambda: "first=.control" in shown.drawn)
-        shown.type(FOREGROUND)
-        shown.until(lambda: "begun" in shown.drawn)
-        shown.type("\x03")
-        shown.type("echo co''de=$?\r")
-        shown.until(lambda: "code=130" in shown.drawn)
-        shown.type("(setsid sleep 600 &); exit 7\r")
-        assert shown.ended() == 7
-        assert not is_left(run_dir, found)

@@ -61,21 +61,18 @@ def test_the_view_follows_the_size_of_the_window(server):
         assert shown.ended() == 0
 
 
-def test_an_interrupt_leaves_the_terminal_as_it_was(server):
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [(lambda shown: shown.type("\x03"), 130), (lambda shown: shown.process.terminate(), 143)],
+    ids=["interrupt", "termination"],
+)
+def test_a_signal_leaves_the_terminal_as_it_was(server, end, code):
     with terminal(watch(server)) as shown:
         shown.until(lambda: "q quit" in shown.frame)
-        shown.type("\x03")
-        assert shown.ended() == 130
+        end(shown)
+        assert shown.ended() == code
         assert is_restored(shown)
         assert "Traceback" not in shown.drawn
-
-
-def test_a_termination_leaves_the_terminal_as_it_was(server):
-    with terminal(watch(server)) as shown:
-        shown.until(lambda: "q quit" in shown.frame)
-        shown.process.terminate()
-        assert shown.ended() == 143
-        assert is_restored(shown)
 
 
 def test_without_colors_nothing_but_the_cursor_is_moved(server):

@@ -271,14 +271,6 @@ async def test_kill_9_while_sandboxes_close(run, start_owner, delay):
     await gone(run, name)
 
 
-async def test_kill_9_while_a_sandbox_is_full_of_forks(run, start_owner):
-    owner = await anyio.to_thread.run_sync(start_owner, "bomb")
-    await anyio.to_thread.run_sync(owner.until, "ready")
-    name = owner.name
-    owner.kill()
-    await gone(run, name)
-
-
 @pytest.mark.parametrize("spares_guard", [True, False])
 async def test_kill_9_of_a_service_whose_sandboxes_are_paused(run, start_owner, provider, spares_guard):
     owner = await anyio.to_thread.run_sync(start_owner, "paused")
@@ -294,8 +286,9 @@ async def test_kill_9_of_a_service_whose_sandboxes_are_paused(run, start_owner, 
     await gone(run, name)
 
 
-async def test_kill_9_of_a_service_that_holds_a_snapshot(run, start_owner):
-    owner = await anyio.to_thread.run_sync(start_owner, "snapshot")
+@pytest.mark.parametrize("holds", ["bomb", "snapshot"])
+async def test_kill_9_while_a_sandbox_is_full_of_forks_or_a_snapshot_is_held(run, start_owner, holds):
+    owner = await anyio.to_thread.run_sync(start_owner, holds)
     await anyio.to_thread.run_sync(owner.until, "ready")
     name = owner.name
     owner.kill()

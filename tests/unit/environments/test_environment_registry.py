@@ -170,20 +170,18 @@ def test_an_object_that_is_not_an_environment_says_why(tmp_path, monkeypatch, na
     assert hint in refused.value.hint
 
 
-def test_an_error_in_a_python_file_names_the_line(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text("import json\n\njson.loads('{')\n")
-    with pytest.raises(ConfigurationError, match=r"JSONDecodeError: .* \(.*mine\.py, line 3\)"):
-        load_path(file)
-
-
 @pytest.mark.parametrize(
-    ("text", "reason"), [("", "defines 0 environments"), ("oops", "NameError: name 'oops' is not defined")]
+    ("text", "reason"),
+    [
+        ("", r"mine\.py.*defines 0 environments"),
+        ("oops", r"mine\.py.*NameError: name 'oops' is not defined"),
+        ("import json\n\njson.loads('{')\n", r"JSONDecodeError: .* \(.*mine\.py, line 3\)"),
+    ],
 )
 def test_a_python_file_without_an_environment_says_why(tmp_path, text, reason):
     file = tmp_path / "mine.py"
     file.write_text(text)
-    with pytest.raises(ConfigurationError, match=rf"mine\.py.*{reason}"):
+    with pytest.raises(ConfigurationError, match=reason):
         load_path(file)
 
 

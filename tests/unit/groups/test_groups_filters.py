@@ -45,6 +45,25 @@ def mixed(name, values):
     return GroupOutcome(7, tuple(samples))
 
 
+OUTCOMES_ALIKE = GroupOutcome(
+    7,
+    tuple(
+        SampleOutcome(
+            number,
+            0.0,
+            parts={
+                RewardPart.PERF: 0.0,
+                RewardPart.PARALLEL: number / 4,
+                RewardPart.FINISH: 1.0,
+                RewardPart.REWARD: 0.2 + 0.3 * number / 4,
+            },
+        )
+        for number in range(4)
+    ),
+)
+"""All failed, while they handed on more or less work."""
+
+
 @pytest.mark.parametrize(
     ("name", "options", "outcome", "reason"),
     [
@@ -67,55 +86,20 @@ def mixed(name, values):
         ("malformed_calls", {"max_share": 0.5}, mixed("malformed_calls", [0, 3]), ""),
         ("truncated", {}, mixed("truncated", [False, True]), "truncated"),
         ("truncated", {}, mixed("truncated", [False, False]), ""),
+        ("zero_variance", {}, OUTCOMES_ALIKE, "zero_variance"),
+        ("zero_variance", {"part": "perf"}, OUTCOMES_ALIKE, "zero_variance"),
+        ("zero_variance", {"part": "parallel"}, OUTCOMES_ALIKE, ""),
+        ("zero_variance", {"part": "finish"}, OUTCOMES_ALIKE, "zero_variance"),
+        ("zero_variance", {"part": "reward"}, OUTCOMES_ALIKE, ""),
+        ("all_failed", {}, OUTCOMES_ALIKE, "all_failed"),
+        ("all_failed", {"part": "reward"}, OUTCOMES_ALIKE, ""),
+        ("accuracy_band", {"low": 0.5}, OUTCOMES_ALIKE, "too_hard"),
+        ("accuracy_band", {"low": 0.5, "part": "finish"}, OUTCOMES_ALIKE, ""),
     ],
 )
-def test_each_filter_has_its_rule(name, options, outcome, reason):
+def test_each_filter_has_its_rule_for_the_outcome_or_a_named_part(name, options, outcome, reason):
     verdict = FilterRegistry().make(name, options).judge(outcome)
     assert verdict == (Verdict(keep=False, reason=reason) if reason else KEEP)
-
-
-OUTCOMES_ALIKE = GroupOutcome(
-    7,
-    tuple(
-        SampleOutcome(
-            number,
-            0.0,
-            parts={
-                RewardPart.PERF: 0.0,
-                RewardPart.PARALLEL: number / 4,
-                RewardPart.FINISH: 1.0,
-                RewardPart.REWARD: 0.2 + 0.3 * number / 4,
-            },
-        )
-        for number in range(4)
-    ),
-)
-"""All failed, while they handed on more or less work."""
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "reason"),
-    [
-        ("zero_variance", {}, "zero_variance"),
-        ("zero_variance", {"part": "perf"}, "zero_variance"),
-        ("zero_variance", {"part": "parallel"}, ""),
-        ("zero_variance", {"part": "finish"}, "zero_variance"),
-        ("zero_variance", {"part": "reward"}, ""),
-        ("all_failed", {}, "all_failed"),
-        ("all_failed", {"part": "reward"}, ""),
-        ("accuracy_band", {"low": 0.5}, "too_hard"),
-        ("accuracy_band", {"low": 0.5, "part": "finish"}, ""),
-    ],
-)
-def test_a_filter_looks_at_the_outcome_s_reward_unless_told_otherwise(name, options, reason):
-    verdict = FilterRegistry().make(name, options).judge(OUTCOMES_ALIKE)
-    assert verdict == (Verdict(keep=False, reason=reason) if reason else KEEP)
-
-
-def test_a_part_that_nobody_knows_is_refused_by_its_path():
-    with pytest.raises(InvalidFieldError) as refused:
-        FilterRegistry().make("zero_variance", {"part": "speed"}, field="body.filters.1")
-    assert [error.path for error in refused.value.fields] == ["body.filters.1.options.part"]
 
 
 def test_parts_that_a_run_does_not_have_are_refused_by_their_paths():
@@ -160,6 +144,7 @@ def test_an_unknown_filter_is_refused_with_the_nearest():
         ("too_long", {}, "body.filters.2.options.max_tokens"),
         ("too_long", {"max_tokens": 0}, "body.filters.2.options.max_tokens"),
         ("zero_variance", {"tolerence": 1}, "body.filters.2.options.tolerence"),
+        ("zero_variance", {"part": "speed"}, "body.filters.2.options.part"),
         ("accuracy_band", {"low": 2}, "body.filters.2.options.low"),
         ("accuracy_band", {"high": 1.1}, "body.filters.2.options.high"),
     ],

@@ -46,18 +46,17 @@ def test_every_panel_is_explained_and_names_no_data_source_of_ours():
             assert panel["datasource"]["uid"] == "${datasource}"
 
 
-@pytest.mark.parametrize("expression", monitoring.board_queries())
-def test_every_metric_of_the_board_exists(expression):
+@pytest.mark.parametrize(
+    ("expression", "others"),
+    [
+        *((query, monitoring.ENGINES) for query in monitoring.board_queries()),
+        *((rule["expr"], RECORDED) for rule in RULES),
+    ],
+)
+def test_every_metric_of_the_board_and_the_rules_exists(expression, others):
     names = monitoring.metric_names(expression)
     assert names
-    assert names <= documented() | monitoring.ENGINES | OTHERS
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("alert") or rule["record"])
-def test_every_metric_of_the_rules_exists(rule):
-    names = monitoring.metric_names(rule["expr"])
-    assert names
-    assert names <= documented() | RECORDED | OTHERS
+    assert names <= documented() | others | OTHERS
 
 
 def test_names_of_metrics_are_found_in_expressions():

@@ -82,27 +82,26 @@ def test_the_markers_of_the_chosen_tests_decide_what_is_installed():
     assert done.stdout.split() == ["trainer", "systemd", "vllm"]
 
 
-def test_an_ordinary_user_sees_what_an_administrator_must_run(tmp_path):
-    code = "id() { echo 1000; }\nneeds_admin Apptainer scripts/install-apptainer; echo not reached"
-    result = bash(code, tmp_path)
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (
+            "needs_admin Apptainer scripts/install-apptainer",
+            "an administrator installs it with: sudo scripts/install-apptainer",
+        ),
+        (
+            "PATH=/nowhere; ensure_browser",
+            "sudo apt-get install chromium-headless-shell fonts-dejavu-core",
+        ),
+        ("ROLLOUT_PYTHON=/bin/false find_python", "no Python 3.11 or newer"),
+        ("ROLLOUT_PYTHON=/bin/false find_python", "apt-get install python3"),
+    ],
+)
+def test_an_ordinary_user_sees_what_to_install(tmp_path, code, says):
+    result = bash(f"id() {{ echo 1000; }}\n{code}; echo not reached", tmp_path)
     assert result.returncode == 1
-    assert "an administrator installs it with: sudo scripts/install-apptainer" in result.stderr
+    assert says in result.stderr
     assert "not reached" not in result.stdout
-
-
-def test_an_ordinary_user_sees_how_to_install_a_browser(tmp_path):
-    code = "id() { echo 1000; }\nPATH=/nowhere; ensure_browser; echo not reached"
-    result = bash(code, tmp_path)
-    assert result.returncode == 1
-    assert "sudo apt-get install chromium-headless-shell fonts-dejavu-core" in result.stderr
-    assert "not reached" not in result.stdout
-
-
-def test_the_error_for_an_old_python_says_what_to_install(tmp_path):
-    result = bash("find_python", tmp_path, ROLLOUT_PYTHON="/bin/false")
-    assert result.returncode == 1
-    assert "no Python 3.11 or newer" in result.stderr
-    assert "apt-get install python3" in result.stderr
 
 
 def test_a_step_that_fails_shows_the_end_of_its_output_and_ends_the_script(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.settings import Settings, is_loopback, load_settings
-from rollout_service.settings.keys import iter_tables, known_keys
+from rollout_service.settings.keys import iter_tables
 from rollout_service.settings.sources import variable_name
 
 KEY = "a-key-of-enough-characters"
@@ -41,26 +41,9 @@ def test_flags_win_over_variables_over_the_file(empty_folder, monkeypatch):
     assert load_settings().port == 2
 
 
-@pytest.mark.parametrize(
-    ("toml", "says"),
-    [
-        ("prot = 1", "did you mean port"),
-        ("[pipeline]\nrollout_worker = 1", "did you mean pipeline.rollout_workers"),
-        ("port = 'x'", "port: "),
-        ("port = 99999", "port: "),
-        ("port = ", "not valid TOML"),
-        ("[sandbox]\nprovider = 'chroot'", "sandbox"),
-    ],
-)
-def test_a_bad_file_is_refused_by_the_key_at_fault(empty_folder, toml, says):
-    (empty_folder / "rollout.toml").write_text(toml)
-    with pytest.raises(ConfigurationError, match=says):
-        load_settings()
-
-
-def test_an_unknown_variable_is_refused(monkeypatch):
-    monkeypatch.setenv("ROLLOUT_PROT", "1")
-    with pytest.raises(ConfigurationError, match="did you mean ROLLOUT_PORT"):
+def test_a_file_that_is_not_toml_is_refused(empty_folder):
+    (empty_folder / "rollout.toml").write_text("port = ")
+    with pytest.raises(ConfigurationError, match="not valid TOML"):
         load_settings()
 
 
@@ -129,12 +112,6 @@ def test_every_list_of_texts_may_be_json_or_plain_in_a_variable(key, value, monk
     assert [str(one) for one in found] == ["one", "two"]
 
 
-def test_a_variable_that_needs_json_says_so(monkeypatch):
-    monkeypatch.setenv("ROLLOUT_POOLS", "judge")
-    with pytest.raises(ConfigurationError, match="ROLLOUT_POOLS is not valid JSON"):
-        load_settings()
-
-
 def test_a_clients_key_for_a_server_without_keys_is_distinguished(monkeypatch):
     monkeypatch.setenv("ROLLOUT_KEY", KEY)
     with pytest.raises(ConfigurationError, match=r"ROLLOUT_KEYS \(ROLLOUT_KEY is the client's\)"):
@@ -165,15 +142,17 @@ def test_the_ceiling_of_sandboxes_is_what_the_stages_can_hold_unless_it_is_set(m
         load_settings(sandboxes={"ceilling": 3})
 
 
-def test_known_keys_are_dotted():
-    assert {"port", "pipeline", "pipeline.init_workers", "sandbox.limits.cpus"} <= known_keys(Settings)
-
-
 @pytest.mark.parametrize(
     ("toml", "says"),
     [
         ("\nprot = 1", "rollout.toml:2: prot: unknown setting; did you mean port?"),
-        ("[pipeline]\n\nrollout_worker = 1", "rollout.toml:3: pipeline.rollout_worker: unknown setting"),
+        (
+            "[pipeline]\n\nrollout_worker = 1",
+            "rollout.toml:3: pipeline.rollout_worker: unknown setting; did you mean pipeline.rollout_workers?",
+        ),
+        ("port = 'x'", "rollout.toml:1: port: "),
+        ("port = 99999", "rollout.toml:1: port: "),
+        ("[sandbox]\nprovider = 'chroot'", "rollout.toml:1: sandbox: "),
         ("[sandbox]\nmemroy = 1", "rollout.toml:2: sandbox.memroy: unknown setting"),
         ("pipeline = {init_workers = 0}", "rollout.toml:1: pipeline.init_workers: "),
         ("[[backends]]\nurl = 'x'", "rollout.toml:1: backends.0.url: "),
@@ -190,9 +169,16 @@ def test_a_mistake_in_the_file_is_named_with_its_line(empty_folder, toml, says):
     ("variable", "value", "says"),
     [
         ("ROLLOUT_PORT", "x", "ROLLOUT_PORT: port: "),
+        ("ROLLOUT_PROT", "1", "ROLLOUT_PROT is not a setting; did you mean ROLLOUT_PORT?"),
         ("ROLLOUT_PIPELINE__INIT_WORKERS", "0", "ROLLOUT_PIPELINE__INIT_WORKERS: pipeline.init_workers: "),
         ("ROLLOUT_PIPELINE", '{"init_worker": 2}', "ROLLOUT_PIPELINE: pipeline.init_worker: unknown"),
         ("ROLLOUT_ENVIRONMENTS", "[./mine", "ROLLOUT_ENVIRONMENTS: environments: not valid JSON"),
+        ("ROLLOUT_POOLS", "judge", "ROLLOUT_POOLS is not valid JSON"),
+        (
+            "ROLLOUT_EMBEDDED__POOLS",
+            '{"judge": calc-base}',
+            "ROLLOUT_EMBEDDED__POOLS: embedded.pools: not valid JSON",
+        ),
         ("ROLLOUT_BACKENDS", "gpu-1:30000", "ROLLOUT_BACKENDS: backends.0.url"),
         ("ROLLOUT_SANDBOXES__WARM", "3", "ROLLOUT_SANDBOXES__WARM: sandboxes.warm: "),
         ("ROLLOUT_SANDBOX__MEMROY", "1", "ROLLOUT_SANDBOX__MEMROY is not a setting"),
@@ -241,12 +227,6 @@ def test_models_of_further_pools_in_a_variable(value, monkeypatch):
 def test_a_variable_may_name_a_key_of_a_table_of_texts(monkeypatch):
     monkeypatch.setenv("ROLLOUT_EMBEDDED__POOLS__JUDGE", "calc-base")
     assert load_settings().embedded.pools == {"judge": "calc-base"}
-
-
-def test_a_broken_table_in_a_variable_is_refused_as_json(monkeypatch):
-    monkeypatch.setenv("ROLLOUT_EMBEDDED__POOLS", '{"judge": calc-base}')
-    with pytest.raises(ConfigurationError, match=r"ROLLOUT_EMBEDDED__POOLS: embedded\.pools: not valid JSON"):
-        load_settings()
 
 
 def test_models_of_further_pools_in_the_file_and_by_flags(empty_folder):

@@ -297,22 +297,18 @@ def test_the_rewards_of_usable_samples_change_places_across_groups(arrays):
     assert found.tensors["token_ids"] is arrays.tensors["token_ids"]
 
 
-def test_advantages_are_those_of_the_service(arrays):
-    found = shuffled(arrays, 1).tensors
+@pytest.mark.parametrize(
+    ("chosen", "of_the_service"),
+    [([], group_normalized), ([Advantages.LEAVE_ONE_OUT], leave_one_out)],
+    ids=["group norm", "leave one out"],
+)
+def test_advantages_are_those_of_the_service(arrays, chosen, of_the_service):
+    found = shuffled(arrays, 1, *chosen).tensors
     for number in range(GROUPS):
         part = slice(number * SAMPLES, (number + 1) * SAMPLES)
         rewards = [None if np.isnan(each) else float(each) for each in found["rewards"][part]]
-        expected = [np.nan if each is None else each for each in group_normalized(rewards)]
-        np.testing.assert_allclose(found["advantages"][part], expected, rtol=1e-5)
-
-
-def test_advantages_without_the_deviation_are_those_of_the_service(arrays):
-    found = shuffled(arrays, 1, Advantages.LEAVE_ONE_OUT).tensors
-    for number in range(GROUPS):
-        part = slice(number * SAMPLES, (number + 1) * SAMPLES)
-        rewards = [None if np.isnan(each) else float(each) for each in found["rewards"][part]]
-        expected = [np.nan if each is None else each for each in leave_one_out(rewards)]
-        np.testing.assert_allclose(found["advantages"][part], expected, atol=1e-6)
+        expected = [np.nan if each is None else each for each in of_the_service(rewards)]
+        np.testing.assert_allclose(found["advantages"][part], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_group_without_differences_has_no_advantages(arrays):

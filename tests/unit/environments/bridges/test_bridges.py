@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -186,20 +187,20 @@ def test_without_the_library_the_error_names_the_command_that_installs_it(
         assert f"rollout-service env install {made.spec.name}" in caught.value.hint
 
 
-def test_a_library_that_cannot_make_its_tasks_is_not_installed(tmp_path):
+@pytest.mark.parametrize(
+    ("write", "why"),
+    [
+        (write_tasks, "tasks of reasoning-gym cannot be made"),
+        (partial(write_games, "gem", GEM.part, (1,)), "games of gem cannot be listed"),
+    ],
+    ids=["tasks", "games"],
+)
+def test_a_library_that_cannot_list_what_it_has_is_not_installed(tmp_path, write, why):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to("/bin/false")
-    with pytest.raises(ConfigurationError, match="tasks of reasoning-gym cannot be made"):
-        write_tasks(tmp_path)
-
-
-def test_games_that_cannot_be_listed_are_not_installed(tmp_path):
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.symlink_to("/bin/false")
-    with pytest.raises(ConfigurationError, match="games of gem cannot be listed"):
-        write_games("gem", GEM.part, (1,), tmp_path)
+    with pytest.raises(ConfigurationError, match=why):
+        write(tmp_path)
 
 
 @pytest.mark.parametrize(
