@@ -671,17 +671,7 @@ async def test_frozen_tokens_to_train_on_fail_their_rollout_alone():
         await it.idle()
 
 
-async def test_an_unknown_exception_says_that_it_is_a_defect():
-    async def broken(_: Episode) -> None:
-        raise KeyError("oops")
-
-    async with bench(Played(run=broken)) as b:
-        rollout = await b.run()
-        assert rollout.error.code == "internal_error"
-        assert "KeyError" in rollout.error.message
-
-
-async def test_a_defect_of_an_environment_names_the_last_calls_in_its_own_code():
+async def test_an_unknown_exception_is_a_defect_and_names_the_last_calls_in_the_environments_code():
     def deeper(times: int) -> None:
         if not times:
             raise KeyError("oops")
@@ -692,6 +682,8 @@ async def test_a_defect_of_an_environment_names_the_last_calls_in_its_own_code()
 
     async with bench(Played(evaluate=broken)) as b:
         rollout = await b.run()
+        assert rollout.error.code == "internal_error"
+        assert "KeyError" in rollout.error.message
         assert len(rollout.error.frames) == MAX_FRAMES
         assert rollout.error.frames[-1].startswith(f"{__name__}, line ")
         assert rollout.error.frames[-1].endswith(", in deeper")
