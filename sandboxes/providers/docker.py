@@ -41,7 +41,7 @@ from sandboxes.limits.cgroups import CGROUPS, ControlGroup, ControlGroups, Resou
 from sandboxes.providers.base import HIDE, PIPES, SOCKETS, HostProvider, LaunchPlan
 from sandboxes.providers.sandbox import ControlledSandbox, LaunchedSandbox
 from sandboxes.reclaim.host_resources import LauncherResources, LeftoverProcesses
-from sandboxes.reclaim.reaper import claim
+from sandboxes.reclaim.reaper import is_dead
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import ANSWERS, SCRIPT
 from sandboxes.runtime.export import export_tree, reader_command
@@ -156,7 +156,7 @@ class Containers:
         """Remove the containers of dead services; return how many, and why others could not be removed."""
         removed, failures = 0, []
         for container, folder in await self._labeled(self.SERVICE):
-            if await anyio.to_thread.run_sync(_is_dead, Path(folder)):
+            if await anyio.to_thread.run_sync(is_dead, Path(folder)):
                 code, said = await self.ask("rm", "--force", "--volumes", container)
                 removed += code == 0
                 if code != 0 and "No such container" not in said:
@@ -195,12 +195,6 @@ def _memory_folder(pid: str) -> Path | None:
                 if (folder / ("memory.oom_control" if controllers else "memory.events")).exists():
                     return folder
     return None
-
-
-def _is_dead(folder: Path) -> bool:
-    """Return whether nobody holds the folder, so its service has ended or never ran on this host."""
-    with claim(folder) as owner:
-        return owner is not None
 
 
 class ContainerResources(LauncherResources):

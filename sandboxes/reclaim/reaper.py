@@ -98,6 +98,12 @@ def claim(folder: Path) -> Iterator[dict[str, object] | None]:
         os.close(handle)
 
 
+def is_dead(folder: Path) -> bool:
+    """Return whether nobody holds a service's folder, so the service has ended or never ran on this host."""
+    with claim(folder) as owner:
+        return owner is not None
+
+
 def reclaim(
     folder: Path, groups: Iterable[str], seconds: float = RECLAIM_SECONDS, rounds: int = QUIET_ROUNDS
 ) -> ReclaimResult:

@@ -109,7 +109,13 @@ class ProgramFailedError(Exception):
 
 
 async def stream_out(
-    control: ControlShell, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], limit: int | None
+    control: ControlShell,
+    argv: Sequence[str],
+    *,
+    cwd: str,
+    env: Mapping[str, str],
+    limit: int | None,
+    mode: str = "run",
 ) -> AsyncGenerator[bytes, None]:
     """Yield the standard output of a program, as fast as the caller takes it.
 
@@ -118,7 +124,7 @@ async def stream_out(
         FileStalledError: Nothing arrived for `STALL_SECONDS`.
         ProgramFailedError: The program failed.
     """
-    child = await control.spawn("run", argv, cwd=cwd, env=env)
+    child = await control.spawn(mode, argv, cwd=cwd, env=env)
     errors, total = OutputBuffer(MESSAGE_LIMIT), 0
     reader = Reader(child.pipes.fds[ERROR])
     reader.start(errors.add)

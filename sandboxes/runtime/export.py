@@ -83,8 +83,11 @@ async def _require_success(path: str, process: subprocess.Popen[bytes]) -> None:
         said = (said + part)[-MESSAGE_BYTES:]
     if not await wait_exit(process, STALL_SECONDS):
         raise SandboxFileError(f"{path}: its reader does not end")
-    code = process.returncode
-    message = said.decode("utf-8", errors="replace").strip()
+    raise_for_exit(path, process.returncode, said.decode("utf-8", errors="replace").strip())
+
+
+def raise_for_exit(path: str, code: int, message: str) -> None:
+    """Raise the error that the reader's exit code stands for, if any; `message` is what it said."""
     if code == MISSING:
         raise FileMissingError(f"{path}: no such file or folder")
     if code == TOO_LARGE:
