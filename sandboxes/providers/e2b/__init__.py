@@ -1,0 +1,1 @@
+"""Sandboxes of a server that speaks E2B's API."""

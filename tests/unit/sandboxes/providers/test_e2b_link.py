@@ -1,0 +1,328 @@
+"""The two sides of a link carry streams in their order and within bounds, and a relay that lies ends it."""
+
+import base64
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from sandboxes.contract import RunningProgram
+from sandboxes.errors import SandboxClosedError
+from sandboxes.providers.e2b.link import CONTROL_SHELL, PROGRAM, BrokenLinkError, Link
+from sandboxes.providers.e2b.relay_program import (
+    ASK,
+    BOOT,
+    CLOSE,
+    CONNECT,
+    CONTROL,
+    DATA,
+    END,
+    ERR,
+    HEADER,
+    HELLO,
+    IN,
+    INSIDE_FIRST,
+    MARK,
+    NUMBER,
+    OPEN,
+    OUT,
+    READ_SIZE,
+    STATUS,
+    TAKEN,
+    WINDOW,
+    Carrier,
+    LinkChannel,
+    connected,
+)
+from sandboxes.reclaim.run_folders import RunFolder
+from sandboxes.runtime.control import ControlShell
+from sandboxes.runtime.execution import running
+
+Frame = tuple[bytes, int, bytes]
+
+
+def frames(data: bytes) -> list[Frame]:
+    found = []
+    while data:
+        kind, number, length = HEADER.unpack_from(data)
+        found.append((kind, number, data[HEADER.size : HEADER.size + length]))
+        data = data[HEADER.size + length :]
+    return found
+
+
+def frame(kind: bytes, number: int, content: bytes = b"") -> bytes:
+    return HEADER.pack(kind, number, len(content)) + content
+
+
+@pytest.fixture
+def carrier() -> Iterator[Carrier]:
+    found = Carrier()
+    yield found
+    for channel in list(found.channels.values()):
+        found.close_channel(channel)
+
+
+def program(carrier: Carrier) -> dict[int, int]:
+    """Add the channel of a program as the sandbox has it; return the program's ends of its pipes."""
+    pipes = {stream: os.pipe2(os.O_NONBLOCK) for stream in (IN, OUT, ERR, STATUS)}
+    reads = {pipes[stream][0]: stream for stream in (OUT, ERR, STATUS)}
+    carrier.channels[1] = LinkChannel(1, reads, {IN: pipes[IN][1]}, [])
+    return {IN: pipes[IN][0], **{stream: pipes[stream][1] for stream in (OUT, ERR, STATUS)}}
+
+
+def sent(carrier: Carrier) -> list[Frame]:
+    carrier.wait({}, 0.05)
+    found = frames(bytes(carrier.outgoing))
+    carrier.outgoing.clear()
+    return found
+
+
+def test_a_status_comes_after_all_that_its_program_wrote_before(carrier):
+    ends = program(carrier)
+    os.write(ends[STATUS], b"0\n")  # the poll may well report it first
+    os.write(ends[OUT], b"x" * READ_SIZE)
+    os.write(ends[ERR], b"y")
+    found = sent(carrier)
+    streams = [content[0] for _, _, content in found]
+    assert set(streams) == {OUT, ERR, STATUS}
+    assert streams.index(STATUS) > max(streams.index(OUT), streams.index(ERR))
+    for end in ends.values():
+        os.close(end)
+    ended = [(kind, content) for kind, _, content in [*sent(carrier), *sent(carrier)]]
+    assert sorted(ended) == [(END, bytes([stream])) for stream in (OUT, ERR, STATUS)]
+    assert carrier.channels == {}
+
+
+def test_a_stream_that_nobody_takes_stops_at_the_window(carrier):
+    ends = program(carrier)
+    total = 0
+    for _ in range(50):
+        try:
+            os.write(ends[OUT], b"x" * READ_SIZE)
+        except BlockingIOError:
+            break
+        total += sum(len(content) - 1 for _, _, content in sent(carrier))
+    assert WINDOW <= total < WINDOW + READ_SIZE
+    carrier.feed(frame(TAKEN, 1, NUMBER.pack(total)))
+    assert [kind for kind, _, _ in sent(carrier)] == [DATA]
+    for end in ends.values():
+        os.close(end)
+
+
+def test_input_is_written_as_it_is_taken_and_then_ends(carrier):
+    ends = program(carrier)
+    data = os.urandom(3 * READ_SIZE)
+    carrier.feed(frame(DATA, 1, bytes([IN]) + data) + frame(END, 1, bytes([IN])))
+    read, taken = b"", 0
+    for _ in range(20):
+        taken += sum(NUMBER.unpack(content)[0] for kind, _, content in sent(carrier) if kind == TAKEN)
+        try:
+            part = os.read(ends[IN], READ_SIZE)
+        except BlockingIOError:
+            continue
+        if not part:
+            break
+        read += part
+    assert read == data
+    assert taken == len(data)
+    assert IN not in carrier.channels[1].writes
+    for end in ends.values():
+        os.close(end)
+
+
+def test_input_that_nobody_reads_any_more_is_dropped(carrier):
+    ends = program(carrier)
+    os.close(ends.pop(IN))
+    carrier.feed(frame(DATA, 1, bytes([IN]) + b"x" * 100))
+    assert (TAKEN, 1, NUMBER.pack(100)) in [*sent(carrier), *sent(carrier)]
+    carrier.feed(frame(CLOSE, 1) + frame(DATA, 1, bytes([IN]) + b"late"))
+    assert carrier.channels == {}
+    for end in ends.values():
+        os.close(end)
+
+
+def test_a_connection_may_end_in_one_direction_first(carrier):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.settimeout(5)
+        carrier.channels[1] = connected(1, ours, OUT, IN)
+        carrier.feed(frame(END, 1, bytes([IN])))
+        carrier.wait({}, 0.05)
+        assert theirs.recv(1) == b""
+        theirs.sendall(b"answer")
+        assert (DATA, 1, bytes([OUT]) + b"answer") in sent(carrier)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    found = RunFolder(tmp_path / "0" / "1")
+    found.path.parent.mkdir()
+    found.create(os.geteuid(), os.getegid())
+    found.pipes.chmod(0o700)
+    return found
+
+
+class Far:
+    """A link, its user, and the far end of it: what arrives there, and what comes from there."""
+
+    def __init__(self, folder: RunFolder, inside: str = "/tmp/inside") -> None:
+        ours, theirs = socket.socketpair()
+        self.control = ControlShell(ours, folder.pipes)
+        self.link = Link(folder, theirs, inside)
+        self.data = b""
+        self.said = False
+
+    async def take(self, data: bytes) -> None:
+        self.data += data
+
+    async def say(self, *said: bytes) -> None:
+        await self.link.receive(f"a profile's words\n{MARK}\n" if not self.said else "")
+        self.said = True
+        await self.link.receive("".join(base64.b64encode(one).decode() + "\n" for one in said))
+
+    async def arrived(self, kind: bytes) -> Frame:
+        with anyio.fail_after(5):
+            while True:
+                body = self.data[len(PROGRAM + CONTROL_SHELL) :]
+                for found in frames(body):
+                    if found[0] == kind:
+                        return found
+                await anyio.sleep(0.01)
+
+    def close(self) -> None:
+        self.control.close()
+        self.link.close()
+
+
+HELLO_FRAME = frame(HELLO, 0, json.dumps({"ticks": 0, "prefix": ["drop", "--"], "home": "/home/x"}).encode())
+
+
+async def test_the_relay_gets_its_program_and_a_message_in_the_words_of_the_inside(folder):
+    far = Far(folder)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(far.link.serve, far.take)
+        await far.say(HELLO_FRAME + frame(DATA, CONTROL, bytes([OUT]) + b"ready\n"))
+        assert await far.control.wait_until_ready()
+        tasks.start_soon(spawn_and_fail, far)
+        _, number, token = await far.arrived(OPEN)
+        _, _, message = await far.arrived(DATA)
+        fields = message[1:].split(b"\0")
+        assert fields[1:4] == [b"spawn", token, b"run"]
+        assert fields[6:10] == [b"drop", b"--", b"echo", b"x"]
+        await far.say(frame(DATA, number, bytes([STATUS]) + b"no\n"))
+        assert (await far.arrived(CLOSE))[1] == number
+        far.control.close()
+    assert far.data.startswith(PROGRAM + CONTROL_SHELL)
+    assert far.link.home == "/home/x"
+    far.close()
+
+
+async def spawn_and_fail(far: Far) -> None:
+    with pytest.raises(Exception, match="cannot start a process"):
+        await far.control.spawn("run", ["echo", "x"], cwd="/", env={})
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        frame(HELLO, 0, b"{}"),
+        frame(ASK, 7, b"true"),
+        frame(DATA, CONTROL),
+        frame(DATA, CONTROL, bytes([OUT]) + b"x" * READ_SIZE) * 40,
+    ],
+    ids=["hello", "answer", "empty", "flood"],
+)
+async def test_a_relay_that_sends_what_it_may_not_ends_the_link(folder, frames):
+    far = Far(folder)
+    await far.say(frames)
+    with anyio.fail_after(5), pytest.raises(BrokenLinkError):
+        await far.link.serve(far.take)
+    far.close()
+
+
+@pytest.mark.parametrize("text", ["no base64\n", "A" * (1 << 21)], ids=["text", "line"])
+async def test_a_relay_that_sends_no_frames_ends_the_link(folder, text):
+    far = Far(folder)
+    await far.say(HELLO_FRAME)
+    await far.link.receive(text)
+    with anyio.fail_after(5), pytest.raises(BrokenLinkError):
+        await far.link.serve(far.take)
+    far.close()
+
+
+async def test_nobody_inside_calls_an_owner_that_there_is_not(folder):
+    far = Far(folder)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(far.link.serve, far.take)
+        await far.say(HELLO_FRAME + frame(CONNECT, INSIDE_FIRST))
+        assert (await far.arrived(CLOSE))[1] == INSIDE_FIRST
+        far.control.close()
+    far.close()
+
+
+async def test_a_question_is_answered_even_if_the_link_ends(folder):
+    far = Far(folder)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(far.link.serve, far.take)
+        answer, lost = far.link.end_processes(), far.link.end_processes()
+        _, number, _ = await far.arrived(ASK)
+        await far.say(frame(ASK, number, b"true"))
+        assert await anyio.to_thread.run_sync(answer.result, 5) is True
+        far.control.close()
+    far.close()
+    with pytest.raises(SandboxClosedError):
+        lost.result(0)
+    with pytest.raises(SandboxClosedError):
+        far.link.end_processes()
+
+
+async def test_a_real_relay_carries_programs_and_leaves_nothing(folder, tmp_path):
+    inside = tmp_path / "inside"
+    far = Far(folder, str(inside))
+    sizes = str(len(PROGRAM)), str(len(CONTROL_SHELL))
+    command = [sys.executable, "-I", "-S", "-c", BOOT, *sizes, str(inside), str(tmp_path), "root", "0"]
+    async with await anyio.open_process(command, stderr=None) as relay:
+
+        async def receive() -> None:
+            async for data in relay.stdout:
+                await far.link.receive(data.decode())
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(receive)
+                tasks.start_soon(far.link.serve, relay.stdin.send)
+                assert await far.control.wait_until_ready()
+                echo = "cat; echo done >&2; exit 3"
+                async with running(far.control, ["bash", "-c", echo], cwd="/", env={}) as program:
+                    data = os.urandom(3 * WINDOW)
+                    tasks.start_soon(send, program, data)
+                    assert await receive_all(program) == data
+                    assert await program.wait() == 3
+                    assert program.errors() == "done\n"
+                stray = "setsid sleep 1000 & sleep 1000"
+                async with running(far.control, ["bash", "-c", stray], cwd="/", env={}) as program:
+                    assert await anyio.to_thread.run_sync(far.link.end_processes().result, 10) is True
+                    assert await anyio.to_thread.run_sync(far.link.end_processes().result, 10) is False
+                    assert await program.wait() == 137
+                far.control.close()
+                await relay.stdin.aclose()
+            assert await relay.wait() == 0
+    assert not inside.exists()
+    far.close()
+
+
+async def send(program: RunningProgram, data: bytes) -> None:
+    assert await program.send(data)
+    program.close_input()
+
+
+async def receive_all(program: RunningProgram) -> bytes:
+    received = b""
+    while data := await program.receive():
+        received += data
+    return received
