@@ -137,6 +137,46 @@ class DockerConfig(_Config):
     limits: LimitDefaults = LimitDefaults()
 
 
+class E2BConfig(_Config):
+    """Sandboxes of a server that speaks E2B's API; `sandboxes.providers.e2b.provider` says what it promises."""
+
+    provider: Literal["e2b"]
+    """Which provider this table is for."""
+
+    domain: str | None = None
+    """The server's domain; None is E2B_DOMAIN, or E2B's cloud."""
+
+    api_url: str | None = None
+    """The address of the API, if it is not `https://api.DOMAIN`; None is E2B_API_URL."""
+
+    sandbox_url: str | None = None
+    """The address of all sandboxes, if each does not have one below the domain; None is E2B_SANDBOX_URL."""
+
+    api_key_env: str = "E2B_API_KEY"
+    """The environment variable with the API key."""
+
+    api_key_file: Path | None = None
+    """A file with the API key, instead of the variable."""
+
+    template: str = "base"
+    """The template of a specification that names no image. It needs bash, coreutils, tar, setpriv and python3."""
+
+    user: str = "user"
+    """The user of the template that code runs as. "root" keeps all rights inside, also that of ending the sandbox."""
+
+    python: str = "python3"
+    """The template's Python for the Python tool; it needs ipykernel."""
+
+    ttl_seconds: Annotated[int, Field(ge=30)] = 300
+    """Seconds after which the server ends a sandbox that is not renewed, for example after this host lost power."""
+
+    run_dir: Path | None = None
+    """Where the folders of live sandboxes are created; None is below XDG_RUNTIME_DIR or /tmp."""
+
+    start_timeout: PositiveFloat = 60.0
+    """Seconds after which a start fails, waits for a server that is busy included."""
+
+
 class LocalConfig(_Config):
     """Plain processes of this user, for tests and trusted code. It isolates nothing."""
 
@@ -153,7 +193,9 @@ class LocalConfig(_Config):
     """Seconds after which a start fails."""
 
 
-ProviderConfig = Annotated[ApptainerConfig | DockerConfig | LocalConfig, Field(discriminator="provider")]
+ProviderConfig = Annotated[
+    ApptainerConfig | DockerConfig | E2BConfig | LocalConfig, Field(discriminator="provider")
+]
 """The settings of one provider; `provider` selects it."""
 
 

@@ -9,10 +9,12 @@ SandboxError
  |   |- DockerfileError           a Dockerfile cannot be understood, or asks for what cannot be had
  |   `- ImageBuildError           building or pulling an image failed
  |- SandboxStartError             a sandbox did not start                            retryable
+ |   |- SandboxQuotaError         the server that starts sandboxes refused one more   retryable
  |   `- NoProcessError            no process left for a program; also a LimitExceededError ("processes")
  |- SandboxClosedError            the sandbox was closed, or ended by itself
  |- SandboxPauseError             a sandbox could not be paused, and runs
  |- SandboxResumeError            a paused sandbox could not be resumed                 retryable
+ |- SandboxLostError              the server that ran the sandbox lost it            retryable
  |- SessionDiedError              a bash or Python session ended under a command     retryable
  |- LimitExceededError            memory, processes, disk, lifetime, output or time; see `limit`
  `- SandboxFileError              a file operation inside the sandbox failed
@@ -109,6 +111,21 @@ class SandboxStartError(SandboxError):
     code = "sandbox_start"
     retryable = True
     default_hint = "run `rollout-service doctor` to see what this host lacks"
+
+
+class SandboxQuotaError(SandboxStartError):
+    """A server that starts sandboxes for others refused one more for now, however long its answer was waited for."""
+
+    code = "sandbox_quota"
+    default_hint = "lower sandboxes.ceiling to what the account allows, or raise the account's limit"
+
+
+class SandboxLostError(SandboxError):
+    """A server ended the sandbox, or cannot be reached any more. It says nothing about the code inside."""
+
+    code = "sandbox_lost"
+    retryable = True
+    default_hint = "start a new sandbox; check the server's status and its longest lifetime of sandboxes"
 
 
 class SandboxClosedError(SandboxError):

@@ -5,7 +5,7 @@ A provider's module is imported only when its settings are used, so a service th
 
 from pathlib import Path
 
-from sandboxes.config import DockerConfig, LocalConfig, ProviderConfig, default_state_dir
+from sandboxes.config import DockerConfig, E2BConfig, LocalConfig, ProviderConfig, default_state_dir
 from sandboxes.contract import SandboxProvider
 
 
@@ -29,6 +29,10 @@ def make_provider(
         from sandboxes.providers.docker import DockerProvider
 
         return DockerProvider(config, state)
+    if isinstance(config, E2BConfig):
+        from sandboxes.providers.e2b.provider import E2BProvider
+
+        return E2BProvider(config, state)
     from sandboxes.images.store import ImageStore
     from sandboxes.providers.apptainer.provider import ApptainerProvider
 
