@@ -81,6 +81,7 @@ class Node:
         )
         egress = EgressMeter(provider)
         metrics.watch_egress(lambda: egress.counts)
+        metrics.watch_use(lambda: pool.used_seconds)
         return cls(settings.node_name, reader.cpus, admission, pool, egress)
 
     @asynccontextmanager

@@ -387,6 +387,11 @@ class SandboxProvider(ABC):
         """Number of processes of closed sandboxes that were killed and have not ended yet."""
         return 0
 
+    @property
+    def used_seconds(self) -> float:
+        """How long all sandboxes on servers that may ask money for them have lived since the provider was created."""
+        return 0.0
+
     async def egress_counts(self) -> EgressCounts:
         """Return the traffic of all sandboxes through their allow lists since the provider was created."""
         return EgressCounts()

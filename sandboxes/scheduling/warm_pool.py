@@ -142,6 +142,10 @@ class WarmPool(SandboxProvider):
     def lingering(self) -> int:
         return self._provider.lingering
 
+    @property
+    def used_seconds(self) -> float:
+        return self._provider.used_seconds
+
     async def egress_counts(self) -> EgressCounts:
         return await self._provider.egress_counts()
 

@@ -1,4 +1,4 @@
-"""The traffic of sandboxes through their allow-lists.
+"""The traffic of sandboxes through their allow-lists, and their time on servers.
 
 Guarantee: reading the metrics waits for no other process; the counts are at most `READ_SECONDS` old.
 """
@@ -42,6 +42,18 @@ class EgressMeter:
         while True:
             self.counts = await self._provider.egress_counts()
             await anyio.sleep(self._seconds)
+
+
+class UseCollector(Collector):
+    """The time of sandboxes on other people's servers, which their provider counts."""
+
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        self._seconds = seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counter as it is now."""
+        text = "Lifetime of sandboxes on servers that may ask money for it"
+        yield CounterMetricFamily("rollout_sandbox_use_seconds", text, value=self._seconds())
 
 
 class EgressCollector(Collector):

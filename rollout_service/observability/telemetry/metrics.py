@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Stage
-from rollout_service.observability.telemetry.egress import EgressCollector
+from rollout_service.observability.telemetry.egress import EgressCollector, UseCollector
 from rollout_service.observability.telemetry.parallel import ParallelMetrics
 from sandboxes.egress.messages import EgressCounts
 from sandboxes.scheduling.pressure import Resource
@@ -297,6 +297,10 @@ class Metrics:
     def watch_egress(self, counts: Callable[[], EgressCounts]) -> None:
         """Read the traffic of sandboxes with allow-lists from `counts` whenever the metrics are read."""
         self.registry.register(EgressCollector(counts))
+
+    def watch_use(self, seconds: Callable[[], float]) -> None:
+        """Read the time of sandboxes on servers from `seconds` whenever the metrics are read."""
+        self.registry.register(UseCollector(seconds))
 
     def acquired(self, *, warm: bool, seconds: float) -> None:
         """Record how long it took to get a sandbox."""

@@ -114,6 +114,7 @@ def test_stages_sandboxes_and_connections_are_counted(metrics):
     metrics.observe_queue_seconds(Stage.INIT, 0.2)
     metrics.watch_sandboxes({"warm": lambda: 2})
     metrics.watch_egress(lambda: EgressCounts(connections=5))
+    metrics.watch_use(lambda: 7.5)
     metrics.watch_connections(lambda: {"pending": 1})
     metrics.acquired(warm=True, seconds=0.003)
     metrics.refill_failed()
@@ -131,6 +132,7 @@ def test_stages_sandboxes_and_connections_are_counted(metrics):
         'rollout_stage_active{stage="init"} 1.0',
         'rollout_sandboxes{state="warm"} 2.0',
         "rollout_egress_connections_total 5.0",
+        "rollout_sandbox_use_seconds_total 7.5",
         'rollout_http_connections{state="pending"} 1.0',
         'rollout_sandbox_acquire_seconds_count{start="warm"} 1.0',
         "rollout_sandbox_refill_failures_total 1.0",
