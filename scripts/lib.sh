@@ -381,15 +381,17 @@ ensure_harnesses() {
     echo "$fingerprint" >"$stamp"
 }
 
-# Programs of Debian packages: systemd-analyze checks the unit in deploy/systemd (systemd itself need not run), a small
+# Programs of Debian packages: systemd-analyze checks the unit in deploy/systemd (systemd itself need not run), with it
+# come `ip` and `ps`, which tests and Docker run and the smallest systems lack; a small
 # build of Chromium without windows drives the dashboard, and reasoning-gym requires a library that has to be compiled.
 declare -A program_of=([systemd]=systemd-analyze [docker]=dockerd [browser]=chromium-headless-shell [bridges]=gcc)
-declare -A debian_of=([systemd]=systemd [docker]=docker.io [browser]="chromium-headless-shell fonts-dejavu-core libatomic1"
+declare -A debian_of=([systemd]="systemd iproute2 procps" [docker]=docker.io [browser]="chromium-headless-shell fonts-dejavu-core libatomic1"
     [bridges]="gcc libc6-dev python3-dev")
 
 has_program() {
     PATH=$PATH:/usr/sbin:/sbin command -v "${program_of[$1]}" >/dev/null || return
     case $1 in
+        systemd) PATH=$PATH:/usr/sbin:/sbin command -v ip >/dev/null && command -v ps >/dev/null ;;
         # What drives the browser needs it, and the smallest systems lack it.
         browser) python3 -c 'import ctypes; ctypes.CDLL("libatomic.so.1")' 2>/dev/null ;;
         bridges) [[ -e $("$(find_python)" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] ;;
@@ -410,8 +412,9 @@ ensure_programs() {
 
 ensure_systemd() {
     has_program systemd && return
-    needs_admin systemd-analyze apt-get install "${debian_of[systemd]}"
-    step "install systemd-analyze" with_apt apt_install "${debian_of[systemd]}"
+    needs_admin systemd-analyze "apt-get install ${debian_of[systemd]}"
+    # shellcheck disable=SC2086 # a list of words
+    step "install systemd-analyze" with_apt apt_install ${debian_of[systemd]}
 }
 
 ensure_docker() {

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests.support.newer_python import needs_python_312
 from tests.support.pages.blocks import ROOT, shell_blocks
 from tests.support.pages.terminals import run_blocks
 
@@ -18,7 +19,10 @@ if os.geteuid() != 0:
 
 FILES = [ROOT / "README.md", *(ROOT / "docs/tutorials").glob("*.md"), *(ROOT / "docs/how-to").glob("*.md")]
 BLOCKS = {str(file.relative_to(ROOT)): shell_blocks(str(file.relative_to(ROOT))) for file in sorted(FILES)}
-PARTS = {"docs/how-to/slurm.md": [pytest.mark.slurm]}
+PARTS = {
+    "docs/how-to/slurm.md": [pytest.mark.slurm],
+    "docs/how-to/bridge-nemo-gym.md": [needs_python_312],
+}
 RUN = {page: [block for block in blocks if not block.not_run] for page, blocks in BLOCKS.items()}
 
 

@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 REPOSITORY = Path(__file__).parents[3]
 PREFIX = "rollout-test-"
 END_SECONDS = 10.0
@@ -113,7 +115,9 @@ def _end_processes(user: NewUser) -> None:
 
 
 def _processes(user: NewUser) -> list[int]:
-    command = ["ps", "-o", "pid=,stat=", "-u", user.name]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = (line.split() for line in found.stdout.splitlines())
-    return [int(pid) for pid, state in lines if not state.startswith("Z")]
+    found = psutil.process_iter(["pid", "username", "status"])
+    return [
+        one.info["pid"]
+        for one in found
+        if one.info["username"] == user.name and one.info["status"] != psutil.STATUS_ZOMBIE
+    ]
