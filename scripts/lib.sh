@@ -382,16 +382,18 @@ ensure_harnesses() {
 }
 
 # Programs of Debian packages: systemd-analyze checks the unit in deploy/systemd (systemd itself need not run), with it
-# come `ip` and `ps`, which tests and Docker run and the smallest systems lack; a small
+# come `ip`, `ps` and `curl`, which tests and Docker run and the smallest systems lack; a small
 # build of Chromium without windows drives the dashboard, and reasoning-gym requires a library that has to be compiled.
-declare -A program_of=([systemd]=systemd-analyze [docker]=dockerd [browser]=chromium-headless-shell [bridges]=gcc)
-declare -A debian_of=([systemd]="systemd iproute2 procps" [docker]=docker.io [browser]="chromium-headless-shell fonts-dejavu-core libatomic1"
+declare -A program_of=([systemd]="systemd-analyze curl ip ps" [docker]=dockerd [browser]=chromium-headless-shell [bridges]=gcc)
+declare -A debian_of=([systemd]="systemd curl iproute2 procps" [docker]=docker.io [browser]="chromium-headless-shell fonts-dejavu-core libatomic1"
     [bridges]="gcc libc6-dev python3-dev")
 
 has_program() {
-    PATH=$PATH:/usr/sbin:/sbin command -v "${program_of[$1]}" >/dev/null || return
+    local name
+    for name in ${program_of[$1]}; do
+        PATH=$PATH:/usr/sbin:/sbin command -v "$name" >/dev/null || return
+    done
     case $1 in
-        systemd) PATH=$PATH:/usr/sbin:/sbin command -v ip >/dev/null && command -v ps >/dev/null ;;
         # What drives the browser needs it, and the smallest systems lack it.
         browser) python3 -c 'import ctypes; ctypes.CDLL("libatomic.so.1")' 2>/dev/null ;;
         bridges) [[ -e $("$(find_python)" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] ;;

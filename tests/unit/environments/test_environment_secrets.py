@@ -30,6 +30,9 @@ from rollout_service.settings.pipeline import SecretsSettings
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
 
+# One test looks for the variables of the others among all processes of the host.
+pytestmark = pytest.mark.xdist_group("environment secrets")
+
 HOST = {"GRADER_KEY": "grader-47e1'x", "INIT_KEY": "init-93b2", "AGENT_KEY": "agent-5c0d", "OTHER": "other"}
 ALLOWED = SecretsSettings(variables=["GRADER_KEY", "INIT_KEY", "AGENT_KEY", "UNSET"])
 TABLE = """
