@@ -381,9 +381,9 @@ ensure_harnesses() {
     echo "$fingerprint" >"$stamp"
 }
 
-# Programs of Debian packages: systemd-analyze checks the unit in deploy/systemd (systemd itself need not run), with it
-# come `ip`, `ps` and `curl`, which tests and Docker run and the smallest systems lack; a small
-# build of Chromium without windows drives the dashboard, and reasoning-gym requires a library that has to be compiled.
+# Programs of Debian packages: systemd-analyze checks the unit in deploy/systemd (systemd itself need not run), and with it
+# come those that tests and Docker run and the smallest systems lack. A small build of Chromium without windows drives the
+# dashboard, and reasoning-gym requires a library that has to be compiled.
 declare -A program_of=([systemd]="systemd-analyze curl ip ps" [docker]=dockerd [browser]=chromium-headless-shell [bridges]=gcc)
 declare -A debian_of=([systemd]="systemd curl iproute2 procps" [docker]=docker.io [browser]="chromium-headless-shell fonts-dejavu-core libatomic1"
     [bridges]="gcc libc6-dev python3-dev")
