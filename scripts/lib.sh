@@ -384,9 +384,10 @@ ensure_harnesses() {
 # Programs of Debian packages: systemd-analyze checks the unit in deploy/systemd (systemd itself need not run), and with it
 # come those that tests and Docker run and the smallest systems lack. A small build of Chromium without windows drives the
 # dashboard, and reasoning-gym requires a library that has to be compiled.
-declare -A program_of=([systemd]="systemd-analyze curl ip ps" [docker]=dockerd [browser]=chromium-headless-shell [bridges]=gcc)
+declare -A program_of=([systemd]="systemd-analyze curl ip ps" [docker]=dockerd [browser]=chromium-headless-shell [bridges]=gcc
+    [vllm]=python3)
 declare -A debian_of=([systemd]="systemd curl iproute2 procps" [docker]=docker.io [browser]="chromium-headless-shell fonts-dejavu-core libatomic1"
-    [bridges]="gcc libc6-dev python3-dev")
+    [bridges]="gcc libc6-dev python3-dev" [vllm]=libnuma1)
 
 has_program() {
     local name
@@ -394,8 +395,9 @@ has_program() {
         PATH=$PATH:/usr/sbin:/sbin command -v "$name" >/dev/null || return
     done
     case $1 in
-        # What drives the browser needs it, and the smallest systems lack it.
+        # What drives the browser needs the one, vLLM for CPUs the other, and the smallest systems lack both.
         browser) python3 -c 'import ctypes; ctypes.CDLL("libatomic.so.1")' 2>/dev/null ;;
+        vllm) python3 -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ;;
         bridges) [[ -e $("$(find_python)" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] ;;
     esac
 }
@@ -443,6 +445,7 @@ ensure_sglang() {
 }
 
 ensure_vllm() {
+    has_program vllm || needs_admin "a library of vLLM" "apt-get install ${debian_of[vllm]}"
     [[ -f $root/.venv-vllm/.installed ]] && "$root/scripts/install-vllm" >/dev/null && return
     step "install vLLM for the CPU (3 GB)" "$root/scripts/install-vllm"
 }

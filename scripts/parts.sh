@@ -20,7 +20,7 @@ declare -A after=(
     [seaweedfs]=bootstrap
     [valkey]=bootstrap
     [sglang]=bootstrap
-    [vllm]=bootstrap
+    [vllm]="bootstrap programs"
     [trainers]=bootstrap
 )
 part=              # the one that this shell installs beside others
