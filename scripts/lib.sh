@@ -385,9 +385,9 @@ ensure_harnesses() {
 # come those that tests and Docker run and the smallest systems lack. A small build of Chromium without windows drives the
 # dashboard, and reasoning-gym requires a library that has to be compiled.
 declare -A program_of=([systemd]="systemd-analyze curl ip ps" [docker]=dockerd [browser]=chromium-headless-shell [bridges]=gcc
-    [vllm]=python3)
+    [vllm]=g++)
 declare -A debian_of=([systemd]="systemd curl iproute2 procps" [docker]=docker.io [browser]="chromium-headless-shell fonts-dejavu-core libatomic1"
-    [bridges]="gcc libc6-dev python3-dev" [vllm]=libnuma1)
+    [bridges]="gcc libc6-dev python3-dev" [vllm]="g++ libnuma1")
 
 has_program() {
     local name
@@ -445,7 +445,7 @@ ensure_sglang() {
 }
 
 ensure_vllm() {
-    has_program vllm || needs_admin "a library of vLLM" "apt-get install ${debian_of[vllm]}"
+    has_program vllm || needs_admin "what vLLM needs" "apt-get install ${debian_of[vllm]}"
     [[ -f $root/.venv-vllm/.installed ]] && "$root/scripts/install-vllm" >/dev/null && return
     step "install vLLM for the CPU (3 GB)" "$root/scripts/install-vllm"
 }
