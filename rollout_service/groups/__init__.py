@@ -10,7 +10,7 @@ from rollout_service.groups.acceptance import (
     is_too_old,
     oldest_allowed_version,
 )
-from rollout_service.groups.branching import branch_points as branch_points
+from rollout_service.groups.branching import branch_points
 from rollout_service.groups.filters import (
     CANCELLED,
     DELETED,
@@ -62,6 +62,7 @@ __all__ = [
     "StragglerRule",
     "Verdict",
     "admission_capacity",
+    "branch_points",
     "group_normalized",
     "group_statistics",
     "groups_needed",

@@ -92,10 +92,7 @@ class RunService:
         else:
             rows = await self._open(source, role)
             tasks, digest = len(rows), rows.digest
-        if request.auxiliary is not None:
-            await self._require_subagents(_environments(source))
-        if request.branching is not None:
-            await self._require_branches(_environments(source))
+        await self._check_fit(request, _environments(source))
         record, new = await self._runs.create(request, tasks=tasks, digest=digest, version=request.version)
         view = self.view(record)
         if new:
@@ -136,28 +133,29 @@ class RunService:
                     environments[task.environment] = await self._find(task.environment)
                 environments[task.environment].check(task.instance)
 
-    async def _require_subagents(self, environments: Mapping[str, str]) -> None:
-        """Refuse environments that have no sub-agents to reward; take paths in the request by name."""
-        problems = [
-            FieldError(path=path, message=f"the environment {name!r} has no sub-agents to reward")
-            for name, path in environments.items()
-            if (await self._check_environment(name)).spec.parallel is None
-        ]
-        if problems:
-            raise InvalidFieldError(
-                problems, hint="Leave `auxiliary` out, or give the environment a section `[parallel]`."
-            )
+    async def _check_fit(self, request: RunRequest, environments: Mapping[str, str]) -> None:
+        """Refuse environments that cannot do what the run asks for; `environments` has their paths by name."""
+        if request.auxiliary is not None:
+            hint = "Leave `auxiliary` out, or give the environment a section `[parallel]`."
+            await self._require(environments, _why_no_subagents, hint)
+        if request.branching is not None:
+            await self._require(environments, why_unbranched, "Leave `branching` out.")
 
-    async def _require_branches(self, environments: Mapping[str, str]) -> None:
-        """Refuse environments whose rollouts cannot be branched."""
-        found = {path: await self._check_environment(name) for name, path in environments.items()}
+    async def _require(
+        self, environments: Mapping[str, str], why_not: Callable[[Environment], str | None], hint: str
+    ) -> None:
+        """Refuse environments for a reason.
+
+        Raises:
+            InvalidFieldError: `why_not` gives a reason for one of them.
+        """
         problems = [
             FieldError(path=path, message=why)
-            for path, environment in found.items()
-            if (why := why_unbranched(environment)) is not None
+            for name, path in environments.items()
+            if (why := why_not(await self._check_environment(name))) is not None
         ]
         if problems:
-            raise InvalidFieldError(problems, hint="Leave `branching` out.")
+            raise InvalidFieldError(problems, hint=hint)
 
     async def append(self, run_id: str, order: AppendTasks) -> Run:
         """Append tasks to an open run.
@@ -174,8 +172,7 @@ class RunService:
                 hint="Append tasks to a run without `live`.",
             )
         await self._check_tasks(order.tasks, "body.tasks")
-        if run.request.auxiliary is not None:
-            await self._require_subagents(_environments_of(order.tasks, "body.tasks"))
+        await self._check_fit(run.request, _environments_of(order.tasks, "body.tasks"))
         record = await self._runs.append(run_id, order.tasks, offset=order.offset, close=order.close)
         return self.view(record)
 
@@ -240,6 +237,12 @@ class RunService:
             created_at=run.created_at,
             ended_at=run.changed_at if over else None,
         )
+
+
+def _why_no_subagents(environment: Environment) -> str | None:
+    if environment.spec.parallel is not None:
+        return None
+    return f"the environment {environment.spec.name!r} has no sub-agents to reward"
 
 
 def _environments(source: TaskSource) -> dict[str, str]:

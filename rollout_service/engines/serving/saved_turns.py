@@ -70,9 +70,9 @@ def encode(turn: SavedTurn) -> bytes:
     header = {
         "form": _FORM,
         "columns": {name: [array.dtype.str, list(array.shape)] for name, array in columns.items()},
-        "given": [
-            [each.reason, _MESSAGES.dump_python(each.messages, mode="json")] for each in turn.given or ()
-        ],
+        "given": None
+        if turn.given is None
+        else [[each.reason, _MESSAGES.dump_python(each.messages, mode="json")] for each in turn.given],
         "finish_reason": generation.finish_reason,
         "prompt_tokens": generation.prompt_tokens,
         "cached_tokens": generation.cached_tokens,
@@ -113,7 +113,8 @@ def _decode(data: bytes) -> SavedTurn:
         columns[name] = np.frombuffer(raw, np.dtype(dtype), count, at).reshape(shape)
         at += columns[name].nbytes
     return SavedTurn(
-        given=[
+        given=header["given"]
+        and [
             GivenMessages(_MESSAGES.validate_python(messages), reason and ForkReason(reason))
             for reason, messages in header["given"]
         ],

@@ -133,7 +133,7 @@ class TurnLog:
             raise self._fail(AnewReason.PROMPT_DIFFERS)
         self.played += 1
         if self.played == len(self._saved):
-            self._end_replay(self._worked_seconds())
+            self._end_replay()
         return turn.generation
 
     def record(self, context: Sequence[int], generation: Generation) -> None:
@@ -185,9 +185,9 @@ class TurnLog:
     def _worked_seconds(self) -> float:
         return self._saved[-1].worked_seconds if len(self._saved) > self._earlier else 0.0
 
-    def _end_replay(self, worked_seconds: float) -> None:
+    def _end_replay(self) -> None:
         self.replay_seconds = anyio.current_time() - self._began
-        self.clock.start(worked_seconds)
+        self.clock.start(self._worked_seconds())
         if self._replay_scope is not None:
             self._replay_scope.deadline = float("inf")
 

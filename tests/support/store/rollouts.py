@@ -44,7 +44,7 @@ async def leased(store: Store, rollout_id: str, owner: str = "worker") -> Lease:
 
 
 async def finish(store: Store, *names: str, owner: str = "worker") -> None:
-    """Take rollouts from their submission to a result with a trajectory."""
+    """Submit rollouts, and finish each with a trajectory."""
     for name in names:
         lease = await leased(store, name, owner)
         assert await store.finish(lease, owner, completed(lease, TRAJECTORY))
