@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import logging
 import os
 import re
 import sys
@@ -14,18 +13,17 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-import structlog
 import uvicorn
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import Rollout, RolloutRequest
 from rollout_service.backup import Places, make_backup
-from rollout_service.observability.telemetry.logging import configure_logging
-from rollout_service.settings import LogFormat, Settings
+from rollout_service.settings import Settings
 from rollout_service.testing import ScriptedEngine
 from tests.support.gateway.service import GatewayService, gateway_service, scripted
 from tests.support.hangs.service import engine_of
+from tests.support.logging_of_service import logged
 from tests.support.otel.collector import Collector, attributes, collector
 from tests.support.waiting import until
 
@@ -112,15 +110,8 @@ def source(number: int) -> str:
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
     """Return what this process logs, down to the level of debug, as a service does."""
-    before, handlers, level = structlog.get_config(), logging.root.handlers, logging.root.level
-    text, stderr = io.StringIO(), sys.stderr
-    sys.stderr = text
-    configure_logging(LogFormat.CONSOLE, "debug")
-    sys.stderr = stderr
-    structlog.configure(cache_logger_on_first_use=False)
-    yield text
-    structlog.configure(**before)
-    logging.root.handlers, logging.root.level = handlers, level
+    with logged() as text:
+        yield text
 
 
 @pytest.fixture

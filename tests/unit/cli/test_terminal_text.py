@@ -1,7 +1,6 @@
 """In every command, text from others reaches the operator's terminal only as text."""
 
 import ast
-import io
 import json
 import logging
 import os
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import redirect_stderr
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,8 +27,7 @@ from rollout_service.cli import app, common
 from rollout_service.cli.console import SafeConsole
 from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.environments.contract import EnvironmentSpec
-from rollout_service.observability.telemetry.logging import configure_logging
-from rollout_service.settings import LogFormat
+from tests.support.logging_of_service import logged
 
 pytestmark = pytest.mark.slow
 
@@ -214,18 +211,12 @@ def test_a_trajectory_and_its_error_are_shown_as_text(capsys):
 
 
 def test_the_log_of_a_server_is_shown_as_text():
-    with redirect_stderr(io.StringIO()) as shown:
-        before = logging.getLogger().handlers, logging.getLogger().level
-        configure_logging(LogFormat.CONSOLE, "info")
+    with logged(level="info") as shown:
         try:
-            try:
-                int(EVIL)
-                Path(f"/nowhere/{EVIL}".replace("\x00", "")).read_text()
-            except (OSError, ValueError):
-                logging.getLogger("plug-in").exception("it said %s", EVIL)
-        finally:
-            logging.getLogger().handlers, _ = before
-            logging.getLogger().setLevel(before[1])
+            int(EVIL)
+            Path(f"/nowhere/{EVIL}".replace("\x00", "")).read_text()
+        except (OSError, ValueError):
+            logging.getLogger("plug-in").exception("it said %s", EVIL)
     assert_safe(shown.getvalue())
     assert shown.getvalue().count("\\x1b]52") >= 2
 

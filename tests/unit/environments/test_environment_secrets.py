@@ -1,6 +1,5 @@
 """Secrets reach only the steps that name them, and are masked in everything that is kept."""
 
-import io
 import json
 import logging
 import subprocess
@@ -22,13 +21,14 @@ from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, S
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.secrets import HostSecrets
 from rollout_service.episodes import Episode, Score
-from rollout_service.observability.telemetry.logging import configure_logging, hidden_in_log
+from rollout_service.observability.telemetry.logging import hidden_in_log
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.settings import LogFormat
 from rollout_service.settings.pipeline import SecretsSettings
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
+from tests.support.logging_of_service import logged
 
 # One test looks for the variables of the others among all processes of the host.
 pytestmark = pytest.mark.xdist_group("environment secrets")
@@ -260,22 +260,13 @@ def test_an_error_its_causes_and_those_in_a_group_are_masked():
 
 
 @pytest.mark.parametrize("log_format", LogFormat)
-def test_the_log_has_no_secret_in_events_tracebacks_and_lines_of_libraries(monkeypatch, log_format):
-    before, handlers, level = structlog.get_config(), logging.root.handlers, logging.root.level
-    written = io.StringIO()
-    with monkeypatch.context() as patched:
-        patched.setattr("sys.stderr", written)
-        configure_logging(log_format, "debug")
-    structlog.configure(cache_logger_on_first_use=False)
-    try:
+def test_the_log_has_no_secret_in_events_tracebacks_and_lines_of_libraries(log_format):
+    with logged(log_format) as written:
         with hidden_in_log(spellings(QUOTED)):
             structlog.get_logger("x").warning("failed", output=QUOTED, detail={"list": [QUOTED]})
             logging.getLogger("library").info("with %s", QUOTED)
             structlog.get_logger("x").error("raised", exc_info=ValueError(QUOTED))
         structlog.get_logger("x").warning("later", output="unmasked-1234")
-    finally:
-        structlog.configure(**before)
-        logging.root.handlers, logging.root.level = handlers, level
     *masked, last = written.getvalue().rstrip().splitlines()
     assert "1234" not in "".join(masked)
     assert "".join(masked).count("***") == 4
