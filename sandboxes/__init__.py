@@ -56,6 +56,7 @@ from sandboxes.errors import (
     SandboxQuotaError,
     SandboxResumeError,
     SandboxStartError,
+    SandboxUnsavedError,
     SessionDiedError,
 )
 
@@ -125,6 +126,7 @@ __all__ = [
     "SandboxResumeError",
     "SandboxSpec",
     "SandboxStartError",
+    "SandboxUnsavedError",
     "SessionDiedError",
     "SessionName",
     "Snapshot",

@@ -13,6 +13,7 @@ SandboxError
  |   `- NoProcessError            no process left for a program; also a LimitExceededError ("processes")
  |- SandboxClosedError            the sandbox was closed, or ended by itself
  |- SandboxPauseError             a sandbox could not be paused, and runs
+ |- SandboxUnsavedError           something in a sandbox is not among what can be saved
  |- SandboxResumeError            a paused sandbox could not be resumed                 retryable
  |- SandboxLostError              the server that ran the sandbox lost it            retryable
  |- SessionDiedError              a bash or Python session ended under a command     retryable
@@ -139,6 +140,12 @@ class SandboxPauseError(SandboxError):
     """A sandbox was not paused as it should have been. It runs, and can be used."""
 
     code = "sandbox_pause"
+
+
+class SandboxUnsavedError(SandboxError):
+    """A sandbox holds something that cannot be saved; the message names it. It runs, and can be used."""
+
+    code = "sandbox_unsaved"
 
 
 class SandboxResumeError(SandboxError):

@@ -18,6 +18,7 @@ from sandboxes.conformance import (
     pausing,
     programs,
     python,
+    saving,
     snapshots,
 )
 from sandboxes.conformance.expectations import Check, ConformanceError, expect, expect_error
@@ -32,6 +33,7 @@ CHECKS: tuple[Check, ...] = (
     *exports.CHECKS,
     *lifecycle.CHECKS,
     *snapshots.CHECKS,
+    *saving.CHECKS,
     *pausing.CHECKS,
     *isolation.CHECKS,
 )

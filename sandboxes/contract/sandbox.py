@@ -301,6 +301,22 @@ class Sandbox(ABC):
         """
         raise SandboxConfigError("this provider takes no snapshots of sandboxes")
 
+    def save(self, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncGenerator[bytes, None]:
+        """Read what the sandbox has beyond its image and its snapshot, for another to begin with (`SandboxSpec.saved`).
+
+        That is its files, as in `snapshot`, and the state of its bash: see `sandboxes.sessions.bash_state`. The sandbox
+        goes on; nothing may use it meanwhile. Close the generator (`contextlib.aclosing`) if you leave it early.
+
+        Raises:
+            SandboxUnsavedError: It has something else: a program in the background, a Python that has run code, or
+                open files of its bash.
+            FileTooLargeError: The files are larger than `limit`, counted as in `export_path`. Discard the output.
+            SandboxConfigError: Sandboxes cannot be saved here; see `SandboxProvider.saves`.
+            SandboxClosedError: The sandbox is closed or has ended.
+        """
+        _ = limit
+        raise SandboxConfigError("this provider cannot save sandboxes")
+
     async def pause(self) -> bool:
         """Stop everything inside until the sandbox is used again; return whether it is stopped.
 
@@ -363,6 +379,10 @@ class SandboxProvider(ABC):
 
     async def takes_snapshots(self, spec: SandboxSpec) -> bool:  # noqa: ARG002 - a working default: none
         """Return whether sandboxes of this specification can become snapshots here."""
+        return False
+
+    async def saves(self, spec: SandboxSpec) -> bool:  # noqa: ARG002 - a working default: none
+        """Return whether sandboxes of this specification can be saved here, and begin with what was saved."""
         return False
 
     async def identity(self, spec: SandboxSpec) -> str:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from sandboxes.errors import LimitExceededError
@@ -52,6 +53,10 @@ class SandboxSpec:
 
     snapshot: Snapshot | None = None
     """The files to start from, made with the same image; what they take up counts toward no limit of this sandbox."""
+
+    saved: Path | None = None
+    """A file with what `Sandbox.save` gave, to begin with, made with the same image and a snapshot of the same files.
+    It is read during the start, and what it holds counts toward the limits of this sandbox."""
 
     network: Network = "none"
     memory_bytes: int | None = None

@@ -27,7 +27,7 @@ from sandboxes.contract import (
 from sandboxes.egress.host import EgressHost, ProxyOwner, SocketHandover
 from sandboxes.egress.messages import EgressCounts
 from sandboxes.egress.rules import AllowList
-from sandboxes.errors import SandboxClosedError, SandboxStartError
+from sandboxes.errors import SandboxClosedError, SandboxConfigError, SandboxStartError
 from sandboxes.host.children import LingeringChildren
 from sandboxes.host.processes import MARKER
 from sandboxes.host.uid_leases import UserLease
@@ -35,10 +35,11 @@ from sandboxes.limits.cgroups import ControlGroup, ControlGroups, ResourceLimits
 from sandboxes.limits.violations import LimitMonitor
 from sandboxes.limits.watchdog import Watchdog
 from sandboxes.providers.layers import FileLayer
-from sandboxes.providers.sandbox import ControlledSandbox, LaunchedSandbox
+from sandboxes.providers.sandbox import SAVE_HINT, ControlledSandbox, LaunchedSandbox
 from sandboxes.reclaim.host_resources import LauncherResources, LeftoverProcesses, ServiceResources
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT, Answers, ControlShell
+from sandboxes.sessions.bash_state import read_state
 from sandboxes.sessions.kernel import KernelPaths
 from sandboxes.sessions.kernel_wire import make_context
 
@@ -107,6 +108,8 @@ class LaunchPlan:
     """The files that the sandbox starts from besides its image, the newest first."""
     make_snapshot: Callable[[LauncherResources], Snapshot] | None = None
     """Makes a snapshot of the sandbox while its launcher is alive; None if it cannot be made here."""
+    save_command: Callable[[int, int], list[str]] | None = None
+    """Returns the program that writes the files, for its launcher and a limit; None if they cannot be saved."""
     answers: bool = False
     """Whether the control shell answers on a separate pipe, because its standard input is one-way."""
 
@@ -151,6 +154,7 @@ class HostProvider(SandboxProvider):
         resources = self._resources_of(plan, folder, None)
         control: ControlShell | None = None
         try:
+            _refuse_saved(plan, spec)
             folder.create(plan.user, plan.group)
             group = self.groups().create(folder.id, plan.limits)
             resources = self._resources_of(plan, folder, group)
@@ -166,6 +170,9 @@ class HostProvider(SandboxProvider):
             await self._wait_until_ready(control, folder)
             watched = await resources.watched_group()
             launched = self._make_launched(plan, folder, control, resources, watched, listener)
+            if spec.saved is not None:
+                state = await anyio.to_thread.run_sync(read_state, spec.saved)
+                launched = replace(launched, shell_state=state)
             # Without isolation, paths below the folder's usual name are mapped to where it is.
             named = spec.workdir or (plan.workdir if self.isolates else DEFAULT_WORKDIR)
             sandbox = self.make_sandbox(launched, replace(spec, workdir=named))
@@ -263,6 +270,7 @@ class HostProvider(SandboxProvider):
             start_timeout=self._start_timeout,
             listener=listener,
             make_snapshot=None if plan.make_snapshot is None else partial(plan.make_snapshot, resources),
+            save_command=plan.save_command,
         )
 
     @property
@@ -311,6 +319,11 @@ class HostProvider(SandboxProvider):
             if self._context is not None:
                 self._context.destroy(linger=0)
                 self._context = None
+
+
+def _refuse_saved(plan: LaunchPlan, spec: SandboxSpec) -> None:
+    if spec.saved is not None and plan.save_command is None:
+        raise SandboxConfigError("no sandbox can begin with what was saved here", hint=SAVE_HINT)
 
 
 def _ports(plan: LaunchPlan) -> list[int]:

@@ -22,6 +22,7 @@ from collections.abc import (
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import anyio
 import zmq
@@ -45,6 +46,7 @@ from sandboxes.errors import (
     SandboxConfigError,
     SandboxError,
     SandboxStartError,
+    SandboxUnsavedError,
     SessionDiedError,
 )
 from sandboxes.host.processes import FirstProcess, children_of, command_line, descendants_of
@@ -55,16 +57,22 @@ from sandboxes.runtime.control import ControlShell
 from sandboxes.runtime.execution import run_collected, running, stream_in, stream_out
 from sandboxes.runtime.export import export_tree, reader_command
 from sandboxes.runtime.files import Files
-from sandboxes.sessions.bash import ARGV, ShellSession
+from sandboxes.sessions.bash import ARGV, DESCRIPTORS, ShellSession
+from sandboxes.sessions.bash_state import archive_state
 from sandboxes.sessions.kernel import KernelPaths
 from sandboxes.sessions.python import PROGRAM_INSIDE, KernelSession
 
+SAVE_HINT = (
+    "this needs Apptainer without fakeroot, unpacked images, and a kernel and a user that may mount overlays"
+)
 DRAIN_SECONDS = 3.0
 """How long `close` waits for calls under way to notice that everything inside has ended."""
 END_SECONDS = 25.0
 END_PAUSE = 0.02
 SHELL, KERNEL = " ".join(ARGV), f"/{PROGRAM_INSIDE} "
 """The end of the command line of a bash session, and a part of that of a Python session."""
+LOOKS = 10
+"""How often to look whether the shell has more descriptors."""
 MAX_LOOKED_AT = 64
 """How many processes `list_running` looks at: it takes the host about 50 us for each."""
 MAX_RUNNING, RUNNING_CHARS = 10, 80
@@ -91,6 +99,10 @@ class LaunchedSandbox:
     """The socket for the sandbox's owner."""
     make_snapshot: Callable[[], Snapshot] | None = None
     """Makes the files a snapshot, while the sandbox runs; None if this is not possible here."""
+    save_command: Callable[[int, int], list[str]] | None = None
+    """Returns the program that writes the files, for its launcher and a limit; None if they cannot be saved."""
+    shell_state: bytes = b""
+    """The script with which its bash begins."""
 
 
 class ControlledSandbox(Sandbox):
@@ -116,6 +128,7 @@ class ControlledSandbox(Sandbox):
             explain=partial(self._explain, seen[0]),
             freezer=self._freezer,
         )
+        self._shell.state = launched.shell_state
         self._kernel = KernelSession(
             launched.control,
             launched.kernel_paths,
@@ -338,6 +351,29 @@ class ControlledSandbox(Sandbox):
         await self.close()
         return snapshot
 
+    async def save(self, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncGenerator[bytes, None]:
+        command, launcher = self._launched.save_command, self.pid
+        if command is None or launcher is None:
+            raise SandboxConfigError(
+                f"no sandbox of {self._launched.image!r} can be saved here", hint=SAVE_HINT
+            )
+        with self._operation():
+            await self._refuse_running()
+            if self._kernel.has_run_code:
+                raise SandboxUnsavedError("the Python session has run code")
+            state = await self._shell.describe()
+            if more := await _wait_for_own_files((await self._first_process()).pid):
+                raise SandboxUnsavedError(f"the shell has open files: descriptors {more}")
+            yield archive_state(state)
+            async with aclosing(export_tree("the sandbox", command(launcher, limit))) as parts:
+                async for part in parts:
+                    yield part
+            await self._refuse_running()  # a look at processes can miss one that was just being started
+
+    async def _refuse_running(self) -> None:
+        if running := await self.list_running():
+            raise SandboxUnsavedError(f"a program runs in the background: {running[0]}")
+
     async def pause(self) -> bool:
         self._refuse_if_ended()
         return False if self._spec.listens else await self._freezer.freeze()
@@ -448,3 +484,18 @@ class ControlledSandbox(Sandbox):
     async def _feed(self, argv: Sequence[str], data: AsyncIterable[bytes]) -> int:
         with self._operation():
             return await stream_in(self._launched.control, argv, data, cwd="/", env=self._env)
+
+
+async def _wait_for_own_files(control: int) -> list[int]:
+    """Return the descriptors that the session's shell has besides its own, once it has reported its last command."""
+    for _ in range(LOOKS):
+        if not (found := _open_files_of_shell(control)):
+            break
+        await anyio.sleep(END_PAUSE)
+    return found
+
+
+def _open_files_of_shell(control: int) -> list[int]:
+    shells = [pid for pid in children_of(control) if command_line(pid).endswith(SHELL)]
+    found = {int(path.name) for pid in shells for path in Path(f"/proc/{pid}/fd").iterdir()}
+    return sorted(found - DESCRIPTORS)

@@ -175,6 +175,9 @@ class WarmPool(SandboxProvider):
     async def takes_snapshots(self, spec: SandboxSpec) -> bool:
         return await self._provider.takes_snapshots(spec)
 
+    async def saves(self, spec: SandboxSpec) -> bool:
+        return await self._provider.saves(spec)
+
     async def identity(self, spec: SandboxSpec) -> str:
         return await self._provider.identity(spec)
 
@@ -220,7 +223,8 @@ class WarmPool(SandboxProvider):
         identity = await self._provider.identity(spec)
         kept = replace(spec, label="")
         kind = _make_kind(kept, identity)
-        lasts = spec.lifetime_seconds is None and spec.snapshot is None  # a lifetime begins with the start
+        begins_alike = spec.snapshot is None and spec.saved is None
+        lasts = begins_alike and spec.lifetime_seconds is None  # a lifetime begins with the start
         if self._config.size and lasts:
             demand = self._demands.pop(kind, None) or _Demand(kept, 0.0)
             demand.wanted_at = self._clock()

@@ -23,12 +23,15 @@ from typing import NamedTuple
 import anyio
 
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashResult, BashSession
-from sandboxes.errors import SandboxClosedError, SessionDiedError
+from sandboxes.errors import SandboxClosedError, SandboxUnsavedError, SessionDiedError
 from sandboxes.runtime.control import Child, ControlShell, ticks_now
 from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, OutputBuffer, Reader, count_pending, write_all
+from sandboxes.sessions.bash_state import DUMP_SECONDS, MAX_BYTES, make_dump, parse_dump
 from sandboxes.sessions.serial_session import SerialSession
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
+DESCRIPTORS = frozenset({0, 1, 2, 8, 9, 255})
+"""Those that a session's shell has between two commands."""
 ENV = {"PS1": "", "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
 
 
@@ -242,12 +245,33 @@ class ShellSession(SerialSession[_Shell], BashSession):
     """A bash inside a sandbox, started at its first command and again after it has died."""
 
     _death_message = "the shell ended after its last command"
+    state: bytes = b""
+    """A script that the first shell runs before anything else: what `describe` returned for another one."""
 
     async def _start(self) -> None:
         child = await self._control.spawn("session", ARGV, cwd=self._cwd, env={**self._env, **ENV})
         child.pipes.close(ERROR)  # the shell's own complaints go nowhere, its commands' to the output
         self._process = _Shell(self._control, child)
-        await write_all(child.pipes.fds[INPUT], SETUP)
+        state, self.state = self.state, b""
+        await write_all(child.pipes.fds[INPUT], SETUP + (frame_state(state) if state else b""))
+
+    async def describe(self) -> bytes:
+        """Return a script that gives another shell the state of this one; empty if no shell was started.
+
+        Raises:
+            SandboxUnsavedError: It has something that no script gives to another, or has ended.
+            SandboxClosedError: The sandbox has ended.
+        """
+        if not self.is_open:
+            return self.state
+        if not self.healthy:
+            raise SandboxUnsavedError("the shell has ended")
+        command, nonce = make_dump()
+        try:
+            found = await self.run(command, timeout=DUMP_SECONDS, output_limit=MAX_BYTES)
+        except SessionDiedError as error:
+            raise SandboxUnsavedError(f"the shell did not describe its state: {error}") from error
+        return parse_dump(found.output, nonce)
 
     async def run(
         self, command: str, *, timeout: float = DEFAULT_TIMEOUT, output_limit: int = DEFAULT_OUTPUT_LIMIT
@@ -348,6 +372,15 @@ def frame_command(command: str, nonce: str) -> bytes:
     """
     line = f"eval {shlex.quote(command)} <&1 >&8 2>&8 8>&- 9>&-\n"
     return line.encode("utf-8", "surrogatepass") + frame_report(nonce)
+
+
+def frame_state(script: bytes) -> bytes:
+    """Return the line that runs a description of another shell's state, unheard and unreported."""
+    return (
+        b"eval "
+        + shlex.quote(script.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+        + (b" <&1 >&1 2>&1 8>&- 9>&-\n")
+    )
 
 
 def frame_report(nonce: str) -> bytes:

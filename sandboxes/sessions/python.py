@@ -51,6 +51,8 @@ class KernelSession(SerialSession[Kernel], PythonSession):
         self._has_run = False
         """Whether a kernel has run before; code inside may then keep the next one from starting."""
         self._running = False
+        self.has_run_code = False
+        """Whether any cell was run, so that the kernel differs from a new one."""
 
     async def _start(self) -> None:
         env = {**self._env, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
@@ -105,7 +107,7 @@ class KernelSession(SerialSession[Kernel], PythonSession):
                 await self.open()
                 cell = Cell(output_limit)
                 try:
-                    self._running = True
+                    self._running = self.has_run_code = True
                     return await self._execute(code, timeout, cell)
                 except SessionDiedError as error:
                     self.discard()

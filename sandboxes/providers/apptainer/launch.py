@@ -18,6 +18,7 @@ Environment variables are its instructions:
   LAUNCH_LAYERS       what other sandboxes wrote, to lie between the image and the overlay, newest first: for each
                       a line "MOUNTS USERS OWNER SPACE" with descriptors of its mount and user namespaces (-1: the
                       host's users), the owner of its files, and its LAUNCH_SPACE
+  LAUNCH_SAVED        two paths, one per line: `saved_files`, and an archive of what the sandbox begins with
   LAUNCH_POINTS       paths inside that Apptainer mounts something on, one per line; a folder ends with "/"
   LAUNCH_LISTENER     a descriptor of a Unix socket that listening sockets of that network are sent to
   LAUNCH_PORTS        the ports they listen on, on 127.0.0.1
@@ -390,18 +391,50 @@ def overlay_options(lower: "list[str]") -> str:
     tmpfs has since Linux 6.6.
     """
     overlay = OVERLAY.format(lower=":".join(lower))
+    return f"{overlay},redirect_dir=on" if notes_are_trusted() else f"{overlay},userxattr"
+
+
+def notes_are_trusted() -> bool:
+    """Return whether an overlay in this folder makes its notes in attributes that only the host's root may set."""
     try:
         os.setxattr("data", f"trusted.{MARK}", b"")
     except OSError as error:
         if error.errno != EPERM:
             raise
         os.setxattr("data", f"user.{MARK}", b"")
-        return f"{overlay},userxattr"
-    return f"{overlay},redirect_dir=on"
+        return False
+    return True
 
 
-def mount_overlay(space: str, user: int, group: int, layers: int) -> None:
-    """Mount a writable overlay on "image" and the layers at "root".
+def restore_files(told: str, upper: str, user: int, group: int) -> None:
+    """Put saved files into the upper folder of an overlay. A child does it, which has that folder as its root."""
+    program, archive = told.splitlines()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            from importlib.util import module_from_spec, spec_from_file_location
+
+            spec = spec_from_file_location("saved_files", program)
+            saved_files = module_from_spec(spec)  # type: ignore[arg-type]  # the file is there
+            spec.loader.exec_module(saved_files)  # type: ignore[union-attr]
+            prefix = saved_files.overlay_prefix(privileged=notes_are_trusted())
+            with open(archive, "rb") as file:
+                os.chroot(upper)
+                os.chdir("/")
+                saved_files.restore(file, user, group, prefix)
+            status = 0
+        except Exception as error:  # noqa: BLE001 - of whatever kind, it is one line of the report
+            sys.stderr.write(f"launch: {type(error).__name__}: {error}\n")
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise OSError("the saved files cannot be put in place")
+
+
+def mount_overlay(space: str, user: int, group: int, layers: int, saved: str) -> None:
+    """Mount a writable overlay on "image" and the layers at "root"; `saved` tells what is written in it already.
 
     Nothing inside can change what lies below except through it.
     """
@@ -411,6 +444,8 @@ def mount_overlay(space: str, user: int, group: int, layers: int) -> None:
     lower = [*(f"layer{number}" for number in range(layers)), "image"]
     os.chmod("data/upper", stat.S_IMODE(os.stat(lower[0]).st_mode))
     os.chown("data/upper", user, group)
+    if saved:
+        restore_files(saved, "data/upper", user, group)
     mount("overlay", "root", "overlay", MS_NOSUID | MS_NODEV, overlay_options(lower))
     os.chdir("/")
 
@@ -565,7 +600,7 @@ class ApptainerLaunch:
             bind(source, target)  # the file system cannot map owners: bind it as it is
 
     def _mount_overlay(self, layers: int) -> None:
-        mount_overlay(self._space, self._user, self._group, layers)
+        mount_overlay(self._space, self._user, self._group, layers, self._told.get("SAVED", ""))
         for path in self._told.get("POINTS", "").splitlines():
             make_point(f"{self._space}/root", path, self._user, self._group)
 

@@ -28,7 +28,7 @@ from sandboxes.providers.apptainer import seccomp
 
 log = structlog.get_logger(__name__)
 
-SCRIPT = Path(__file__).with_name("launch.py")
+SCRIPT, SAVED_FILES = (Path(__file__).with_name(name) for name in ("launch.py", "saved_files.py"))
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROBE_SECONDS = 10.0
 PROBE_BYTES = 1024 * 1024
@@ -101,6 +101,7 @@ class Launcher:
         points: Sequence[str],
         binds: Sequence[str],
         layers: Sequence[str],
+        saved: Path | None = None,
         user: int | None = None,
     ) -> dict[str, str]:
         """Return the variables that instruct `launch.py`.
@@ -114,6 +115,7 @@ class Launcher:
             points: the paths inside that Apptainer mounts something on besides `POINTS`.
             binds: the sources of binds on the host.
             layers: the instructions for what lies between the image and the overlay, the newest first.
+            saved: an archive of what it begins with, which needs the overlay; see `saved_files`.
             user: a user that only this sandbox runs as.
         """
         conf = str(space / "conf")
@@ -135,6 +137,8 @@ class Launcher:
             told |= {"LAUNCH_OVERLAY": "1", "LAUNCH_POINTS": "\n".join((*POINTS, *points))}
         if layers:
             told["LAUNCH_LAYERS"] = "\n".join(layers)
+        if saved is not None:
+            told["LAUNCH_SAVED"] = f"{SAVED_FILES}\n{saved}"
         return told
 
     def image_path(self, image: Path, space: Path, *, overlay: bool) -> Path:

@@ -11,6 +11,7 @@ limit holds for each process and the disk limit for each file, and a list of hos
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -30,7 +31,7 @@ from sandboxes.images import toolkit
 from sandboxes.images.store import ImageStore
 from sandboxes.images.unpacked import UnpackedImages
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
-from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher
+from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, SAVED_FILES, Launcher
 from sandboxes.providers.base import HIDE, PIPES, SOCKETS, EgressPlan, HostProvider, LaunchPlan
 from sandboxes.providers.layers import MAX_LAYERS, FileLayer, LayeredSnapshot
 from sandboxes.reclaim.host_resources import LauncherResources
@@ -194,6 +195,7 @@ class ApptainerProvider(HostProvider):
                 points=[f"{PIPES}/", f"{SOCKETS}/", *map(_mount_point, spec.read_only_binds)],
                 binds=[bind.source for bind in spec.read_only_binds],
                 layers=[layer.instruction for layer in layers],
+                saved=spec.saved,
                 user=None if lease is None else user,
             ),
             image=name,
@@ -216,7 +218,22 @@ class ApptainerProvider(HostProvider):
             make_snapshot=partial(self._snapshot, folder, prepared.image, user, layers)
             if len(layers) < MAX_LAYERS and self._keeps_files(prepared.image)
             else None,
+            save_command=partial(self._save_command, folder) if overlay and self._can_save else None,
         )
+
+    @property
+    def _can_save(self) -> bool:
+        """Whether all files of a sandbox are one user's, so that they need no owners."""
+        return not self._config.fakeroot
+
+    @staticmethod
+    def _save_command(folder: RunFolder, launcher: int, limit: int) -> list[str]:
+        program = [sys.executable, "-I", "-S", str(SAVED_FILES)]
+        return [*program, str(launcher), str(folder.overlay), str(limit)]
+
+    async def saves(self, spec: SandboxSpec) -> bool:
+        prepared = await self.prepared_images.prepare(spec.image or self._config.image)
+        return self._can_save and await anyio.to_thread.run_sync(self.launcher.can_overlay, prepared.image)
 
     async def takes_snapshots(self, spec: SandboxSpec) -> bool:
         prepared = await self.prepared_images.prepare(spec.image or self._config.image)

@@ -157,6 +157,7 @@ class E2BProvider(HostProvider):
             "read-only binds of this host": spec.read_only_binds,
             "lists of hosts": isinstance(spec.network, tuple),
             "snapshots": spec.snapshot,
+            "saved files": spec.saved,
         }
         for what, wanted in refused.items():
             if wanted:

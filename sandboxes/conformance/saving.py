@@ -1,0 +1,136 @@
+"""Saved sandboxes: another one goes on where the first was, with its files and its bash, or nothing is saved."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from sandboxes.conformance.expectations import Check, expect, expect_error
+from sandboxes.conformance.snapshots import ALIKE, ATTACKS, IMAGE_CHANGES
+from sandboxes.contract import Sandbox, SandboxProvider
+from sandboxes.errors import FileTooLargeError, SandboxConfigError, SandboxUnsavedError
+
+WRITE = r"""
+mkdir -p kept/deep shut gone && rmdir gone && echo first >kept/file && ln kept/file kept/hard && ln -s file kept/link
+chmod 4640 kept/file; chmod 2750 kept/deep; touch -d @1000000000.5 kept/old; printf 'a\0b' >"$(printf 'new\nline\377')"
+mkfifo kept/pipe; echo secret >shut/file; chmod 000 shut/file; chmod 0500 shut; truncate -s 1M kept/sparse
+"""
+LOOK = r"""
+find . -printf '%P %y %m %n %s %l %T@\n' | sort; cat kept/hard new*
+chmod 0700 shut; chmod 0600 shut/file; cat shut/file
+"""
+SHELL = r"""
+cd kept; umask 027; set -o noclobber; set -f; shopt -s extglob nullglob; alias hi='echo "aliased"'
+plain="two  words 'and' \$HOME"; export SHOWN=$'line\nbreak\u00e9'; declare -i number=7; readonly FIXED=1; unset LANG
+declare -A map=([a b]=1 [c]='"'); list=(x 'y z' ''); declare -n ref=plain; IFS=,
+greet() { echo "hello $1"; }; export -f greet; matches() { [[ $1 == @(me|you) ]]; }
+trap 'echo trapped' USR1; set -- one 'two 2'; pushd deep >/dev/null; pushd / >/dev/null; ulimit -S -n 500
+"""
+ASK = r"""
+printf '%s|' "$?" "$PWD" "$OLDPWD" "$(umask)" "$-" "$plain" "$SHOWN" "$number" "${map[a b]}" "${map[c]}" "${#list[@]}"
+printf '%s|' "${list[1]}" "$ref" "${LANG-unset}" "$1" "$2" "$#" "$(dirs)" "$(ulimit -S -n)"; printf '%q|' "$IFS"
+shopt extglob nullglob; trap -p; alias; declare -p map list ref FIXED number; matches me && hi; bash -c 'greet you'
+kill -USR1 $$; number+=1; echo $number; FIXED=2; echo done
+"""
+
+
+@asynccontextmanager
+async def _saved(sandbox: Sandbox, provider: SandboxProvider) -> AsyncIterator[Path | None]:
+    """Yield a file with what was saved; None, once it is seen to be refused, if the provider cannot save."""
+    if not await provider.saves(sandbox.spec):
+        await expect_error(SandboxConfigError, _save(sandbox))
+        yield None
+        return
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "saved")
+        await _save(sandbox, path)
+        yield path
+
+
+async def _save(sandbox: Sandbox, path: Path = Path(os.devnull), limit: int = 1 << 30) -> int:
+    """Write what is saved to a file, and return its length."""
+    with path.open("wb") as file:
+        async with aclosing(sandbox.save(limit=limit)) as parts:
+            return sum([file.write(part) async for part in parts])
+
+
+async def _run(sandbox: Sandbox, script: str) -> str:
+    done = await sandbox.exec(["bash", "-c", script])
+    return done.stdout.decode(errors="surrogateescape") + done.stderr.decode()
+
+
+async def saved_has_files(sandbox: Sandbox, provider: SandboxProvider) -> None:
+    """A sandbox that begins with what was saved has the files, with modes, links and times; the first one goes on."""
+    removed = (await _run(sandbox, WRITE + (IMAGE_CHANGES if provider.isolates else ""))).strip()
+    async with _saved(sandbox, provider) as saved:
+        if saved is None:
+            return
+        look = f"{LOOK}ls -d {removed} 2>&1 | wc -l"
+        async with await provider.start(replace(sandbox.spec, saved=saved)) as other:
+            found = await _run(other, look)
+            expect(found == await _run(sandbox, look), found)
+            expect("first\na\0bsecret\n1\n" in found, found)
+            await _run(other, "echo changed >>kept/file; rm kept/link")
+            async with _saved(other, provider) as later:
+                expect(later is not None, "it was saved before")
+                async with await provider.start(replace(sandbox.spec, saved=later)) as third:
+                    found = await _run(third, "cat kept/hard; ls kept/link 2>&1 | wc -l")
+                    expect(found == "first\nchanged\n1\n", found)
+        expect(await _run(sandbox, "cat kept/link") == "first\n", "the first has changed")
+
+
+async def saved_has_shell(sandbox: Sandbox, provider: SandboxProvider) -> None:
+    """The bash of a sandbox that begins with what was saved is in the state of the first one's, which goes on."""
+    await _run(sandbox, "mkdir -p kept/deep")
+    bash = await sandbox.bash()
+    await bash.run(SHELL)
+    async with _saved(sandbox, provider) as saved:
+        if saved is None:
+            return
+        async with await provider.start(replace(sandbox.spec, saved=saved)) as other:
+            first, second = await bash.run(ASK), await (await other.bash()).run(ASK)
+            expect(first.output == second.output, f"{first.output}\n---\n{second.output}")
+            parts = ("one|two 2|2|", "aliased\nhello you\n", "trapped\n8\n")
+            expect(all(part in first.output for part in parts), first.output)
+
+
+async def save_refuses_the_rest(sandbox: Sandbox, provider: SandboxProvider) -> None:
+    """A sandbox with a program in the background, open files of its shell or a used Python is not saved."""
+    if not await provider.saves(sandbox.spec):
+        return
+    bash = await sandbox.bash()
+    for begin, end in (
+        ("sleep 100 & job=$!", "kill $job; wait $job"),
+        ("setsid sleep 100 >/dev/null 2>&1 </dev/null & job=$!; disown", "kill $job"),
+        ("exec 5>/tmp/open", "exec 5>&-"),
+        ("mkdir lost; cd lost; rmdir ../lost", "cd /"),
+    ):
+        await bash.run(begin)
+        await expect_error(SandboxUnsavedError, _save(sandbox))
+        expect((await bash.run("echo on")).output == "on\n", begin)
+        await bash.run(end)
+    await expect_error(FileTooLargeError, _save(sandbox, limit=4096))
+    expect(await _save(sandbox) > 0, "it could not be saved afterward")
+    await (await sandbox.python()).execute("x = 1")
+    await expect_error(SandboxUnsavedError, _save(sandbox))
+    expect((await (await sandbox.python()).execute("x")).result == "1", "its Python has changed")
+
+
+async def saved_is_walled(sandbox: Sandbox, provider: SandboxProvider) -> None:
+    """A sandbox that begins with what was saved has the rights, limits, mounts and network of any other."""
+    look = ALIKE + (ATTACKS if provider.isolates else "")
+    async with _saved(sandbox, provider) as saved:
+        if saved is None:
+            return
+        plain = await _run(sandbox, look)
+        async with await provider.start(replace(sandbox.spec, saved=saved)) as other:
+            different = set((await _run(other, look)).splitlines()) ^ set(plain.splitlines())
+            expect(not different, sorted(different))
+            bash, python = await other.bash(), await other.python()
+            expect((await bash.run("echo $((6*7))")).output == "42\n", "bash")
+            expect((await python.execute("6*7")).result == "42", "python")
+
+
+CHECKS: tuple[Check, ...] = (saved_has_files, saved_has_shell, save_refuses_the_rest, saved_is_walled)

@@ -1,0 +1,249 @@
+"""The files that a sandbox wrote, as an archive from which another one begins: the upper layer of its overlay.
+
+`save` runs on its own, as `python -I -S saved_files.py LAUNCHER SPACE LIMIT`. LAUNCHER is the process that made the
+mounts; SPACE is the folder of the sandbox's files. `restore` runs in the launcher of the other sandbox, before its
+overlay is mounted.
+
+Guarantees:
+- Nothing of the sandbox is run. The tree is walked through descriptors, and no link in it is followed.
+- The archive has folders, files, hard and symbolic links, named pipes, and the overlay's notes on what hides the image:
+  whiteouts, opaque folders and renamed ones. Modes, times and attributes of users are kept; owners are not, since all
+  files of a sandbox are one user's. Sockets are left out.
+- No more than LIMIT is read; each entry counts as the pages that it takes.
+- `restore` makes nothing outside the folder that is its root.
+"""
+
+# pathlib takes longer to import than all of this to run.
+# ruff: noqa: PTH101, PTH102, PTH116, PTH123, PTH211
+
+import ctypes
+import os
+import stat
+import sys
+import tarfile
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import BinaryIO, NoReturn
+
+TOO_LARGE, ENDED = 45, 46
+"""The exit codes for these findings, as those of `tree_reader`."""
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+PAGE = 4096
+MAX_DEPTH = 256
+"""Each level takes a descriptor."""
+ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+TOP = "files"
+"""The folder of the archive that has the files."""
+NOTES = ("opaque", "redirect")
+"""The attributes of an overlay without which other files would be seen. The rest only keeps inode numbers stable."""
+NOTE, ATTRIBUTE = "ROLLOUT.overlay.", "ROLLOUT.attribute."
+"""How the headers of the archive name them, and attributes of users; these names, and all values, are in hexadecimal
+digits."""
+TIME = "ROLLOUT.mtime"
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class TooLargeError(Exception):
+    """The files are larger than the limit, or nested too deeply."""
+
+
+def stop(code: int, message: str) -> "NoReturn":
+    """Exit with a code and a line on standard error."""
+    sys.stderr.write(message)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def enter(launcher: int) -> str:
+    """Enter the launcher's namespaces, and return the prefix of the overlay's attributes there."""
+    kinds = [("mnt", CLONE_NEWNS)]
+    own_users = os.stat("/proc/self/ns/user").st_ino != os.stat(f"/proc/{launcher}/ns/user").st_ino
+    if own_users:
+        kinds.insert(0, ("user", CLONE_NEWUSER))
+    spaces = [
+        (os.open(f"/proc/{launcher}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC), kind) for name, kind in kinds
+    ]
+    for space, kind in spaces:
+        if libc.setns(space, kind) < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"setns: {os.strerror(number)}")
+        os.close(space)
+    return overlay_prefix(privileged=not own_users)
+
+
+def overlay_prefix(*, privileged: bool) -> str:
+    """Return the prefix of the overlay's attributes: only the host's root may set the trusted ones."""
+    return "trusted.overlay." if privileged else "user.overlay."
+
+
+class Saver:
+    """Writes the archive of one folder."""
+
+    def __init__(self, archive: tarfile.TarFile, limit: int, prefix: str) -> None:
+        """`prefix` is that of the overlay's attributes."""
+        self._archive = archive
+        self._left = limit
+        self._prefix = prefix
+        self._files: dict[tuple[int, int], str] = {}
+
+    def add_folder(self, folder: int, name: str, depth: int = 0) -> None:
+        """Add an open folder and everything in it."""
+        if depth > MAX_DEPTH:
+            raise TooLargeError(f"folders are nested more than {MAX_DEPTH} levels deep")
+        entry = self._entry(name, os.fstat(folder), tarfile.DIRTYPE)
+        self._note_attributes(entry, folder)
+        self._begin(entry)
+        with os.scandir(folder) as entries:
+            names = []
+            for found in entries:
+                names.append(found.name)
+                if len(names) * PAGE > self._left:
+                    raise TooLargeError("there are more files than the limit allows")
+        for inner in sorted(names):
+            self._add(folder, inner, f"{name}/{inner}", depth)
+
+    def _add(self, parent: int, inner: str, name: str, depth: int) -> None:
+        found = os.lstat(inner, dir_fd=parent)
+        if stat.S_ISDIR(found.st_mode):
+            folder = os.open(inner, ENTER, dir_fd=parent)
+            try:
+                self.add_folder(folder, name, depth + 1)
+            finally:
+                os.close(folder)
+        elif stat.S_ISREG(found.st_mode):
+            self._add_file(parent, inner, name, found)
+        elif stat.S_ISLNK(found.st_mode):
+            entry = self._entry(name, found, tarfile.SYMTYPE)
+            entry.linkname = os.readlink(inner, dir_fd=parent)
+            self._begin(entry)
+        elif stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:  # a whiteout
+            self._begin(self._entry(name, found, tarfile.CHRTYPE))
+        elif stat.S_ISFIFO(found.st_mode):
+            self._begin(self._entry(name, found, tarfile.FIFOTYPE))
+
+    def _add_file(self, parent: int, inner: str, name: str, found: os.stat_result) -> None:
+        first = self._files.get((found.st_dev, found.st_ino))
+        if first is not None:
+            entry = self._entry(name, found, tarfile.LNKTYPE)
+            entry.linkname = first
+            self._begin(entry)
+            return
+        with open(os.open(inner, READ, dir_fd=parent), "rb") as file:
+            opened = os.fstat(file.fileno())
+            entry = self._entry(name, opened, tarfile.REGTYPE)
+            entry.size = opened.st_size
+            self._note_attributes(entry, file.fileno())
+            self._begin(entry, file)
+        if found.st_nlink > 1:
+            self._files[found.st_dev, found.st_ino] = name
+
+    @staticmethod
+    def _entry(name: str, found: os.stat_result, kind: bytes) -> tarfile.TarInfo:
+        entry = tarfile.TarInfo(name)
+        entry.type, entry.mode = kind, stat.S_IMODE(found.st_mode)
+        entry.pax_headers = {TIME: str(found.st_mtime_ns)}  # the usual header would round it
+        return entry
+
+    def _begin(self, entry: tarfile.TarInfo, content: "BinaryIO | None" = None) -> None:
+        self._left -= max(PAGE, -(-entry.size // PAGE) * PAGE)
+        if self._left < 0:
+            raise TooLargeError("the files exceed the limit")
+        self._archive.addfile(entry, content)
+
+    def _note_attributes(self, entry: tarfile.TarInfo, descriptor: int) -> None:
+        for attribute in os.listxattr(descriptor):
+            key = None
+            if attribute.startswith(self._prefix):
+                name = attribute.removeprefix(self._prefix)
+                key = NOTE + name if name in NOTES else None
+            elif attribute.startswith("user.") and not attribute.startswith("user.overlay."):
+                key = ATTRIBUTE + os.fsencode(attribute).hex()
+            if key is not None:
+                value = os.getxattr(descriptor, attribute).hex()
+                entry.pax_headers = {**entry.pax_headers, key: value}
+
+
+def restore(archive: "BinaryIO", user: int, group: int, prefix: str) -> None:
+    """Put the files of an archive in the root of this process, which may be changed by nobody else.
+
+    They will belong to `user` and `group`; `prefix` is that of the attributes of the overlay that they will be part of.
+    """
+    folders = []
+    with tarfile.open(fileobj=archive, mode="r:") as members:
+        for entry in members:
+            top, _, inner = entry.name.partition("/")
+            if top != TOP:
+                continue
+            path = f"/{inner}"
+            make(members, entry, path)
+            os.chown(path, user, group, follow_symlinks=False)
+            if entry.isdir():
+                folders.append((path, entry))  # its mode may keep its own files from being made
+            elif not entry.issym():
+                finish(path, entry, prefix)
+            else:
+                set_time(path, entry)
+    for path, entry in reversed(folders):
+        finish(path, entry, prefix)
+
+
+def make(members: tarfile.TarFile, entry: tarfile.TarInfo, path: str) -> None:
+    """Make one file of an archive."""
+    if entry.isdir():
+        if path != "/":
+            os.mkdir(path, 0o700)
+    elif entry.issym():
+        os.symlink(entry.linkname, path)
+    elif entry.islnk():
+        os.link(f"/{entry.linkname.partition('/')[2]}", path)
+    elif entry.ischr():
+        os.mknod(path, stat.S_IFCHR)
+    elif entry.isfifo():
+        os.mkfifo(path)
+    else:
+        content = members.extractfile(entry)
+        with open(path, "xb") as file:
+            while content is not None and (part := content.read(1 << 18)):
+                file.write(part)
+
+
+def finish(path: str, entry: tarfile.TarInfo, prefix: str) -> None:
+    """Give a file or folder its attributes, mode and time."""
+    if entry.ischr():
+        return  # a whiteout has none
+    for key, value in entry.pax_headers.items():
+        if key.startswith(NOTE):
+            os.setxattr(path, prefix + key.removeprefix(NOTE), bytes.fromhex(value))
+        elif key.startswith(ATTRIBUTE):
+            os.setxattr(path, bytes.fromhex(key.removeprefix(ATTRIBUTE)), bytes.fromhex(value))
+    os.chmod(path, entry.mode)
+    set_time(path, entry)
+
+
+def set_time(path: str, entry: tarfile.TarInfo) -> None:
+    """Give a file, or a link itself, its time."""
+    moment = int(entry.pax_headers[TIME])
+    os.utime(path, ns=(moment, moment), follow_symlinks=False)
+
+
+def save(launcher: int, space: str, limit: int) -> None:
+    """Write the archive of what the launcher's sandbox wrote to the standard output."""
+    try:
+        prefix = enter(launcher)
+        folder = os.open(f"{space}/data/upper", ENTER)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        stop(ENDED, str(error))
+    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        Saver(archive, limit, prefix).add_folder(folder, TOP)
+
+
+if __name__ == "__main__":
+    try:
+        save(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    except TooLargeError as error:
+        stop(TOO_LARGE, str(error))
+    except OSError as error:
+        stop(1, str(error))
