@@ -297,6 +297,10 @@ class Environment(ABC):
     """Whether `prepare` does the same for all rollouts of an instance, and leaves only files: see `Sandbox.snapshot`
     for which. Its processes are ended."""
 
+    init_leaves_files: bool = False
+    """Whether the agent is the built-in one, and `init` and tools that are not built in leave nothing but files in the
+    sandbox. An interrupted rollout may then go on in a copy of its sandbox, where neither runs again."""
+
     has_solution: bool = False
     """Whether `solve` can act as a perfect agent, for checks of the grading."""
 

@@ -42,12 +42,14 @@ from rollout_service.pipeline.branching import (
     without_earlier_turns,
 )
 from rollout_service.pipeline.context import AttemptContext
+from rollout_service.pipeline.saved_sandboxes import SavedSandbox, may_save
 from rollout_service.pipeline.stage import Slot
 from rollout_service.pipeline.stage_runner import StageRunner, limits_of
 from rollout_service.pipeline.turn_writer import NOT_REPLAYABLE
 from rollout_service.store.contract import Lease
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.tokens import ToolSpec
+from sandboxes import SandboxError, SandboxSpec
 
 
 class LeaseLostError(Exception):
@@ -91,6 +93,7 @@ class Attempt:
         if environment.uses_gateway:
             self._policy.limits = limits_of(environment, self.lease.request)
         self.turns = self._policy.turns = await open_turn_log(self._context, self.lease, environment)
+        saved = await find_saved_sandbox(self._context, self.lease, environment, self.turns)
         self._runner = StageRunner(
             self._context,
             environment,
@@ -101,6 +104,7 @@ class Attempt:
             attempt=self.lease.attempt,
             on_stage=self._advance,
             turns=self.turns,
+            saved=saved,
         )
         try:
             return await self._runner.run()
@@ -308,7 +312,7 @@ log = structlog.get_logger(__name__)
 
 RESUMED, BEGUN_ANEW = "resumed", "begun_anew"
 EVENT = "rollout.resume"
-"""The kind of the events; their data is `outcome`, `reason`, `turns` and `seconds`."""
+"""The kind of the events; their data is `outcome`, `reason`, `turns`, `seconds` and `restored_turns`."""
 
 
 async def open_turn_log(context: AttemptContext, lease: Lease, environment: Environment) -> TurnLog:
@@ -348,6 +352,20 @@ async def open_turn_log(context: AttemptContext, lease: Lease, environment: Envi
     return turns
 
 
+async def find_saved_sandbox(
+    context: AttemptContext, lease: Lease, environment: Environment, turns: TurnLog
+) -> SavedSandbox | None:
+    """Return the sandbox in which an interrupted rollout can go on, if it was saved here."""
+    store = context.saved_sandboxes
+    if store is None or not turns.saved or not may_save(environment, lease.request):
+        return None
+    try:
+        image = await context.sandboxes.provider.identity(SandboxSpec(image=environment.spec.image))
+    except SandboxError:
+        return None  # its start says why
+    return await store.find(lease.rollout_id, turns.saved, image)
+
+
 async def report(
     context: AttemptContext, lease: Lease, turns: TurnLog | None, *, outcome: str, reason: str = ""
 ) -> None:
@@ -361,6 +379,7 @@ async def report(
         "reason": reason,
         "turns": played,
         "seconds": round(seconds, 3),
+        "restored_turns": turns.restored if turns else 0,
     }
     try:
         with waits_for(StepKind.STORE, "record the resumption"):

@@ -15,6 +15,7 @@ from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.fair_slots import DEFAULT_SUBAGENT_SLOTS, FairSlots
 from rollout_service.pipeline.pauses import Pauser
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.saved_sandboxes import SavedSandboxes
 from rollout_service.pipeline.shared_setup import SharedSetups
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.pipeline.turn_writer import TurnWriter
@@ -44,6 +45,8 @@ class EpisodeContext:
     """The setups that rollouts share; None if each prepares its own, as in a trial."""
     pauser: Pauser | None = None
     """Pauses sandboxes; None if they always run, as in a trial."""
+    saved_sandboxes: SavedSandboxes | None = None
+    """Saves sandboxes; None if interrupted rollouts run their tools again, and in a trial."""
     policies: PolicyServing | None = None
     """Opens the conversations of sub-agents; None in a trial without engines."""
     judge: Judge | None = None

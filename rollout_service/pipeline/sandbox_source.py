@@ -14,7 +14,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from contextlib import aclosing, suppress
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import anyio
 import structlog
@@ -86,8 +86,11 @@ class SandboxSource:
         *,
         listens: bool = False,
         snapshot: Snapshot | None = None,
+        saved: Path | None = None,
     ) -> Sandbox:
-        """Start a sandbox for an environment, or from a snapshot of one; `sessions` are those that will be used.
+        """Start a sandbox for an environment; `sessions` are those that will be used.
+
+        It starts from a snapshot of another, and from what was saved of one, if they are given.
 
         With `listens`, programs inside can connect to this service.
 
@@ -101,6 +104,7 @@ class SandboxSource:
             SandboxSpec(
                 image=spec.image,
                 snapshot=snapshot,
+                saved=saved,
                 network=spec.sandbox.network,
                 memory_bytes=spec.sandbox.memory_bytes,
                 max_processes=spec.sandbox.max_processes,
@@ -279,12 +283,13 @@ class EpisodeSandboxes:
         *,
         listens: bool = False,
         snapshot: Snapshot | None = None,
+        saved: Path | None = None,
     ) -> None:
         """Start the episode's sandbox, as `SandboxSource.start` does."""
         with timer.sandbox(), waits_for(StepKind.SANDBOX_START, spec.image or "") as step:
             self._episode, self._owner = episode, _AGENT
             episode.sandbox = await self._source.start(
-                spec, self._label, sessions, listens=listens, snapshot=snapshot
+                spec, self._label, sessions, listens=listens, snapshot=snapshot, saved=saved
             )
             step.note(sandbox=episode.sandbox.id)
             if (activity := current_activity()) is not None:

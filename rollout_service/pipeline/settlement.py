@@ -56,6 +56,7 @@ class Settlement:
             self._check_attempts(attempt.lease)
             result = attempt.result(RolloutState.COMPLETED, score=await attempt.run())
         except LeaseLostError:
+            self._forget_sandbox(attempt.lease)
             raise
         except NotServedError as error:
             request = attempt.lease.request
@@ -114,6 +115,8 @@ class Settlement:
         keep_turns = self._context.turn_writer is not None and keeps_turns(info)
         if keep_turns:
             await self.flush_turns()
+        else:
+            self._forget_sandbox(attempt.lease)
 
         async def retry() -> bool:
             return await self._context.store.retry(
@@ -137,6 +140,7 @@ class Settlement:
     async def _begin_anew(self, attempt: Attempt, error: CannotResumeError) -> None:
         """Queue an interrupted rollout again without its saved turns; nothing has failed, so no attempt is used."""
         context, lease = self._context, attempt.lease
+        self._forget_sandbox(lease)
         await attempt.release()
 
         async def restart() -> bool:
@@ -166,6 +170,7 @@ class Settlement:
         async def finish() -> bool:
             return await self._context.store.finish(attempt.lease, self._context.owner, result)
 
+        self._forget_sandbox(attempt.lease)
         await attempt.release()
         note_outcome(
             state=result.state.value,
@@ -176,6 +181,10 @@ class Settlement:
         await self._settle("write a result", attempt, finish)
         self._context.metrics.count_finished(result)
         self._on_finished(result)
+
+    def _forget_sandbox(self, lease: Lease) -> None:
+        if self._context.saved_sandboxes is not None:
+            self._context.saved_sandboxes.forget(lease.rollout_id)
 
     async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:
         """Write how an attempt ended; keep trying until the store accepts it."""

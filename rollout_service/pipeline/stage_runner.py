@@ -13,10 +13,12 @@ from functools import partial
 from typing import Protocol
 
 import anyio
+import structlog
 
 from api_schemas.rollouts import RolloutRequest, Span, Stage, StopReason
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import waits_for
+from rollout_service.agents.tool_calling.agent import TOOL_STATE
 from rollout_service.base.errors import RequestError, describe
 from rollout_service.base.masking import mask_error
 from rollout_service.engines.serving.turn_log import TurnLog
@@ -33,12 +35,16 @@ from rollout_service.episodes import (
 )
 from rollout_service.pipeline.context import EpisodeContext
 from rollout_service.pipeline.sandbox_source import EpisodeSandboxes
+from rollout_service.pipeline.saved_sandboxes import SandboxSaver, SavedSandbox, may_save
 from rollout_service.pipeline.shared_setup import Setup, setup_key
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
 from rollout_service.pipeline.subagents import EpisodeSubagents
 from rollout_service.tokens import ToolSpec
+from sandboxes.errors import SandboxError
 from sandboxes.scheduling.admission import Purpose
 from sandboxes.task_groups import open_task_group
+
+log = structlog.get_logger(__name__)
 
 OnStage = Callable[[Stage], Awaitable[None]]
 """Called whenever a stage is entered; an error that it raises ends the episode."""
@@ -89,10 +95,11 @@ class StageRunner:
         attempt: int = 1,
         on_stage: OnStage | None = None,
         turns: TurnLog | None = None,
+        saved: SavedSandbox | None = None,
     ) -> None:
         """`slot` has a place before the first stage, taken at `queued_at` on `time.perf_counter`.
 
-        `turns` are those of the policy, if it has saved ones to play first.
+        `turns` are those of the policy, if it has saved ones to play first; `saved` is the sandbox after some of them.
         """
         self._context = context
         self._environment = environment
@@ -102,6 +109,7 @@ class StageRunner:
         self._attempt = attempt
         self._on_stage = on_stage
         self._turns = turns or TurnLog()
+        self._saved = saved
         self._sandboxes = EpisodeSandboxes(
             context.sandboxes,
             context.admission,
@@ -160,6 +168,10 @@ class StageRunner:
             if spec.evaluate_in is EvaluateIn.FRESH:
                 episode.checkpoint = partial(self._sandboxes.keep, episode, spec)
             is_prepared = spec.image is not None and await self._start_sandbox(episode, timer, clock)
+            self._prepare_saving(episode, is_prepared=is_prepared)
+            if self._saved is not None:
+                await self._sandboxes.open_sessions(episode, spec, timer)
+                return episode
             # No session may be open when the processes of a setup are ended.
             if spec.init_secrets or (self._environment.shares_setup and not is_prepared):
                 await self._set_up(episode, is_prepared)
@@ -179,14 +191,46 @@ class StageRunner:
         shares = self._environment.shares_setup and setups is not None
         identity = await self._context.sandboxes.snapshot_identity(spec) if shares else None
         if setups is None or identity is None:
-            await start()
+            await self._start(start, is_prepared=False)
             return False
         key = setup_key(self._environment, episode, identity)
         async with setups.use(key, partial(self._make_setup, episode, timer), clock) as setup:
             if setup is not None:
                 setup.give(episode)
-            await start(snapshot=setup.snapshot if setup is not None else None)
+                start = partial(start, snapshot=setup.snapshot)
+            await self._start(start, is_prepared=setup is not None)
             return setup is not None
+
+    async def _start(self, start: Callable[..., Awaitable[None]], *, is_prepared: bool) -> None:
+        """Start the agent's sandbox from the saved one; if there is none that can be used, as for a new rollout."""
+        saved, self._saved = self._saved, None
+        store = self._context.saved_sandboxes
+        if saved is None or store is None or saved.work.is_prepared is not is_prepared:
+            await start()
+            return
+        try:
+            async with store.opened(saved) as path:
+                await start(saved=path)
+        except (SandboxError, OSError) as error:
+            log.warning("a saved sandbox is of no use", why=str(error), hint="the tools run again instead")
+            await start()
+        else:
+            self._saved, self._turns.restored = saved, saved.work.turns
+
+    def _prepare_saving(self, episode: Episode, *, is_prepared: bool) -> None:
+        """Let the sandbox be saved from now on, after the turns that the saved one has."""
+        store = self._context.saved_sandboxes
+        if self._saved is not None:
+            episode.state[TOOL_STATE] = self._saved.work.tool_state
+            episode.known_results = iter(self._saved.results)
+        # Without a shared setup, nothing would have the state that `prepare` leaves.
+        stands_alone = is_prepared or not self._environment.shares_setup
+        if store is None or not stands_alone or not may_save(self._environment, self._request):
+            return
+        saver = SandboxSaver(
+            store, self._context.sandboxes.provider, self._turns, episode, is_prepared=is_prepared
+        )
+        episode.save_due = saver.due
 
     async def _make_setup(self, episode: Episode, timer: Timer) -> Setup:
         """Prepare the files of an instance in a sandbox of their own."""

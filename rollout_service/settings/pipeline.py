@@ -67,6 +67,13 @@ class SandboxesSettings(Section):
     pause_seconds: float = Field(60.0, ge=0)
     """How long the built-in agent waits for the engine before its sandbox is paused until its next use; 0 pauses none.
     Background programs stop meanwhile; `[sandbox] pause = false` of an environment lets them run."""
+    save_seconds: float = Field(60.0, ge=0)
+    """How long the built-in agent works before its sandbox is saved (again), so that a rollout that is interrupted runs
+    no tool again that ran before; 0 saves none. It needs `[pipeline] resume`."""
+    save_bytes: int = Field(64 * 1024**2, ge=1024**2)
+    """The most bytes of files that one sandbox may have changed to be saved."""
+    saved_bytes: int = Field(4 * 1024**3, ge=1024**2)
+    """The most space on the disk of the state folder for all saved sandboxes, which are compressed."""
     warm: WarmPoolConfig = WarmPoolConfig()
     pressure: PressureConfig = PressureConfig()
 

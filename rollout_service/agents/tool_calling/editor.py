@@ -11,7 +11,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -73,16 +73,16 @@ class _Editor(Arguments):
 class _History:
     """The files before each edit, the oldest first, bounded by number and size."""
 
-    edits: list[tuple[str, bytes | None]] = field(default_factory=list)
-    """The path, and the content; None for a file that did not exist."""
+    edits: list[list[str | None]]
+    """The path, and the content as Latin-1, for JSON; None for a file that did not exist."""
 
     def add(self, path: str, content: bytes | None) -> None:
-        self.edits.append((path, content))
+        self.edits.append([path, None if content is None else content.decode("latin-1")])
         while len(self.edits) > HISTORY_EDITS or self._size() > HISTORY_BYTES:
             del self.edits[0]
 
     def _size(self) -> int:
-        return sum(len(content or b"") for _, content in self.edits)
+        return sum(len(content or "") for _, content in self.edits)
 
     def last(self, path: str) -> int | None:
         """Return the position of the last edit of a file."""
@@ -234,7 +234,7 @@ async def _undo(sandbox: Sandbox, path: str, context: ToolContext) -> str:
     if before is None:
         await run_script('rm -f -- "$1"', [absolute], context, limit=FILE_BYTES)
     else:
-        await sandbox.write_file(path, before)
+        await sandbox.write_file(path, before.encode("latin-1"))
     del history.edits[at]
     return f"undid the last edit of {path}" + (", which is removed again" if before is None else "")
 
@@ -271,10 +271,7 @@ def _absolute(sandbox: Sandbox, path: str) -> str:
 
 
 def _history(context: ToolContext) -> _History:
-    history = context.state.setdefault(NAME, _History())
-    if not isinstance(history, _History):
-        raise TypeError(f"the state of {NAME} is of another kind: {type(history)}")
-    return history
+    return _History(context.state.setdefault(NAME, []))
 
 
 EDITOR = FunctionTool(NAME, "View, create or edit a file, or undo the last edit.", _Editor, _run)

@@ -20,6 +20,7 @@ from rollout_service.episodes import ContextFullError, Episode, PolicyTurn, requ
 from rollout_service.tokens import ToolSpec
 from sandboxes import ExecResult, LimitExceededError, Sandbox
 from sandboxes.errors import SandboxFileError
+from sandboxes.task_groups import open_task_group
 
 if TYPE_CHECKING:
     from rollout_service.episodes import Episode
@@ -35,12 +36,21 @@ async def sample_turn(episode: Episode, messages: list[Message]) -> PolicyTurn |
     if tokens_left < 1:
         return StopReason.MAX_TOKENS
     try:
-        with episode.pauses(episode.sandbox):
-            turn = await policy.respond(messages, max_tokens=min(limits.max_turn_tokens, tokens_left))
+        turn = await _respond(episode, messages, min(limits.max_turn_tokens, tokens_left))
     except ContextFullError:
         return StopReason.CONTEXT_FULL
     episode.answer = turn.message.content or None
     return turn
+
+
+async def _respond(episode: Episode, messages: list[Message], max_tokens: int) -> PolicyTurn:
+    save = episode.save_due(messages)
+    with episode.pauses(episode.sandbox):
+        if save is None:
+            return await episode.policy.respond(messages, max_tokens=max_tokens)
+        async with open_task_group() as tasks:
+            tasks.start_soon(save, name="save the sandbox")
+            return await episode.policy.respond(messages, max_tokens=max_tokens)
 
 
 def why_truncated(turn: PolicyTurn, episode: Episode) -> StopReason:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import anyio
 from pydantic import JsonValue
@@ -239,8 +240,11 @@ class _AgentSandboxRecorder(SandboxSource):
         *,
         listens: bool = False,
         snapshot: Snapshot | None = None,
+        saved: Path | None = None,
     ) -> Sandbox:
-        sandbox = await self._sandboxes.start(spec, label, sessions, listens=listens, snapshot=snapshot)
+        sandbox = await self._sandboxes.start(
+            spec, label, sessions, listens=listens, snapshot=snapshot, saved=saved
+        )
         self.agent = self.agent or sandbox
         return sandbox
 

@@ -80,6 +80,8 @@ class TurnLog:
         """How long the replay took, or has taken so far when it was given up."""
         self.failed: AnewReason | None = None
         """Why the rollout has to begin anew; None if it does not."""
+        self.restored = 0
+        """The number of turns whose tools do not run again, since their sandbox was saved."""
         self._branch = earlier[-1] if earlier else None
         self._earlier = len(earlier[:-1])
         self._saved = [*earlier[:-1], *saved]
@@ -87,6 +89,7 @@ class TurnLog:
         self._save = save
         self._on_resumed = on_resumed if saved else None
         self._given: list[GivenMessages] = []
+        self._sampled: list[Sequence[int]] = []
         self._replay_scope: anyio.CancelScope | None = None
         self._began = 0.0
 
@@ -94,6 +97,16 @@ class TurnLog:
     def is_at_branch(self) -> bool:
         """Whether no turn after those of another rollout was recorded yet."""
         return self._branch is not None and self._recorded <= self._earlier
+
+    @property
+    def saved(self) -> Sequence[SavedTurn]:
+        """The turns to play."""
+        return self._saved
+
+    @property
+    def sampled(self) -> Sequence[Sequence[int]]:
+        """The ids that were sampled in each turn so far."""
+        return self._sampled
 
     @property
     def is_replaying(self) -> bool:
@@ -140,6 +153,7 @@ class TurnLog:
         """Save the turn that was just recorded, unless it was played."""
         number, self._recorded = self._recorded, self._recorded + 1
         given, self._given = self._given, []
+        self._sampled.append(generation.output_ids)
         if self._save is not None and number >= len(self._saved):
             self._save(
                 number - self._earlier, SavedTurn(given, list(context), generation, self.clock.seconds)

@@ -88,6 +88,7 @@ class DeclarativeEnvironment(AgentEnvironment):
             spec = spec.model_copy(update={"binds": {INSIDE: str(empty_folder())}})
         self.replayable = declaration.replayable
         self.shares_setup = declaration.init is not None and declaration.init.shared
+        self.init_leaves_files = declaration.harness is None
         super().__init__(spec)
         self._declaration = declaration
         files = dataset_files(declaration.dataset, folder)

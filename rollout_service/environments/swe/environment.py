@@ -116,6 +116,7 @@ class SweTaskEnvironment(AgentEnvironment):
 
     has_solution = True
     shares_setup = True
+    init_leaves_files = True
 
     def __init__(self, declaration: SweDeclaration, task: SweTask, proven: set[str]) -> None:
         """`proven` has the tasks whose tests are known to run; it grows."""

@@ -107,6 +107,12 @@ PAUSES: Final = MetricSpec(
 RECLAIMED: Final = MetricSpec(
     "rollout_sandbox_reclaimed_bytes_total", "Memory of paused sandboxes that the host got back"
 )
+SANDBOX_SAVES: Final = MetricSpec(
+    "rollout_sandbox_saves_total",
+    "Sandboxes of agents at work that were saved, or why not",
+    ("outcome",),
+    known=tuple((outcome,) for outcome in ("saved", "refused", "large", "full", "slow", "failed")),
+)
 TURNS: Final = MetricSpec("rollout_turns_total", "Turns of the policy")
 REFUSED_CONNECTIONS: Final = MetricSpec(
     "rollout_http_refused_connections_total",
@@ -133,6 +139,7 @@ COUNTERS: Final = (
     REFILL_FAILURES,
     SHARED_SETUPS,
     PAUSES,
+    SANDBOX_SAVES,
     RECLAIMED,
     HOLDS,
     LIMIT_VIOLATIONS,
@@ -321,6 +328,10 @@ class Metrics:
     def count_pause(self, outcome: str) -> None:
         """Count a sandbox that was paused, or could not be."""
         self._counters[PAUSES].labels(outcome).inc()
+
+    def count_sandbox_save(self, outcome: str) -> None:
+        """Count a sandbox that was saved, or why it was not."""
+        self._counters[SANDBOX_SAVES].labels(outcome).inc()
 
     def count_reclaimed(self, size: int) -> None:
         """Count memory of a paused sandbox that was given back."""

@@ -32,6 +32,7 @@ from rollout_service.pipeline.context import AttemptContext, Stages
 from rollout_service.pipeline.fair_slots import FairSlots
 from rollout_service.pipeline.pauses import Pauser
 from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.pipeline.saved_sandboxes import SavedSandboxes
 from rollout_service.pipeline.settlement import ClaimRules
 from rollout_service.pipeline.shared_setup import SharedSetups
 from rollout_service.pipeline.stage import StageLimiter
@@ -189,6 +190,7 @@ async def open_attempts(
     await stack.enter_async_context(setups.running())
     pauser = Pauser(settings.sandboxes.pause_seconds, admission, metrics)
     pausing = pauser.running(foundation.node.pool.pausing)
+    turn_writer = await _open_turn_writer(stack, foundation) if settings.pipeline.resume else None
     context = AttemptContext(
         owner=foundation.owner,
         store=store,
@@ -201,7 +203,8 @@ async def open_attempts(
         pauser=await stack.enter_async_context(pausing),
         metrics=metrics,
         max_attempts=settings.pipeline.max_attempts,
-        turn_writer=await _open_turn_writer(stack, foundation) if settings.pipeline.resume else None,
+        turn_writer=turn_writer,
+        saved_sandboxes=await _open_saved_sandboxes(foundation, turn_writer),
         gateway=engines.gateway,
         judge=engines.judge,
         sampler=engines.sampler,
@@ -232,6 +235,22 @@ async def _open_turn_writer(stack: AsyncExitStack, foundation: Foundation) -> Tu
     writer = TurnWriter(foundation.store, foundation.owner, foundation.metrics)
     await stack.enter_async_context(writer.running())
     return writer
+
+
+async def _open_saved_sandboxes(foundation: Foundation, turns: TurnWriter | None) -> SavedSandboxes | None:
+    settings = foundation.settings.sandboxes
+    if turns is None or not settings.save_seconds:
+        return None
+    saved = SavedSandboxes(
+        foundation.state_dir / "saved-sandboxes",
+        foundation.metrics,
+        turns.flush,
+        seconds=settings.save_seconds,
+        limit=settings.save_bytes,
+        budget=settings.saved_bytes,
+    )
+    await saved.sweep(foundation.store)
+    return saved
 
 
 # Makes what works through rollouts and runs, and lets it begin: this node in its cluster, its pipeline, its runs.

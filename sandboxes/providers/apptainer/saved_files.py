@@ -46,7 +46,7 @@ TIME = "ROLLOUT.mtime"
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-class TooLargeError(Exception):
+class FilesTooLargeError(Exception):
     """The files are larger than the limit, or nested too deeply."""
 
 
@@ -92,7 +92,7 @@ class Saver:
     def add_folder(self, folder: int, name: str, depth: int = 0) -> None:
         """Add an open folder and everything in it."""
         if depth > MAX_DEPTH:
-            raise TooLargeError(f"folders are nested more than {MAX_DEPTH} levels deep")
+            raise FilesTooLargeError(f"folders are nested more than {MAX_DEPTH} levels deep")
         entry = self._entry(name, os.fstat(folder), tarfile.DIRTYPE)
         self._note_attributes(entry, folder)
         self._begin(entry)
@@ -101,7 +101,7 @@ class Saver:
             for found in entries:
                 names.append(found.name)
                 if len(names) * PAGE > self._left:
-                    raise TooLargeError("there are more files than the limit allows")
+                    raise FilesTooLargeError("there are more files than the limit allows")
         for inner in sorted(names):
             self._add(folder, inner, f"{name}/{inner}", depth)
 
@@ -150,7 +150,7 @@ class Saver:
     def _begin(self, entry: tarfile.TarInfo, content: "BinaryIO | None" = None) -> None:
         self._left -= max(PAGE, -(-entry.size // PAGE) * PAGE)
         if self._left < 0:
-            raise TooLargeError("the files exceed the limit")
+            raise FilesTooLargeError("the files exceed the limit")
         self._archive.addfile(entry, content)
 
     def _note_attributes(self, entry: tarfile.TarInfo, descriptor: int) -> None:
@@ -243,7 +243,7 @@ def save(launcher: int, space: str, limit: int) -> None:
 if __name__ == "__main__":
     try:
         save(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-    except TooLargeError as error:
+    except FilesTooLargeError as error:
         stop(TOO_LARGE, str(error))
     except OSError as error:
         stop(1, str(error))

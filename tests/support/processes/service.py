@@ -126,11 +126,15 @@ def service(
     *flags: str,
     turns: int = 1,
     sandbox: str = "local",
+    init: str = "",
 ) -> Iterator[Running]:
-    """Run the service with the environment `echo`, whose rollouts have at most `turns` turns."""
+    """Run the service with the environment `echo`, whose rollouts have at most `turns` turns.
+
+    `init` is the table of its `[init]`.
+    """
     environment = folder / "echo"
     environment.mkdir(exist_ok=True)
-    (environment / "environment.toml").write_text(ENVIRONMENT.format(turns=turns))
+    (environment / "environment.toml").write_text(ENVIRONMENT.format(turns=turns) + init)
     (folder / "service.toml").write_text(config)
     arguments = [
         "rollout_service.cli",

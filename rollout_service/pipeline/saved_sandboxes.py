@@ -1,0 +1,347 @@
+"""The sandboxes of agents at work, saved now and then, so that an interrupted rollout runs no tool of before again.
+
+Guarantees:
+- A sandbox is saved while its agent waits for the engine, and the agent's next call waits until that has ended. No
+  failure to save it reaches the rollout.
+- Files are those after a number of whole turns. A rollout goes on from them only if exactly these turns were saved too.
+- Each file, and all of them together, are bounded. A file is removed when its rollout ends or begins anew; one whose
+  rollout has ended elsewhere is removed at the next start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import structlog
+import zstandard
+from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
+
+from api_schemas.rollouts import RolloutRequest
+from api_schemas.trajectories import Message
+from rollout_service.agents.tool_calling.agent import TOOL_STATE
+from rollout_service.engines.serving.saved_turns import SavedTurn
+from rollout_service.engines.serving.turn_log import TurnLog
+from rollout_service.environments.contract import Environment
+from rollout_service.episodes import Episode
+from rollout_service.observability.telemetry.metrics import Metrics
+from rollout_service.store.contract import Store
+from sandboxes import Sandbox, SandboxError, SandboxProvider, SandboxSpec, SandboxUnsavedError
+from sandboxes.errors import FileTooLargeError, SandboxClosedError
+
+log = structlog.get_logger(__name__)
+
+SAVE_SECONDS = 10.0
+"""How long an agent may wait for its sandbox to be saved; one that takes longer is not."""
+SUFFIX, PART_SUFFIX = ".sandbox", ".part"
+_LEVEL = 1
+_LENGTH = struct.Struct("<I")
+_MAX_HEADER = 64 << 20
+_CHUNK = 1 << 18
+_UNREADABLE = (OSError, ValueError, struct.error, zstandard.ZstdError)
+_TOOL_STATE = TypeAdapter(dict[str, JsonValue])
+
+
+class SavedWork(BaseModel):
+    """The head of a file: whose sandbox it is, and what its agent was about to tell the policy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rollout_id: str
+    turns: int
+    """How many whole turns were made, with all their tool calls; at least one."""
+    digest: str
+    """The hash of the ids that were sampled in them."""
+    results: list[Message]
+    """The results of the last one's tool calls."""
+    image: str = ""
+    """The identity of the image's files."""
+    is_prepared: bool
+    """Whether the sandbox had started from the files of a shared setup."""
+    tool_state: dict[str, JsonValue]
+    """The state of the tools between calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSandbox:
+    """A saved sandbox from which an interrupted rollout can go on."""
+
+    work: SavedWork
+    results: list[list[Message]]
+    """The results of the tool calls of each turn of before."""
+    path: Path
+
+
+class SavedSandboxes:
+    """The files of one service's saved sandboxes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        metrics: Metrics,
+        flush_turns: Callable[[], Awaitable[None]],
+        *,
+        seconds: float,
+        limit: int,
+        budget: int,
+    ) -> None:
+        """Sandboxes are saved once their agents have worked for `seconds` since the last time.
+
+        Args:
+            folder: where the files are; nothing else may be in it.
+            metrics: counts how often that worked.
+            flush_turns: waits until all turns so far are saved.
+            seconds: how long an agent works before its sandbox is saved again.
+            limit: the most bytes that one sandbox's files may have.
+            budget: the most bytes of all files, compressed.
+        """
+        self.seconds = seconds
+        self._folder = folder
+        self._metrics = metrics
+        self._flush_turns = flush_turns
+        self._limit, self._budget = limit, budget
+        self._sizes: dict[str, int] = {}
+        """The sizes of the files by name."""
+        self._has_failed = False
+
+    async def sweep(self, store: Store) -> None:
+        """Remove what belongs to no rollout under way, before any begins.
+
+        Raises:
+            OSError: The folder cannot be made or read.
+        """
+        for path in await anyio.to_thread.run_sync(self._list):
+            try:
+                work = await anyio.to_thread.run_sync(_read_head, path)
+            except _UNREADABLE:
+                work = None
+            rollout = None if work is None else await store.get(work.rollout_id)
+            if rollout is None or rollout.state.terminal:
+                path.unlink(missing_ok=True)
+            else:
+                self._sizes[path.name] = path.stat().st_size
+
+    def _list(self) -> list[Path]:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in self._folder.glob(f"*{PART_SUFFIX}"):
+            path.unlink(missing_ok=True)
+        return sorted(self._folder.glob(f"*{SUFFIX}"))
+
+    def forget(self, rollout_id: str) -> None:
+        """Remove the file of a rollout that has ended or begins anew, if there is one."""
+        if self._sizes.pop(name := _name_of(rollout_id), None) is not None:
+            (self._folder / name).unlink(missing_ok=True)
+
+    async def save(self, sandbox: Sandbox, provider: SandboxProvider, work: SavedWork) -> None:
+        """Save a sandbox in place of the rollout's last file."""
+        outcome = "slow"
+        with anyio.move_on_after(SAVE_SECONDS):
+            outcome = await self._try_to_save(sandbox, provider, work)
+        self._metrics.count_sandbox_save(outcome)
+
+    def count_refused(self) -> None:
+        """Count a sandbox that could not be saved."""
+        self._metrics.count_sandbox_save("refused")
+
+    async def _try_to_save(self, sandbox: Sandbox, provider: SandboxProvider, work: SavedWork) -> str:
+        """Return whether the sandbox was `saved`, or why not."""
+        try:
+            if not await provider.saves(sandbox.spec):
+                return "refused"
+            image = await provider.identity(SandboxSpec(image=sandbox.spec.image))
+            return await self._save(sandbox, work.model_copy(update={"image": image}))
+        except (SandboxUnsavedError, SandboxClosedError):
+            return "refused"
+        except FileTooLargeError:
+            return "large"
+        except (SandboxError, OSError) as error:
+            if not self._has_failed:
+                text = "a sandbox could not be saved; more failures are only counted"
+                log.warning(text, sandbox=sandbox.id, why=str(error), folder=str(self._folder))
+            self._has_failed = True
+            return "failed"
+
+    async def _save(self, sandbox: Sandbox, work: SavedWork) -> str:
+        name = _name_of(work.rollout_id)
+        part = self._folder / f"{name}{PART_SUFFIX}"
+        try:
+            async with _compressed(part) as write:
+                head = work.model_dump_json().encode()
+                await write(_LENGTH.pack(len(head)) + head)
+                async with aclosing(sandbox.save(limit=self._limit)) as parts:
+                    async for data in parts:
+                        await write(data)
+            size = part.stat().st_size
+            if sum(self._sizes.values()) - self._sizes.get(name, 0) + size > self._budget:
+                return "full"
+            await self._flush_turns()  # without the turns, it would be of no use
+            part.replace(self._folder / name)
+            self._sizes[name] = size
+        finally:
+            part.unlink(missing_ok=True)
+        return "saved"
+
+    async def find(self, rollout_id: str, turns: Sequence[SavedTurn], image: str) -> SavedSandbox | None:
+        """Return the saved sandbox of a rollout with these saved turns; None if there is none that suits."""
+        path = self._folder / _name_of(rollout_id)
+        if path.name not in self._sizes:
+            return None
+        try:
+            work = await anyio.to_thread.run_sync(_read_head, path)
+        except _UNREADABLE:
+            return None
+        count = work.turns
+        if work.rollout_id != rollout_id or work.image != image or not 0 < count <= len(turns):
+            return None
+        if work.digest != digest_of([turn.generation.output_ids for turn in turns[:count]]):
+            return None
+        results = [_results_of(turn) for turn in turns[1:count]]
+        if None in results:
+            return None
+        return SavedSandbox(work, [*filter(None, results), work.results], path)
+
+    @asynccontextmanager
+    async def opened(self, saved: SavedSandbox) -> AsyncIterator[Path]:
+        """Yield the file to start a sandbox with; it is removed at the end of the block.
+
+        Raises:
+            OSError: The file cannot be read, or there is no room for a copy.
+        """
+        copy = saved.path.with_name(f"start-{saved.path.name}{PART_SUFFIX}")
+        try:
+            await anyio.to_thread.run_sync(_unpack, saved.path, copy)
+            yield copy
+        finally:
+            copy.unlink(missing_ok=True)
+
+
+class SandboxSaver:
+    """Saves the sandbox of one episode now and then."""
+
+    def __init__(
+        self,
+        store: SavedSandboxes,
+        provider: SandboxProvider,
+        turns: TurnLog,
+        episode: Episode,
+        *,
+        is_prepared: bool,
+    ) -> None:
+        """`is_prepared` tells whether the sandbox started from the files of a shared setup."""
+        self._store, self._provider, self._turns, self._episode = store, provider, turns, episode
+        self._is_prepared = is_prepared
+        self._saved_at: float | None = None
+
+    def due(self, results: list[Message]) -> Callable[[], Coroutine[Any, Any, None]] | None:
+        """Return how to save the sandbox, if it is time to; `results` are what the agent tells the policy next."""
+        if self._turns.is_replaying or not self._turns.sampled:
+            return None
+        now = self._turns.clock.seconds
+        if self._saved_at is None:
+            self._saved_at = now if self._turns.played else 0.0
+        if now - self._saved_at < self._store.seconds or self._episode.sandbox is None:
+            return None
+        self._saved_at = now
+        return partial(self._save, self._episode.sandbox, list(results))
+
+    async def _save(self, sandbox: Sandbox, results: list[Message]) -> None:
+        sampled = self._turns.sampled
+        try:
+            kept = _TOOL_STATE.validate_python(self._episode.state.get(TOOL_STATE, {}), strict=True)
+        except ValidationError:
+            self._store.count_refused()
+            return
+        work = SavedWork(
+            rollout_id=self._episode.request.rollout_id or "",
+            turns=len(sampled),
+            digest=digest_of(sampled),
+            results=results,
+            is_prepared=self._is_prepared,
+            tool_state=kept,
+        )
+        await self._store.save(sandbox, self._provider, work)
+
+
+def may_save(environment: Environment, request: RolloutRequest) -> bool:
+    """Return whether rollouts of an environment can go on from their saved sandboxes.
+
+    Secrets of a sandbox would be on the host's disk.
+    """
+    spec = environment.spec
+    has_secrets = bool(spec.sandbox.secrets or spec.init_secrets)
+    is_replayed = environment.replayable != "never" and spec.parallel is None and request.branch_of is None
+    return environment.init_leaves_files and is_replayed and spec.image is not None and not has_secrets
+
+
+def digest_of(sampled: Sequence[Sequence[int]]) -> str:
+    """Return the hash of the ids that were sampled in some turns."""
+    found = hashlib.sha256()
+    for ids in sampled:
+        found.update(_LENGTH.pack(len(ids)) + np.array(ids, "<i4").tobytes())
+    return found.hexdigest()
+
+
+def _name_of(rollout_id: str) -> str:
+    return hashlib.sha256(rollout_id.encode()).hexdigest()[:32] + SUFFIX
+
+
+def _results_of(turn: SavedTurn) -> list[Message] | None:
+    """Return the results that the agent gave before a turn; None if it gave something else."""
+    given = turn.given or []
+    return given[0].messages if len(given) == 1 and given[0].reason is None else None
+
+
+@asynccontextmanager
+async def _compressed(path: Path) -> AsyncIterator[Callable[[bytes], Awaitable[object]]]:
+    """Yield a function that appends to a compressed file, in a thread."""
+    file = await anyio.to_thread.run_sync(_create, path)
+    try:
+        writer = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).stream_writer(
+            file, closefd=False
+        )
+        yield lambda data: anyio.to_thread.run_sync(writer.write, data)
+        await anyio.to_thread.run_sync(writer.close)
+    finally:
+        file.close()
+
+
+def _create(path: Path) -> BinaryIO:
+    return path.open("wb")
+
+
+def _read_head(path: Path) -> SavedWork:
+    with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as reader:
+        return _head_of(reader)
+
+
+def _head_of(reader: zstandard.ZstdDecompressionReader) -> SavedWork:
+    (length,) = _LENGTH.unpack(reader.read(_LENGTH.size))
+    if length > _MAX_HEADER:
+        raise ValueError("its head is too long")
+    head = b""
+    while len(head) < length and (more := reader.read(length - len(head))):
+        head += more
+    return SavedWork.model_validate_json(head)
+
+
+def _unpack(source: Path, target: Path) -> None:
+    try:
+        with (
+            source.open("rb") as file,
+            zstandard.ZstdDecompressor().stream_reader(file) as reader,
+            target.open("wb") as copy,
+        ):
+            _head_of(reader)
+            while data := reader.read(_CHUNK):
+                copy.write(data)
+    except (zstandard.ZstdError, ValueError, struct.error) as error:
+        raise OSError(f"{source} is damaged: {error}") from error

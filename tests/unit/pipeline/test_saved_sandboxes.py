@@ -1,0 +1,189 @@
+"""Saved sandboxes: which file a rollout goes on from, which are removed, and what happens if saving fails."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import anyio
+import pytest
+
+from api_schemas.trajectories import ForkReason, Message
+from rollout_service.engines.serving.saved_turns import GivenMessages, SavedTurn
+from rollout_service.observability.telemetry.metrics import Metrics
+from rollout_service.pipeline import saved_sandboxes
+from rollout_service.pipeline.saved_sandboxes import SavedSandboxes, SavedWork, digest_of
+from rollout_service.store import Store
+from sandboxes import Sandbox, SandboxProvider, SandboxSpec
+from sandboxes.errors import FileTooLargeError, SandboxError, SandboxUnsavedError
+from tests.support import samples
+
+DATA = bytes(range(256)) * 1_000
+
+
+class Saves:
+    """The parts of a sandbox, and of its provider, that saving uses."""
+
+    id, spec = "s", SandboxSpec(image="base")
+
+    def __init__(self, error: Exception | None = None, *, hangs: bool = False) -> None:
+        self.error, self.hangs = error, hangs
+
+    async def save(self, *, limit: int) -> AsyncGenerator[bytes, None]:
+        assert limit == 1 << 20
+        yield DATA[:1_000]
+        if self.hangs:
+            await anyio.sleep_forever()
+        if self.error is not None:
+            raise self.error
+        yield DATA[1_000:]
+
+    async def saves(self, spec: SandboxSpec) -> bool:
+        return spec.image == "base"
+
+    async def identity(self, spec: SandboxSpec) -> str:
+        return f"identity of {spec.image}"
+
+
+class Rollouts:
+    """A store that knows the rollouts under way."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    async def get(self, rollout_id: str) -> object:
+        return samples.rollout(rollout_id, state="rollout") if rollout_id in self.names else None
+
+
+def turn(number: int, *given: GivenMessages) -> SavedTurn:
+    messages = list(given) or [GivenMessages([tool(f"result {number - 1}")], None)]
+    return SavedTurn(messages, [1], samples.generation([number, number]), 1.0)
+
+
+def tool(text: str) -> Message:
+    return Message(role="tool", content=text)
+
+
+TURN = [turn(number) for number in range(4)]
+WORK = SavedWork(
+    rollout_id="r",
+    turns=2,
+    digest=digest_of([one.generation.output_ids for one in TURN[:2]]),
+    results=[tool("result 1")],
+    is_prepared=False,
+    tool_state={"editor": [["/a", None]]},
+)
+
+
+def make(folder: Path, budget: int = 1 << 20) -> SavedSandboxes:
+    async def flush() -> None:
+        pass
+
+    return SavedSandboxes(folder / "saved", Metrics(), flush, seconds=1.0, limit=1 << 20, budget=budget)
+
+
+async def save(saved: SavedSandboxes, work: SavedWork = WORK, sandbox: Saves | None = None) -> None:
+    one = sandbox or Saves()
+    await saved.save(cast(Sandbox, one), cast(SandboxProvider, one), work)
+
+
+def outcomes(saved: SavedSandboxes) -> dict[str, float]:
+    [family] = [each for each in saved._metrics.registry.collect() if each.name == "rollout_sandbox_saves"]
+    return {one.labels["outcome"]: one.value for one in family.samples if one.value and "total" in one.name}
+
+
+@pytest.fixture
+async def saved(tmp_path: Path) -> SavedSandboxes:
+    found = make(tmp_path)
+    await found.sweep(cast(Store, Rollouts()))
+    return found
+
+
+async def test_what_was_saved_is_found_and_starts_a_sandbox(saved: SavedSandboxes) -> None:
+    await save(saved)
+    found = await saved.find("r", TURN, "identity of base")
+    assert found is not None
+    assert found.work == WORK.model_copy(update={"image": "identity of base"})
+    assert [[one.content for one in each] for each in found.results] == [["result 0"], ["result 1"]]
+    async with saved.opened(found) as path:
+        assert path.read_bytes() == DATA
+    assert not path.exists()
+    assert await saved.find("r", TURN[:2], "identity of base") == found
+
+
+@pytest.mark.parametrize(
+    ("turns", "image", "name"),
+    [
+        (TURN[:1], "identity of base", "r"),
+        ([TURN[0], TURN[2], TURN[3]], "identity of base", "r"),
+        ([TURN[0], replace(TURN[1], given=None)], "identity of base", "r"),
+        ([TURN[0], turn(1, GivenMessages([tool("sum")], ForkReason.COMPACTION))], "identity of base", "r"),
+        (TURN, "identity of a new base", "r"),
+        (TURN, "identity of base", "other"),
+    ],
+    ids=["fewer", "others", "unknown", "compacted", "rebuilt", "another"],
+)
+async def test_a_file_that_does_not_suit_is_not_found(saved: SavedSandboxes, turns, image, name) -> None:
+    await save(saved)
+    assert await saved.find(name, turns, image) is None
+
+
+async def test_a_damaged_file_starts_nothing(saved: SavedSandboxes) -> None:
+    await save(saved)
+    found = await saved.find("r", TURN, "identity of base")
+    assert found is not None
+    whole = found.path.read_bytes()
+    found.path.write_bytes(whole[:-10] + bytes(10))
+    with pytest.raises(OSError, match="damaged"):
+        async with saved.opened(found):
+            pass
+    found.path.write_bytes(whole[:2])
+    assert await saved.find("r", TURN, "identity of base") is None
+    assert len(list(found.path.parent.iterdir())) == 1
+
+
+async def test_files_of_rollouts_that_ended_are_removed(tmp_path: Path, saved: SavedSandboxes) -> None:
+    for name in ("r", "ended", "under-way"):
+        await save(saved, WORK.model_copy(update={"rollout_id": name}))
+    saved.forget("r")
+    saved.forget("unknown")
+    folder = tmp_path / "saved"
+    (folder / "broken.sandbox").write_bytes(b"broken")
+    (folder / "left.part").write_bytes(b"")
+    again = make(tmp_path)
+    await again.sweep(cast(Store, Rollouts("under-way")))
+    assert len(list(folder.iterdir())) == 1
+    work = await again.find("under-way", TURN, "identity of base")
+    assert work is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (SandboxUnsavedError("a program"), "refused"),
+        (FileTooLargeError("large"), "large"),
+        (SandboxError("broken"), "failed"),
+        (OSError("no space"), "failed"),
+    ],
+)
+async def test_a_sandbox_that_is_not_saved_leaves_the_last_file(
+    saved: SavedSandboxes, error, outcome
+) -> None:
+    await save(saved)
+    await save(saved, WORK.model_copy(update={"turns": 3}), Saves(error))
+    found = await saved.find("r", TURN, "identity of base")
+    assert found is not None
+    assert found.work.turns == 2
+    assert outcomes(saved) == {"saved": 1, outcome: 1}
+
+
+async def test_saving_is_bounded_in_time_and_space(
+    tmp_path: Path, saved: SavedSandboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_sandboxes, "SAVE_SECONDS", 0.05)
+    await save(saved, sandbox=Saves(hangs=True))
+    assert outcomes(saved) == {"slow": 1}
+    small = make(tmp_path, budget=100)
+    await save(small)
+    assert outcomes(small) == {"full": 1}
+    assert list((tmp_path / "saved").iterdir()) == []
