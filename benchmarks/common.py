@@ -167,12 +167,18 @@ class Server:
 
 @asynccontextmanager
 async def service(
-    state_dir: Path, engine_url: str, *, workers: int, environment: Path, pipeline: str = ""
+    state_dir: Path,
+    engine_url: str,
+    *,
+    workers: int,
+    environment: Path,
+    pipeline: str = "",
+    provider: str = "local",
 ) -> AsyncIterator[Server]:
-    """Run `rollout-service serve` with local sandboxes and `workers` rollout workers; `pipeline` has more settings."""
+    """Run `rollout-service serve` with `workers` rollout workers; `pipeline` has more settings."""
     config = state_dir / "rollout.toml"
     config.write_text(
-        f'[sandbox]\nprovider = "local"\n'
+        f'[sandbox]\nprovider = "{provider}"\n'
         f"[pipeline]\ninit_workers = 16\ninit_queue = 64\nrollout_queue = 16\nrollout_workers = {workers}\n"
         f"evaluate_workers = 16\n{pipeline}"
         "[sandboxes.pressure]\nenabled = false\n"  # the load is intended, and must not throttle starts

@@ -33,8 +33,6 @@ from rollout_service.testing.sglang_engine import ScriptedEngine
 
 MODEL = policy_folder("calc-tuned")
 COMMAND = "echo hello"
-CALL = {"name": "bash", "arguments": {"command": COMMAND}}
-TURN = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call><|im_end|>"
 KEPT_TOKENS = 256
 """How many tokens of a prompt are recorded: enough to hold the number in the first message."""
 NEW_TOKENS = 64
@@ -53,8 +51,10 @@ PROMPT: ContextVar[bytes] = ContextVar("prompt")
 class OneTurn:
     """A script that repeats one turn forever, and keeps what identifies the prompt."""
 
-    def __init__(self) -> None:
-        self._replies = Replies.from_texts([TURN], MODEL)
+    def __init__(self, command: str = COMMAND) -> None:
+        """Each turn calls bash with this command."""
+        call = json.dumps({"name": "bash", "arguments": {"command": command}})
+        self._replies = Replies.from_texts([f"<tool_call>\n{call}\n</tool_call><|im_end|>"], MODEL)
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
         """Return the turn."""
@@ -84,10 +84,18 @@ class TimedServer(web.Server):
 class TimedEngine(ScriptedEngine):
     """An engine that appends a record of each turn to a file."""
 
-    def __init__(self, record: Path, *, latency: float, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        record: Path,
+        *,
+        latency: float,
+        command: str = COMMAND,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
         vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
         super().__init__(
-            OneTurn(), latency=latency, vocab_size=vocab_size, model_path=MODEL, host=host, port=port
+            OneTurn(command), latency=latency, vocab_size=vocab_size, model_path=MODEL, host=host, port=port
         )
         self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
@@ -137,12 +145,16 @@ async def main() -> None:
     """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description="Run a scripted engine that records the times of each turn.")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds per turn")
+    parser.add_argument("--command", default=COMMAND, help="what each turn runs in bash")
     parser.add_argument("--address", type=Path, required=True, help="write the URL to this file")
     parser.add_argument("--record", type=Path, required=True, help="append the turns to this file")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=0, help="port to listen at; 0 takes a free one")
     given = parser.parse_args()
-    async with TimedEngine(given.record, latency=given.delay, host=given.host, port=given.port) as engine:
+    timed = TimedEngine(
+        given.record, latency=given.delay, command=given.command, host=given.host, port=given.port
+    )
+    async with timed as engine:
         draft = given.address.with_suffix(".draft")
         draft.write_text(engine.url)
         draft.replace(given.address)

@@ -161,7 +161,12 @@ CASES: Mapping[str, tuple[Case, ...]] = {
             ),
         ),
     ),
-    "resume": (Case(("redis",), (positive("rollouts", "pairs_sqlite", "pairs_redis"),)),),
+    "resume": (
+        Case(
+            ("redis", "apptainer"),
+            (zero("resume_replayed_tools"), positive("rollouts", "pairs_sqlite", "pairs_redis")),
+        ),
+    ),
     "routing": (Case(("sglang",), flags=("--peer", "none")),),
     "sandboxes": (
         Case(("apptainer",), flags=("--peer", "none")),
