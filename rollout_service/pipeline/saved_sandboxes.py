@@ -239,18 +239,15 @@ class SandboxSaver:
         """`is_prepared` tells whether the sandbox started from the files of a shared setup."""
         self._store, self._provider, self._turns, self._episode = store, provider, turns, episode
         self._is_prepared = is_prepared
-        self._saved_at: float | None = None
+        self._next = store.seconds
 
     def due(self, results: list[Message]) -> Callable[[], Coroutine[Any, Any, None]] | None:
         """Return how to save the sandbox, if it is time to; `results` are what the agent tells the policy next."""
-        if self._turns.is_replaying or not self._turns.sampled:
+        if (now := self._turns.clock.seconds) < self._next:  # as during a replay, when it stands still
             return None
-        now = self._turns.clock.seconds
-        if self._saved_at is None:
-            self._saved_at = now if self._turns.played else 0.0
-        if now - self._saved_at < self._store.seconds or self._episode.sandbox is None:
+        if not self._turns.sampled or self._episode.sandbox is None:
             return None
-        self._saved_at = now
+        self._next = now + self._store.seconds
         return partial(self._save, self._episode.sandbox, list(results))
 
     async def _save(self, sandbox: Sandbox, results: list[Message]) -> None:

@@ -88,16 +88,11 @@ class ToolCallingAgent:
             malformed_turns = 0 if well_formed else malformed_turns + 1
             if malformed_turns >= limits.max_malformed:
                 return StopReason.MALFORMED
-            messages = await self._results(episode, turn.message.tool_calls)
+            known = next(episode.known_results, None)
+            messages = known or await self._calls.run(episode, turn.message.tool_calls)
             if not messages:
                 return StopReason.FINISHED
         return StopReason.MAX_TURNS
-
-    async def _results(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
-        if (known := next(episode.known_results, None)) is None:
-            return await self._calls.run(episode, calls)
-        episode.tool_calls += len(calls)
-        return known
 
 
 def final_answer(messages: Sequence[Message]) -> str | None:

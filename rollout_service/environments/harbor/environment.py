@@ -151,6 +151,8 @@ class HarborTaskEnvironment(AgentEnvironment):
         super().__init__(spec_of(task, name, settings))
         self.task = task
         self.has_solution = task.has_solution
+        # Later steps, and services, begin with what their own commands leave running.
+        self.init_leaves_files = task.compose is None and len(task.steps) == 1 and not self.uses_gateway
         self._settings = settings
 
     def findings(self) -> list[str]:
