@@ -26,6 +26,7 @@ cd kept; umask 027; set -o noclobber; set -f; shopt -s extglob nullglob; alias h
 plain="two  words 'and' \$HOME"; export SHOWN=$'line\nbreak\u00e9'; declare -i number=7; readonly FIXED=1; unset LANG
 declare -A map=([a b]=1 [c]='"'); list=(x 'y z' ''); declare -n ref=plain; IFS=,
 greet() { echo "hello $1"; }; export -f greet; matches() { [[ $1 == @(me|you) ]]; }
+true & last=$!; wait
 trap 'echo trapped' USR1; set -- one 'two 2'; pushd deep >/dev/null; pushd / >/dev/null; ulimit -S -n 500
 """
 ASK = r"""
@@ -92,6 +93,7 @@ async def saved_has_shell(sandbox: Sandbox, provider: SandboxProvider) -> None:
         async with await provider.start(replace(sandbox.spec, saved=saved)) as other:
             first, second = await bash.run(ASK), await (await other.bash()).run(ASK)
             expect(first.output == second.output, f"{first.output}\n---\n{second.output}")
+            expect((await bash.run("echo $(($! == last))")).output == "1\n", "the first has changed")
             parts = ("one|two 2|2|", "aliased\nhello you\n", "trapped\n8\n")
             expect(all(part in first.output for part in parts), first.output)
 

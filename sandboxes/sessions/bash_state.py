@@ -18,7 +18,8 @@ MAX_BYTES = 1 << 20
 """A shell reads its input byte by byte, so a longer script would take it a second."""
 DUMP_SECONDS = 10.0
 
-# Only builtins: what programs the image has, and what PATH finds, does not matter. No subshell per variable.
+# Only builtins: what programs the image has, and what PATH finds, does not matter. No subshell per variable, and no
+# process substitution, which would change `$!`.
 _OWN = (
     "BASH|BASHOPTS|BASHPID|BASH_*|COMP_*|DIRSTACK|EPOCH*|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|OLDPWD|OPTIND|PIPESTATUS|"
     "PPID|PWD|RANDOM|SECONDS|SHELLOPTS|SHLVL|SRANDOM|UID|_|__rollout_*"
@@ -31,7 +32,7 @@ _OPTIONS = (
 """Those of `set -o`. Turning off `emacs` or `vi` would make bash read its commands from the redirected input."""
 _DUMP = rf"""__rollout_was=$? __rollout_set=:$SHELLOPTS: __rollout_traps=$(\builtin trap -p)
 \builtin trap - DEBUG ERR RETURN; \builtin set +efuvx
-\builtin mapfile -t __rollout_names < <(\builtin compgen -v)
+\builtin mapfile -t __rollout_names <<<"$(\builtin compgen -v)"
 {{ [[ . -ef $PWD ]] && \builtin printf 'begin %s\n' NONCE
 \builtin printf 'for __rollout_name in $(compgen -e); do case " '; \builtin printf '%s ' "${{__rollout_names[@]}}"
 \builtin printf '" in *" $__rollout_name "*) ;; *) unset -v "$__rollout_name";; esac; done; unset __rollout_name\n'

@@ -1,0 +1,73 @@
+"""The state of a shell as a script: whatever values it holds, another shell gets them, and the first keeps its own."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sandboxes.errors import SandboxUnsavedError
+from sandboxes.sessions.bash_state import archive_state, make_dump, parse_dump, read_state
+
+TEXTS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=20)
+SHELL = ("bash", "--norc", "--noprofile")
+ENV = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "EXPORTED": "of the first"}
+
+
+def run(script: str) -> str:
+    done = subprocess.run(SHELL, input=script.encode(), capture_output=True, env=ENV, check=False, timeout=30)
+    assert done.stderr == b""
+    return done.stdout.decode()
+
+
+def described(setup: str) -> tuple[str, str]:
+    """Return the script that describes a shell after some commands, and what it prints about itself afterward."""
+    command, nonce = make_dump()
+    said = run(f"{setup}\neval {shlex.quote(command)}\n{ASK}")
+    output, _, asked = said.partition(f"end {nonce}\n")
+    return parse_dump(f"{output}end {nonce}\n", nonce).decode(), asked
+
+
+ASK = 'printf "%s\\0" "$?" "$text" "${list[@]}" "${!map[@]}" "${map[@]}" "$@" "$PWD" "$-" "${EXPORTED-unset}"; trap -p'
+
+
+@given(
+    text=TEXTS,
+    items=st.lists(TEXTS, max_size=3),
+    key=TEXTS.filter(bool),
+    flags=st.sets(st.sampled_from("fuC")),
+)
+@settings(max_examples=25, deadline=None)
+def test_another_shell_has_any_values(text: str, items: list[str], key: str, flags: set[str]) -> None:
+    setup = "\n".join(
+        [
+            f"text={shlex.quote(text)}; list=({shlex.join(items)}); declare -A map=([{shlex.quote(key)}]=value)",
+            f"set -- {shlex.join(items)}; trap {shlex.quote(f': {shlex.quote(text)}')} USR2; cd /usr; unset EXPORTED",
+            *(f"set -{flag}" for flag in sorted(flags)),
+            "(exit 7)",
+        ]
+    )
+    script, itself = described(setup)
+    assert itself == run(f"{setup}\n{ASK}"), "the first shell has changed"
+    assert run(f"eval {shlex.quote(script)}\n{ASK}") == itself
+
+
+def test_the_archive_begins_with_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    for script in (b"", b"x=1\n", bytes(range(1, 256)) * 5):
+        path.write_bytes(archive_state(script))
+        assert read_state(path) == script
+    for damaged in (b"", b"no archive", archive_state(b"x=1\n")[:100]):
+        path.write_bytes(damaged)
+        with pytest.raises(OSError, match="saved"):
+            read_state(path)
+
+
+@pytest.mark.parametrize(
+    "output", ["", "begin N\n", "begin N\nlimits N\n", "begin N\nx=\ufffd\nlimits N\nend N\n"]
+)
+def test_a_shell_that_does_not_describe_itself_is_not_saved(output: str) -> None:
+    with pytest.raises(SandboxUnsavedError):
+        parse_dump(output, "N")
