@@ -310,7 +310,7 @@ class AttemptPolicy:
 
 log = structlog.get_logger(__name__)
 
-RESUMED, BEGUN_ANEW = "resumed", "begun_anew"
+RESUMED, BEGUN_ANEW, SHORTENED = "resumed", "begun_anew", "shortened"
 EVENT = "rollout.resume"
 """The kind of the events; their data is `outcome`, `reason`, `turns`, `seconds` and `restored_turns`."""
 

@@ -20,7 +20,14 @@ from rollout_service.activity import note_outcome, waits_for
 from rollout_service.base.errors import AttemptsExhaustedError, describe
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.serving.turn_log import CannotResumeError
-from rollout_service.pipeline.attempt import BEGUN_ANEW, Attempt, LeaseLostError, NotServedError, report
+from rollout_service.pipeline.attempt import (
+    BEGUN_ANEW,
+    SHORTENED,
+    Attempt,
+    LeaseLostError,
+    NotServedError,
+    report,
+)
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease
@@ -138,17 +145,23 @@ class Settlement:
                 await self._context.turn_writer.flush()
 
     async def _begin_anew(self, attempt: Attempt, error: CannotResumeError) -> None:
-        """Queue an interrupted rollout again without its saved turns; nothing has failed, so no attempt is used."""
-        context, lease = self._context, attempt.lease
-        self._forget_sandbox(lease)
+        """Queue an interrupted rollout again; nothing has failed, so no attempt is used.
+
+        It keeps the turns that its saved sandbox has, if only what came after them was different.
+        """
+        context, lease, turns = self._context, attempt.lease, attempt.turns
+        kept = turns.restored if turns is not None and turns.played > turns.restored else 0
+        if not kept:
+            self._forget_sandbox(lease)
         await attempt.release()
 
         async def restart() -> bool:
-            return await context.store.restart(lease, context.owner, spans=attempt.spans)
+            return await context.store.restart(lease, context.owner, spans=attempt.spans, kept_turns=kept)
 
         note_outcome(state=RolloutState.QUEUED.value)
         await self._settle("queue an interrupted rollout anew", attempt, restart)
-        await report(context, lease, attempt.turns, outcome=BEGUN_ANEW, reason=error.reason)
+        outcome = SHORTENED if kept else BEGUN_ANEW
+        await report(context, lease, turns, outcome=outcome, reason=error.reason)
 
     async def _hand_back(self, attempt: Attempt) -> None:
         """Return an attempt that counts for nothing to the store, where it holds no place."""

@@ -272,11 +272,14 @@ class Store(TurnStore, StepStore, SummaryStore, Protocol):
         """
         ...
 
-    async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = ()) -> bool:
-        """Requeue a leased rollout without its saved turns; return False if the lease is lost.
+    async def restart(
+        self, lease: Lease, owner: str, *, spans: Sequence[Span] = (), kept_turns: int = 0
+    ) -> bool:
+        """Requeue a leased rollout with the first `kept_turns` of its saved turns; return False if the lease is lost.
 
-        The next attempt begins anew and has the same number, since this one is not counted. `spans` are those of all
-        attempts so far; the next lease carries them. If cancellation was requested, the rollout is cancelled instead.
+        The next attempt goes on after these and has the same number, since this one is not counted. `spans` are those
+        of all attempts so far; the next lease carries them. If cancellation was requested, the rollout is cancelled
+        instead.
         """
         ...
 

@@ -61,7 +61,8 @@ ERRORS: Final = MetricSpec(
 RETRIES: Final = MetricSpec("rollout_retries_total", "Attempts that were retried", ("code",))
 RESUMES: Final = MetricSpec(
     "rollout_resumes_total",
-    "Interrupted rollouts that were taken up: resumed from their last turn, or begun_anew for a reason",
+    "Interrupted rollouts that were taken up: resumed from their last turn, shortened to the turns of their saved "
+    "sandbox or begun_anew for a reason",
     ("outcome", "reason"),
 )
 RESUMED_TURNS: Final = MetricSpec(

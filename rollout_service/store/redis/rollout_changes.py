@@ -160,8 +160,10 @@ class RedisRollouts(RolloutReads):
         )
         return bool(await self._connection.call("rollouts_retry", *_held(lease, owner), *values))
 
-    async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = ()) -> bool:
-        values = (*_held(lease, owner), codec.encode_spans(spans))
+    async def restart(
+        self, lease: Lease, owner: str, *, spans: Sequence[Span] = (), kept_turns: int = 0
+    ) -> bool:
+        values = (*_held(lease, owner), codec.encode_spans(spans), kept_turns)
         return bool(await self._connection.call("rollouts_restart", *values))
 
     async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:

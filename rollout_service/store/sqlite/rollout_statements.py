@@ -315,7 +315,9 @@ _SAVED_STEPS = """
 SELECT rollout_id, data FROM rollouts JOIN steps ON steps.rollout = rollouts.seq
 WHERE rollout_id IN (SELECT value FROM json_each(?)) AND number >= 0 ORDER BY rollouts.seq, number
 """
-_DELETE = "DELETE FROM turns WHERE rollout = (SELECT seq FROM rollouts WHERE rollout_id = :id)"
+_DELETE = """
+DELETE FROM turns WHERE rollout = (SELECT seq FROM rollouts WHERE rollout_id = :id) AND number >= :kept
+"""
 _RESTART = """
 UPDATE rollouts SET
     state = iif(cancel, 'cancelled', 'queued'), stop_reason = iif(cancel, 'cancelled', NULL),
@@ -348,12 +350,12 @@ def saved(db: sqlite3.Connection, rollout_id: str) -> list[bytes]:
 
 
 def delete(db: sqlite3.Connection, values: dict[str, Any]) -> None:
-    """Delete the turns of the rollout `id`."""
-    db.execute(_DELETE, values)
+    """Delete the turns of the rollout `id`, except for the first `kept`, if this is given."""
+    db.execute(_DELETE, {"kept": 0} | values)
 
 
 def restart(db: sqlite3.Connection, values: dict[str, Any]) -> list[sqlite3.Row]:
-    """Requeue a leased rollout without its turns; return its row, or nothing if the lease is lost."""
+    """Requeue a leased rollout with its first turns alone; return its row, or nothing if the lease is lost."""
     rows = db.execute(_RESTART, values).fetchall()
     if rows:
         delete(db, values)

@@ -277,8 +277,10 @@ class SqliteStore(BaseStore):
 
         return self._requeued(await self._thread.write(retry))
 
-    async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = ()) -> bool:
-        values = self._held(lease, owner) | {"spans": codec.encode_spans(spans)}
+    async def restart(
+        self, lease: Lease, owner: str, *, spans: Sequence[Span] = (), kept_turns: int = 0
+    ) -> bool:
+        values = self._held(lease, owner) | {"spans": codec.encode_spans(spans), "kept": kept_turns}
         return self._requeued(await self._thread.write(statements.restart, values))
 
     def _requeued(self, rows: Sequence[sqlite3.Row]) -> bool:

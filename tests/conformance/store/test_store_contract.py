@@ -915,13 +915,14 @@ class StoreMachine(RuleBasedStateMachine):
             record.turns.append(turn.data)
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def restart(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), kept=st.integers(0, 3))
+    def restart(self, data: st.DataObject, kept: int) -> None:
         owner, lease, record = self.pick(data)
-        assert self.call(lambda: self.store.restart(lease, owner)) == (record is not None)
+        done = self.call(lambda: self.store.restart(lease, owner, kept_turns=kept))
+        assert done == (record is not None)
         if record:
             record.attempt -= record.state is not S.QUEUED
-            record.turns = []
+            record.turns = record.turns[:kept]
             self.give_back(record)
 
     @precondition(lambda self: self.leases)

@@ -23,6 +23,10 @@ def call(command: str) -> str:
     return f"<tool_call>\n{arguments}\n</tool_call><|im_end|>"
 
 
+STARTS_A_PROGRAM = "(sleep 1000 &); echo $marks $(date +%N)"
+"""After it, the sandbox is not saved any more, and what it printed is not printed again."""
+
+
 def outputs(running: Running, name: str) -> list[str]:
     """Return the results of a rollout's tool calls, which were all sampled once."""
     found = Trajectory.model_validate(running.get(f"/v1/rollouts/{name}/trajectory"))
@@ -62,3 +66,20 @@ def test_a_rollout_goes_on_in_copies_of_its_sandbox(tmp_path: Path, shared: bool
                 assert {tuple(text.split()[1:3]) for text in later} == {(first.strip(), "1")}
                 assert running.metric('rollout_resumes_total{outcome="resumed",reason=""}') == 1
                 assert list(folder.iterdir()) == []
+
+
+def test_turns_after_the_last_copy_that_cannot_be_repeated_are_sampled_again(tmp_path: Path) -> None:
+    commands = [FIRST, *[f"{STARTS_A_PROGRAM} # {n}" for n in range(1, TURNS)]]
+    with scripted_engine(tmp_path, *map(call, commands), delay=0.2) as engine:
+        with service(tmp_path, engine.url, CONFIG, turns=TURNS, sandbox="apptainer") as running:
+            running.submit("r1").raise_for_status()
+            eventually(lambda: running.metric('rollout_saved_turns_total{outcome="saved"}') >= 3, running)
+            crash(running, saves=1)
+        with service(tmp_path, engine.url, CONFIG, turns=TURNS, sandbox="apptainer") as running:
+            eventually(lambda: running.state("r1") in {"completed", "failed"}, running)
+            first, *later = outputs(running, "r1")
+            assert {text.split()[0] for text in later} == {first.strip()}
+            resumes = 'rollout_resumes_total{{outcome="{}",reason="{}"}}'
+            assert running.metric(resumes.format("shortened", "output_differs")) == 1
+            assert running.metric(resumes.format("resumed", "")) == 1
+            assert running.metric(resumes.format("begun_anew", "output_differs")) == 0

@@ -478,8 +478,8 @@ common.register('rollouts_retry', function(call, id, owner, token, problem, code
     return 1
 end)
 
--- Queue a rollout again without its turns, and with its attempt not counted; return as `rollouts_retry` does.
-common.register('rollouts_restart', function(call, id, owner, token, spans)
+-- Queue a rollout again with its first `kept` turns and its attempt not counted; return as `rollouts_retry` does.
+common.register('rollouts_restart', function(call, id, owner, token, spans, kept)
     if not holds(call, id, owner, token) then
         return 0
     end
@@ -487,7 +487,11 @@ common.register('rollouts_restart', function(call, id, owner, token, spans)
         redis.call('HINCRBY', at(call, 'r', id), 'a', -1)
     end
     redis.call('HSET', at(call, 'h', id), 'spans', spans)
-    redis.call('UNLINK', at(call, 'u', id))
+    if kept == '0' then
+        redis.call('UNLINK', at(call, 'u', id))
+    else
+        redis.call('LTRIM', at(call, 'u', id), 0, kept - 1)
+    end
     drop_lease(call, id)
     requeue(call, id)
     return 1
