@@ -73,11 +73,17 @@ async def program_answers(sandbox: Sandbox, _: SandboxProvider) -> None:
         ["bash", "-c", "(sleep 2; touch reached) & echo up; sleep 2; touch reached"]
     ) as left:
         expect(await left.receive() == b"up\n", "not started")
+    script = 'echo up >&2; (sleep 1; touch left) & read -r -a fields </proc/$$/stat; echo "${fields[4]}"'
+    async with sandbox.program(["bash", "-c", script]) as program:
+        expect(await program.receive() == f"{program.group}\n".encode(), program.group)
+        expect((await program.receive_errors(), program.errors()) == (b"up\n", ""), "no errors")
+        await program.wait()
+        program.leave_group()
     async with sandbox.program(["no-such-program"]) as missing:
         expect(await missing.wait() == 127, "no 127")
         expect(not await missing.send(b"x" * 1_000_000), "it takes input after its end")
     result = await sandbox.exec(["bash", "-c", "sleep 3; ls"])
-    expect(result.stdout == b"", result)
+    expect(result.stdout == b"left\n", result)
 
 
 CHECKS: tuple[Check, ...] = (exec_programs, exec_apart, exec_at_once, exec_cancelled, program_answers)

@@ -30,6 +30,11 @@ DEFAULT_TREE_LIMIT = 1024 * 1024 * 1024
 class RunningProgram(ABC):
     """The host's side of a program's three streams. Everything that arrives is untrusted."""
 
+    @property
+    @abstractmethod
+    def group(self) -> int:
+        """The id of its process group, as code inside sees it."""
+
     @abstractmethod
     async def send(self, data: bytes) -> bool:
         """Write all of it to the program's standard input; return False if it takes no more.
@@ -46,8 +51,16 @@ class RunningProgram(ABC):
         """Return the next bytes of its standard output, at most 64 KiB; b"" at the end. For one caller at a time."""
 
     @abstractmethod
+    async def receive_errors(self) -> bytes:
+        """Return the next bytes of its standard error as `receive` does. The first call takes what `errors` has."""
+
+    @abstractmethod
     def errors(self) -> str:
         """Return its standard error so far, the middle left out if there is much; all of it after `wait`."""
+
+    @abstractmethod
+    def leave_group(self) -> None:
+        """Let what it has left in the background go on after the block. Call it once the program has ended."""
 
     @abstractmethod
     async def wait(self) -> int:
@@ -157,8 +170,8 @@ class Sandbox(ABC):
     ) -> AbstractAsyncContextManager[RunningProgram]:
         """Start a program outside the sessions, and exchange bytes with it within the block.
 
-        At the end of the block, however it ends, the program's process group is killed. Several may run at once. A
-        program that does not exist ends at once with exit code 127.
+        At the end of the block, however it ends, the program's process group is killed, unless `leave_group` was
+        called. Several may run at once. A program that does not exist ends at once with exit code 127.
 
         Raises:
             SandboxClosedError: The sandbox is closed or has ended.

@@ -228,6 +228,11 @@ class ProgramPipes(RunningProgram):
         self._reader = Reader(child.pipes.fds[ERROR])
         self._reader.start(self._errors.add)
         self._code: int | None = None
+        self._leaves_group = False
+
+    @property
+    def group(self) -> int:
+        return self._child.group
 
     async def send(self, data: bytes) -> bool:
         for at in range(0, len(data), READ_SIZE):
@@ -240,10 +245,14 @@ class ProgramPipes(RunningProgram):
         self._child.pipes.close(INPUT)
 
     async def receive(self) -> bytes:
-        await anyio.lowlevel.checkpoint()
-        while (data := read_some(self._child.stdout, READ_SIZE)) is None:
-            await anyio.wait_readable(self._child.stdout)
-        return data
+        return await _receive(self._child.stdout)
+
+    async def receive_errors(self) -> bytes:
+        self._reader.stop()
+        if early := self._errors.bytes():
+            self._errors = OutputBuffer(ERRORS_LIMIT)
+            return early
+        return await _receive(self._child.pipes.fds[ERROR])
 
     def errors(self) -> str:
         return self._errors.text()
@@ -254,10 +263,24 @@ class ProgramPipes(RunningProgram):
             self._reader.stop()
         return self._code
 
+    def leave_group(self) -> None:
+        self._leaves_group = True
+
     def close(self) -> None:
-        """Kill the program and close the pipes. Idempotent."""
+        """Kill the program, unless its group is left alone, and close the pipes. Idempotent."""
         self._reader.close()
-        self._child.discard()
+        if self._leaves_group:
+            self._child.release()
+        else:
+            self._child.discard()
+
+
+async def _receive(fd: int) -> bytes:
+    """Return the next bytes, or b"" at the end, however long they take."""
+    await anyio.lowlevel.checkpoint()
+    while (data := read_some(fd, READ_SIZE)) is None:
+        await anyio.wait_readable(fd)
+    return data
 
 
 @asynccontextmanager

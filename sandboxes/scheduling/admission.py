@@ -5,6 +5,7 @@ Guarantees:
 - The last place is reserved for graders, so finished work can always be scored. This rules out deadlock: a rollout
   that holds a sandbox may wait for a grader, and the grader never waits for such a rollout.
 - Graders come before agents; within each, first come, first served.
+- Guests, which belong to no rollout, come last: they never wait, and get a place only if nobody else wants one.
 - The first agent and the first grader are admitted under any pressure, so work always goes on.
 - Leaving the queue, by admission or cancellation, never takes a place from anyone else.
 - The reason for waiting is available in words (`hold_reasons`), counted, and logged when it changes.
@@ -34,6 +35,8 @@ class Purpose(StrEnum):
 
     GRADER = "grader"
     AGENT = "agent"
+    GUEST = "guest"
+    """Only `admit_guest` admits these."""
 
 
 class Ticket:
@@ -154,6 +157,18 @@ class AdmissionController:
             raise
         return Ticket(self, purpose)
 
+    def admit_guest(self, most: int) -> Ticket | None:
+        """Return a ticket for a sandbox of no rollout, or None if rollouts or the host need the place.
+
+        At most `most` guests are admitted, and always one place fewer than agents could have.
+        """
+        guests, places = self._used[Purpose.GUEST], self.ceiling - GRADER_PLACES
+        fits = self.used < self.target and guests + self._used[Purpose.AGENT] < places
+        if not fits or guests >= min(most, places - 1) or self.waiting or self.pressure_reasons:
+            return None
+        self._used[Purpose.GUEST] += 1
+        return Ticket(self, Purpose.GUEST)
+
     def release(self, purpose: Purpose) -> None:
         """Free the place of a sandbox that has ended; called by `Ticket.release`."""
         self._used[purpose] -= 1
@@ -203,7 +218,8 @@ class AdmissionController:
         if purpose is Purpose.GRADER:
             return self.used < self.target or self._used[Purpose.GRADER] < GRADER_PLACES
         fits = self.used < self.target or self._used[Purpose.AGENT] == 0
-        return fits and self._used[Purpose.AGENT] < self.ceiling - GRADER_PLACES and self.used < self.ceiling
+        others = self.used - self._used[Purpose.GRADER]
+        return fits and others < self.ceiling - GRADER_PLACES and self.used < self.ceiling
 
     def _admit_waiting(self) -> None:
         for purpose, queue in self._queues.items():

@@ -281,6 +281,24 @@ async def test_the_last_place_is_for_graders():
     assert it.used == 0
 
 
+async def test_guests_leave_places_to_rollouts_and_never_wait():
+    it = make_admission(4)
+    guests = [it.admit_guest(9) for _ in range(3)]
+    assert guests[2] is None
+    assert it.used == 2
+    await admitted(it, Purpose.AGENT)
+    with anyio.move_on_after(0.01) as scope:
+        await it.admit(Purpose.AGENT)
+    assert scope.cancelled_caught
+    await admitted(it, Purpose.GRADER)
+    guests[0].release()
+    assert it.admit_guest(1) is None
+    it.observe(BUSY)
+    assert it.admit_guest(2) is None
+    it.observe(CALM)
+    assert it.admit_guest(2) is not None
+
+
 async def test_one_agent_and_one_grader_continue_under_pressure():
     it = make_admission(50)
     it.observe(FULL)
@@ -296,7 +314,7 @@ async def test_one_agent_and_one_grader_continue_under_pressure():
 async def test_waiters_are_admitted_when_the_pressure_ends_graders_first():
     it = make_admission(50)
     it.observe(FULL)
-    held = [await admitted(it, purpose) for purpose in Purpose]
+    held = [await admitted(it, purpose) for purpose in (Purpose.GRADER, Purpose.AGENT)]
     order: list[Purpose] = []
 
     async def wait(purpose: Purpose) -> None:
@@ -355,7 +373,7 @@ async def test_a_resource_that_gets_short_is_waited_for():
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["agent", "grader", "cancel", "release", "calm", "busy", "full"]), st.integers(0, 30)
+        st.sampled_from(["agent", "grader", "guest", "cancel", "release", "calm", "busy", "full"]), st.integers(0, 30)
     ),
     max_size=60,
 )
@@ -377,6 +395,13 @@ async def test_nobody_is_lost_and_the_ceiling_holds(actions, ceiling):
             if action in ("agent", "grader"):
                 scopes.append(anyio.CancelScope())
                 tasks.start_soon(ask, Purpose(action), scopes[-1])
+            elif action == "guest":
+                waiting, short = it.waiting, it.pressure_reasons
+                if (ticket := it.admit_guest(number)) is not None:
+                    assert not waiting and not short
+                    tickets.append(ticket)
+                guests = sum(ticket.purpose is Purpose.GUEST for ticket in tickets)
+                assert guests <= min(number, ceiling - 2) or ticket is None
             elif action == "cancel" and scopes:
                 scopes[number % len(scopes)].cancel()
             elif action == "release" and tickets:
