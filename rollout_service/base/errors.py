@@ -22,7 +22,8 @@ ServiceError
  |- RecordLostError               one record of the store is gone or damaged            500
  |- UnavailableError              the service cannot do this now                        503
  |   `- TryLaterError             ... but will; `Retry-After` says when
- |       `- TooManyBytesError     ... since the bodies of too many requests are being read       429
+ |       |- TooManyBytesError     ... since the bodies of too many requests are being read       429
+ |       `- TooManySandboxesError ... since there is no place for another sandbox of a program   429
  |- StageTimeoutError             a stage's deadline passed
  |- AttemptsExhaustedError        the service crashed while running the rollout, too often
  |- ConfigurationError            the service cannot run as it is configured
@@ -233,6 +234,13 @@ class TooManyBytesError(TryLaterError):
     """There was no room for a request's body in time, since too many others are being read."""
 
     code = "too_many_bytes"
+    status = 429
+
+
+class TooManySandboxesError(TryLaterError):
+    """There is no place for another sandbox of a program now."""
+
+    code = "too_many_sandboxes"
     status = 429
 
 

@@ -22,13 +22,13 @@ from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import GatewayApp
-from rollout_service.gateway.server.listener import address_of, bind, serving
+from rollout_service.gateway.server.listener import HEAD_SECONDS, address_of, bind, serving
 from rollout_service.gateway.server.paths import KeyedApp, KeyedApps
 from rollout_service.gateway.sessions.engines import PolicyEngines
 from rollout_service.gateway.sessions.keys import GatewaySessions, OneSession
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.http.connections import ConnectionLimits, descriptor_limit
-from rollout_service.http.protocol import Observe
+from rollout_service.http.protocol import Observe, RequestLimits
 from rollout_service.http.requests import BodiesInFlight
 from rollout_service.settings.http import GatewaySettings
 from rollout_service.tokens import ChatRenderer
@@ -59,6 +59,11 @@ class Gateway:
         self._sessions = GatewaySessions()
         self._others: list[KeyedApp] = []
         self._tasks: TaskGroup | None = None
+        self._requests = RequestLimits(
+            head_seconds=HEAD_SECONDS,
+            body_seconds=parts.settings.body_seconds,
+            write_seconds=parts.settings.write_seconds,
+        )
         self.metrics = parts.metrics
         self.bodies = BodiesInFlight(parts.settings.max_bytes_in_flight, parts.settings.max_body_bytes)
         """The bodies that are read for all sessions, live ones included."""
@@ -73,13 +78,14 @@ class Gateway:
             ConfigurationError: The address cannot be bound.
         """
         parts = self._parts
-        listener = bind(parts.settings)
-        self.url = address_of(listener, parts.settings)
+        listener = bind(parts.settings.host, parts.settings.port, "gateway")
+        own_url = address_of(listener, parts.settings.host)
+        self.url = (parts.settings.public_url or own_url).rstrip("/")
         own = GatewayApp(self._sessions, parts.settings, parts.metrics, self.bodies)
         app = KeyedApps(own, self._others)
         limits = ConnectionLimits.within(descriptor_limit() // DESCRIPTOR_SHARE)
         async with anyio.create_task_group() as self._tasks:
-            async with serving(app, listener, parts.settings, limits, parts.observe):
+            async with serving(app, listener, limits, self._requests, parts.observe):
                 yield
             self._tasks.cancel_scope.cancel()
 
@@ -140,4 +146,4 @@ class Gateway:
     def _serve_alone(self, session: GatewaySession, listener: socket) -> AbstractAsyncContextManager[None]:
         parts = self._parts
         app = GatewayApp(OneSession(session), parts.settings, parts.metrics, self.bodies)
-        return serving(app, listener, parts.settings, ONE_PROGRAM, parts.observe)
+        return serving(app, listener, ONE_PROGRAM, self._requests, parts.observe)

@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rollout_service.base import private_files
 from rollout_service.http.keyring import KEY_COMMAND, check_unique
+from rollout_service.settings.e2b import E2BApiSettings
 from rollout_service.settings.engines import DefaultEngine, EmbeddedSettings, PoolSettings
 from rollout_service.settings.http import GatewaySettings, HttpSettings
 from rollout_service.settings.live import LiveSettings
@@ -109,6 +110,7 @@ class Settings(BaseSettings):
     """Limits of the pools, by name, such as `[pools.judge]` with `max_in_flight = 64`."""
     gateway: GatewaySettings = GatewaySettings()
     live: LiveSettings = LiveSettings()
+    e2b: E2BApiSettings = E2BApiSettings()
     pipeline: PipelineSettings = PipelineSettings()
     store: StoreSettings = StoreSettings()
     cluster: ClusterSettings = ClusterSettings()
@@ -140,6 +142,10 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"host {self.host} listens beyond loopback, but no key is set: set {ENV_PREFIX}KEYS{client}, "
                 f"`keys` in rollout.toml, or --keys-file, or listen on 127.0.0.1. Generate a key with `{KEY_COMMAND}`"
+            )
+        if self.e2b.enabled and not self.is_keyed and not is_loopback(self.e2b.host):
+            raise ValueError(
+                f"e2b.host {self.e2b.host} listens beyond loopback, but no key is set: set `keys`"
             )
         check_unique(self.keys)
         if self.tls_key is not None and self.tls_certificate is None:

@@ -1,4 +1,4 @@
-"""Serves the gateway on a listening socket, in this process's event loop.
+"""Serves the gateway, or another API beside the service's own, on a listening socket, in this process's event loop.
 
 Guarantees: once the block is left, the socket and every connection are closed. Peers without a key cannot keep those
 with one out.
@@ -18,7 +18,6 @@ from rollout_service.base.errors import ConfigurationError
 from rollout_service.http.connections import ConnectionLimits, Connections
 from rollout_service.http.protocol import Observe, RequestLimits
 from rollout_service.http.server import Server
-from rollout_service.settings.http import GatewaySettings
 from sandboxes.task_groups import open_task_group
 
 GRACE_SECONDS = 1
@@ -36,27 +35,24 @@ class GatewayServer(Server):
         yield
 
 
-def bind(settings: GatewaySettings) -> socket.socket:
-    """Return the gateway's listening socket.
+def bind(host: str, port: int, section: str) -> socket.socket:
+    """Return the listening socket of an API; `section` of the settings has its address.
 
     Raises:
         ConfigurationError: The address cannot be bound.
     """
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2_048)
+        return socket.create_server((host, port), family=family, backlog=2_048)
     except OSError as error:
         raise ConfigurationError(
-            f"the gateway cannot listen on {settings.host}:{settings.port}: {error.strerror}",
-            hint="Choose another `host` or `port` in `[gateway]`, or stop the program that listens there.",
+            f"the {section} cannot listen on {host}:{port}: {error.strerror}",
+            hint=f"Choose another `host` or `port` in `[{section}]`, or stop the program that listens there.",
         ) from error
 
 
-def address_of(listener: socket.socket, settings: GatewaySettings) -> str:
-    """Return the URL at which programs reach the gateway."""
-    if settings.public_url is not None:
-        return settings.public_url.rstrip("/")
-    host = settings.host
+def address_of(listener: socket.socket, host: str) -> str:
+    """Return the URL at which programs reach a listener that was bound to a host."""
     if host in ("0.0.0.0", "::"):  # noqa: S104 - not bound here
         host = socket.gethostname()
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -66,8 +62,8 @@ def address_of(listener: socket.socket, settings: GatewaySettings) -> str:
 async def serving(
     app: ASGIApp,
     listener: socket.socket,
-    settings: GatewaySettings,
     limits: ConnectionLimits,
+    requests: RequestLimits,
     observe: Observe,
 ) -> AsyncIterator[None]:
     """Serve an app on a socket, and close it at the end of the block; `observe` is called for refused connections."""
@@ -80,9 +76,6 @@ async def serving(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         lifespan="off",
         ws="none",
-    )
-    requests = RequestLimits(
-        head_seconds=HEAD_SECONDS, body_seconds=settings.body_seconds, write_seconds=settings.write_seconds
     )
     server = GatewayServer(
         config, listener, connections=Connections(limits), limits=requests, observe=observe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 import anyio
 import structlog
@@ -13,7 +13,7 @@ from pydantic.warnings import UnsupportedFieldAttributeWarning
 from starlette.middleware import Middleware
 
 from rollout_service import __version__
-from rollout_service.base.errors import describe, root_cause
+from rollout_service.base.errors import ConfigurationError, describe, root_cause
 from rollout_service.base.shutdown import Shutdown
 from rollout_service.http import problems
 from rollout_service.http.access_log import AccessLogMiddleware
@@ -49,7 +49,7 @@ from rollout_service.server.api.routes import (
     trajectories,
 )
 from rollout_service.server.dashboard import routes as dashboard
-from rollout_service.server.lifecycle import open_service
+from rollout_service.server.lifecycle import Service, open_service
 from rollout_service.settings import Settings
 
 MODULES = (
@@ -93,6 +93,8 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
                 async with AsyncExitStack() as stack:
                     with ending.starting(scope):
                         service = await stack.enter_async_context(open_service(settings, metrics, ending))
+                        if settings.e2b.enabled:
+                            await stack.enter_async_context(_serving_e2b(settings, service, keyring, ending))
                     app.state.service, is_started = service, True
                     await stack.enter_async_context(keyring.watching())
                     async with _draining(ending, service.pipeline):
@@ -141,6 +143,24 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
     openapi.install(app, keyed=settings.is_keyed, prefix=settings.path_prefix)
     dashboard.install(app)
     return app
+
+
+def _serving_e2b(
+    settings: Settings, service: Service, keyring: Keyring, shutdown: Shutdown
+) -> AbstractAsyncContextManager[None]:
+    """Serve E2B's API beside this one.
+
+    Raises:
+        ConfigurationError: The package of its protocol is not installed.
+    """
+    try:
+        from rollout_service.server.e2b.app import serving_e2b
+    except ModuleNotFoundError as missing:
+        raise ConfigurationError(
+            f"e2b.enabled is set, but {missing.name} is not installed", hint="Install rollout-service[e2b]."
+        ) from missing
+    observe = service.metrics.count_refused_connection
+    return serving_e2b(settings, service.node, keyring, lambda: shutdown.begun, observe)
 
 
 @asynccontextmanager

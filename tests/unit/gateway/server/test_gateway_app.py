@@ -22,6 +22,7 @@ from rollout_service.gateway.gateway import ONE_PROGRAM, Gateway, GatewayParts
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.listener import bind, serving
 from rollout_service.gateway.sessions.session import GatewaySession
+from rollout_service.http.protocol import RequestLimits
 from rollout_service.settings.http import GatewaySettings
 from rollout_service.tokens import ChatRenderer
 from sandboxes.errors import SandboxClosedError
@@ -180,7 +181,7 @@ async def test_another_model_is_served_or_refused_as_the_settings_say(renderer):
 async def test_a_session_is_served_alone_on_a_socket_of_its_own(renderer):
     async with bench(renderer) as b:
         other = b.gateway.open(REQUEST, EpisodeLimits())
-        listener = bind(GatewaySettings())
+        listener = bind("127.0.0.1", 0, "gateway")
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with other.serve(listener), httpx.AsyncClient(base_url=url) as http:
             assert (await http.get("/v1/models", headers={"x-api-key": b.session.key})).status_code == 401
@@ -270,7 +271,7 @@ async def test_an_error_of_the_block_reaches_its_caller_as_it_is():
     async with httpx.AsyncClient(trust_env=False) as client:
 
         async def serve_and_fail():
-            async with serving(app, listener, GatewaySettings(), ONE_PROGRAM, lambda _: None):
+            async with serving(app, listener, ONE_PROGRAM, RequestLimits(), lambda _: None):
                 assert (await client.get(url)).text == "here"
                 raise SandboxClosedError("the disk is full")
 

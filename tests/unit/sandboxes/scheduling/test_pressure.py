@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -373,7 +374,7 @@ async def test_a_resource_that_gets_short_is_waited_for():
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["agent", "grader", "guest", "cancel", "release", "calm", "busy", "full"]), st.integers(0, 30)
+        st.sampled_from(["agent", "grader", "cancel", "release", "calm", "busy", "full"]), st.integers(0, 30)
     ),
     max_size=60,
 )
@@ -395,13 +396,6 @@ async def test_nobody_is_lost_and_the_ceiling_holds(actions, ceiling):
             if action in ("agent", "grader"):
                 scopes.append(anyio.CancelScope())
                 tasks.start_soon(ask, Purpose(action), scopes[-1])
-            elif action == "guest":
-                waiting, short = it.waiting, it.pressure_reasons
-                if (ticket := it.admit_guest(number)) is not None:
-                    assert not waiting and not short
-                    tickets.append(ticket)
-                guests = sum(ticket.purpose is Purpose.GUEST for ticket in tickets)
-                assert guests <= min(number, ceiling - 2) or ticket is None
             elif action == "cancel" and scopes:
                 scopes[number % len(scopes)].cancel()
             elif action == "release" and tickets:
@@ -418,3 +412,32 @@ async def test_nobody_is_lost_and_the_ceiling_holds(actions, ceiling):
             while tickets:
                 tickets.pop().release()
     assert (it.used, it.waiting) == (len(tickets), 0)
+
+
+GUESTS = st.lists(
+    st.sampled_from(["agent", "grader", "guest", "release", "calm", "busy", "full"]), max_size=60
+)
+
+
+@settings(deadline=None)
+@given(GUESTS, st.integers(2, 12), st.integers(0, 12))
+async def test_guests_never_take_what_rollouts_need(actions, ceiling, most):
+    it = make_admission(ceiling)
+    tickets: list[Ticket] = []
+    for action in actions:
+        if action == "guest":
+            may = not it.waiting and not it.pressure_reasons and it.used < it.target
+            if (ticket := it.admit_guest(most)) is not None:
+                assert may
+                tickets.append(ticket)
+        elif action in ("agent", "grader"):
+            with anyio.move_on_after(0):
+                tickets.append(await it.admit(Purpose(action)))
+        elif action == "release" and tickets:
+            tickets.pop(0).release()
+        elif action in ("calm", "busy", "full"):
+            it.observe({"calm": CALM, "busy": BUSY, "full": FULL}[action])
+        held = Counter(ticket.purpose for ticket in tickets)
+        assert held[Purpose.GUEST] <= max(0, min(most, ceiling - 2))
+        assert held[Purpose.GUEST] + held[Purpose.AGENT] < ceiling
+        assert it.used == len(tickets) <= ceiling

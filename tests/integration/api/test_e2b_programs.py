@@ -1,0 +1,267 @@
+"""Programs that use the package `e2b`, unchanged, work with sandboxes of this service, in Apptainer."""
+
+import io
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+import anyio
+import e2b
+import pytest
+from e2b import AsyncSandbox, Sandbox, SandboxQuery
+
+from tests.support.e2b_service import KEY, e2b_service, options
+
+pytestmark = [pytest.mark.apptainer, pytest.mark.slow, pytest.mark.xdist_group("e2b programs")]
+CEILING = 4
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with e2b_service(tmp_path_factory.mktemp("e2b"), f"max_sandboxes = {CEILING}\n") as (_, found):
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Set what docs/how-to/serve-e2b-programs.md says, and nothing else."""
+    for name, value in {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": KEY}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def shared(url: str) -> Iterator[Sandbox]:
+    with Sandbox.create("base", envs={"GIVEN": "x y"}, **options(url)) as sandbox:
+        yield sandbox
+
+
+def becomes(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_sandbox_lives_from_its_creation_to_its_kill():
+    before = datetime.now(UTC)
+    sandbox = Sandbox.create("base", timeout=100, metadata={"a b/ü": "c&d=e"})
+    info = sandbox.get_info()
+    assert (info.sandbox_id, info.template_id) == (sandbox.sandbox_id, "base")
+    assert info.metadata == {"a b/ü": "c&d=e"}
+    assert abs((info.end_at - before).total_seconds() - 100) < 15
+    assert sandbox.is_running()
+    again = Sandbox.connect(sandbox.sandbox_id, timeout=200)
+    assert again.commands.run("echo there").stdout == "there\n"
+    assert (sandbox.get_info().end_at - info.end_at).total_seconds() > 90
+    sandbox.set_timeout(50)
+    assert (info.end_at - sandbox.get_info().end_at).total_seconds() > 40
+    Sandbox.connect(sandbox.sandbox_id, timeout=1)  # shortens nothing
+    assert sandbox.is_running()
+    assert sandbox.kill()
+    assert not sandbox.kill()
+    assert not sandbox.is_running()
+    for call in (sandbox.get_info, lambda: sandbox.set_timeout(9), lambda: Sandbox.connect("no-such")):
+        with pytest.raises(e2b.NotFoundException):
+            call()
+    for call in (lambda: sandbox.commands.run("true"), lambda: sandbox.files.read("x")):
+        with pytest.raises(e2b.TimeoutException, match="was not found"):
+            call()
+
+
+def test_a_forgotten_sandbox_ends_with_its_time():
+    sandbox = Sandbox.create(timeout=2)
+    with pytest.raises(e2b.TimeoutException):
+        sandbox.commands.run("sleep 60")
+    assert not sandbox.is_running()
+
+
+def test_lists_have_filters_and_pages(shared):
+    made = [Sandbox.create("base", metadata={"number": str(number), "of": "pages"}) for number in range(3)]
+    try:
+        pages = Sandbox.list(SandboxQuery(metadata={"of": "pages"}), limit=2)
+        first = pages.next_items()
+        assert pages.has_next
+        found = [info.metadata["number"] for info in first + pages.next_items()]
+        assert (found, pages.has_next) == (["2", "1", "0"], False)
+        oldest = Sandbox.list(SandboxQuery(metadata={"of": "pages"}), limit=1, order="asc")
+        assert [oldest.next_items()[0].metadata["number"] for _ in range(3)] == ["0", "1", "2"]
+        one = Sandbox.list(SandboxQuery(metadata={"of": "pages", "number": "1"})).next_items()
+        assert [info.sandbox_id for info in one] == [made[1].sandbox_id]
+        assert len(Sandbox.list().next_items()) == 4
+        assert Sandbox.list(SandboxQuery(state=[e2b.SandboxState.PAUSED])).next_items() == []
+        assert Sandbox.list(SandboxQuery(template="other")).next_items() == []
+        with pytest.raises(e2b.RateLimitException, match="no place"):
+            Sandbox.create("base", retries=0)
+    finally:
+        for sandbox in made:
+            sandbox.kill()
+    Sandbox.create("base").kill()  # its place is free at once
+
+
+def test_what_is_not_allowed_is_refused(shared):
+    with pytest.raises(e2b.AuthenticationException):
+        Sandbox.create("base", api_key="e2b_" + "f" * 40)
+    refused = [
+        (lambda: Sandbox.create("docker://ubuntu"), "is not allowed here"),
+        (lambda: Sandbox.create("/etc"), "neither the name of an image"),
+        (lambda: Sandbox.create("base", allow_internet_access=True), "no internet access"),
+        (lambda: Sandbox.create("base", timeout=10**6), "at most 86400 s"),
+        (lambda: Sandbox.create("base", envs={"a": "b" * 5_000}), "at most 4096"),
+        (lambda: Sandbox.create("base", lifecycle={"on_timeout": "pause"}), "autoPause"),
+        (lambda: Sandbox.create("base", network={"allow_out": ["1.1.1.1"]}), "network"),
+        (shared.pause, "'pause' is not served"),
+        (shared.create_snapshot, "'snapshots' is not served"),
+        (shared.get_metrics, "'metrics' is not served"),
+        (lambda: shared.files.watch_dir("."), "not watched"),
+        (lambda: shared.pty.create(e2b.PtySize(80, 24)), "terminals are not served"),
+        (lambda: shared.commands.run("true", user="somebody"), "no user 'somebody'"),
+        (lambda: shared.files.write("x", "y", metadata={"a": "b"}), "no metadata"),
+    ]
+    for call, why in refused:
+        with pytest.raises(e2b.SandboxException, match=why):
+            call()
+    assert [info.sandbox_id for info in Sandbox.list().next_items()] == [shared.sandbox_id]
+
+
+def test_commands_stream_and_end_as_in_a_shell(shared):
+    seen: list[tuple[str, str, float]] = []
+    done = shared.commands.run(
+        'echo "$GIVEN" "$MORE"; pwd; sleep 0.5; echo problem >&2; sleep 0.5; echo last',
+        envs={"MORE": "z"},
+        cwd="/tmp",
+        on_stdout=lambda text: seen.append(("out", text, time.monotonic())),
+        on_stderr=lambda text: seen.append(("err", text, time.monotonic())),
+    )
+    assert (done.stdout, done.stderr, done.exit_code) == ("x y z\n/tmp\nlast\n", "problem\n", 0)
+    assert [(name, text) for name, text, _ in seen][-2:] == [("err", "problem\n"), ("out", "last\n")]
+    assert seen[-1][2] - seen[0][2] > 0.7
+    with pytest.raises(e2b.CommandExitException) as failed:
+        shared.commands.run("echo out; echo err >&2; exit 3")
+    assert (failed.value.exit_code, failed.value.stdout, failed.value.stderr) == (3, "out\n", "err\n")
+    assert shared.commands.run("head -c 3000000 /dev/zero | tr '\\0' x").stdout == "x" * 3_000_000
+    for user in ("root", "user", None):
+        assert shared.commands.run("id -u", user=user).stdout == shared.commands.run("id -u").stdout
+
+
+def test_a_command_that_is_late_is_ended_and_what_it_left_behind_goes_on(shared):
+    with pytest.raises(e2b.TimeoutException):
+        shared.commands.run("sleep 2; touch /tmp/late", timeout=1)
+    shared.commands.run("(sleep 1; touch /tmp/behind) & (sleep 1; touch /tmp/silent) >/dev/null 2>&1 &")
+    becomes(lambda: shared.files.exists("/tmp/behind") and shared.files.exists("/tmp/silent"))
+    time.sleep(1)
+    assert not shared.files.exists("/tmp/late")
+
+
+def test_commands_in_the_background_are_driven_by_their_handles(shared):
+    cat = shared.commands.run("cat; echo end >&2", background=True, stdin=True)
+    [listed] = shared.commands.list()
+    assert (listed.pid, listed.cmd, listed.args[-1]) == (cat.pid, "/bin/bash", "cat; echo end >&2")
+    cat.send_stdin("one\n")
+    shared.commands.send_stdin(cat.pid, "two\n")
+    cat.disconnect()
+    seen: list[str] = []
+    other = shared.commands.connect(cat.pid)
+    shared.commands.send_stdin(cat.pid, "three\n")
+    other.close_stdin()
+    assert other.wait(on_stdout=seen.append).stderr == "end\n"
+    assert "".join(seen).endswith("three\n")
+    sleeping = shared.commands.run("sleep 1000 & sleep 1000", background=True)
+    assert sleeping.kill()
+    with pytest.raises(e2b.CommandExitException) as killed:
+        sleeping.wait()
+    assert killed.value.exit_code == -1
+    assert not shared.commands.kill(sleeping.pid)
+    becomes(lambda: shared.commands.list() == [])
+    assert "sleep" not in shared.commands.run("cat /proc/*/comm 2>/dev/null").stdout
+    with pytest.raises(e2b.NotFoundException):
+        shared.commands.connect(99_999)
+
+
+@pytest.mark.parametrize(
+    "data",
+    ["text ü\n", b"\r\n--\x00" * 300_000, "", io.BytesIO(b"z" * 2_000_000)],
+    ids=["text", "bytes", "empty", "stream"],
+)
+def test_files_are_written_and_read(shared, data):
+    path = "folder/a 'name' \"with\" ü.bin"
+    written = shared.files.write(path, data)
+    assert (written.path, written.name) == (f"/workspace/{path}", path.partition("/")[2])
+    wanted = (
+        data.getvalue() if isinstance(data, io.BytesIO) else data.encode() if isinstance(data, str) else data
+    )
+    assert shared.files.read(path, format="bytes") == wanted
+    assert b"".join(shared.files.read(f"/workspace/{path}", format="stream")) == wanted
+    if isinstance(data, str):
+        assert shared.files.read(path) == data
+
+
+def test_files_are_arranged(shared):
+    files, written = (
+        shared.files,
+        [{"path": f"/tmp/many/{number}", "data": str(number)} for number in range(20)],
+    )
+    assert len(files.write_files(written)) == 20
+    assert files.read("/tmp/many/7") == "7"
+    assert {entry.name for entry in files.list("/tmp/many")} == {str(number) for number in range(20)}
+    assert files.make_dir("tree/below")
+    assert not files.make_dir("tree/below")
+    files.write("tree/below/file", "four")
+    shared.commands.run("ln -s below/file tree/link; chmod 640 tree/below/file; mkdir $'tree/new\\nline'")
+    paths = [entry.path.removeprefix("/workspace/tree/") for entry in files.list("tree", depth=2)]
+    assert paths == ["below", "below/file", "link", "new\nline"]
+    assert [entry.name for entry in files.list("tree")] == ["below", "link", "new\nline"]
+    info = files.get_info("tree/below/file")
+    assert (info.size, info.mode, info.permissions, info.type) == (4, 0o640, "-rw-r-----", e2b.FileType.FILE)
+    assert (datetime.now(UTC) - info.modified_time).total_seconds() < 60
+    link = files.get_info("tree/link")
+    assert (link.type, link.symlink_target) == (e2b.FileType.SYMLINK, "below/file")
+    assert files.rename("tree/below/file", "else/where").path == "/workspace/else/where"
+    assert files.read("else/where") == "four"
+    files.remove("tree")
+    assert not files.exists("tree/link")
+    for call in (files.read, files.list, files.get_info, lambda path: files.rename(path, "x")):
+        with pytest.raises(e2b.FileNotFoundException):
+            call("missing")
+    for call in (
+        lambda: files.read("/tmp"),
+        lambda: files.list("else/where"),
+        lambda: files.write("/tmp", "x"),
+    ):
+        with pytest.raises(e2b.InvalidArgumentException):
+            call()
+
+
+async def test_the_asynchronous_client_works_the_same_way():
+    async with await AsyncSandbox.create("base", timeout=60, metadata={"by": "async"}) as sandbox:
+        assert await sandbox.is_running()
+        listed = await AsyncSandbox.list(SandboxQuery(metadata={"by": "async"})).next_items()
+        assert [info.sandbox_id for info in listed] == [sandbox.sandbox_id]
+        results: list[str] = []
+
+        async def run(number: int) -> None:
+            results.append((await sandbox.commands.run(f"sleep 0.2; echo {number}")).stdout)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(20):
+                tasks.start_soon(run, number)
+        assert sorted(map(int, results)) == list(range(20))
+        handle = await sandbox.commands.run("read -r line; echo got $line", background=True, stdin=True)
+        await handle.send_stdin("it\n")
+        assert (await handle.wait()).stdout == "got it\n"
+        stream = sandbox.commands.stream_input(
+            (await sandbox.commands.run("wc -c > n", background=True, stdin=True)).pid
+        )
+        for _ in range(100):
+            await stream.send(b"0123456789")
+        await stream.close()
+
+        async def pieces():
+            for _ in range(100):
+                yield b"x" * 10_000
+
+        await sandbox.files.write("big", pieces())
+        assert len(await sandbox.files.read("big", format="bytes")) == 1_000_000
+        assert not await sandbox.files.exists("missing")
+        with pytest.raises(e2b.TimeoutException):
+            await sandbox.commands.run("sleep 60", timeout=0.5)
+    assert not await AsyncSandbox.kill(sandbox.sandbox_id)
