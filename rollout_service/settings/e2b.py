@@ -27,7 +27,7 @@ class E2BApiSettings(Section):
     """The most sandboxes of programs at once; more are refused with 429. Left out, half of the sandboxes that may be
     alive at once. Rollouts always have at least one place beside them."""
     max_seconds: int = Field(86_400, ge=1)
-    """The longest time that a sandbox may be asked to live from now on."""
+    """The longest time that a sandbox may live, from its creation on."""
     max_file_bytes: int = Field(512 * 1024 * 1024, ge=1_024)
     """The largest file that may be written or read, and the largest body with several of them."""
     max_bytes_in_flight: int = Field(64 * 1024 * 1024, ge=1_024)

@@ -141,7 +141,7 @@ class E2BApp:
             await app(scope, receive, send)
             return
         with self._bodies.reading(owner) as held:
-            await app(scope, _bounded(receive, held), send)
+            await app(scope, _bounded(receive, held, is_call=path.startswith(DAEMON)), send)
 
     def _owner(self, headers: Headers) -> str:
         """Return the name of the key that a request has.
@@ -223,7 +223,7 @@ def _user(authorization: str) -> str:
         raise RequestError("the header Authorization cannot be read") from None
 
 
-def _bounded(receive: Receive, held: HeldBytes) -> Receive:
+def _bounded(receive: Receive, held: HeldBytes, *, is_call: bool) -> Receive:
     """Return a function that receives no more of a body than one message may have."""
     read = 0
 
@@ -232,9 +232,12 @@ def _bounded(receive: Receive, held: HeldBytes) -> Receive:
         message = await receive()
         if message["type"] == "http.request":
             read += len(message.get("body", b""))
-            if read > MESSAGE_BYTES:
-                raise TooLargeError(f"the body is larger than {MESSAGE_BYTES} bytes")
-            await held.grow_to(read)
+            try:
+                if read > MESSAGE_BYTES:
+                    raise TooLargeError(f"the body is larger than {MESSAGE_BYTES} bytes")
+                await held.grow_to(read)
+            except ServiceError as error:
+                raise ConnectError(Code.RESOURCE_EXHAUSTED, str(error)) if is_call else error from error
             if not message.get("more_body", False):
                 held.release()
         return message

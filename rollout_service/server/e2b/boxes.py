@@ -149,6 +149,7 @@ class Boxes:
             image=image,
             network=tuple(network) if isinstance(network, list) else network,
             env=wanted.env,
+            lifetime_seconds=self.settings.max_seconds,  # and so it takes no warm one from rollouts
             label=f"e2b:{owner}",
         )
 
