@@ -7,13 +7,10 @@ id is in use. No more of a body is read than is allowed, nor of all bodies toget
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hmac
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from http import HTTPStatus
 from typing import Any
 
 import structlog
@@ -23,27 +20,15 @@ from e2b.envd.filesystem.filesystem_connect import FilesystemASGIApplication
 from e2b.envd.process.process_connect import ProcessASGIApplication
 from pydantic import ValidationError
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.errors import sentences
-from rollout_service.base.errors import (
-    ConfigurationError,
-    ForbiddenError,
-    InvalidFieldError,
-    NotFoundError,
-    RequestError,
-    ServiceError,
-    TooLargeError,
-    TryLaterError,
-    UnauthorizedError,
-    UnavailableError,
-)
+from rollout_service.base import errors
 from rollout_service.cluster.node import Node
-from rollout_service.gateway.server.listener import HEAD_SECONDS, address_of, bind, serving
+from rollout_service.gateway.server.listener import address_of, bind, serving
 from rollout_service.http.access_log import AccessLogMiddleware
 from rollout_service.http.allowed_hosts import AllowedHosts, HostMiddleware
 from rollout_service.http.connections import ConnectionLimits, descriptor_limit, find_slot
@@ -55,42 +40,34 @@ from rollout_service.server.e2b.boxes import Box, Boxes
 from rollout_service.server.e2b.commands import ProcessCalls
 from rollout_service.server.e2b.control import ControlApi
 from rollout_service.server.e2b.files import FilesystemCalls
-from rollout_service.server.e2b.transfer import read_file, write_files
+from rollout_service.server.e2b.transfer import answer_transfer
 from rollout_service.settings import Settings
-from sandboxes import (
-    DiskFullError,
-    FileMissingError,
-    FileStalledError,
-    FileTooLargeError,
-    ImageError,
-    ImageNotFoundError,
-    SandboxClosedError,
-    SandboxConfigError,
-    SandboxError,
-    SandboxFileError,
-)
+from sandboxes import errors as sandbox_errors
 from sandboxes.config import LimitDefaults
 
 PORT = "49983"
 """The port of E2B's daemon, the only one that is served."""
 MESSAGE_BYTES = 4 * 1024 * 1024
 """The most of a message to a sandbox, and of a request for one."""
-STREAM = "/process.Process/StreamInput"
-DAEMON = ("/process.Process/", "/filesystem.Filesystem/")
-USERS = frozenset({"", "user", "root"})
-"""The users that programs may name: all are the sandbox's own."""
+BODIES_BYTES = 64 * 1024 * 1024
+"""The most of such bodies together."""
+PROCESSES, FILES = "/process.Process/", "/filesystem.Filesystem/"
+STREAMS = ("/files", "/process.Process/StreamInput")
+"""The paths whose bodies are read in pieces, as fast as the sandbox takes them."""
+USERS = frozenset({"", "Basic dXNlcjo=", "Basic cm9vdDo=", "user", "root"})
+"""How requests name a user: all of them are the sandbox's own."""
 DESCRIPTOR_SHARE = 8
 """The connections take at most this part of the descriptors that the service may open."""
-STATUS: tuple[tuple[type[SandboxError], int], ...] = (
-    (ImageNotFoundError, 404),
-    (ImageError, 400),
-    (SandboxConfigError, 400),
-    (SandboxClosedError, 502),
-    (DiskFullError, 507),
-    (FileMissingError, 404),
-    (FileTooLargeError, 413),
-    (FileStalledError, 504),
-    (SandboxFileError, 400),
+STATUS: tuple[tuple[type[Exception], int], ...] = (
+    (sandbox_errors.ImageNotFoundError, 404),
+    (sandbox_errors.FileMissingError, 404),
+    (sandbox_errors.SandboxClosedError, 502),
+    (sandbox_errors.DiskFullError, 507),
+    (sandbox_errors.FileTooLargeError, 413),
+    (sandbox_errors.FileStalledError, 504),
+    (sandbox_errors.SandboxFileError, 400),
+    (sandbox_errors.SandboxConfigError, 400),
+    (sandbox_errors.ImageError, 400),
 )
 log = structlog.get_logger(__name__)
 
@@ -102,14 +79,12 @@ class E2BApp:
         self._boxes = boxes
         self._keyring = keyring
         self._control = Router(control.routes(), redirect_slashes=False)
-        self._bodies = BodiesInFlight(boxes.settings.max_bytes_in_flight, MESSAGE_BYTES)
+        self._bodies = BodiesInFlight(BODIES_BYTES, MESSAGE_BYTES)
         self._processes = ProcessASGIApplication(ProcessCalls(self._box_of), read_max_bytes=MESSAGE_BYTES)
         self._files = FilesystemASGIApplication(FilesystemCalls(self._box_of), read_max_bytes=MESSAGE_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; see ASGI."""
-        if scope["type"] != "http":
-            return
         begun = False
 
         async def watched(message: Message) -> None:
@@ -127,21 +102,21 @@ class E2BApp:
             await _refusal(error)(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, path = Headers(scope=scope), scope["path"]
-        if path != "/health" and path != "/files" and not path.startswith(DAEMON):
-            owner = self._owner(headers)
-            scope.setdefault("state", {})["owner"] = owner
-            app: ASGIApp = self._control
+        request, path = Request(scope, receive), scope["path"]
+        app: ASGIApp
+        if path in ("/health", "/files") or path.startswith((PROCESSES, FILES)):
+            box = self._box(request)
+            owner, app = box.owner, await self._within(box, request)
         else:
-            box = self._box(headers)
-            owner, app = box.owner, self._app(box, scope)
+            owner, app = self._owner(request.headers), self._control
+            scope.setdefault("state", {})["owner"] = owner
         if (slot := find_slot(scope)) is not None and not slot.admit():
-            raise UnavailableError("all connections are busy", hint="Try again later.")
-        if path in ("/files", STREAM):  # read in pieces, as fast as the sandbox takes them
+            raise errors.UnavailableError("all connections are busy", hint="Try again later.")
+        if path in STREAMS:
             await app(scope, receive, send)
             return
         with self._bodies.reading(owner) as held:
-            await app(scope, _bounded(receive, held, is_call=path.startswith(DAEMON)), send)
+            await app(scope, _bounded(receive, held, is_call=path.startswith((PROCESSES, FILES))), send)
 
     def _owner(self, headers: Headers) -> str:
         """Return the name of the key that a request has.
@@ -149,30 +124,33 @@ class E2BApp:
         Raises:
             UnauthorizedError, ForbiddenError: It has none that may have sandboxes.
         """
-        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        given = headers.get("x-api-key", "")
         key = self._keyring.find(given)
-        if (key is None and self._keyring.is_needed) or not given:
-            raise UnauthorizedError(
-                "the API key is missing or wrong", hint="Set E2B_API_KEY to a key of the service."
+        if not given or (key is None and self._keyring.is_needed):
+            raise errors.UnauthorizedError(
+                "the API key is missing or wrong", hint="Set E2B_API_KEY to one of the service."
             )
         if key is not None and not key.role.allows(Role.SUBMIT):
-            raise ForbiddenError(
-                f"the key {key.name!r} has the role {key.role}; sandboxes need {Role.SUBMIT}"
-            )
+            raise errors.ForbiddenError(f"the key has the role {key.role}; sandboxes need {Role.SUBMIT}")
         return "" if key is None else key.name
 
-    def _box(self, headers: Mapping[str, str]) -> Box:
+    def _box(self, request: Request) -> Box:
         """Return the sandbox that a request is for.
 
         Raises:
             SandboxClosedError: There is no such sandbox.
-            UnauthorizedError: The request does not have its token.
+            RequestError: The request does not have its token, or names a port or a user that there is not.
         """
+        headers = request.headers
         box = self._boxes.find(headers.get("e2b-sandbox-id", ""))
         if box is None:
-            raise SandboxClosedError("it has ended, or never was")
+            raise sandbox_errors.SandboxClosedError("The sandbox was not found")
         if not hmac.compare_digest(headers.get("x-access-token", "").encode(), box.token.encode()):
-            raise UnauthorizedError("the access token is not that of the sandbox")
+            raise errors.UnauthorizedError("the access token is not that of the sandbox")
+        if headers.get("e2b-sandbox-port", PORT) != PORT:
+            raise errors.NotFoundError("ports of sandboxes are not served", hint="Run the client inside.")
+        if not {headers.get("authorization", ""), request.query_params.get("username", "")} <= USERS:
+            raise errors.RequestError("a sandbox has one user", hint="Name `user`, `root`, or none.")
         return box
 
     def _box_of(self, ctx: Any) -> Box:
@@ -182,45 +160,14 @@ class E2BApp:
             raise ConnectError(Code.UNAVAILABLE, "The sandbox was not found")
         return box
 
-    def _app(self, box: Box, scope: Scope) -> ASGIApp:
-        """Return what answers a request to a sandbox.
-
-        Raises:
-            RequestError: It names a port or a user that there is not.
-        """
-        headers, path = Headers(scope=scope), scope["path"]
-        if headers.get("e2b-sandbox-port", PORT) != PORT:
-            raise NotFoundError(
-                "the ports of sandboxes are not served", hint="Run the client in the sandbox."
-            )
-        request = Request(scope)
-        user = request.query_params.get("username") or _user(headers.get("authorization", ""))
-        if user not in USERS:
-            raise RequestError(
-                f"there is no user {user[:64]!r}: a sandbox has one, whose name need not be given"
-            )
-        if path == "/health":
+    async def _within(self, box: Box, request: Request) -> ASGIApp:
+        """Return what answers a request to a sandbox."""
+        if request.url.path == "/health":
             return Response(status_code=204)
-        if path == "/files":
-            return self._transfer(box)
-        return self._processes if path.startswith(DAEMON[0]) else self._files
-
-    def _transfer(self, box: Box) -> ASGIApp:
-        async def transfer(scope: Scope, receive: Receive, send: Send) -> None:
-            work = write_files if scope["method"] == "POST" else read_file
-            response = await work(Request(scope, receive), box, self._boxes.settings.max_file_bytes)
-            await response(scope, receive, send)
-
-        return transfer
-
-
-def _user(authorization: str) -> str:
-    """Return the user of a header `Authorization: Basic ...`; "" without one."""
-    scheme, _, given = authorization.partition(" ")
-    try:
-        return base64.b64decode(given, validate=True).decode().partition(":")[0] if scheme == "Basic" else ""
-    except (binascii.Error, UnicodeDecodeError):
-        raise RequestError("the header Authorization cannot be read") from None
+        if request.url.path == "/files":
+            return await answer_transfer(request, box, self._boxes.settings.max_file_bytes)
+        app: ASGIApp = self._processes if request.url.path.startswith(PROCESSES) else self._files
+        return app
 
 
 def _bounded(receive: Receive, held: HeldBytes, *, is_call: bool) -> Receive:
@@ -230,16 +177,15 @@ def _bounded(receive: Receive, held: HeldBytes, *, is_call: bool) -> Receive:
     async def receive_bounded() -> Message:
         nonlocal read
         message = await receive()
-        if message["type"] == "http.request":
-            read += len(message.get("body", b""))
-            try:
-                if read > MESSAGE_BYTES:
-                    raise TooLargeError(f"the body is larger than {MESSAGE_BYTES} bytes")
-                await held.grow_to(read)
-            except ServiceError as error:
-                raise ConnectError(Code.RESOURCE_EXHAUSTED, str(error)) if is_call else error from error
-            if not message.get("more_body", False):
-                held.release()
+        read += len(message.get("body", b""))
+        try:
+            if read > MESSAGE_BYTES:
+                raise errors.TooLargeError(f"the body is larger than {MESSAGE_BYTES} bytes")
+            await held.grow_to(read)
+        except errors.ServiceError as error:
+            raise ConnectError(Code.RESOURCE_EXHAUSTED, str(error)) if is_call else error from error
+        if not message.get("more_body", False):
+            held.release()
         return message
 
     return receive_bounded
@@ -247,27 +193,18 @@ def _bounded(receive: Receive, held: HeldBytes, *, is_call: bool) -> Receive:
 
 def _refusal(error: Exception) -> Response:
     """Return an error as E2B's client expects it."""
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, TryLaterError) else {}
-    if isinstance(error, ValidationError):
-        item = error.errors(include_url=False, include_input=False)[0]
-        return _json(400, f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}")
-    if isinstance(error, HTTPException):
-        return _json(error.status_code, str(error.detail))
-    if isinstance(error, ValueError | InvalidFieldError):
-        return _json(400, str(error))
-    if isinstance(error, SandboxClosedError):
-        return _json(502, f"The sandbox was not found: {error}")
-    if isinstance(error, SandboxError):
-        status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
-        return _json(status, sentences(str(error), error.hint), {"Should-Retry": "false"})
-    if not isinstance(error, ServiceError):
-        log.error("unhandled error in E2B's API", exc_info=error)
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, errors.TryLaterError) else {}
     problem = to_problem(error)
-    return _json(problem.status, problem.detail, headers)
-
-
-def _json(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse({"code": status, "message": message or HTTPStatus(status).phrase}, status, headers)
+    status, message = problem.status, problem.detail
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        status, message = 400, f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
+    elif isinstance(error, sandbox_errors.SandboxError):
+        status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+        message = sentences(str(error), error.hint)
+    elif not isinstance(error, errors.ServiceError):
+        log.error("unhandled error in E2B's API", exc_info=error)
+    return JSONResponse({"code": status, "message": message}, status, headers)
 
 
 @asynccontextmanager
@@ -279,23 +216,23 @@ async def serving_e2b(
     Raises:
         ConfigurationError: The address cannot be bound, or the sandboxes isolate nothing.
     """
-    if not node.pool.isolates:
-        raise ConfigurationError(
-            f"E2B's API is not served with the sandboxes of `{node.pool.name}`, which isolate nothing",
-            hint='Set `sandbox.provider` to "apptainer", or take `e2b.enabled` out.',
-        )
     own = settings.e2b
+    if not node.pool.isolates:
+        raise errors.ConfigurationError(
+            f"E2B's API needs sandboxes that isolate, and those of `{node.pool.name}` do not",
+            hint="Choose another `sandbox.provider`, or take `e2b.enabled` out.",
+        )
     boxes = Boxes(own, node.pool, node.admission, is_stopping)
     limits = getattr(settings.sandbox, "limits", LimitDefaults())
     app = E2BApp(boxes, keyring, ControlApi(boxes, limits, os.cpu_count() or 1))
     hosts = AllowedHosts(settings.allowed_hosts, bound=own.host, keyed=settings.is_keyed)
+    http = settings.http
     requests = RequestLimits(
-        head_seconds=HEAD_SECONDS, body_seconds=own.body_seconds, write_seconds=own.write_seconds
+        head_seconds=http.head_seconds, body_seconds=http.body_seconds, write_seconds=http.write_seconds
     )
     listener = bind(own.host, own.port, "e2b")
     connections = ConnectionLimits.within(descriptor_limit() // DESCRIPTOR_SHARE)
-    async with boxes.running():
-        outer = AccessLogMiddleware(HostMiddleware(app, hosts))
-        async with serving(outer, listener, connections, requests, observe):
-            log.info("serving E2B's API", address=address_of(listener, own.host), images=own.images)
-            yield
+    outer = AccessLogMiddleware(HostMiddleware(app, hosts))
+    async with boxes.running(), serving(outer, listener, connections, requests, observe):
+        log.info("serving E2B's API", address=address_of(listener, own.host), images=own.images)
+        yield

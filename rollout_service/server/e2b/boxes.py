@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from typing import Annotated, Any
 
 import anyio
-import structlog
 from anyio.abc import TaskGroup
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_service.base.errors import ForbiddenError, NotFoundError, TooManySandboxesError
 from rollout_service.base.shutdown import ShuttingDownError
@@ -26,52 +27,55 @@ from sandboxes.image_names import read_image_name
 from sandboxes.scheduling.admission import AdmissionController, Ticket
 
 LOOK_SECONDS = 1.0
-"""How often it is seen whether a sandbox has ended by itself."""
-log = structlog.get_logger(__name__)
+"""How often it is checked whether a sandbox has ended by itself."""
+DEFAULT_SECONDS = 300
+Text = Annotated[str, Field(max_length=4_096)]
+Table = Annotated[dict[Annotated[str, Field(min_length=1, max_length=256)], Text], Field(max_length=128)]
 
 
-@dataclass(frozen=True, slots=True)
-class WantedBox:
-    """A sandbox that a program asks for."""
+class NewBox(BaseModel):
+    """A sandbox that a program asks for: the body of its request."""
 
-    template: str
-    seconds: int
-    metadata: Mapping[str, str]
-    env: Mapping[str, str]
-    internet: bool | None
-    """None leaves it to the settings."""
+    model_config = ConfigDict(strict=True)
+
+    template: str = Field(alias="templateID", min_length=1, max_length=512)
+    timeout: int = Field(DEFAULT_SECONDS, ge=1)
+    metadata: Table = {}
+    env: Table = Field({}, alias="envVars")
+    internet: bool | None = Field(None, alias="allow_internet_access")
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class Box:
     """A sandbox of a program."""
 
     sandbox: Sandbox
     owner: str
     """The name of the key that it belongs to."""
-    wanted: WantedBox
+    new: NewBox
     number: int
     """Boxes that began later have larger ones."""
-    began: datetime
     tasks: TaskGroup
-    """Ends with the sandbox."""
+    """Where its commands run; each ends with the sandbox."""
+    commands: list[Any] = field(default_factory=list)
+    began: datetime = field(default_factory=lambda: datetime.now(UTC))
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     ended: anyio.Event = field(default_factory=anyio.Event)
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the sandbox has until its end."""
+        return self.scope.deadline - anyio.current_time()
 
     def renew(self, seconds: float) -> None:
         """Let the sandbox end after this time, counted from now."""
         self.scope.deadline = anyio.current_time() + seconds
 
-    @property
-    def seconds_left(self) -> float:
-        """How long the sandbox has until its end."""
-        return max(self.scope.deadline - anyio.current_time(), 0.0)
-
-    @property
-    def ends(self) -> datetime:
-        """The end of its time."""
-        return datetime.now(UTC) + timedelta(seconds=self.seconds_left)
+    async def kill(self) -> None:
+        """End the sandbox, and wait for its end."""
+        self.scope.cancel()
+        await self.ended.wait()
 
 
 class Boxes:
@@ -99,19 +103,19 @@ class Boxes:
             yield
             self._tasks.cancel_scope.cancel()
 
-    async def create(self, owner: str, wanted: WantedBox) -> Box:
+    async def create(self, owner: str, new: NewBox) -> Box:
         """Start a sandbox for a key.
 
         Raises:
-            ImageNotFoundError, ForbiddenError: The settings do not allow the image or the network.
+            ImageNotFoundError, ImagePathError, ForbiddenError: The settings do not allow the image or the network.
             TooManySandboxesError: There is no place.
             ShuttingDownError: The service is shutting down.
             SandboxError: The sandbox does not start.
         """
-        spec = self._spec(owner, wanted)
-        if self._is_stopping() or self._tasks is None:
+        spec = self._spec(owner, new)
+        if self._tasks is None or self._is_stopping():
             raise ShuttingDownError
-        ticket = self._admission.admit_guest(self._most)
+        ticket = self._admission.admit_guest(self.settings.max_sandboxes or self._admission.ceiling // 2)
         if ticket is None:
             raise TooManySandboxesError(
                 "there is no place for another sandbox now",
@@ -122,65 +126,40 @@ class Boxes:
         except BaseException:
             ticket.release()
             raise
-        with anyio.CancelScope(shield=True):  # a task that never begins would leave the sandbox
-            box: Box = await self._tasks.start(self._keep, sandbox, owner, wanted, ticket)
+        box = self._boxes[sandbox.id] = Box(sandbox, owner, new, next(self._numbers), self._tasks)
+        box.renew(new.timeout)
+        self._tasks.start_soon(self._keep, box, ticket)
         return box
 
-    @property
-    def _most(self) -> int:
-        return self.settings.max_sandboxes or self._admission.ceiling // 2
-
-    def _spec(self, owner: str, wanted: WantedBox) -> SandboxSpec:
-        allowed = self.settings.network
-        if wanted.internet and allowed == "none":
-            raise ForbiddenError(
-                "sandboxes have no internet access here",
-                hint="Create them without `allow_internet_access=True`, or set `e2b.network`.",
-            )
-        image = read_image_name(wanted.template)
-        if not any(
-            fnmatchcase(name, one) for one in self.settings.images for name in (wanted.template, image)
-        ):
+    def _spec(self, owner: str, new: NewBox) -> SandboxSpec:
+        image, allowed = read_image_name(new.template), self.settings.network
+        if not any(fnmatchcase(name, one) for one in self.settings.images for name in (new.template, image)):
             raise ImageNotFoundError(
-                f"template {wanted.template!r} is not allowed here", hint="Add it to `e2b.images`."
+                f"template {new.template!r} is not allowed here", hint="Add it to `e2b.images`."
             )
-        network = "none" if wanted.internet is False else allowed
+        if new.internet and allowed == "none":
+            raise ForbiddenError("sandboxes have no internet access here", hint="See `e2b.network`.")
+        network = "none" if new.internet is False else allowed
         return SandboxSpec(
             image=image,
             network=tuple(network) if isinstance(network, list) else network,
-            env=wanted.env,
+            env=new.env,
             lifetime_seconds=self.settings.max_seconds,  # and so it takes no warm one from rollouts
             label=f"e2b:{owner}",
         )
 
-    async def _keep(
-        self,
-        sandbox: Sandbox,
-        owner: str,
-        wanted: WantedBox,
-        ticket: Ticket,
-        *,
-        task_status: anyio.abc.TaskStatus[Box],
-    ) -> None:
+    async def _keep(self, box: Box, ticket: Ticket) -> None:
         """Keep a sandbox for its time, and end it."""
-        box: Box | None = None
         try:
-            async with anyio.create_task_group() as tasks:
-                box = Box(sandbox, owner, wanted, next(self._numbers), datetime.now(UTC), tasks)
-                box.renew(wanted.seconds)
-                self._boxes[sandbox.id] = box
-                with box.scope:
-                    task_status.started(box)
-                    while sandbox.healthy:  # noqa: ASYNC110 - nothing tells of its end
-                        await anyio.sleep(LOOK_SECONDS)
-                tasks.cancel_scope.cancel()
+            with box.scope:
+                while box.sandbox.healthy:  # noqa: ASYNC110 - nothing tells of its end
+                    await anyio.sleep(LOOK_SECONDS)
         finally:
-            self._boxes.pop(sandbox.id, None)
+            del self._boxes[box.sandbox.id]
             with anyio.CancelScope(shield=True):
-                await sandbox.close()
+                await box.sandbox.close()
             ticket.release()
-            if box is not None:
-                box.ended.set()
+            box.ended.set()
 
     def list(self, owner: str) -> list[Box]:
         """Return the sandboxes of a key, the latest first."""
@@ -201,8 +180,3 @@ class Boxes:
         if box is None or box.owner != owner:
             raise NotFoundError(f"sandbox {sandbox_id[:64]!r} was not found", hint="It may have ended.")
         return box
-
-    async def kill(self, box: Box) -> None:
-        """End a sandbox, and wait for its end."""
-        box.scope.cancel()
-        await box.ended.wait()

@@ -1,6 +1,6 @@
 """The commands of E2B's sandboxes: the service `process.Process` of the daemon that E2B has in each.
 
-Guarantees: as in E2B, a command belongs to its sandbox and not to the request that started it, and its time-out ends
+Guarantees: as in E2B, a command belongs to its sandbox and not to the request that started it, and its timeout ends
 it. What it prints is sent as it comes, and is bounded here: a client that reads slowly holds the command up, one that
 has gone does not. A sandbox runs at most `MAX_COMMANDS` at once.
 """
@@ -8,9 +8,7 @@ has gone does not. A sandbox runs at most `MAX_COMMANDS` at once.
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,87 +23,75 @@ from protobuf import Oneof
 from rollout_service.server.e2b.boxes import Box
 from sandboxes import RunningProgram, SandboxError
 
-MAX_COMMANDS, MAX_LISTENERS, BUFFERED = 128, 16, 8
-"""Of a sandbox, of a command, and the events that wait for each listener, of at most 64 KiB."""
-MAX_STRINGS = 4_096
-"""The most arguments and variables of a command."""
+MAX_COMMANDS, MAX_STRINGS, BUFFERED = 128, 4_096, 8
+"""Of a sandbox, of a command (arguments and variables), and the events of 64 KiB that wait for each listener."""
 IDLE_SECONDS = 0.25
 """How long output may be silent after the end of a command before it is taken for that of the background."""
-INPUT_SECONDS = 60.0
-PING_SECONDS = (1.0, 50.0)
-"""The shortest and the longest time between two signs of life of a silent command."""
+INPUT_SECONDS, PING_SECONDS = 60.0, 10.0
+"""How long input may wait for the command, and output for a sign of life, which shows whether the client is there."""
 KILLED = 137
 Event = process_pb.ProcessEvent
-ENDED = ConnectError(Code.UNAVAILABLE, "the connection to the sandbox ended before the stream completed")
+Listener = MemoryObjectSendStream[Any]
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class Command:
-    """A command of a sandbox."""
+    """A command of a sandbox, as its client asked for it."""
 
     request: Any
     deadline: float
     program: RunningProgram | None = None
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    listeners: set[MemoryObjectSendStream[Any]] = field(default_factory=set)
+    started: anyio.Event = field(default_factory=anyio.Event)
+    """Set once it runs or cannot."""
+    listeners: set[Listener] = field(default_factory=set)
     _reads: dict[str, anyio.CancelScope] = field(default_factory=dict)
     _reads_until: float = math.inf
 
-    @property
-    def pid(self) -> int:
-        """The id of its process group inside."""
-        return self.program.group if self.program is not None else 0
-
     def listen(self) -> MemoryObjectReceiveStream[Any]:
-        """Return the command's events from now on.
-
-        Raises:
-            ConnectError: Too many listen.
-        """
-        self.listeners = {one for one in self.listeners if one.statistics().open_receive_streams}
-        if len(self.listeners) >= MAX_LISTENERS:
-            raise ConnectError(Code.FAILED_PRECONDITION, f"{MAX_LISTENERS} clients read the command's output")
+        """Return the command's events from now on; a stream that ends without a last event says that it was lost."""
         sending, receiving = anyio.create_memory_object_stream[Any](BUFFERED)
         self.listeners.add(sending)
         return receiving
 
-    async def run(self, box: Box, started: Callable[[], None]) -> None:
+    async def run(self, box: Box) -> None:
         """Run to the end, and tell all who listen."""
-        config, last = self.request.process, Event(event=Oneof("end", _end(-1, "signal: killed")))
-        self.scope.deadline = self.deadline
+        last: Any = _end(KILLED)
         try:
             with self.scope:
-                argv, cwd = [config.cmd, *config.args], config.cwd if config.has_field("cwd") else None
-                async with box.sandbox.program(argv, cwd=cwd, env=dict(config.envs)) as self.program:
-                    if self.request.has_field("stdin") and not self.request.stdin:
-                        self.program.close_input()
-                    started()
-                    last = Event(event=Oneof("end", _exit(await self._stream(self.program))))
+                self.scope.deadline = self.deadline
+                last = await self._run(box)
             if self.scope.cancelled_caught and anyio.current_time() >= self.deadline:
                 last = ConnectError(Code.DEADLINE_EXCEEDED, "the command did not end in time")
             await self._tell(last)
         except ValueError as error:
             await self._tell(ConnectError(Code.INVALID_ARGUMENT, str(error)))
         except SandboxError as error:
-            log.info("a command of a program's sandbox failed", sandbox=box.sandbox.id, error=str(error))
+            log.info("a command of a program was lost", sandbox=box.sandbox.id, error=str(error))
         finally:
+            self.started.set()
             for listener in self.listeners:
                 listener.close()
-            started()
 
-    async def _stream(self, program: RunningProgram) -> int:
-        """Send both outputs until the program has ended and they have, or are silent; return its exit code."""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._pump, "stdout", program.receive)
-            tasks.start_soon(self._pump, "stderr", program.receive_errors)
-            code = await program.wait()
-            self._reads_until = anyio.current_time() + IDLE_SECONDS
-            for scope in self._reads.values():
-                scope.deadline = self._reads_until
-        if code != KILLED:
-            program.leave_group()
-        return code
+    async def _run(self, box: Box) -> Any:
+        """Run the program, send both outputs until they end or fall silent after its end, and return that."""
+        config = self.request.process
+        argv, cwd = [config.cmd, *config.args], config.cwd if config.has_field("cwd") else None
+        async with box.sandbox.program(argv, cwd=cwd, env=dict(config.envs)) as self.program:
+            if self.request.has_field("stdin") and not self.request.stdin:
+                self.program.close_input()
+            self.started.set()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._pump, "stdout", self.program.receive)
+                tasks.start_soon(self._pump, "stderr", self.program.receive_errors)
+                code = await self.program.wait()
+                self._reads_until = anyio.current_time() + IDLE_SECONDS
+                for scope in self._reads.values():
+                    scope.deadline = self._reads_until
+            if code != KILLED:
+                self.program.leave_group()
+        return _end(code)
 
     async def _pump(self, name: str, receive: Callable[[], Awaitable[bytes]]) -> None:
         while True:
@@ -125,12 +111,13 @@ class Command:
                 listener.close()
 
 
-def _exit(code: int) -> Any:
-    return _end(-1, "signal: killed") if code == KILLED else _end(code, f"exit status {code}", exited=True)
-
-
-def _end(code: int, status: str, *, exited: bool = False) -> Any:
-    return Event.EndEvent(exit_code=code, exited=exited, status=status)
+def _end(code: int) -> Any:
+    """Return the event of an end, with the exit code that E2B has for it."""
+    if code == KILLED:
+        return Event(event=Oneof("end", Event.EndEvent(exit_code=-1, status="signal: killed")))
+    return Event(
+        event=Oneof("end", Event.EndEvent(exit_code=code, exited=True, status=f"exit status {code}"))
+    )
 
 
 class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated, without types
@@ -138,95 +125,80 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
 
     def __init__(self, find: Callable[[Any], Box]) -> None:
         self._find = find
-        self._commands: weakref.WeakKeyDictionary[Box, list[Command]] = weakref.WeakKeyDictionary()
 
-    def _running(self, ctx: Any) -> list[Command]:
-        return self._commands.setdefault(self._find(ctx), [])
-
-    def _command(self, selector: Any, ctx: Any) -> Command:
-        wanted = selector.selector if selector is not None else None
-        for command in self._running(ctx):
-            tag = command.request.tag if command.request.has_field("tag") else None
-            if wanted is not None and wanted.value == (command.pid if wanted.field == "pid" else tag):
-                return command
-        raise ConnectError(Code.NOT_FOUND, "there is no such command; it may have ended")
-
-    async def list(self, request: Any, ctx: Any) -> Any:
-        """See the protocol."""
-        _ = request
-        return process_pb.ListResponse(
-            processes=[
-                process_pb.ProcessInfo(
-                    config=command.request.process,
-                    pid=command.pid,
-                    **({"tag": command.request.tag} if command.request.has_field("tag") else {}),
-                )
-                for command in self._running(ctx)
-                if command.program is not None
-            ]
-        )
+    async def list(self, request: Any, ctx: Any) -> Any:  # noqa: ARG002 - it has no fields
+        """List the commands that run."""
+        running = [(one.request.process, one.program) for one in self._find(ctx).commands]
+        infos = [
+            process_pb.ProcessInfo(config=config, pid=it.group) for config, it in running if it is not None
+        ]
+        return process_pb.ListResponse(processes=infos)
 
     async def start(self, request: Any, ctx: Any) -> AsyncIterator[Any]:
         """Start a command, and yield its events."""
-        box, running = self._find(ctx), self._running(ctx)
-        _check(request, len(running))
-        left = ctx.timeout_ms
-        command = Command(request, math.inf if left is None else anyio.current_time() + left / 1000)
-        events, started = command.listen(), anyio.Event()
+        box = self._find(ctx)
+        _check(request, len(box.commands))
+        seconds = math.inf if ctx.timeout_ms is None else ctx.timeout_ms / 1000
+        command = Command(request, anyio.current_time() + seconds)
+        events = command.listen()
 
         async def run() -> None:
-            running.append(command)
             try:
-                await command.run(box, started.set)
+                await command.run(box)
             except Exception as error:
                 log.exception("a command failed", error=str(error))
             finally:
-                running.remove(command)
+                box.commands.remove(command)
 
+        box.commands.append(command)
         box.tasks.start_soon(run)
-        await started.wait()
-        async for event in _events(command, events, ctx):
+        async for event in _events(command, events):
             yield process_pb.StartResponse(event=event)
 
     async def connect(self, request: Any, ctx: Any) -> AsyncIterator[Any]:
         """Yield the events of a running command from now on."""
-        command = self._command(request.process, ctx)
-        async for event in _events(command, command.listen(), ctx):
+        command = self._command(request, ctx)
+        async for event in _events(command, command.listen()):
             yield process_pb.ConnectResponse(event=event)
 
     async def send_input(self, request: Any, ctx: Any) -> Any:
-        """See the protocol."""
-        await _send(self._command(request.process, ctx), request.input)
+        """Send input to a command."""
+        await _send(self._command(request, ctx).program, request.input)
         return process_pb.SendInputResponse()
 
     async def stream_input(self, request: AsyncIterator[Any], ctx: Any) -> Any:
         """Send pieces of input in their order; the first message names the command."""
-        command: Command | None = None
+        program: RunningProgram | None = None
         async for message in request:
-            match message.event:
-                case Oneof(field="start", value=start):
-                    command = self._command(start.process, ctx)
-                case Oneof(field="data", value=data) if command is not None:
-                    await _send(command, data.input)
+            if message.event.field == "start":
+                program = self._command(message.event.value, ctx).program
+            elif message.event.field == "data":
+                await _send(program, message.event.value.input)
         return process_pb.StreamInputResponse()
 
     async def close_stdin(self, request: Any, ctx: Any) -> Any:
-        """See the protocol."""
-        if (program := self._command(request.process, ctx).program) is not None:
+        """End the input of a command."""
+        if (program := self._command(request, ctx).program) is not None:
             program.close_input()
         return process_pb.CloseStdinResponse()
 
     async def send_signal(self, request: Any, ctx: Any) -> Any:
-        """Kill a command with its process group, or ask it to end."""
-        command = self._command(request.process, ctx)
-        if request.signal == process_pb.Signal.SIGKILL:
-            command.scope.cancel()
-        elif request.signal == process_pb.Signal.SIGTERM:
-            with suppress(SandboxError):
-                await self._find(ctx).sandbox.exec(["bash", "-c", f"kill -TERM -- -{command.pid}"], cwd="/")
-        else:
-            raise ConnectError(Code.INVALID_ARGUMENT, "the signal is neither SIGKILL nor SIGTERM")
+        """Kill a command with its process group."""
+        command = self._command(request, ctx)
+        if request.signal != process_pb.Signal.SIGKILL:
+            raise ConnectError(
+                Code.INVALID_ARGUMENT, "the only signal is SIGKILL; run `kill` inside for others"
+            )
+        command.scope.cancel()
         return process_pb.SendSignalResponse()
+
+    def _command(self, request: Any, ctx: Any) -> Command:
+        wanted = request.process.selector.value if request.process and request.process.selector else None
+        commands: Iterable[Command] = self._find(ctx).commands
+        for command in commands:
+            if command.program is not None and command.program.group == wanted:
+                return command
+        raise ConnectError(Code.NOT_FOUND, "there is no such command; it may have ended")
 
 
 def _check(request: Any, running: int) -> None:
@@ -241,26 +213,25 @@ def _check(request: Any, running: int) -> None:
         )
     if running >= MAX_COMMANDS:
         raise ConnectError(Code.RESOURCE_EXHAUSTED, f"{MAX_COMMANDS} commands run in the sandbox")
-    if request.process is None or not request.process.cmd:
-        raise ConnectError(Code.INVALID_ARGUMENT, "there is no command")
-    if len(request.process.args) + len(request.process.envs) > MAX_STRINGS:
-        raise ConnectError(Code.INVALID_ARGUMENT, f"more than {MAX_STRINGS} arguments and variables")
+    if not request.process or len(request.process.args) + len(request.process.envs) > MAX_STRINGS:
+        raise ConnectError(
+            Code.INVALID_ARGUMENT, f"no command, or over {MAX_STRINGS} arguments and variables"
+        )
 
 
-async def _events(command: Command, events: MemoryObjectReceiveStream[Any], ctx: Any) -> AsyncIterator[Any]:
+async def _events(command: Command, events: MemoryObjectReceiveStream[Any]) -> AsyncIterator[Any]:
     """Yield the start of a command and then what comes, with signs of life, to its end."""
-    asked = ctx.request_headers.get("keepalive-ping-interval", "")
-    pause = min(max(float(asked) if asked.isdecimal() else math.inf, PING_SECONDS[0]), PING_SECONDS[1])
+    await command.started.wait()
     with events:
         if command.program is not None:
-            yield Event(event=Oneof("start", Event.StartEvent(pid=command.pid)))
+            yield Event(event=Oneof("start", Event.StartEvent(pid=command.program.group)))
         while True:
             event = Event(event=Oneof("keepalive", Event.KeepAlive()))
             try:
-                with anyio.move_on_after(pause):
+                with anyio.move_on_after(PING_SECONDS):
                     event = await events.receive()
             except anyio.EndOfStream:
-                raise ENDED from None
+                raise ConnectError(Code.UNAVAILABLE, "the connection to the sandbox ended") from None
             if isinstance(event, ConnectError):
                 raise event
             yield event
@@ -268,19 +239,17 @@ async def _events(command: Command, events: MemoryObjectReceiveStream[Any], ctx:
                 return
 
 
-async def _send(command: Command, data: Any) -> None:
-    """Send input to a command.
+async def _send(program: RunningProgram | None, data: Any) -> None:
+    """Send input to a program.
 
     Raises:
-        ConnectError: It has no terminal, takes no more input, or does not read.
+        ConnectError: It is for a terminal, or the program takes no more input, or does not read.
     """
-    if data is None or data.input is None or data.input.field != "stdin":
-        raise ConnectError(Code.UNIMPLEMENTED, "the command has no terminal; send to its `stdin`")
+    if program is None or not data or data.input.field != "stdin":
+        raise ConnectError(Code.INVALID_ARGUMENT, "there is no command or no input for its `stdin`")
     try:
         with anyio.fail_after(INPUT_SECONDS):
-            if command.program is None or not await command.program.send(data.input.value):
+            if not await program.send(data.input.value):
                 raise ConnectError(Code.FAILED_PRECONDITION, "the command takes no more input")
     except TimeoutError:
-        raise ConnectError(
-            Code.DEADLINE_EXCEEDED, f"the command read nothing for {INPUT_SECONDS:.0f} s"
-        ) from None
+        raise ConnectError(Code.DEADLINE_EXCEEDED, "the command did not read its input") from None

@@ -6,8 +6,8 @@ starts nothing.
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Annotated, Any
+from datetime import UTC, datetime, timedelta
+from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -15,43 +15,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from api_schemas.errors import FieldError
-from rollout_service.base.errors import InvalidFieldError, RequestError
-from rollout_service.http.requests import cancel_on_disconnect
-from rollout_service.server.e2b.boxes import Box, Boxes, WantedBox
+from rollout_service.base.errors import RequestError
+from rollout_service.http.requests import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
+from rollout_service.server.e2b.boxes import DEFAULT_SECONDS, Box, Boxes, NewBox
 from sandboxes.config import LimitDefaults
 
 ENVD_VERSION = "0.6.4"
 """The version of E2B's daemon whose protocol is spoken here."""
-DEFAULT_SECONDS, MAX_PAGE = 300, 100
-MIB = 1024 * 1024
-
-Text = Annotated[str, Field(max_length=4_096)]
-Table = Annotated[dict[Annotated[str, Field(min_length=1, max_length=256)], Text], Field(max_length=128)]
-
-
-class BoxRequest(BaseModel):
-    """The body of a request for a sandbox."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-
-class NewBox(BoxRequest):
-    """The body of a creation."""
-
-    template: str = Field(alias="templateID", min_length=1, max_length=512)
-    timeout: int = Field(DEFAULT_SECONDS, ge=1)
-    metadata: Table = {}
-    env: Table = Field({}, alias="envVars")
-    internet: bool | None = Field(None, alias="allow_internet_access")
-
-
-class NewTime(BoxRequest):
-    """The body of a connection, or of a renewal."""
-
-    timeout: int = Field(DEFAULT_SECONDS, ge=0)
-
-
+MAX_PAGE, MIB = 100, 1024 * 1024
 REFUSED = {
     "autoPause": "sandboxes are not paused at their end",
     "iam": "sandboxes have no identity",
@@ -60,6 +31,37 @@ REFUSED = {
     "volumeMounts": "there are no volumes",
 }
 """The fields of a creation that ask for what is not served here; empty ones do not."""
+OBJECT = TypeAdapter(dict[str, Any])
+
+
+class NewTime(BaseModel):
+    """The body of a connection, or of a renewal."""
+
+    model_config = ConfigDict(strict=True)
+
+    timeout: int = Field(DEFAULT_SECONDS, ge=0)
+
+
+class Page(BaseModel):
+    """The query of a list."""
+
+    limit: int = Field(MAX_PAGE, ge=1)
+    before: int | None = Field(None, alias="nextToken")
+    order: str = "desc"
+    state: str = "running"
+    template: str | None = None
+    metadata: str = ""
+    started_after: datetime | None = Field(None, alias="startedAfter")
+
+    def has(self, box: Box) -> bool:
+        """Return whether a sandbox is one of those that are asked for."""
+        pairs = [(unquote(name), unquote(value)) for name, value in parse_qsl(self.metadata)]  # quoted twice
+        return (
+            all(box.new.metadata.get(name) == value for name, value in pairs)
+            and "running" in self.state.split(",")
+            and self.template in (None, box.new.template)
+            and (self.started_after is None or box.began.timestamp() > self.started_after.timestamp())
+        )
 
 
 class ControlApi:
@@ -68,8 +70,11 @@ class ControlApi:
     def __init__(self, boxes: Boxes, limits: LimitDefaults, cpus: int) -> None:
         """`limits` and `cpus` are those of each sandbox, for its description."""
         self._boxes = boxes
-        self._limits = limits
-        self._cpus = cpus
+        self._size = {
+            "cpuCount": int(limits.cpus or cpus),
+            "memoryMB": limits.memory_bytes // MIB,
+            "diskSizeMB": limits.disk_bytes // MIB,
+        }
 
     def routes(self) -> list[Route]:
         """Return the routes; `/sandboxes/...` that are not served are refused with a reason."""
@@ -81,25 +86,23 @@ class ControlApi:
             Route(one, self._kill, methods=["DELETE"]),
             Route(f"{one}/timeout", self._renew, methods=["POST"]),
             Route(f"/v2{one}/connect", self._connect, methods=["POST"]),
-            Route(f"{one}/{{action:path}}", _refuse, methods=["GET", "POST", "PUT", "DELETE"]),
+            Route(f"{one}/{{action}}", _refuse, methods=["GET", "POST", "PUT"]),
         ]
 
     async def _create(self, request: Request) -> Response:
-        body = await _read(request)
-        asked = [f"{name}: {why}" for name, why in REFUSED.items() if body.get(name)]
-        if asked:
+        body = OBJECT.validate_json(await request.body())
+        if asked := [f"{name}: {why}" for name, why in REFUSED.items() if body.get(name)]:
             raise RequestError("; ".join(asked), hint="Create the sandbox without it.")
         new = NewBox.model_validate(body)
         self._check_seconds(new.timeout)
-        wanted = WantedBox(new.template, new.timeout, new.metadata, new.env, new.internet)
-        box = await cancel_on_disconnect(request.receive, lambda: self._boxes.create(_owner(request), wanted))
-        return Response(status_code=499) if box is None else JSONResponse(self._with_token(box), 201)
+        box = await cancel_on_disconnect(request.receive, lambda: self._boxes.create(_owner(request), new))
+        return Response(status_code=CLIENT_CLOSED_REQUEST) if box is None else self._described(box, 201)
 
     async def _connect(self, request: Request) -> Response:
         """Tell how to reach a sandbox, which then lives for at least the time that is asked for."""
         box, seconds = await self._box_and_seconds(request)
         box.renew(max(seconds, box.seconds_left))
-        return JSONResponse(self._with_token(box))
+        return self._described(box)
 
     async def _renew(self, request: Request) -> Response:
         box, seconds = await self._box_and_seconds(request)
@@ -107,54 +110,48 @@ class ControlApi:
         return Response(status_code=204)
 
     async def _show(self, request: Request) -> Response:
-        return JSONResponse(self._with_token(self._box(request)))
+        return self._described(self._box(request))
 
     async def _kill(self, request: Request) -> Response:
-        await self._boxes.kill(self._box(request))
+        await self._box(request).kill()
         return Response(status_code=204)
 
     async def _list(self, request: Request) -> Response:
-        query = request.query_params
-        limit, before = _number(query, "limit", MAX_PAGE), _number(query, "nextToken", None)
-        rows = [box for box in self._boxes.list(_owner(request)) if _matches(box, query)]
-        if query.get("order") == "asc":
-            rows.reverse()
-            rows = [box for box in rows if before is None or box.number > before]
-        else:
-            rows = [box for box in rows if before is None or box.number < before]
-        page = rows[: min(limit or MAX_PAGE, MAX_PAGE)]
-        headers = {"x-next-token": str(page[-1].number)} if len(page) < len(rows) else None
-        return JSONResponse([self._view(box) for box in page], headers=headers)
+        """List a page; a token is the number of the last sandbox of the page before."""
+        page = Page.model_validate(dict(request.query_params))
+        sign = 1 if page.order == "asc" else -1
+        rows = [box for box in self._boxes.list(_owner(request))[::-sign] if page.has(box)]
+        rows = [box for box in rows if page.before is None or sign * (box.number - page.before) > 0]
+        shown = rows[: min(page.limit, MAX_PAGE)]
+        headers = {"x-next-token": str(shown[-1].number)} if len(shown) < len(rows) else None
+        return JSONResponse([self._view(box) for box in shown], headers=headers)
 
     async def _box_and_seconds(self, request: Request) -> tuple[Box, int]:
-        box = self._box(request)
-        seconds = NewTime.model_validate(await _read(request)).timeout
-        self._check_seconds(seconds)
-        return box, seconds
+        box, time = self._box(request), NewTime.model_validate_json(await request.body())
+        self._check_seconds(time.timeout)
+        return box, time.timeout
 
     def _check_seconds(self, seconds: int) -> None:
         if seconds > (most := self._boxes.settings.max_seconds):
-            raise _invalid("timeout", f"a sandbox lives for at most {most} s from now on")
+            raise RequestError(f"timeout: a sandbox lives for at most {most} s")
 
     def _box(self, request: Request) -> Box:
         return self._boxes.get(_owner(request), request.path_params["id"])
 
-    def _with_token(self, box: Box) -> dict[str, Any]:
-        return {**self._view(box), "envdAccessToken": box.token}
+    def _described(self, box: Box, status: int = 200) -> Response:
+        return JSONResponse({**self._view(box), "envdAccessToken": box.token}, status)
 
     def _view(self, box: Box) -> dict[str, Any]:
         return {
             "sandboxID": box.sandbox.id,
-            "templateID": box.wanted.template,
+            "templateID": box.new.template,
             "clientID": box.owner,
             "envdVersion": ENVD_VERSION,
             "startedAt": box.began.isoformat(),
-            "endAt": box.ends.isoformat(),
-            "cpuCount": int(self._limits.cpus or self._cpus),
-            "memoryMB": self._limits.memory_bytes // MIB,
-            "diskSizeMB": self._limits.disk_bytes // MIB,
+            "endAt": (datetime.now(UTC) + timedelta(seconds=box.seconds_left)).isoformat(),
             "state": "running",
-            "metadata": dict(box.wanted.metadata),
+            "metadata": box.new.metadata,
+            **self._size,
         }
 
 
@@ -163,51 +160,5 @@ def _owner(request: Request) -> str:
     return owner
 
 
-async def _read(request: Request) -> dict[str, Any]:
-    """Return the body, an object; an empty one has no fields."""
-    body: dict[str, Any] = _OBJECT.validate_json(await request.body() or b"{}")
-    return body
-
-
-_OBJECT = TypeAdapter(dict[str, Any])
-
-
-def _invalid(path: str, message: str) -> InvalidFieldError:
-    return InvalidFieldError([FieldError(path=path, message=message)])
-
-
-def _number(query: Any, name: str, default: int | None) -> int | None:
-    """Return a number of the query.
-
-    Raises:
-        InvalidFieldError: It is none.
-    """
-    text = query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text)):
-        raise _invalid(name, "not a positive number")
-    return int(text)
-
-
-def _matches(box: Box, query: Any) -> bool:
-    """Return whether a sandbox is one of those that a query asks for."""
-    pairs = parse_qsl(query.get("metadata", ""))  # quoted twice
-    if any(box.wanted.metadata.get(unquote(name)) != unquote(value) for name, value in pairs):
-        return False
-    if "running" not in query.get("state", "running").split(","):
-        return False
-    if query.get("template", box.wanted.template) != box.wanted.template:
-        return False
-    try:
-        after = query.get("startedAfter")
-        return after is None or box.began > datetime.fromisoformat(after)
-    except (ValueError, TypeError):
-        raise _invalid("startedAfter", "not a time with its zone") from None
-
-
 async def _refuse(request: Request) -> Response:
-    action = request.path_params["action"].rpartition("/")[2][:64]
-    raise RequestError(
-        f"{action!r} is not served here", hint="docs/how-to/serve-e2b-programs.md lists what is."
-    )
+    raise RequestError(f"{request.path_params['action'][:64]!r} of sandboxes is not served here")

@@ -11,7 +11,6 @@ import re
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -22,23 +21,22 @@ from rollout_service.server.e2b.files import absolute
 
 MAX_FILES = 1_000
 """The most files of one request."""
-PIECE = 64 * 1024
-HEAD_BYTES = 16 * 1024
-LAST = b"--"
-"""Behind the delimiter that ends a form."""
-GZIP = 16 + zlib.MAX_WBITS
+PIECE, HEAD_BYTES = 64 * 1024, 16 * 1024
 FILE_NAME = re.compile(rb'; *filename="((?:[^"\\]|\\.)*)"')
 BOUNDARY = re.compile(r'multipart/form-data;.*\bboundary="?([^";,\s]{1,70})"?', re.IGNORECASE)
 
 
-async def read_file(request: Request, box: Box, limit: int) -> Response:
-    """Answer with a file.
+async def answer_transfer(request: Request, box: Box, limit: int) -> Response:
+    """Read a file, or write one or several.
 
     Raises:
-        RequestError, SandboxError: It cannot be read.
+        RequestError, SandboxError: A file cannot be read or written; those before it are.
     """
-    stream = box.sandbox.read_stream(_path(request.query_params.get("path", "")), limit=limit)
-    first = await anext(stream, b"")
+    path = request.query_params.get("path", "")
+    if request.method == "POST":
+        return await _write(request, box, path, _bounded(_decoded(request), limit))
+    stream = box.sandbox.read_stream(_checked(path), limit=limit)
+    first = await anext(stream, b"")  # errors are known by now
     return StreamingResponse(_rest(first, stream), media_type="application/octet-stream")
 
 
@@ -49,60 +47,51 @@ async def _rest(first: bytes, stream: AsyncGenerator[bytes, None]) -> AsyncItera
             yield piece
 
 
-async def write_files(request: Request, box: Box, limit: int) -> Response:
-    """Write the body to a file, or each of its parts to one.
-
-    Raises:
-        RequestError, SandboxError: A file cannot be written; those before it are.
-    """
+async def _write(request: Request, box: Box, path: str, body: AsyncIterator[bytes]) -> Response:
     if any(name.startswith("x-metadata-") for name in request.headers):
         raise RequestError("files have no metadata here", hint="Write the file without `metadata`.")
-    body = _bounded(_decoded(request), limit)
-    given, boundary = request.query_params.get("path", ""), request.headers.get("content-type", "")
-    written: list[dict[str, Any]] = []
+    written: list[str] = []
 
     async def write(path: str, data: AsyncIterator[bytes]) -> None:
-        await box.sandbox.write_stream(_path(path), data)
-        whole = absolute(box.sandbox, path)
-        written.append({"name": posixpath.basename(whole), "type": "file", "path": whole})
+        await box.sandbox.write_stream(_checked(path), data)
+        written.append(absolute(box.sandbox, path))
 
-    if (found := BOUNDARY.match(boundary)) is None:
-        await write(given, body)
-        return JSONResponse(written)
-    form = MultipartForm(body, found[1].encode())
-    async for name in form.names():
-        if len(written) == MAX_FILES:
-            raise RequestError(f"a request writes at most {MAX_FILES} files")
-        await write(given or name, form.data())
-    return JSONResponse(written)
+    found = BOUNDARY.match(request.headers.get("content-type", ""))
+    if found is None:
+        await write(path, body)
+    else:
+        form = MultipartForm(body, found[1].encode())
+        async for name in form.names():
+            if len(written) == MAX_FILES:
+                raise RequestError(f"a request writes at most {MAX_FILES} files")
+            await write(path or name, form.data())
+    return JSONResponse([{"name": posixpath.basename(one), "type": "file", "path": one} for one in written])
 
 
-def _path(path: str) -> str:
+def _checked(path: str) -> str:
     if not path or "\0" in path:
-        raise RequestError("the path of the file is missing, or no path")
+        raise RequestError("the path of the file is missing, or is not one")
     return path
 
 
 async def _decoded(request: Request) -> AsyncIterator[bytes]:
     """Yield the body; what is compressed becomes at most `PIECE` bytes at once."""
-    encoding = request.headers.get("content-encoding", "identity").lower()
-    if encoding not in ("identity", "gzip"):
-        raise RequestError(f"the content encoding {encoding[:32]!r} is not gzip")
-    unzip = zlib.decompressobj(GZIP)
-    async for piece in request.stream():
-        if encoding == "identity":
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding == "identity":
+        async for piece in request.stream():
             yield piece
-            continue
-        try:
-            while piece:
-                yield unzip.decompress(piece, PIECE)
-                piece = unzip.unconsumed_tail
-        except zlib.error as error:
-            raise RequestError(f"the body is not valid gzip: {error}") from None
-    if encoding == "gzip":
-        yield unzip.flush()
-        if not unzip.eof:
-            raise RequestError("the body is not valid gzip: it ends early")
+        return
+    unzip = zlib.decompressobj(16 + zlib.MAX_WBITS)  # gzip
+    try:
+        async for piece in request.stream():
+            yield unzip.decompress(piece, PIECE)
+            while unzip.unconsumed_tail:
+                yield unzip.decompress(unzip.unconsumed_tail, PIECE)
+    except zlib.error:
+        raise RequestError(f"the body is not valid gzip; its content encoding is {encoding[:32]!r}") from None
+    yield unzip.flush()
+    if not unzip.eof:
+        raise RequestError("the compressed body ends early")
 
 
 async def _bounded(body: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:
@@ -126,41 +115,35 @@ class MultipartForm:
         """Yield each part's file name; read its `data` before the next.
 
         Raises:
-            RequestError: The body is no such form.
+            RequestError: The body is not such a form.
         """
         async for _ in self.data():
             pass
-        while True:
-            while len(self._buffer) < len(LAST):
-                await self._fill()
-            if self._buffer.startswith(LAST):
-                return
-            name = FILE_NAME.search(await self._until(b"\r\n\r\n"))
-            if name is None:
+        while not (head := await self._head()).startswith(b"--"):
+            if (name := FILE_NAME.search(head)) is None:
                 raise RequestError("a part of the form has no file name")
-            text = re.sub(rb"\\(.)", rb"\1", name[1]).replace(b"%22", b'"')
-            yield text.decode(errors="replace")
+            yield re.sub(rb"\\(.)", rb"\1", name[1]).replace(b"%22", b'"').decode(errors="replace")
 
     async def data(self) -> AsyncIterator[bytes]:
         """Yield the bytes of a part."""
         kept = len(self._delimiter) - 1
         while (at := self._buffer.find(self._delimiter)) < 0:
             ready, self._buffer = self._buffer[:-kept], self._buffer[-kept:]
-            if ready:
-                yield ready
+            yield ready
             await self._fill()
         ready, self._buffer = self._buffer[:at], self._buffer[at + len(self._delimiter) :]
-        if ready:
-            yield ready
+        yield ready
 
-    async def _until(self, end: bytes) -> bytes:
-        """Take the bytes up to the first end, with it."""
-        while (at := self._buffer.find(end)) < 0:
+    async def _head(self) -> bytes:
+        """Return the head of the next part, or what begins with `--` behind the last."""
+        while not self._buffer.startswith(b"--") and (at := self._buffer.find(b"\r\n\r\n")) < 0:
             if len(self._buffer) > HEAD_BYTES:
                 raise RequestError("the head of a part is too large")
             await self._fill()
-        taken, self._buffer = self._buffer[: at + len(end)], self._buffer[at + len(end) :]
-        return taken
+        if self._buffer.startswith(b"--"):
+            return self._buffer
+        head, self._buffer = self._buffer[:at], self._buffer[at + 4 :]
+        return head
 
     async def _fill(self) -> None:
         piece = await anext(self._body, None)

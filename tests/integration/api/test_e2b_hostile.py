@@ -20,7 +20,7 @@ LIMIT = 2_000_000
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, str]]:
-    limits = f"max_sandboxes = 2\nmax_file_bytes = {LIMIT}\nbody_seconds = 1.0\n"
+    limits = f"max_sandboxes = 2\nmax_file_bytes = {LIMIT}\n[http]\nbody_seconds = 1.0\n"
     with e2b_service(tmp_path_factory.mktemp("e2b"), limits) as found:
         yield found
 

@@ -109,12 +109,12 @@ def test_what_is_not_allowed_is_refused(shared):
         (lambda: Sandbox.create("base", envs={"a": "b" * 5_000}), "at most 4096"),
         (lambda: Sandbox.create("base", lifecycle={"on_timeout": "pause"}), "autoPause"),
         (lambda: Sandbox.create("base", network={"allow_out": ["1.1.1.1"]}), "network"),
-        (shared.pause, "'pause' is not served"),
-        (shared.create_snapshot, "'snapshots' is not served"),
-        (shared.get_metrics, "'metrics' is not served"),
+        (shared.pause, "'pause' of sandboxes is not"),
+        (shared.create_snapshot, "'snapshots' of sandboxes is not"),
+        (shared.get_metrics, "'metrics' of sandboxes is not"),
         (lambda: shared.files.watch_dir("."), "not watched"),
         (lambda: shared.pty.create(e2b.PtySize(80, 24)), "terminals are not served"),
-        (lambda: shared.commands.run("true", user="somebody"), "no user 'somebody'"),
+        (lambda: shared.commands.run("true", user="somebody"), "one user"),
         (lambda: shared.files.write("x", "y", metadata={"a": "b"}), "no metadata"),
     ]
     for call, why in refused:

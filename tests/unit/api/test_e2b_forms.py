@@ -1,0 +1,94 @@
+"""The forms of E2B's clients are read as they were sent, in any pieces; broken ones and hostile listings are errors."""
+
+import gzip
+from collections.abc import AsyncIterator, Iterable
+
+import httpx
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from rollout_service.base.errors import RequestError, TooLargeError
+from rollout_service.server.e2b import files
+from rollout_service.server.e2b.transfer import PIECE, MultipartForm, _bounded, _decoded
+
+BOUNDARY = b"b0undary"
+NEAR = st.sampled_from([b"\r", b"\n", b"-", b"\r\n", b"\r\n--", b"\r\n--b0undar", b"--b0undary", b"x"])
+CONTENT = st.one_of(st.binary(max_size=200), st.lists(NEAR, max_size=20).map(b"".join)).filter(
+    lambda data: b"\r\n--" + BOUNDARY not in b"\r\n" + data + b"\r\n"
+)
+NAME = st.text(
+    st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="%"), min_size=1, max_size=40
+)
+
+
+async def pieces_of(data: bytes, sizes: Iterable[int]) -> AsyncIterator[bytes]:
+    at = 0
+    for size in sizes:
+        yield data[at : at + size]
+        at += size
+    yield data[at:]
+
+
+async def read_form(data: bytes, sizes: Iterable[int] = ()) -> list[tuple[str, bytes]]:
+    form = MultipartForm(pieces_of(data, sizes), BOUNDARY)
+    return [(name, b"".join([piece async for piece in form.data()])) async for name in form.names()]
+
+
+@given(st.lists(st.tuples(NAME, CONTENT), min_size=1, max_size=5), st.lists(st.integers(0, 30), max_size=50))
+@example([('a"b\\c;é', b"\r\n--b0undar")], [1] * 200)
+async def test_any_files_arrive_as_they_were_sent(sent, sizes):
+    parts = [("file", (name, data)) for name, data in sent]
+    headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY.decode()}"}
+    body = httpx.Request("POST", "http://x", files=parts, headers=headers).read()
+    assert await read_form(body, sizes) == sent
+
+
+@given(st.one_of(st.binary(max_size=100), st.lists(NEAR, max_size=30).map(b"".join)), st.integers(0, 40))
+async def test_a_broken_form_is_an_error_and_nothing_else(data, cut):
+    whole = httpx.Request(
+        "POST",
+        "http://x",
+        files=[("file", ("n", data))],
+        headers={"Content-Type": f"multipart/form-data; boundary={BOUNDARY.decode()}"},
+    ).read()
+    for body in (data, whole[: max(0, len(whole) - 5 - cut)]):
+        if b"--" + BOUNDARY + b"--" not in body:
+            with pytest.raises(RequestError):
+                await read_form(body)
+
+
+async def decoded(body: bytes, encoding: str = "gzip", limit: int = 10**6) -> bytes:
+    async def receive():
+        return {"type": "http.request", "body": body}
+
+    request = Request(
+        {"type": "http", "method": "POST", "headers": [(b"content-encoding", encoding.encode())]}, receive
+    )
+    found = [piece async for piece in _bounded(_decoded(request), limit)]
+    assert max(map(len, found)) <= PIECE
+    return b"".join(found)
+
+
+@given(st.binary(max_size=1_000), st.integers(1, 300))
+async def test_what_is_compressed_is_unpacked_piece_by_piece(data, times):
+    assert await decoded(gzip.compress(data * times)) == data * times
+
+
+async def test_what_unpacks_to_too_much_or_is_broken_is_an_error():
+    bomb = gzip.compress(b"\0" * 5_000_000)
+    with pytest.raises(TooLargeError):
+        await decoded(bomb)
+    for body, encoding in ((b"no gzip", "gzip"), (bomb[:-10], "gzip"), (b"x", "br")):
+        with pytest.raises(RequestError):
+            await decoded(body, encoding, 10**9)
+
+
+@given(st.lists(st.text(max_size=20), min_size=10, max_size=10))
+def test_whatever_a_hostile_find_prints_is_an_entry_or_a_value_error(row):
+    try:
+        entry = files._entry(*row)
+    except ValueError:
+        return
+    assert 0 <= entry.modified_time.seconds <= files.LAST_SECOND
