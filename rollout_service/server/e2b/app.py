@@ -106,7 +106,7 @@ class E2BApp:
         app: ASGIApp
         if path in ("/health", "/files") or path.startswith((PROCESSES, FILES)):
             box = self._box(request)
-            owner, app = box.owner, await self._within(box, request)
+            owner, app = box.owner, self._within(box)
         else:
             owner, app = self._owner(request.headers), self._control
             scope.setdefault("state", {})["owner"] = owner
@@ -160,14 +160,19 @@ class E2BApp:
             raise ConnectError(Code.UNAVAILABLE, "The sandbox was not found")
         return box
 
-    async def _within(self, box: Box, request: Request) -> ASGIApp:
-        """Return what answers a request to a sandbox."""
-        if request.url.path == "/health":
-            return Response(status_code=204)
-        if request.url.path == "/files":
-            return await answer_transfer(request, box, self._boxes.settings.max_file_bytes)
-        app: ASGIApp = self._processes if request.url.path.startswith(PROCESSES) else self._files
-        return app
+    def _within(self, box: Box) -> ASGIApp:
+        """Return what answers requests to a sandbox."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            app: ASGIApp = self._processes if scope["path"].startswith(PROCESSES) else self._files
+            if scope["path"] == "/health":
+                app = Response(status_code=204)
+            elif scope["path"] == "/files":
+                limit = self._boxes.settings.max_file_bytes
+                app = await answer_transfer(Request(scope, receive), box, limit)
+            await app(scope, receive, send)
+
+        return answer
 
 
 def _bounded(receive: Receive, held: HeldBytes, *, is_call: bool) -> Receive:

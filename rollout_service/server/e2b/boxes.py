@@ -156,6 +156,9 @@ class Boxes:
                     await anyio.sleep(LOOK_SECONDS)
         finally:
             del self._boxes[box.sandbox.id]
+            box.scope.cancel()
+            for command in box.commands:  # an end waits for what is under way
+                command.scope.cancel()
             with anyio.CancelScope(shield=True):
                 await box.sandbox.close()
             ticket.release()

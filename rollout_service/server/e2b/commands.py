@@ -21,7 +21,7 @@ from e2b.envd.process import process_connect, process_pb
 from protobuf import Oneof
 
 from rollout_service.server.e2b.boxes import Box
-from sandboxes import RunningProgram, SandboxError
+from sandboxes import RunningProgram, SandboxClosedError, SandboxError
 
 MAX_COMMANDS, MAX_STRINGS, BUFFERED = 128, 4_096, 8
 """Of a sandbox, of a command (arguments and variables), and the events of 64 KiB that wait for each listener."""
@@ -62,6 +62,8 @@ class Command:
             with self.scope:
                 self.scope.deadline = self.deadline
                 last = await self._run(box)
+            if self.scope.cancelled_caught and box.scope.cancel_called:
+                raise SandboxClosedError("the sandbox has ended")
             if self.scope.cancelled_caught and anyio.current_time() >= self.deadline:
                 last = ConnectError(Code.DEADLINE_EXCEEDED, "the command did not end in time")
             await self._tell(last)

@@ -75,6 +75,17 @@ def test_a_forgotten_sandbox_ends_with_its_time():
     assert not sandbox.is_running()
 
 
+def test_a_kill_ends_what_is_under_way_at_once():
+    sandbox = Sandbox.create("base")
+    handles = [sandbox.commands.run("cat", background=True, stdin=True) for _ in range(3)]
+    began = time.monotonic()
+    assert sandbox.kill()
+    assert time.monotonic() - began < 4
+    for handle in handles:
+        with pytest.raises(e2b.SandboxNotRunningException):
+            handle.wait()
+
+
 def test_lists_have_filters_and_pages(shared):
     made = [Sandbox.create("base", metadata={"number": str(number), "of": "pages"}) for number in range(3)]
     try:
