@@ -11,7 +11,6 @@ import hmac
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import structlog
 from connectrpc.code import Code
@@ -36,7 +35,7 @@ from rollout_service.http.keyring import Keyring, Role
 from rollout_service.http.problems import to_problem
 from rollout_service.http.protocol import Observe, RequestLimits
 from rollout_service.http.requests import BodiesInFlight, HeldBytes
-from rollout_service.server.e2b.boxes import Box, Boxes
+from rollout_service.server.e2b.boxes import CURRENT_BOX, Box, Boxes
 from rollout_service.server.e2b.commands import ProcessCalls
 from rollout_service.server.e2b.control import ControlApi
 from rollout_service.server.e2b.files import FilesystemCalls
@@ -80,8 +79,8 @@ class E2BApp:
         self._keyring = keyring
         self._control = Router(control.routes(), redirect_slashes=False)
         self._bodies = BodiesInFlight(BODIES_BYTES, MESSAGE_BYTES)
-        self._processes = ProcessASGIApplication(ProcessCalls(self._box_of), read_max_bytes=MESSAGE_BYTES)
-        self._files = FilesystemASGIApplication(FilesystemCalls(self._box_of), read_max_bytes=MESSAGE_BYTES)
+        self._processes = ProcessASGIApplication(ProcessCalls(), read_max_bytes=MESSAGE_BYTES)
+        self._files = FilesystemASGIApplication(FilesystemCalls(), read_max_bytes=MESSAGE_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; see ASGI."""
@@ -153,17 +152,11 @@ class E2BApp:
             raise errors.RequestError("a sandbox has one user", hint="Name `user`, `root`, or none.")
         return box
 
-    def _box_of(self, ctx: Any) -> Box:
-        """Return the sandbox of a call whose token has been checked; it may have ended since."""
-        box = self._boxes.find(ctx.request_headers.get("e2b-sandbox-id", ""))
-        if box is None:
-            raise ConnectError(Code.UNAVAILABLE, "The sandbox was not found")
-        return box
-
     def _within(self, box: Box) -> ASGIApp:
         """Return what answers requests to a sandbox."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            CURRENT_BOX.set(box)
             app: ASGIApp = self._processes if scope["path"].startswith(PROCESSES) else self._files
             if scope["path"] == "/health":
                 app = Response(status_code=204)

@@ -10,6 +10,7 @@ import itertools
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -76,6 +77,10 @@ class Box:
         """End the sandbox, and wait for its end."""
         self.scope.cancel()
         await self.ended.wait()
+
+
+CURRENT_BOX: ContextVar[Box] = ContextVar("current_box")
+"""The sandbox of the request that is being answered, once its token has been checked."""
 
 
 class Boxes:

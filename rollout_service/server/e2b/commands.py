@@ -8,7 +8,7 @@ has gone does not. A sandbox runs at most `MAX_COMMANDS` at once.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from connectrpc.errors import ConnectError
 from e2b.envd.process import process_connect, process_pb
 from protobuf import Oneof
 
-from rollout_service.server.e2b.boxes import Box
+from rollout_service.server.e2b.boxes import CURRENT_BOX, Box
 from sandboxes import RunningProgram, SandboxClosedError, SandboxError
 
 MAX_COMMANDS, MAX_STRINGS, BUFFERED = 128, 4_096, 8
@@ -123,14 +123,11 @@ def _end(code: int) -> Any:
 
 
 class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated, without types
-    """Answers for the commands of all sandboxes; `find` returns the sandbox of a request."""
+    """Answers for the commands of the current sandbox."""
 
-    def __init__(self, find: Callable[[Any], Box]) -> None:
-        self._find = find
-
-    async def list(self, request: Any, ctx: Any) -> Any:  # noqa: ARG002 - it has no fields
+    async def list(self, *_: Any) -> Any:
         """List the commands that run."""
-        running = [(one.request.process, one.program) for one in self._find(ctx).commands]
+        running = [(one.request.process, one.program) for one in CURRENT_BOX.get().commands]
         infos = [
             process_pb.ProcessInfo(config=config, pid=it.group) for config, it in running if it is not None
         ]
@@ -138,7 +135,7 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
 
     async def start(self, request: Any, ctx: Any) -> AsyncIterator[Any]:
         """Start a command, and yield its events."""
-        box = self._find(ctx)
+        box = CURRENT_BOX.get()
         _check(request, len(box.commands))
         seconds = math.inf if ctx.timeout_ms is None else ctx.timeout_ms / 1000
         command = Command(request, anyio.current_time() + seconds)
@@ -157,36 +154,36 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
         async for event in _events(command, events):
             yield process_pb.StartResponse(event=event)
 
-    async def connect(self, request: Any, ctx: Any) -> AsyncIterator[Any]:
+    async def connect(self, request: Any, _: Any) -> AsyncIterator[Any]:
         """Yield the events of a running command from now on."""
-        command = self._command(request, ctx)
+        command = _command(request)
         async for event in _events(command, command.listen()):
             yield process_pb.ConnectResponse(event=event)
 
-    async def send_input(self, request: Any, ctx: Any) -> Any:
+    async def send_input(self, request: Any, _: Any) -> Any:
         """Send input to a command."""
-        await _send(self._command(request, ctx).program, request.input)
+        await _send(_command(request).program, request.input)
         return process_pb.SendInputResponse()
 
-    async def stream_input(self, request: AsyncIterator[Any], ctx: Any) -> Any:
+    async def stream_input(self, request: AsyncIterator[Any], _: Any) -> Any:
         """Send pieces of input in their order; the first message names the command."""
         program: RunningProgram | None = None
         async for message in request:
             if message.event.field == "start":
-                program = self._command(message.event.value, ctx).program
+                program = _command(message.event.value).program
             elif message.event.field == "data":
                 await _send(program, message.event.value.input)
         return process_pb.StreamInputResponse()
 
-    async def close_stdin(self, request: Any, ctx: Any) -> Any:
+    async def close_stdin(self, request: Any, _: Any) -> Any:
         """End the input of a command."""
-        if (program := self._command(request, ctx).program) is not None:
+        if (program := _command(request).program) is not None:
             program.close_input()
         return process_pb.CloseStdinResponse()
 
-    async def send_signal(self, request: Any, ctx: Any) -> Any:
+    async def send_signal(self, request: Any, _: Any) -> Any:
         """Kill a command with its process group."""
-        command = self._command(request, ctx)
+        command = _command(request)
         if request.signal != process_pb.Signal.SIGKILL:
             raise ConnectError(
                 Code.INVALID_ARGUMENT, "the only signal is SIGKILL; run `kill` inside for others"
@@ -194,13 +191,19 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
         command.scope.cancel()
         return process_pb.SendSignalResponse()
 
-    def _command(self, request: Any, ctx: Any) -> Command:
-        wanted = request.process.selector.value if request.process and request.process.selector else None
-        commands: Iterable[Command] = self._find(ctx).commands
-        for command in commands:
-            if command.program is not None and command.program.group == wanted:
-                return command
-        raise ConnectError(Code.NOT_FOUND, "there is no such command; it may have ended")
+
+def _command(request: Any) -> Command:
+    """Return the command that a request names.
+
+    Raises:
+        ConnectError: There is none.
+    """
+    wanted = request.process.selector.value if request.process and request.process.selector else None
+    commands: list[Command] = CURRENT_BOX.get().commands
+    for command in commands:
+        if command.program is not None and command.program.group == wanted:
+            return command
+    raise ConnectError(Code.NOT_FOUND, "there is no such command; it may have ended")
 
 
 def _check(request: Any, running: int) -> None:

@@ -7,7 +7,6 @@ it prints is untrusted. A relative path begins at the working folder.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from connectrpc.code import Code
@@ -15,7 +14,7 @@ from connectrpc.errors import ConnectError
 from e2b.envd.filesystem import filesystem_connect, filesystem_pb
 from protobuf.wkt.google.protobuf.timestamp_pb import Timestamp
 
-from rollout_service.server.e2b.boxes import Box
+from rollout_service.server.e2b.boxes import CURRENT_BOX
 from sandboxes import Sandbox, SandboxError
 
 SECONDS = 60.0
@@ -39,35 +38,32 @@ def absolute(sandbox: Sandbox, path: str) -> str:
 
 
 class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # generated, without types
-    """Answers for the files of all sandboxes; `find` returns the sandbox of a request."""
+    """Answers for the files of the current sandbox."""
 
-    def __init__(self, find: Callable[[Any], Box]) -> None:
-        self._find = find
-
-    async def stat(self, request: Any, ctx: Any) -> Any:
+    async def stat(self, request: Any, _: Any) -> Any:
         """Describe a path; a link is not followed."""
-        return filesystem_pb.StatResponse(entry=(await self._look(ctx, request.path))[0])
+        return filesystem_pb.StatResponse(entry=(await self._look(request.path))[0])
 
-    async def list_dir(self, request: Any, ctx: Any) -> Any:
+    async def list_dir(self, request: Any, _: Any) -> Any:
         """Describe what is in a folder, as deep as asked."""
-        folder, *entries = await self._look(ctx, request.path, min(request.depth or 1, MAX_DEPTH))
+        folder, *entries = await self._look(request.path, min(request.depth or 1, MAX_DEPTH))
         if folder.type != Kind.DIRECTORY:
             raise ConnectError(Code.INVALID_ARGUMENT, f"{request.path!r} is not a folder")
         return filesystem_pb.ListDirResponse(entries=sorted(entries, key=lambda entry: str(entry.path)))
 
-    async def make_dir(self, request: Any, ctx: Any) -> Any:
+    async def make_dir(self, request: Any, _: Any) -> Any:
         """Make a folder, and those above it."""
-        await self._run(ctx, MAKE, request.path)
-        return filesystem_pb.MakeDirResponse(entry=(await self._look(ctx, request.path))[0])
+        await self._run(MAKE, request.path)
+        return filesystem_pb.MakeDirResponse(entry=(await self._look(request.path))[0])
 
-    async def move(self, request: Any, ctx: Any) -> Any:
+    async def move(self, request: Any, _: Any) -> Any:
         """Give a file or a folder another path."""
-        await self._run(ctx, MOVE, request.source, request.destination)
-        return filesystem_pb.MoveResponse(entry=(await self._look(ctx, request.destination))[0])
+        await self._run(MOVE, request.source, request.destination)
+        return filesystem_pb.MoveResponse(entry=(await self._look(request.destination))[0])
 
-    async def remove(self, request: Any, ctx: Any) -> Any:
+    async def remove(self, request: Any, _: Any) -> Any:
         """Remove whatever is at a path."""
-        await self._run(ctx, REMOVE, request.path)
+        await self._run(REMOVE, request.path)
         return filesystem_pb.RemoveResponse()
 
     def watch_dir(self, *_: Any) -> NoReturn:
@@ -78,10 +74,10 @@ class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # g
         """Refuse to watch a folder, as the blocking client asks for it."""
         self.watch_dir()
 
-    async def _look(self, ctx: Any, path: str, depth: int = 0) -> list[Any]:
+    async def _look(self, path: str, depth: int = 0) -> list[Any]:
         """Describe a path and what is below it; a link is followed if anything below is asked for."""
         more = [str(depth), "-H" if depth else "-P", FORMAT]
-        rows = (await self._run(ctx, LOOK, path, more=more)).decode(errors="replace").split("\0")[:-1]
+        rows = (await self._run(LOOK, path, more=more)).decode(errors="replace").split("\0")[:-1]
         try:
             found = [_entry(*rows[at : at + len(FIELDS)]) for at in range(0, len(rows), len(FIELDS))]
         except (ValueError, TypeError):
@@ -90,7 +86,7 @@ class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # g
             raise ConnectError(Code.UNIMPLEMENTED, "the image's `find` is not GNU's")
         return found
 
-    async def _run(self, ctx: Any, script: str, *paths: str, more: list[str] | None = None) -> bytes:
+    async def _run(self, script: str, *paths: str, more: list[str] | None = None) -> bytes:
         """Run a script inside with paths and more arguments, and return what it printed.
 
         Raises:
@@ -98,7 +94,7 @@ class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # g
         """
         if not all(paths):
             raise ConnectError(Code.INVALID_ARGUMENT, "the path is empty")
-        sandbox = self._find(ctx).sandbox
+        sandbox = CURRENT_BOX.get().sandbox
         argv = ["bash", "-c", script, "-", *(absolute(sandbox, path) for path in paths), *(more or [])]
         env = {"LC_ALL": "C"}  # messages are read
         try:

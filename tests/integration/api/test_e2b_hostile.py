@@ -1,7 +1,9 @@
 """E2B's API holds against programs and peers that mean harm: keys are apart, everything is bounded, nothing is left."""
 
-import json
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -11,6 +13,7 @@ import psutil
 import pytest
 from e2b import Sandbox
 
+from rollout_service.settings import Settings
 from tests.support.e2b_service import KEY, OTHER_KEY, READ_KEY, e2b_service, options
 from tests.support.processes.service import Running, eventually
 
@@ -66,6 +69,20 @@ def test_nothing_inside_is_reached_without_the_token(url, sandbox, token, path):
     answer = httpx.request(method, url + path, headers=headers | {b"X-API-KEY": KEY.encode()})
     assert answer.status_code == 401
     assert answer.json()["message"] == "the access token is not that of the sandbox"
+
+
+def test_a_repeated_header_leads_to_no_other_sandbox(url, sandbox):
+    with Sandbox.create("base", **options(url, OTHER_KEY)) as other:
+        other.commands.run("echo hidden words >/tmp/secret")
+        ids, token = (sandbox.sandbox_id, other.sandbox_id), ("X-Access-Token", sandbox._envd_access_token)
+        for first, second in (ids, ids[::-1]):
+            headers = [("E2b-Sandbox-Id", first), ("E2b-Sandbox-Id", second), token]
+            found = httpx.get(f"{url}/files?path=/tmp/secret", headers=headers)
+            stat = httpx.post(
+                f"{url}/filesystem.Filesystem/Stat", headers=headers, json={"path": "/tmp/secret"}
+            )
+            assert {found.status_code, stat.status_code} <= {401, 404}
+            assert "hidden words" not in found.text
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "%2e%2e/%2e%2e", "a/b", "x" * 5_000, "\\..", "*"])
@@ -197,10 +214,21 @@ def test_nothing_outlives_the_service(tmp_path, end):
         eventually(lambda: not is_left(), seconds=20)
 
 
-def test_it_is_off_unless_it_is_asked_for_and_asks_for_keys_and_isolation(tmp_path):
-    from rollout_service.settings import Settings
-
+def test_it_is_off_unless_it_is_asked_for_and_asks_for_keys():
     assert not Settings().e2b.enabled
+    assert Settings().e2b.network == "none"
     with pytest.raises(ValueError, match="beyond loopback"):
         Settings(e2b={"enabled": True, "host": "0.0.0.0"})
-    assert json.loads(Settings().e2b.model_dump_json())["network"] == "none"
+
+
+def test_sandboxes_that_isolate_nothing_are_not_offered(tmp_path):
+    command = [sys.executable, "-m", "rollout_service.cli", "serve", "--sandbox", "local", "--port", "0"]
+    done = subprocess.run(
+        [*command, "--engine", "none", "--state-dir", str(tmp_path)],
+        env=os.environ | {"ROLLOUT_E2B__ENABLED": "true", "ROLLOUT_E2B__PORT": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 3
+    assert "needs sandboxes that isolate" in done.stdout + done.stderr
