@@ -17,7 +17,12 @@ from rollout_service.settings import Settings
 from tests.support.e2b_service import KEY, OTHER_KEY, READ_KEY, e2b_service, options
 from tests.support.processes.service import Running, eventually
 
-pytestmark = [pytest.mark.apptainer, pytest.mark.slow, pytest.mark.xdist_group("e2b hostile")]
+pytestmark = [
+    pytest.mark.apptainer,
+    pytest.mark.extended("rollout_service/server/e2b/", "rollout_service/http/"),
+    pytest.mark.slow,
+    pytest.mark.xdist_group("e2b hostile"),
+]
 LIMIT = 2_000_000
 
 
