@@ -42,7 +42,7 @@ class NewTime(BaseModel):
     timeout: int = Field(DEFAULT_SECONDS, ge=0)
 
 
-class Page(BaseModel):
+class BoxQuery(BaseModel):
     """The query of a list."""
 
     limit: int = Field(MAX_PAGE, ge=1)
@@ -118,7 +118,7 @@ class ControlApi:
 
     async def _list(self, request: Request) -> Response:
         """List a page; a token is the number of the last sandbox of the page before."""
-        page = Page.model_validate(dict(request.query_params))
+        page = BoxQuery.model_validate(dict(request.query_params))
         sign = 1 if page.order == "asc" else -1
         rows = [box for box in self._boxes.list(_owner(request))[::-sign] if page.has(box)]
         rows = [box for box in rows if page.before is None or sign * (box.number - page.before) > 0]
