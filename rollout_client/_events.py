@@ -24,21 +24,21 @@ SILENCE_SECONDS = 60.0
 
 
 async def follow_events(
-    connection: Connection, query: Mapping[str, Sequence[str]], *, after: int | None, follow: bool
+    connection: Connection, query: Mapping[str, Sequence[str]], *, after: int | str | None, follow: bool
 ) -> AsyncGenerator[Event]:
     """Yield events, from `after` on if it is given; without end, or up to the newest one.
 
     A lost connection is resumed after the last event seen or, before the first, where the server began.
     """
-    last, patience = after, connection.patience()
+    last, patience = None if after is None else str(after), connection.patience()
     query = dict(query) if follow else {**query, "follow": ["false"]}
     path = f"/v1/events?{urlencode(query, doseq=True)}".rstrip("?")
     while True:
         try:
             async for reached, events in _read_stream(connection, path, last):
                 patience = connection.patience()
-                for event in events:
-                    last = event.event_id
+                for number, event in events:
+                    last = number
                     yield event
                 last = reached if last is None else last
             if not follow:
@@ -49,21 +49,21 @@ async def follow_events(
 
 
 async def _read_stream(
-    connection: Connection, path: str, after: int | None
-) -> AsyncGenerator[tuple[int | None, list[Event]]]:
-    """Yield, for each piece that arrives, the last id that the stream has named and the events in the piece.
+    connection: Connection, path: str, after: str | None
+) -> AsyncGenerator[tuple[str | None, list[tuple[str, Event]]]]:
+    """Yield, for each piece that arrives, the last id that the stream has named and the events in it, with their ids.
 
     A piece may hold no event: a comment, which shows that the server is there, or the id that the stream starts at.
     """
-    headers = {"accept": "text/event-stream"} | ({} if after is None else {"last-event-id": str(after)})
+    headers = {"accept": "text/event-stream"} | ({} if after is None else {"last-event-id": after})
     async with connection.stream(path, headers, seconds=SILENCE_SECONDS) as response:
         if not response.is_success:
             await response.aread()
             raise error_from(response)
         parser = SSEParser()
         async for chunk in response.aiter_bytes():
-            events = [parse(Event, item.data.encode()) for item in parser.feed(chunk)]
-            yield int(parser.last_id) if parser.last_id.isdecimal() else None, events
+            events = [(item.id, parse(Event, item.data.encode())) for item in parser.feed(chunk)]
+            yield parser.last_id or None, events
 
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")

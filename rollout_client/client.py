@@ -202,7 +202,7 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
     def events(
         self,
         *,
-        after: int | None = None,
+        after: int | str | None = None,
         kinds: Sequence[str] = (),
         subjects: Sequence[str] = (),
         follow: bool = True,

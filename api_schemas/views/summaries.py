@@ -11,6 +11,8 @@ from api_schemas.rollouts import RolloutState, StopReason
 from api_schemas.runs import RunId
 
 SummaryOrder = Literal["newest", "oldest"]
+MAX_CURSOR = 340
+"""The most characters of a cursor: 20 for each shard of a store and a dot."""
 
 
 def _distinct(states: list[RolloutState]) -> list[RolloutState]:
@@ -64,7 +66,7 @@ class SummaryQuery(SummaryFilter):
 
     order: SummaryOrder = Field("newest", description="Which end of the list comes first.")
     cursor: str | None = Field(
-        None, max_length=32, description="The previous page's `next_cursor`, for the same order."
+        None, max_length=MAX_CURSOR, description="The previous page's `next_cursor`, for the same order."
     )
     limit: int = Field(100, ge=1, le=1_000, description="Rollouts per page.")
 

@@ -236,13 +236,18 @@ class Places:
     @classmethod
     def of(cls, settings: Settings, *, with_store: bool = True) -> Self:
         """Return the places of the node with these settings; `with_store` includes a store that it shares."""
-        states, url = {ONLY: settings.state_dir.expanduser()}, settings.store.url
-        if url is None:
+        states = {ONLY: settings.state_dir.expanduser()}
+        if not settings.store.url:
             return cls(states)
         if not with_store:
             return cls(states, owns_store=False)
         from rollout_service.store.redis import RedisConfig
         from rollout_service.store.segments.places import files_of
 
-        redis = RedisConfig.of(settings.store, url)
+        redis, *others = RedisConfig.of(settings.store)
+        if others:
+            raise ConfigurationError(
+                "a store of several shards cannot be backed up by this command",
+                hint="Copy the files of each Redis by its own means, and the shared folder after them.",
+            )
         return cls(states, owns_store=False, redis=redis, files=files_of(settings.store))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,9 +36,9 @@ async def check(config: Config = None, as_json: AsJson = False) -> int:
 
     Services may be running, and nothing is changed. The exit code is 1 if anything is lost.
     """
-    async with _opened(config) as (connection, files):
-        report = await _look(connection, files)
-    _show(report, files, as_json=as_json)
+    async with _opened(config) as shards:
+        report = await _look(shards)
+    _show(report, shards[0][1], as_json=as_json)
     return 1 if report.problem or report.lost else 0
 
 
@@ -56,42 +56,52 @@ async def new_folder(
     """
     from rollout_service.store.redis.lost_trajectories import begin_again
 
-    async with _opened(config) as (connection, files):
-        report = await _look(connection, files)
+    async with _opened(config) as shards:
+        report = await _look(shards)
         if yes:
-            await begin_again(connection, files)
-            report = await _look(connection, files)
-    _show(report, files, as_json=as_json)
+            for connection, files in shards:
+                await begin_again(connection, files)
+            report = await _look(shards)
+    _show(report, shards[0][1], as_json=as_json)
     if not yes:
         common.err().print("nothing was changed; --yes begins again with this folder")
     return 0
 
 
 @asynccontextmanager
-async def _opened(config: Path | None) -> AsyncIterator[tuple[RedisConnection, SegmentFiles]]:
+async def _opened(config: Path | None) -> AsyncIterator[Sequence[tuple[RedisConnection, SegmentFiles]]]:
+    """Open the shards of the store, mostly one, for the block."""
     from rollout_service.settings import load_settings
     from rollout_service.store.segments.places import files_of
 
     settings = load_settings(config).store
-    files = None if settings.url is None else files_of(settings)
-    if settings.url is None or files is None:
+    if not settings.url or (settings.folder is None and settings.objects is None):
         raise CommandError(
             "the settings name no place that services share for trajectories",
             hint="Pass the settings of a node with --config: [store] url, and folder or objects.",
         )
     from rollout_service.store.redis import RedisConfig, RedisConnection
 
-    connection = await RedisConnection.open(RedisConfig.of(settings, settings.url))
-    try:
-        yield connection, files
-    finally:
-        await connection.close()
+    shards: list[tuple[RedisConnection, SegmentFiles]] = []
+    async with AsyncExitStack() as stack:
+        for one in RedisConfig.of(settings):
+            home = shards[0][0].store_id if shards else ""
+            connection = await RedisConnection.open(replace(one, home=home))
+            stack.push_async_callback(connection.close)
+            if (files := files_of(settings, one.shard)) is not None:
+                shards.append((connection, files))
+        yield shards
 
 
-async def _look(connection: RedisConnection, files: SegmentFiles) -> FolderReport:
-    from rollout_service.store.redis.lost_trajectories import look
+async def _look(shards: Sequence[tuple[RedisConnection, SegmentFiles]]) -> FolderReport:
+    from rollout_service.store.redis.lost_trajectories import FolderReport, look
 
-    return await look(connection, files)
+    found = [await look(connection, files) for connection, files in shards]
+    return FolderReport(
+        next((one.problem for one in found if one.problem is not None), None),
+        sum(one.referenced for one in found),
+        [lost for one in found for lost in one.lost],
+    )
 
 
 def _show(report: FolderReport, files: SegmentFiles, *, as_json: bool) -> None:

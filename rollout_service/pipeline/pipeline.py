@@ -228,8 +228,8 @@ class Pipeline:
         store, owner, rewinds = self._context.store, self._context.owner, self._context.store.rewinds
         if rewinds == self._rewinds:
             return
-        held = await store.held(owner)
         active = {name: one.lease.token for name, one in self._active.items()}
+        held = await store.held(owner, believed=active)
         if idle := [name for name, token in held.items() if active.get(name) != token]:
             log.warning(
                 "the store holds in this service's name what it does not work on", queued_again=sorted(idle)

@@ -1,7 +1,8 @@
 """Saves the turns of all rollouts in the background, so that no turn waits for the store.
 
 Guarantees: `add` returns at once; turns are saved in the order in which they were made, many in one write; memory is
-bounded. A turn that cannot be saved costs no rollout anything but the chance to continue from it.
+bounded. A turn that cannot be saved costs no rollout anything but the chance to continue from it. A shard of the store
+that fails holds up the turns of its own rollouts alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import structlog
 from rollout_service.base.signals import BatchQueue
 from rollout_service.engines.serving.saved_turns import SavedTurn, encode
 from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.store.contract import Lease, TurnStore, UnsavedTurn
+from rollout_service.store.contract import Lease, Store, TurnStore, UnsavedTurn
 from rollout_service.store.retrying import retry_until_stored
 
 log = structlog.get_logger(__name__)
@@ -45,38 +46,42 @@ class _WaitingTurn:
 class TurnWriter:
     """The turns that wait to be saved; `running` saves them."""
 
-    def __init__(self, store: TurnStore, owner: str, metrics: Metrics) -> None:
+    def __init__(self, store: Store, owner: str, metrics: Metrics) -> None:
         self._store = store
         self._owner = owner
         self._metrics = metrics
-        self._queue = BatchQueue[_WaitingTurn](
-            most=MAX_WAITING, at_once=MAX_AT_ONCE, collect_seconds=COLLECT_SECONDS
-        )
+        self._queues = [
+            BatchQueue[_WaitingTurn](most=MAX_WAITING, at_once=MAX_AT_ONCE, collect_seconds=COLLECT_SECONDS)
+            for _ in store.shards
+        ]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Save turns until the block is left."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._save_forever)
+            for queue, shard in zip(self._queues, self._store.shards, strict=True):
+                tasks.start_soon(self._save_forever, queue, shard)
             yield
             tasks.cancel_scope.cancel()
 
     def add(self, lease: Lease, number: int, turn: SavedTurn | None) -> None:
         """Save a turn soon; None only marks that the rollout has turns."""
-        if not self._queue.put(_WaitingTurn(lease.rollout_id, lease.token, number, turn)):
+        queue = self._queues[self._store.shard_of(lease.rollout_id)]
+        if not queue.put(_WaitingTurn(lease.rollout_id, lease.token, number, turn)):
             self._metrics.count_saved_turns("dropped", 1)
 
     async def flush(self) -> None:
         """Wait until everything that was added is saved; the lease must still be held."""
-        await self._queue.until_done()
+        for queue in self._queues:
+            await queue.until_done()
 
-    async def _save_forever(self) -> None:
+    async def _save_forever(self, queue: BatchQueue[_WaitingTurn], shard: TurnStore) -> None:
         while True:
-            await self._save(await self._queue.next_batch())
+            await self._save(await queue.next_batch(), shard)
 
-    async def _save(self, batch: list[_WaitingTurn]) -> None:
+    async def _save(self, batch: list[_WaitingTurn], shard: TurnStore) -> None:
         turns = await anyio.to_thread.run_sync(_encode_all, batch)
-        saved = await retry_until_stored("save turns", partial(self._store.save_turns, self._owner, turns))
+        saved = await retry_until_stored("save turns", partial(shard.save_turns, self._owner, turns))
         self._metrics.count_saved_turns("saved", saved)
         self._metrics.count_saved_turns("dropped", len(batch) - len(turns))
 

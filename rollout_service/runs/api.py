@@ -34,7 +34,7 @@ from rollout_service.groups.auxiliary import run_warnings
 from rollout_service.http.keyring import Role
 from rollout_service.pipeline.branching import why_unbranched
 from rollout_service.runs.dataset import open_dataset
-from rollout_service.runs.manager import RunManager
+from rollout_service.runs.manager import ManagerOf
 from rollout_service.runs.planning import problem_of, warnings_of
 from rollout_service.runs.task_files import Rows, open_file
 from rollout_service.store.rules import dropped_counts
@@ -56,7 +56,7 @@ class RunService:
     def __init__(
         self,
         runs: RunStore,
-        manager: RunManager,
+        manager_of: ManagerOf,
         *,
         check_environment: CheckEnvironment,
         check_pool: Callable[[str], None],
@@ -64,7 +64,7 @@ class RunService:
     ) -> None:
         """Serve runs; callers who are not administrators may name only files in `data_dirs`."""
         self._runs = runs
-        self._manager = manager
+        self._manager_of = manager_of
         self._check_environment = check_environment
         self._check_pool = check_pool
         self._data_dirs = data_dirs
@@ -80,7 +80,7 @@ class RunService:
             ConflictError: The id is taken by a different request.
             StoreError: The store failed.
         """
-        self._manager.chain(request)
+        self._manager_of(request.run_id or "").chain(request)
         check_trained_pool(request.pool)
         check_sampling(request.sampling)
         self._check_pool(request.pool)
@@ -211,7 +211,7 @@ class RunService:
 
     def view(self, run: RunRecord, *, parallel: bool = False) -> Run:
         """Return a run as on the wire, with its use of sub-agents if `parallel`."""
-        over = run.state in (RunState.ENDED, RunState.FINISHED)
+        over, manager = run.state in (RunState.ENDED, RunState.FINISHED), self._manager_of(run.run_id)
         return Run(
             run_id=run.run_id,
             state=run.state,
@@ -219,7 +219,7 @@ class RunService:
             version=run.version,
             tasks=run.tasks,
             cursor=run.cursor,
-            acceptance_rate=self._manager.acceptance_rate(run),
+            acceptance_rate=manager.acceptance_rate(run),
             counts=RunCounts(
                 open=run.count("open"),
                 ready=run.count("ready"),
@@ -233,7 +233,7 @@ class RunService:
             ),
             problem=problem_of(run),
             warnings=[*run_warnings(run.request, run.total), *warnings_of(run)],
-            parallel=self._manager.parallel(run) if parallel else None,
+            parallel=manager.parallel(run) if parallel else None,
             created_at=run.created_at,
             ended_at=run.changed_at if over else None,
         )

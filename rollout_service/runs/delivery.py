@@ -26,7 +26,7 @@ from api_schemas.runs import Batch, Group, RunState
 from rollout_client.arrays import TYPES
 from rollout_service.base.errors import NotFoundError, RequestError, StoreError, root_cause
 from rollout_service.base.ids import BatchId
-from rollout_service.runs.manager import RunManager
+from rollout_service.runs.manager import ManagerOf
 from rollout_service.runs.planning import problem_of, reason_to_refuse
 from rollout_service.store.codec.groups import group_json
 from rollout_service.store.codec.trajectories import COLUMNS, Columns
@@ -49,9 +49,9 @@ class RunWithoutBatchesError(RunOverError):
 class Delivery:
     """Delivers the batches of all runs."""
 
-    def __init__(self, runs: RunStore, manager: RunManager) -> None:
+    def __init__(self, runs: RunStore, manager_of: ManagerOf) -> None:
         self._runs = runs
-        self._manager = manager
+        self._manager_of = manager_of
 
     async def lease(
         self, request: BatchLeaseRequest, *, version: int | None, timeout: float
@@ -68,9 +68,10 @@ class Delivery:
         """
         if version is not None:
             await self._runs.update(request.run_id, version=version)
-        run = await self._manager.sync_version(await self._runs.get(request.run_id))
+        manager = self._manager_of(request.run_id)
+        run = await manager.sync_version(await self._runs.get(request.run_id))
         if run.request.max_staleness is not None:
-            await self._manager.mask_stale(request.run_id, strict=not request.allow_stale)
+            await manager.mask_stale(request.run_id, strict=not request.allow_stale)
         with anyio.move_on_after(timeout):
             return await self._leased(request)
         if (refusal := reason_to_refuse(await self._runs.get(request.run_id))) is not None:
@@ -88,7 +89,7 @@ class Delivery:
             if leased.over:
                 raise _over(await self._runs.get(request.run_id))
             if leased.stale:
-                await self._manager.mask_stale(request.run_id)
+                await self._manager_of(request.run_id).mask_stale(request.run_id)
                 continue
             with anyio.move_on_after(max(0.0, leased.due_in)):
                 await self._runs.wait_for_delivery(request.run_id, seen)

@@ -40,7 +40,7 @@ from rollout_service.runs.planning import (
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease
-from rollout_service.store.contract import Store
+from rollout_service.store.contract import StoreShard
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.runs_contract import RunRecord
 
@@ -52,13 +52,16 @@ GATHER_SECONDS = 0.01
 """Changes within this time are handled in one step."""
 PRUNE_SECONDS = 60.0
 
+ManagerOf = Callable[[str], "RunManager"]
+"""Returns the manager of a run by its id: that of its shard."""
+
 
 class RunManager:
-    """Works on all runs of a store."""
+    """Works on all runs of a shard of the store."""
 
     def __init__(
         self,
-        store: Store,
+        store: StoreShard,
         filters: FilterRegistry,
         *,
         places: int,

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import datetime
 
 import anyio
 import structlog
@@ -19,7 +20,7 @@ from api_schemas.nodes import NodeState
 from rollout_service.base.errors import InvalidFieldError, StoreError, did_you_mean
 from rollout_service.cluster.node import Node
 from rollout_service.engines.serving.orders import Announce
-from rollout_service.store.contract import Store
+from rollout_service.store.contract import Store, StoreShard
 
 # Writes the events that the service itself causes, beside what they tell of.
 #
@@ -134,9 +135,10 @@ PAGE_EVENTS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class SentEvent:
-    """An event as it is sent."""
+    """An event as it is sent, but for the line with the reader's position."""
 
     event_id: int
+    time: datetime
     kind: str
     subject: str
     frame: bytes
@@ -144,14 +146,14 @@ class SentEvent:
     @classmethod
     def of(cls, event: Event) -> SentEvent:
         """Encode an event."""
-        frame = format_sse_event(data_str=event.model_dump_json(), event=event.kind, id=str(event.event_id))
-        return cls(event.event_id, event.kind, event.subject, frame)
+        frame = format_sse_event(data_str=event.model_dump_json(), event=event.kind)
+        return cls(event.event_id, event.time, event.kind, event.subject, frame)
 
 
 class EventTail:
-    """Reads events for several readers at once."""
+    """Reads the events of a shard of the store for several readers at once."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: StoreShard) -> None:
         self._store = store
         self._lock = anyio.Lock()
         self._events: deque[SentEvent] = deque()

@@ -9,15 +9,21 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from api_schemas.base import Name
-from rollout_service.settings.values import Labels, Section
+from rollout_service.settings.values import Labels, Names, Section
+
+MAX_SHARDS = 16
 
 
 class StoreSettings(Section):
     """Where rollouts and results are kept. Left out, in a SQLite file in the state folder, for one node."""
 
-    url: str | None = None
+    url: Names = Field([], max_length=MAX_SHARDS)
     """The Redis that the services of many nodes share: `redis://HOST:PORT/0`, `rediss://HOST:PORT/0` (TLS), or
-    `unix:///PATH/redis.sock`. A password belongs in `password_file`."""
+    `unix:///PATH/redis.sock`. A password belongs in `password_file`. Several, each a Redis of its own, are the shards
+    of one store, over which runs are spread. Their number and order are fixed once the store exists."""
+    shards: int = Field(1, ge=1, le=MAX_SHARDS)
+    """How many shards a store at a single `url`, that of a cluster of Redis, has: each has a slot of its own, and so,
+    mostly, another server. Fixed once the store exists."""
     prefix: str = Field("rollouts", pattern="^[A-Za-z0-9_.-]{1,64}$")
     """The name that the keys in Redis begin with: services with the same prefix do the same work."""
     password_file: Path | None = None
@@ -45,13 +51,21 @@ class StoreSettings(Section):
 
     @field_validator("url")
     @classmethod
-    def _url_has_no_password(cls, url: str | None) -> str | None:
-        parts = urlsplit(url or "redis://")
-        if parts.scheme not in ("redis", "rediss", "unix"):
-            raise ValueError("not the address of a Redis; use redis://, rediss:// or unix://")
-        if parts.password is not None or "password=" in parts.query:
-            raise ValueError("the URL contains a password; put it in a file, and set password_file")
-        return url
+    def _urls_have_no_password(cls, urls: list[str]) -> list[str]:
+        for parts in map(urlsplit, urls):
+            if parts.scheme not in ("redis", "rediss", "unix"):
+                raise ValueError("not the address of a Redis; use redis://, rediss:// or unix://")
+            if parts.password is not None or "password=" in parts.query:
+                raise ValueError("the URL contains a password; put it in a file, and set password_file")
+        if len(set(urls)) < len(urls):
+            raise ValueError("a URL is given twice; each shard needs a Redis of its own")
+        return urls
+
+    @model_validator(mode="after")
+    def _one_way_to_shard(self) -> Self:
+        if self.shards > 1 and len(self.url) != 1:
+            raise ValueError("`shards` divides the store at one `url`; with several, each of them is a shard")
+        return self
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:

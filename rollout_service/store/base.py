@@ -31,9 +31,9 @@ from rollout_service.store.codec.groups import StoredGroups
 from rollout_service.store.codec.record import Row
 from rollout_service.store.codec.runs import make_history
 from rollout_service.store.codec.trajectories import Columns
-from rollout_service.store.contract import Store
+from rollout_service.store.contract import StoreShard
 from rollout_service.store.lists_contract import GroupSelection
-from rollout_service.store.runs_contract import GroupHead, RunStore
+from rollout_service.store.runs_contract import GroupHead, ShardRuns
 
 HEADS_AT_ONCE = 16
 """The most heads that one read returns; with long conversations they take megabytes."""
@@ -60,7 +60,7 @@ class StoreDatabase(Protocol):
     async def close(self) -> None: ...
 
 
-class BaseStore(Store):
+class BaseStore(StoreShard):
     """A store of rollouts, to be entered once it is open."""
 
     def __init__(self, database: StoreDatabase) -> None:
@@ -73,6 +73,17 @@ class BaseStore(Store):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    @property
+    def shards(self) -> Sequence[StoreShard]:
+        return (self,)
+
+    def shard_of(self, name: str) -> int:  # noqa: ARG002 - it has everything
+        return 0
+
+    @property
+    def failing(self) -> Mapping[int, StoreError]:
+        return {}
 
     @property
     def problem(self) -> StoreError | None:
@@ -90,11 +101,6 @@ class BaseStore(Store):
         return self._database.size_bytes()
 
     async def failed(self) -> None:
-        """Wait until the store fails for good, which only a defect can cause.
-
-        Raises:
-            StoreError: The store has failed.
-        """
         await self._database.failed()
 
     async def close(self) -> None:
@@ -151,7 +157,7 @@ class BaseStore(Store):
         return await self._page(state, int(cursor or 0), limit)
 
 
-class BaseRuns(RunStore):
+class BaseRuns(ShardRuns):
     """The runs of a store."""
 
     async def group_page(

@@ -6,8 +6,13 @@ Guarantees:
 - Only the holder of the current lease can move a rollout: a worker that lost its lease can do no harm.
 - No owner is leased a rollout that it already holds.
 - An attempt counts once it enters its first stage, so a crash costs nothing that had not begun.
-- Every change of state is an event, with an id that grows by one.
+- Every change of state is an event, with an id that grows by one in its shard.
 - A call completes even if its caller is cancelled, so no lease is taken unnoticed.
+
+A store is one shard, or spread over several that share nothing, so one that fails takes only its own runs with it:
+calls for these raise a StoreError, all others go on. A run is in one shard with all of its rollouts, groups and
+batches, and so is a rollout of no run; `shard_of` tells which. What a call collects from all shards leaves out one that
+fails.
 
 A lease is lost once it is taken over, released or ended. An expired lease that nobody has taken over can still be
 renewed or ended by its owner. The `wait_for_*` methods replace polling: each returns when there may be something new
@@ -23,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import Histogram
 from pydantic import JsonValue
@@ -37,7 +42,10 @@ from rollout_service.base.errors import StoreError
 from rollout_service.store.cluster_contract import ClusterStore
 from rollout_service.store.engines_contract import EnginesStore
 from rollout_service.store.lists_contract import SummaryStore
-from rollout_service.store.runs_contract import RunStore
+from rollout_service.store.runs_contract import RunStore, ShardRuns
+
+if TYPE_CHECKING:
+    from rollout_service.store.segments.folder import SegmentFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +187,20 @@ class Store(TurnStore, StepStore, SummaryStore, Protocol):
         ...
 
     @property
+    def shards(self) -> Sequence[StoreShard]:
+        """The shards, in an order that never changes; the store itself if it is not spread."""
+        ...
+
+    def shard_of(self, name: str) -> int:
+        """Return the number of the shard that has a run or a rollout, by its id."""
+        ...
+
+    @property
+    def failing(self) -> Mapping[int, StoreError]:
+        """Why shards cannot be used at the moment, by their numbers, while others can."""
+        ...
+
+    @property
     def runs(self) -> RunStore:
         """Runs, groups and batches, in the same database."""
         ...
@@ -215,6 +237,7 @@ class Store(TurnStore, StepStore, SummaryStore, Protocol):
     ) -> list[Lease]:
         """Lease up to `limit` rollouts, oldest first: queued ones, and those whose lease from another owner expired.
 
+        Shards take turns, and each gives its own oldest.
         With `pools`, only rollouts of these pools are leased, and until the next claim `wait_for_work` waits for these
         alone. `waits` does the same for environments: only rollouts of these are leased, each once it has been queued
         for this many seconds, so that a node that suits it better can take it first. A rollout that `owner` already
@@ -242,8 +265,11 @@ class Store(TurnStore, StepStore, SummaryStore, Protocol):
         """
         ...
 
-    async def held(self, owner: str) -> Mapping[str, int]:
-        """Return the tokens of the leases that this owner holds, by rollout."""
+    async def held(self, owner: str, *, believed: Mapping[str, int] | None = None) -> Mapping[str, int]:
+        """Return the tokens of the leases that this owner holds, by rollout.
+
+        Of a shard that fails, those that the owner believes to hold, since nobody knows better.
+        """
         ...
 
     async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
@@ -334,27 +360,12 @@ class Store(TurnStore, StepStore, SummaryStore, Protocol):
         """Append an event about the service itself."""
         ...
 
-    async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
-        """Return events with ids above `after`, in order."""
-        ...
-
-    async def last_event(self) -> int:
-        """Return the id of the newest event; 0 if there is none."""
-        ...
-
     async def wait_for_work(self) -> None:
         """Wait until `claim` may return something, including after a delay or an expired lease."""
         ...
 
     async def wait_for_cancels(self) -> None:
         """Wait until the cancellation of a leased rollout has been requested since the last `cancel_requested`."""
-        ...
-
-    async def wait_for_events(self, *, after: int) -> int:
-        """Wait until the newest event's id is above `after`, then return it.
-
-        If it is below `after`, since the store has lost events, it is returned at once: go on from there.
-        """
         ...
 
     async def wait_for_result(self, rollout_id: str) -> Rollout | None:
@@ -372,6 +383,39 @@ class Store(TurnStore, StepStore, SummaryStore, Protocol):
 
         Raises:
             InvalidFieldError: The cursor is not one that an earlier page returned.
+        """
+        ...
+
+
+class StoreShard(Store, Protocol):
+    """A whole store, or one of the shards of one: it has events, and runs whose changes can be fenced."""
+
+    segments: SegmentFolder | None
+    """The shared place of the trajectories; None if they are in the database."""
+
+    @property
+    def runs(self) -> ShardRuns: ...
+
+    async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
+        """Return events with ids above `after`, in order."""
+        ...
+
+    async def last_event(self) -> int:
+        """Return the id of the newest event; 0 if there is none."""
+        ...
+
+    async def wait_for_events(self, *, after: int) -> int:
+        """Wait until the newest event's id is above `after`, then return it.
+
+        If it is below `after`, since the store has lost events, it is returned at once: go on from there.
+        """
+        ...
+
+    async def failed(self) -> None:
+        """Wait until the store fails for good, which only a defect can cause.
+
+        Raises:
+            StoreError: The store has failed.
         """
         ...
 

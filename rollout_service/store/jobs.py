@@ -29,6 +29,16 @@ MAX_BATCH = 256
 """The most jobs that are done as one, so that the first does not wait for too many others."""
 
 
+def commit_histogram() -> Histogram:
+    """Return an empty record of how long writes took."""
+    return Histogram(
+        "rollout_store_commit_seconds",
+        "Time to make the writes that waited together durable",
+        buckets=COMMIT_SECONDS,
+        registry=None,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A job that somebody waits for."""
@@ -62,7 +72,8 @@ class JobResult(Generic[J]):
 class JobThread(ABC, Generic[J]):
     """A thread that does jobs from `start` to `close`; create it on the event loop."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, commit_seconds: Histogram | None = None) -> None:
+        """`commit_seconds` has the times of several threads together; without it, this one has its own."""
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[J | None] = SimpleQueue()
         self._opened: asyncio.Future[None] = self._loop.create_future()
@@ -70,12 +81,7 @@ class JobThread(ABC, Generic[J]):
         self._closed = False
         self._failure: StoreError | None = None
         self._died = anyio.Event()
-        self.commit_seconds = Histogram(
-            "rollout_store_commit_seconds",
-            "Time to make the writes that waited together durable",
-            buckets=COMMIT_SECONDS,
-            registry=None,
-        )
+        self.commit_seconds = commit_seconds or commit_histogram()
 
     async def start(self) -> None:
         """Start the thread and open the database.

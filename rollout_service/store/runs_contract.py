@@ -426,20 +426,24 @@ class RunStore(RunLists, Protocol):
         """Delete some of the records that have expired; return 0 once none is left."""
         ...
 
-    def fenced(self, lease: RoleLease) -> RunStore:
-        """Return the same runs for a service that leads a role: its writes are refused once another service leads.
-
-        Each write of the returned store can raise LeadershipLostError. A store that only one process can have open
-        refuses none.
-        """
-        ...
-
     def deliveries(self, run_id: str) -> int:
         """Return a number that grows with every change, other than of time, that may change what `lease` returns."""
         ...
 
     async def wait_for_delivery(self, run_id: str, after: int) -> int:
         """Wait until `deliveries` may be above `after`, then return it."""
+        ...
+
+
+class ShardRuns(RunStore, Protocol):
+    """The runs of one shard, which one service at a time manages: that which leads the role there."""
+
+    def fenced(self, lease: RoleLease) -> ShardRuns:
+        """Return the same runs for a service that leads a role: its writes are refused once another service leads.
+
+        Each write of the returned store can raise LeadershipLostError. A store that only one process can have open
+        refuses none.
+        """
         ...
 
     async def wait_for_change(self, after: int) -> int:

@@ -63,7 +63,7 @@ class Bench:
             pool_version=lambda _: self.version,
             metrics=self.metrics,
         )
-        self.delivery = Delivery(store.runs, self.manager)
+        self.delivery = Delivery(store.runs, lambda _: self.manager)
         self._held: dict[str, Lease] = {}
 
     async def create(self, run_id: str = "a", tasks: int = 8, **fields: object) -> None:

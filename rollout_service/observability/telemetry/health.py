@@ -83,6 +83,12 @@ class HealthMetrics(Collector):
         failing = self.store_problem() is not None
         yield GaugeMetricFamily("rollout_store_bytes", "Size of the store's files", self.store.size_bytes())
         yield GaugeMetricFamily("rollout_store_failing", "1 while the store fails, else 0", float(failing))
+        shards = GaugeMetricFamily(
+            "rollout_store_shard_failing", "1 while this shard of the store fails, else 0", labels=["shard"]
+        )
+        for number in range(len(self.store.shards)):
+            shards.add_metric([str(number)], float(failing or number in self.store.failing))
+        yield shards
         yield CounterMetricFamily("rollout_store_errors", "Calls to the store that failed", self.store.errors)
         yield from self.store.commit_seconds.collect()
 

@@ -151,11 +151,12 @@ CLOSE_SECONDS = 2.0
 class StepWriter(StepObserver):
     """The attempts whose steps wait to be saved; `running` saves them."""
 
-    def __init__(self, store: StepStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._queue = BatchQueue[Activity](
-            most=MAX_WAITING, at_once=MAX_AT_ONCE, collect_seconds=COLLECT_SECONDS
-        )
+        self._queues = [
+            BatchQueue[Activity](most=MAX_WAITING, at_once=MAX_AT_ONCE, collect_seconds=COLLECT_SECONDS)
+            for _ in store.shards
+        ]
         self.dropped = 0
         """The attempts whose steps were dropped."""
 
@@ -163,7 +164,8 @@ class StepWriter(StepObserver):
     async def running(self) -> AsyncIterator[None]:
         """Save steps until the block is left, those of the attempts that end with it included."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._save_forever)
+            for queue, shard in zip(self._queues, self._store.shards, strict=True):
+                tasks.start_soon(self._save_forever, queue, shard)
             try:
                 yield
             finally:
@@ -173,23 +175,25 @@ class StepWriter(StepObserver):
 
     def finished(self, activity: Activity) -> None:
         """Save the steps of an attempt soon."""
-        if activity.ended and not self._queue.put(activity):
+        queue = self._queues[self._store.shard_of(activity.rollout_id)]
+        if activity.ended and not queue.put(activity):
             self.dropped += 1
 
     async def flush(self) -> None:
         """Wait until the steps of all attempts that have ended are saved."""
-        await self._queue.until_done()
+        for queue in self._queues:
+            await queue.until_done()
 
-    async def _save_forever(self) -> None:
+    async def _save_forever(self, queue: BatchQueue[Activity], shard: StepStore) -> None:
         while True:
-            await self._save(await self._queue.next_batch())
+            await self._save(await queue.next_batch(), shard)
             if self.dropped:
                 log.warning("the steps of some attempts were dropped", attempts=self.dropped)
                 self.dropped = 0
 
-    async def _save(self, batch: list[Activity]) -> None:
+    async def _save(self, batch: list[Activity], shard: StepStore) -> None:
         attempts = await anyio.to_thread.run_sync(_encode_all, batch)
-        await retry_until_stored("save steps", partial(self._store.save_steps, attempts))
+        await retry_until_stored("save steps", partial(shard.save_steps, attempts))
 
 
 def _encode_all(batch: list[Activity]) -> list[EncodedSteps]:

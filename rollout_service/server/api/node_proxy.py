@@ -34,7 +34,7 @@ async def wait_for_access(
         UnavailableError: The node that runs the rollout cannot be reached.
         ShuttingDownError: The shutdown began first.
     """
-    if service.settings.store.url is None or PASSED_ON in http.headers:
+    if not service.settings.store.url or PASSED_ON in http.headers:
         await service.wait_for_access(rollout_id, seconds)
         return None
     deadline = time.monotonic() + seconds

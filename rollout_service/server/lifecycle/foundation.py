@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -32,10 +31,6 @@ from rollout_service.settings import Settings, StoreSettings
 from rollout_service.store.contract import Store
 from rollout_service.store.sqlite import SqliteStore
 from sandboxes import SandboxProvider, make_provider
-
-if TYPE_CHECKING:
-    from rollout_service.store.redis import RedisStore
-
 
 log = structlog.get_logger(__name__)
 
@@ -161,28 +156,43 @@ async def open_store(
         StoreError: It cannot be opened, must not be used, or fails for good within the block.
         ConfigurationError: The address of the Redis, its password file or the place of trajectories cannot be used.
     """
-    async with await _open(settings, owner, clock) as store, anyio.create_task_group() as tasks:
-        tasks.start_soon(store.failed)
-        if not isinstance(store, SqliteStore) and store.segments is not None:
-            tasks.start_soon(store.segments.keep_tidy)
-            tasks.start_soon(store.segments.watch.run)
+    async with _opened(settings, owner, clock) as store, anyio.create_task_group() as tasks:
+        for shard in store.shards:
+            tasks.start_soon(shard.failed)
+            if shard.segments is not None:
+                tasks.start_soon(shard.segments.keep_tidy)
+                tasks.start_soon(shard.segments.watch.run)
         yield store
         tasks.cancel_scope.cancel()
 
 
-async def _open(settings: Settings, owner: str, clock: Callable[[], float]) -> SqliteStore | RedisStore:
-    if settings.store.url is None:
-        return await SqliteStore.open(settings.database, clock=clock, disk=settings.store.disk)
-    return await _open_redis(settings.store, settings.store.url, owner)
+@asynccontextmanager
+async def _opened(settings: Settings, owner: str, clock: Callable[[], float]) -> AsyncIterator[Store]:
+    if settings.store.url:
+        async with _opened_redis(settings.store, owner) as store:
+            yield store
+    else:
+        async with await SqliteStore.open(
+            settings.database, clock=clock, disk=settings.store.disk
+        ) as of_one_node:
+            yield of_one_node
 
 
-async def _open_redis(settings: StoreSettings, url: str, owner: str) -> RedisStore:
+@asynccontextmanager
+async def _opened_redis(settings: StoreSettings, owner: str) -> AsyncIterator[Store]:
     # Redis's client takes a tenth of the CPU time of a start, so a service without Redis does not import it.
     from rollout_service.store.redis import RedisConfig, RedisStore
     from rollout_service.store.segments.places import files_of
+    from rollout_service.store.sharded import ShardedStore
 
-    config, files = RedisConfig.of(settings, url), await anyio.to_thread.run_sync(files_of, settings)
-    return await RedisStore.open(config, is_gone=is_gone, files=files, owner=owner)
+    configs = RedisConfig.of(settings)
+    files = [await anyio.to_thread.run_sync(files_of, settings, one.shard) for one in configs]
+    if len(configs) > 1:
+        async with ShardedStore.opened(configs, is_gone=is_gone, files=files, owner=owner) as store:
+            yield store
+    else:
+        async with await RedisStore.open(configs[0], is_gone=is_gone, files=files[0], owner=owner) as single:
+            yield single
 
 
 # The time of a service, which no jump of its host's clock moves.

@@ -1,11 +1,12 @@
 """Makes a service a member of the cluster that shares its store, and gives it its roles there.
 
-Guarantees: the pipeline claims only rollouts that suit this node, and none while it drains; the run manager knows the
+Guarantees: the pipeline claims only rollouts that suit this node, and none while it drains; each run manager knows the
 places of all nodes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from api_schemas.errors import FieldError
@@ -21,7 +22,8 @@ from rollout_service.pipeline.settlement import ClaimRules
 from rollout_service.runs import RunManager
 from rollout_service.server.overview.stages import stage_overviews
 from rollout_service.settings import Settings
-from rollout_service.store.cluster_contract import ClusterStore, Heartbeat, NodeReport
+from rollout_service.store.cluster_contract import Heartbeat, NodeReport
+from rollout_service.store.contract import Store
 
 
 @dataclass(slots=True)
@@ -29,25 +31,30 @@ class ClusterMember:
     """This node in its cluster."""
 
     settings: Settings
-    cluster: ClusterStore
+    store: Store
     owner: str
     node: Node
     placement: Placement
     claims: ClaimRules
     pipeline: Pipeline
-    manager: RunManager
+    managers: Sequence[RunManager]
+    """Those of the runs of each shard."""
     stages: Stages
     board: ActivityBoard
+
+    def manager_of(self, run_id: str) -> RunManager:
+        """Return the manager of a run, or of one that is to be created."""
+        return self.managers[self.store.shard_of(run_id)]
 
     def membership(self) -> Membership:
         """Return the membership, not yet begun."""
         return Membership(
-            self.cluster, self._look_and_report, on_beat=self._follow, drop_work=self.pipeline.drop_all
+            self.store.cluster, self._look_and_report, on_beat=self._follow, drop_work=self.pipeline.drop_all
         )
 
     def nodes(self) -> ClusterNodes:
         """Return the nodes, for callers of the API."""
-        return ClusterNodes(self.cluster, self.report)
+        return ClusterNodes(self.store.cluster, self.report)
 
     async def _look_and_report(self) -> NodeReport:
         await self.placement.look()
@@ -81,11 +88,12 @@ class ClusterMember:
 
     def _follow(self, beat: Heartbeat) -> None:
         self.claims.open(beat.state is NodeState.READY)
-        if self.cluster.is_shared:
+        if self.store.cluster.is_shared:
             self.claims.suit(self.placement.waits(beat))
         elif len(self.placement.suited) < len(self.placement.environments.list()):
             self.claims.suit(dict.fromkeys(self.placement.suited, 0.0))
-        self.manager.resize(beat.places)
+        for manager in self.managers:
+            manager.resize(beat.places)
 
 
 @dataclass(frozen=True, slots=True)

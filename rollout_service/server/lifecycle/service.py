@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,7 +65,7 @@ class Service:
     external: ExternalAgents
     live: Live
     overview: OverviewFeed
-    event_tail: EventTail
+    event_tails: Sequence[EventTail]
     trajectories: TrajectoryViewer
     hangs: HangWatch
     metrics: Metrics
@@ -226,7 +227,24 @@ class Service:
         unusable = [f"an environment cannot be used: {where}: {problem}" for where, problem in problems]
         lacking = [f"some rollouts will fail here: {why}" for why in self.sandboxes.secrets.lacking]
         waiting = self._default_pool() + self._waiting_for_subagents()
-        return unusable + lacking + waiting + self.live.training.delivery.warnings() + self.clock.warnings()
+        return [
+            *unusable,
+            *lacking,
+            *waiting,
+            *self._failing_shards(),
+            *self.live.training.delivery.warnings(),
+            *self.clock.warnings(),
+        ]
+
+    def _failing_shards(self) -> list[str]:
+        """Return a sentence for each shard of the store that fails while others do not; if all do, that is a reason."""
+        failing, shards = self.store.failing, len(self.store.shards)
+        if len(failing) == shards:
+            return []
+        return [
+            f"the runs of shard {number} of {shards} wait: " + sentences(str(problem), problem.hint)
+            for number, problem in failing.items()
+        ]
 
     def _default_pool(self) -> list[str]:
         """Return a sentence if the pool of whoever names none is out of service; without any pool, that is a reason."""

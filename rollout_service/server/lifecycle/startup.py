@@ -6,7 +6,7 @@ service lives on: no task, no sandbox, no engine that it started.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ import structlog
 from api_schemas.rollouts import Stage
 from rollout_service.activity import ActivityBoard
 from rollout_service.base.shutdown import Shutdown
-from rollout_service.cluster.leadership import RETENTION_ROLE, RUNS_ROLE, Leadership
+from rollout_service.cluster.leadership import RETENTION_ROLE, RUNS_ROLE, Leadership, Work
 from rollout_service.cluster.membership import Membership, Placement
 from rollout_service.cluster.node import Concurrency
 from rollout_service.engines.serving.policies import PolicyServing
@@ -67,13 +67,13 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         attempts = await open_attempts(stack, foundation, engines, shutdown)
         context, serving = attempts.context, engines.serving
         member = await make_member(foundation, serving, context)
-        manager = member.manager
+        managers = member.managers
         hangs = HangWatch(
             foundation.node.name,
             context,
             serving,
             foundation.state_dir,
-            troubled_runs=lambda: manager.troubled,
+            troubled_runs=lambda: [run for manager in managers for run in manager.troubled],
         )
         overview = await _make_overview(context, engines, member, hangs)
         membership = await begin_work(stack, foundation, serving, member, hangs)
@@ -91,7 +91,7 @@ async def _make_overview(
         store=context.store,
         stages=context.stages,
         serving=engines.serving,
-        manager=member.manager,
+        manager_of=member.manager_of,
         nodes=member.nodes(),
         board=context.activities,
         node=member.node.name,
@@ -116,14 +116,14 @@ def _service(
     shutdown: Shutdown,
 ) -> Service:
     """Make the operations that the routes call, all over parts that are open."""
-    store, serving, manager = foundation.store, engines.serving, member.manager
+    store, serving = foundation.store, engines.serving
     suitability = Suitability(member.placement, membership)
     check_environment = partial(
         check_environment_here, foundation.environments, foundation.sandboxes, suitability
     )
     run_service = RunService(
         store.runs,
-        manager,
+        member.manager_of,
         check_environment=check_environment,
         check_pool=serving.check,
         data_dirs=foundation.settings.data_dirs,
@@ -138,17 +138,17 @@ def _service(
         nodes=member.nodes(),
         suitability=suitability,
         claims=member.claims,
-        concurrency=make_concurrency(foundation, attempts.context.stages, manager),
+        concurrency=make_concurrency(foundation, attempts.context.stages, member.managers),
         serving=serving,
         external=attempts.context.external,
         live=engines.live,
         overview=OverviewFeed(overview.build),
-        event_tail=EventTail(store),
+        event_tails=[EventTail(shard) for shard in store.shards],
         trajectories=TrajectoryViewer(store, serving),
         hangs=hangs,
         metrics=foundation.metrics,
         run_service=run_service,
-        delivery=Delivery(store.runs, manager),
+        delivery=Delivery(store.runs, member.manager_of),
         run_exporter=RunExporter(store.runs, run_service),
         rescorer=Rescorer(attempts.context, check_environment),
         steps=attempts.steps,
@@ -264,7 +264,7 @@ log = structlog.get_logger(__name__)
 async def make_member(
     foundation: Foundation, serving: PolicyServing, context: AttemptContext
 ) -> ClusterMember:
-    """Make this node's member of its cluster, with a pipeline and a run manager that have not begun.
+    """Make this node's member of its cluster, with a pipeline and run managers that have not begun.
 
     Raises:
         ConfigurationError: The settings name a filter that cannot be used.
@@ -274,20 +274,20 @@ async def make_member(
     pipeline = Pipeline(context, settings.pipeline, claims)
     return ClusterMember(
         settings=settings,
-        cluster=foundation.store.cluster,
+        store=foundation.store,
         owner=foundation.owner,
         node=foundation.node,
         placement=Placement(environments, foundation.sandboxes, settings.cluster.labels),
         claims=claims,
         pipeline=pipeline,
-        manager=await _make_run_manager(foundation, serving),
+        managers=await _make_run_managers(foundation, serving),
         stages=context.stages,
         board=context.activities,
     )
 
 
-async def _make_run_manager(foundation: Foundation, serving: PolicyServing) -> RunManager:
-    """Make the run manager with all filters; log those that cannot be used."""
+async def _make_run_managers(foundation: Foundation, serving: PolicyServing) -> Sequence[RunManager]:
+    """Make the run manager of each shard with all filters; log those that cannot be used."""
     filters = await anyio.to_thread.run_sync(FilterRegistry.load)
     for name, problem in filters.problems.items():
         log.error("a filter cannot be used", name=name, error=str(problem), hint=problem.hint)
@@ -295,15 +295,18 @@ async def _make_run_manager(foundation: Foundation, serving: PolicyServing) -> R
     def pool_version(pool: str) -> int:
         return max((view.weight_version for view in serving.views() if view.pool == pool), default=0)
 
-    return RunManager(
-        foundation.store,
-        filters,
-        places=_places(foundation.settings.pipeline),
-        reopen=reopening(foundation.environments.get),
-        pool_version=pool_version,
-        metrics=foundation.metrics,
-        retention=foundation.settings.retention,
-    )
+    return [
+        RunManager(
+            shard,
+            filters,
+            places=_places(foundation.settings.pipeline),
+            reopen=reopening(foundation.environments.get),
+            pool_version=pool_version,
+            metrics=foundation.metrics,
+            retention=foundation.settings.retention,
+        )
+        for shard in foundation.store.shards
+    ]
 
 
 def _places(stages: PipelineSettings) -> int:
@@ -311,13 +314,14 @@ def _places(stages: PipelineSettings) -> int:
     return stages.init_queue + stages.init_workers + stages.rollout_queue + stages.rollout_workers
 
 
-def make_concurrency(foundation: Foundation, stages: Stages, manager: RunManager) -> Concurrency:
-    """Make the control of how much this node runs at once, which tells the run manager."""
+def make_concurrency(foundation: Foundation, stages: Stages, managers: Sequence[RunManager]) -> Concurrency:
+    """Make the control of how much this node runs at once, which tells the run managers."""
 
     def on_change(pipeline: PipelineSettings) -> None:
         # Of nodes that share a store, the next heartbeat tells the leader, wherever it is.
         if not foundation.store.cluster.is_shared:
-            manager.resize(_places(pipeline))
+            for manager in managers:
+                manager.resize(_places(pipeline))
 
     return Concurrency(stages, foundation.node, foundation.settings, on_change)
 
@@ -344,12 +348,13 @@ async def begin_work(
             claims=lambda: claims.is_open,
         ),
     )
-    leadership = Leadership(member.cluster, member.owner)
-    foundation.metrics.registry.register(NodeMetrics(lambda: membership.beat, lambda: leadership.leases))
-    manager = member.manager
-    await stack.enter_async_context(
-        leadership.leading({RUNS_ROLE: manager.manage, RETENTION_ROLE: manager.prune})
+    leaderships = [Leadership(shard.cluster, member.owner) for shard in foundation.store.shards]
+    foundation.metrics.registry.register(
+        NodeMetrics(lambda: membership.beat, lambda: {role for one in leaderships for role in one.leases})
     )
+    for leadership, manager in zip(leaderships, member.managers, strict=True):
+        roles: dict[str, Work] = {RUNS_ROLE: manager.manage, RETENTION_ROLE: manager.prune}
+        await stack.enter_async_context(leadership.leading(roles))
     return membership
 
 

@@ -27,7 +27,7 @@ from rollout_service.base.errors import StoreError
 from rollout_service.cluster.membership import ClusterNodes
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.pipeline.context import Stages
-from rollout_service.runs import RunManager
+from rollout_service.runs import ManagerOf
 from rollout_service.server.hangs import HangWatch
 from rollout_service.server.overview.bottleneck import StageLoads, bottleneck
 from rollout_service.server.overview.next_node import next_node
@@ -77,7 +77,7 @@ class OverviewBuilder:
     store: Store
     stages: Stages
     serving: PolicyServing
-    manager: RunManager
+    manager_of: ManagerOf
     nodes: ClusterNodes
     board: ActivityBoard
     node: str
@@ -129,10 +129,9 @@ class OverviewBuilder:
         """Read from the store how rollouts ended just before this start; nothing depends on it."""
         since = datetime.now(UTC) - timedelta(seconds=WINDOW_SECONDS)
         try:
-            newest = await self.store.last_event()
-            events = await self.store.events(
-                after=max(0, newest - REMEMBERED_EVENTS), limit=REMEMBERED_EVENTS
-            )
+            (shard,) = self.store.shards
+            newest = await shard.last_event()
+            events = await shard.events(after=max(0, newest - REMEMBERED_EVENTS), limit=REMEMBERED_EVENTS)
             ended = [
                 event
                 for event in events
@@ -153,7 +152,10 @@ class OverviewBuilder:
     async def _look(self) -> None:
         """Ask the store; if it fails, `unready` says so."""
         try:
-            counts, last_event = await self.store.counts(), await self.store.last_event()
+            counts = await self.store.counts()
+            failing = self.store.failing
+            asked = [shard for number, shard in enumerate(self.store.shards) if number not in failing]
+            last_event = sum([await shard.last_event() for shard in asked])
             runs = [run for run in await self.store.runs.active() if _is_in_progress(run)]
             runs.sort(key=lambda run: run.created_at, reverse=True)
             nodes = await self.nodes.list()
@@ -173,17 +175,18 @@ class OverviewBuilder:
         )
 
     def _run(self, record: RunRecord) -> RunOverview:
+        manager = self.manager_of(record.run_id)
         return RunOverview(
             run_id=record.run_id,
             state=record.state,
             pool=record.request.pool,
             version=record.version,
-            acceptance_rate=round(self.manager.acceptance_rate(record), 4),
+            acceptance_rate=round(manager.acceptance_rate(record), 4),
             open_groups=record.count("open"),
             ready_groups=record.count("ready"),
             acknowledged_groups=record.count("acknowledged"),
             dropped=dropped_counts(record.counters),
-            staleness=self.manager.staleness(record),
+            staleness=manager.staleness(record),
             problem=record.problem.message if record.problem is not None else None,
         )
 

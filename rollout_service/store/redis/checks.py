@@ -299,14 +299,34 @@ def store_id(client: redis.Redis, config: RedisConfig) -> str:
 
 
 def _check_schema(client: redis.Redis, config: RedisConfig, library: FunctionLibrary) -> None:
-    call = call_arguments(config, library, "schema_open", None, uuid4().hex)
-    application, version, supported = execute(client, *call)
+    part = (config.shard, config.shards, config.home)
+    call = call_arguments(config, library, "schema_open", None, uuid4().hex, *part)
+    application, version, supported, *found = execute(client, *call)
     if _text(application) != APPLICATION:
         why = f"holds something of another program under the prefix {config.prefix!r}"
         raise _refusal(config, why, "Choose another [store] prefix.")
     if version != supported:
         why = f"has schema version {version}, but this release supports only {supported}"
         raise _refusal(config, why, "Run the release that wrote it, or choose another [store] prefix.")
+    _check_shard(config, *map(_text, found))
+
+
+def _check_shard(config: RedisConfig, shard: str, shards: str, home: str) -> None:
+    """Check that the settings spread the store as those that began it; runs are found by the number of shards.
+
+    Raises:
+        StoreError: They do not, or it is part of another store.
+    """
+    if (shard, shards) != (str(config.shard), str(config.shards)):
+        why = f"has shard {shard} of {shards}, and by the settings it is shard {config.shard} of {config.shards}"
+        hint = (
+            "Give [store] url and shards as they were when the store began, or choose another [store] prefix."
+        )
+        raise _refusal(config, why, hint)
+    if home != config.home:
+        why = f"has shard {shard} of another store than the one at the first address"
+        hint = "Give the addresses in [store] url that belong together, or choose another [store] prefix."
+        raise _refusal(config, why, hint)
 
 
 def _refusal(config: RedisConfig, why: str, hint: str) -> StoreError:

@@ -6,6 +6,7 @@ Guarantee: a password is never part of an error, a log line or a representation.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -44,22 +45,34 @@ class RedisConfig:
     """How many replicas must have a write before it is acknowledged."""
     answer_seconds: float = 10.0
     """How long Redis may take to accept a connection or to answer."""
+    shard: int = 0
+    """Which part of the store this is, from 0."""
+    shards: int = 1
+    """How many parts the store has."""
+    home: str = ""
+    """The id of the store's first shard, which the others have in them; empty for the first one."""
 
     @classmethod
-    def of(cls, settings: StoreSettings, url: str) -> Self:
-        """Return the configuration that the settings describe, which name this Redis."""
-        return cls(
-            url=url,
-            prefix=settings.prefix,
-            password_file=settings.password_file,
-            durability=Durability(settings.redis_durability),
-            replicas=settings.redis_replicas,
-        )
+    def of(cls, settings: StoreSettings) -> Sequence[Self]:
+        """Return the configurations of the shards that the settings describe, mostly one; none without a Redis."""
+        urls = settings.url * settings.shards
+        return [
+            cls(
+                url=url,
+                prefix=settings.prefix,
+                password_file=settings.password_file,
+                durability=Durability(settings.redis_durability),
+                replicas=settings.redis_replicas,
+                shard=shard,
+                shards=len(urls),
+            )
+            for shard, url in enumerate(urls)
+        ]
 
     @property
     def root(self) -> str:
         """The start of every key, as a hash tag, so that a cluster of Redis keeps them in one place."""
-        return f"{{{self.prefix}}}"
+        return f"{{{self.prefix}}}" if self.shards == 1 else f"{{{self.prefix}.{self.shard}}}"
 
     @property
     def address(self) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import anyio
 import redis
+from prometheus_client import Histogram
 
 from rollout_service.base.errors import DefectError, ServiceError, StoreError
 from rollout_service.store.jobs import Job, JobResult, JobThread
@@ -54,8 +55,14 @@ class RedisConnection(JobThread[_RedisJob]):
     `topics` passes on the changes that somebody here waits for. Answers are those of redis-py: texts are bytes.
     """
 
-    def __init__(self, config: RedisConfig, *, clock: Callable[[], float] | None = None) -> None:
-        super().__init__("store-redis")
+    def __init__(
+        self,
+        config: RedisConfig,
+        *,
+        clock: Callable[[], float] | None = None,
+        commit_seconds: Histogram | None = None,
+    ) -> None:
+        super().__init__("store-redis", commit_seconds)
         self.config = config
         self._clock = clock
         self._library = function_library()
@@ -69,15 +76,23 @@ class RedisConnection(JobThread[_RedisJob]):
         self._used_memory, self._looked_at = 0, -LOOK_SECONDS
 
     @classmethod
-    async def open(cls, config: RedisConfig, *, clock: Callable[[], float] | None = None) -> RedisConnection:
+    async def open(
+        cls,
+        config: RedisConfig,
+        *,
+        clock: Callable[[], float] | None = None,
+        commit_seconds: Histogram | None = None,
+    ) -> RedisConnection:
         """Connect to a Redis and check it; `clock` returns Unix seconds, and Redis's own clock is used without it.
+
+        Shards share one `commit_seconds`.
 
         Raises:
             StoreError: The Redis does not answer, or must not be used.
             ConfigurationError: The address or the password file is wrong.
         """
         config.check()
-        connection = cls(config, clock=clock)
+        connection = cls(config, clock=clock, commit_seconds=commit_seconds)
         try:
             with anyio.CancelScope(shield=True):
                 await connection.start()
@@ -86,6 +101,11 @@ class RedisConnection(JobThread[_RedisJob]):
             await connection.close()
             raise
         return connection
+
+    @property
+    def store_id(self) -> str:
+        """The random id of the store that was found there."""
+        return self._identity.store or ""
 
     @property
     def problem(self) -> StoreError | None:

@@ -218,6 +218,11 @@ class RedisRollouts(RolloutReads):
         event_id, now = await self._connection.call("events_record", kind, subject, to_json(data))
         return Event(event_id=event_id, time=codec.when(float(now)), kind=kind, subject=subject, data=data)
 
+    @property
+    def may_have_work(self) -> bool:
+        """Whether `wait_for_work` returns at once."""
+        return self._signals.may_be_work
+
     async def wait_for_work(self) -> None:
         await self._signals.wait_for_work()
 

@@ -54,7 +54,7 @@ class RolloutReads(BaseStore):
     async def counts(self) -> dict[RolloutState, int]:
         return decode_counts(await self._connection.read("rollouts_counts"))
 
-    async def held(self, owner: str) -> Mapping[str, int]:
+    async def held(self, owner: str, *, believed: Mapping[str, int] | None = None) -> Mapping[str, int]:  # noqa: ARG002 - it knows better
         found = iter(await self._connection.read("rollouts_held", owner))
         return {rollout_id.decode(): int(token) for rollout_id, token in zip(found, found, strict=True)}
 

@@ -82,8 +82,13 @@ class RolloutSignals:
         """
         self._due = self._clock() + min(due_in, lease_seconds)
 
+    @property
+    def may_be_work(self) -> bool:
+        """Whether there may be work."""
+        return self.work.is_news or self._clock() >= self._due
+
     async def wait_for_work(self) -> None:
         """Wait until there may be work."""
-        while not self.work.is_news and self._clock() < self._due:
+        while not self.may_be_work:
             with anyio.move_on_after(self._due - self._clock()):
                 await self.work.changed.wait()

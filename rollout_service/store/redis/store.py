@@ -13,6 +13,7 @@ from typing import Any, Self
 from uuid import uuid4
 
 import anyio
+from prometheus_client import Histogram
 from pydantic_core import from_json, to_json
 
 from api_schemas.inference import BackendSpec
@@ -318,18 +319,20 @@ class RedisStore(RedisRollouts):
         clock: Callable[[], float] | None = None,
         files: SegmentFiles | None = None,
         owner: str = "",
+        commit_seconds: Histogram | None = None,
     ) -> Self:
         """Open the store in a Redis; `clock` returns Unix seconds, and Redis's own clock is used without it.
 
         `is_gone` tells whether the service of an owner has certainly ended, so that `recover` may requeue its work.
-        Trajectories go to a place that all services share, in files of `owner`; without `files`, to Redis.
+        Trajectories go to a place that all services share, in files of `owner`; without `files`, to Redis. Shards share
+        one `commit_seconds`.
 
         Raises:
             StoreError: The Redis does not answer, or must not be used.
             ConfigurationError: The address or the password file is wrong, or the place is not writable, is not
                 shared, or belongs to another store.
         """
-        connection = await RedisConnection.open(config, clock=clock)
+        connection = await RedisConnection.open(config, clock=clock, commit_seconds=commit_seconds)
         try:
             segments = None if files is None else await _open_segments(connection, files, owner)
             place = None if segments is None else InSharedFolder(segments)

@@ -150,6 +150,8 @@ class SqliteStore(BaseStore):
     The path `:memory:` opens a store for tests that ends with its process.
     """
 
+    segments = None
+
     def __init__(
         self, path: Path | str, *, clock: Callable[[], float] = time.time, disk: Disk = "local"
     ) -> None:
@@ -244,7 +246,7 @@ class SqliteStore(BaseStore):
         self._work.set()
         return len(rows)
 
-    async def held(self, owner: str) -> Mapping[str, int]:
+    async def held(self, owner: str, *, believed: Mapping[str, int] | None = None) -> Mapping[str, int]:  # noqa: ARG002 - it knows better
         rows = await self._thread.read(lambda db: db.execute(statements.HELD, {"owner": owner}).fetchall())
         return {row["rollout_id"]: row["token"] for row in rows}
 

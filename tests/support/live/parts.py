@@ -68,7 +68,7 @@ class LiveBench:
             pool_version=lambda _: 0,
             metrics=Metrics(),
         )
-        self.batches = Delivery(store.runs, self.manager)
+        self.batches = Delivery(store.runs, lambda _: self.manager)
         self.restart()
 
     def restart(self, live: SqliteLiveStore | None = None, runs: RunStore | None = None) -> None:

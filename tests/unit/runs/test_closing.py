@@ -183,7 +183,7 @@ async def test_a_batch_is_delivered_again_as_soon_as_its_lease_ends(clock):
     async with bench(lambda lease: float(place(lease)[1] % 2), clock=clock) as it:
         await it.create(tasks=2)
         counted = CountedLeases(it.store.runs)
-        delivery = Delivery(counted, it.manager)  # type: ignore[arg-type]
+        delivery = Delivery(counted, lambda _: it.manager)  # type: ignore[arg-type]
         order = BatchLeaseRequest("a", "first", HELD_SECONDS)
         assert await delivery.lease(order, version=None, timeout=10) is not None
         counted.asked, began = 0, time.monotonic()

@@ -125,7 +125,7 @@ async def test_a_restart_loses_nothing_of_the_whole_run_and_begins_the_recent_fi
             )
             assert (await store.runs.get("a")).count("dropped:zero_variance") == 1
             service = RunService(
-                store.runs, first.manager, check_environment=_unused, check_pool=lambda _: None
+                store.runs, lambda _: first.manager, check_environment=_unused, check_pool=lambda _: None
             )
             assert (await service.get("a", parallel=True)).parallel == before
             assert "parallel" not in (await service.get("a")).model_dump(), "clients refuse unknown fields"

@@ -41,9 +41,9 @@ class Bench:
             pool_version=lambda _: 3,
             metrics=Metrics(),
         )
-        self.delivery = Delivery(store.runs, self.manager)
+        self.delivery = Delivery(store.runs, lambda _: self.manager)
         self._service = RunService(
-            store.runs, self.manager, check_environment=_unused, check_pool=lambda _: None
+            store.runs, lambda _: self.manager, check_environment=_unused, check_pool=lambda _: None
         )
 
     async def roll_out(self, detail: NodeDetail) -> None:

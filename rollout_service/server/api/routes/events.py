@@ -1,6 +1,8 @@
 """The stream of events, which a reader can leave and resume without missing anything.
 
-Guarantees: each event that the reader wants is sent once, in order. The stream begins with the id that it starts after,
+Guarantees: each event that the reader wants is sent once, in order; those of different shards of the store in about the
+order of their times. A shard that is away holds up its own events alone. The stream begins with the id that it starts
+after,
 so a reader that gave no position knows where to resume even if it has seen no event; and while nothing that it wants
 happens, the stream says from time to time how far it has come. If the store has lost events, as in a failover, the
 stream sends the id of the newest one left, and goes on after it. A reader that hangs up is not an error. When the
@@ -9,9 +11,11 @@ service shuts down, the stream ends after a whole event.
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Annotated
 
 import anyio
@@ -19,18 +23,26 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT
 
-from api_schemas.base import MAX_INT
+from api_schemas.errors import FieldError
+from rollout_service.base.errors import InvalidFieldError, StoreError
 from rollout_service.base.shutdown import ShuttingDownError
+from rollout_service.base.signals import first_of
 from rollout_service.server.api.openapi_responses import media_response
 from rollout_service.server.api.routes.support.dependencies import ServiceDep
 from rollout_service.server.api.routes.support.shared_answers import EVENT_STREAM, STREAM_HEADERS
 from rollout_service.server.api.routes.support.strict import StrictRoute
 from rollout_service.server.events import EventSelection
 from rollout_service.server.lifecycle import Service
+from rollout_service.store.contract import StoreShard
+from rollout_service.store.retrying import STORE_RETRY_SECONDS
 
 router = APIRouter(prefix="/v1", tags=["events"], route_class=StrictRoute)
 
 MAX_FILTERS = 100
+POSITION = r"^([0-9]{1,16}|-)(\.([0-9]{1,16}|-)){0,15}$"
+"""The ids of the last events that a reader has seen, one for each shard of the store; `-` for one that was away."""
+UNKNOWN = -1
+"""Stands for the id of the newest event of a shard that is away."""
 PING_SECONDS = 15.0
 """How often an idle stream says something: readers give up on a stream that stays silent for much longer."""
 PAUSE_SECONDS = 0.05
@@ -46,10 +58,10 @@ PAUSE_SECONDS = 0.05
 )
 async def stream_events(
     service: ServiceDep,
-    last_event_id: Annotated[int | None, Header(ge=0, le=MAX_INT)] = None,
+    last_event_id: Annotated[str | None, Header(pattern=POSITION)] = None,
     after: Annotated[
-        int | None,
-        Query(ge=0, le=MAX_INT, description="Start after the event with this id; `Last-Event-ID` wins."),
+        str | None,
+        Query(pattern=POSITION, description="Start after the event with this id; `Last-Event-ID` wins."),
     ] = None,
     kind: Annotated[
         list[str] | None,
@@ -81,42 +93,41 @@ async def stream_events(
     service.shutdown.refuse()
     wanted = EventSelection.of(kind or [], subject or [])
     start = last_event_id if last_event_id is not None else after
-    seen = await service.store.last_event() if start is None else start
+    seen = await _newest_of_all(service) if start is None else _parse(service, start)
     events = _events(service, wanted, seen) if follow else _past_events(service, wanted, seen)
     return StreamingResponse(events, media_type=EVENT_STREAM, headers=STREAM_HEADERS)
 
 
-async def _past_events(service: Service, wanted: EventSelection, seen: int) -> AsyncIterator[bytes]:
-    """Yield this id, then the events after it that there are by now, then the id of the newest one."""
+async def _past_events(service: Service, wanted: EventSelection, seen: list[int]) -> AsyncIterator[bytes]:
+    """Yield this position, then the events after it that there are by now, then the newest position."""
     yield _position(seen)
-    newest = await service.store.last_event()
-    while seen < newest:
-        events = await service.event_tail.after(seen, newest)
-        seen = events[-1].event_id
-        if frames := b"".join(event.frame for event in events if wanted.has(event.kind, event.subject)):
+    newest = await _newest_of_all(service)
+    while ahead := {number: end for number, end in enumerate(newest) if seen[number] < end}:
+        if frames := await _frames(service, wanted, seen, ahead):
             yield frames
-    yield _position(newest)
+    yield _position(list(map(max, seen, newest)))
 
 
-async def _events(service: Service, wanted: EventSelection, seen: int) -> AsyncIterator[bytes]:
-    """Yield this id, then the events after it; end when the service does."""
+async def _events(service: Service, wanted: EventSelection, seen: list[int]) -> AsyncIterator[bytes]:
+    """Yield this position, then the events after it; end when the service does."""
     yield _position(seen)
     told = time.monotonic()
     with suppress(ShuttingDownError), service.metrics.track_reader("events"):
         while True:
             newest = await _newest(service, seen)
-            if newest is None:
+            if not newest:
                 yield _position(seen) if wanted.is_partial else KEEPALIVE_COMMENT
                 told = time.monotonic()
                 continue
-            if newest < seen:  # the store has lost events
-                service.event_tail.rewind(newest)
-                seen = newest
+            # The store has lost events, or one of its shards was away when the stream began.
+            jumps = {n: end for n, end in newest.items() if end < seen[n] or seen[n] == UNKNOWN}
+            if jumps:
+                for number, end in jumps.items():
+                    service.event_tails[number].rewind(end)
+                    seen[number] = end
                 yield _position(seen)
                 continue
-            events = await service.event_tail.after(seen, newest)
-            seen = events[-1].event_id if events else seen
-            frames = b"".join(event.frame for event in events if wanted.has(event.kind, event.subject))
+            frames = await _frames(service, wanted, seen, newest)
             if not frames and time.monotonic() - told >= PING_SECONDS:
                 frames = _position(seen)
             if frames:
@@ -125,18 +136,79 @@ async def _events(service: Service, wanted: EventSelection, seen: int) -> AsyncI
             await anyio.sleep(PAUSE_SECONDS)
 
 
-def _position(event_id: int) -> bytes:
+async def _frames(
+    service: Service, wanted: EventSelection, seen: list[int], newest: Mapping[int, int]
+) -> bytes:
+    """Return some events after a position that a reader wants, and move the position behind them."""
+    found = [
+        [(number, event) for event in await service.event_tails[number].after(seen[number], end)]
+        for number, end in newest.items()
+    ]
+    frames: list[bytes] = []
+    for number, event in heapq.merge(*found, key=lambda each: each[1].time):
+        seen[number] = event.event_id
+        if wanted.has(event.kind, event.subject):
+            frames.append(b"id: %s\n%s" % (_text(seen), event.frame))
+    return b"".join(frames)
+
+
+def _position(seen: Sequence[int]) -> bytes:
     """Return the line that tells a reader where to resume: no event, since it has no data, but sent as
     Last-Event-ID."""
-    return b"id: %d\n\n" % event_id
+    return b"id: %s\n\n" % _text(seen)
 
 
-async def _newest(service: Service, seen: int) -> int | None:
-    """Return the id of the newest event once it is another, or None if that takes longer than `PING_SECONDS`.
+def _text(seen: Sequence[int]) -> bytes:
+    """Return the ids of the last events of all shards that a reader has seen."""
+    return b".".join(b"-" if each == UNKNOWN else b"%d" % each for each in seen)
+
+
+def _parse(service: Service, position: str) -> list[int]:
+    """Return the ids in a position.
+
+    Raises:
+        InvalidFieldError: The store has another number of shards.
+    """
+    seen = [UNKNOWN if each == "-" else int(each) for each in position.split(".")]
+    shards = len(service.store.shards)
+    if len(seen) != shards:
+        problem = FieldError(
+            path="query.after", message=f"{position!r} is no position in {shards} logs of events"
+        )
+        raise InvalidFieldError([problem], hint="Pass the last `id` of the stream, or leave it out.")
+    return seen
+
+
+async def _newest_of_all(service: Service) -> list[int]:
+    """Return the newest event of each shard; UNKNOWN for one that is away while others are not."""
+    failing = service.store.failing
+    return [
+        UNKNOWN if number in failing else await shard.last_event()
+        for number, shard in enumerate(service.store.shards)
+    ]
+
+
+async def _newest(service: Service, seen: Sequence[int]) -> Mapping[int, int]:
+    """Return the newest events of shards, once there is another; none if that takes longer than `PING_SECONDS`.
 
     Raises:
         ShuttingDownError: The service is shutting down.
     """
+    newest: dict[int, int] = {}
+
+    async def wait(number: int, shard: StoreShard) -> None:
+        while number not in newest:
+            try:
+                is_known = seen[number] != UNKNOWN
+                newest[number] = await (
+                    shard.wait_for_events(after=seen[number]) if is_known else shard.last_event()
+                )
+            except StoreError:
+                if len(seen) == 1:
+                    raise
+                await anyio.sleep(STORE_RETRY_SECONDS)
+
+    waits = [partial(wait, number, shard) for number, shard in enumerate(service.store.shards)]
     with anyio.move_on_after(PING_SECONDS):
-        return await service.shutdown.until_begun(lambda: service.store.wait_for_events(after=seen))
-    return None
+        await service.shutdown.until_begun(lambda: first_of(*waits))
+    return newest

@@ -42,7 +42,7 @@ from rollout_service.server.lifecycle import Service
 router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
 
 MAX_WAIT_SECONDS = 3_600.0
-CURSOR = r"^[0-9]{1,18}$"
+CURSOR = r"^[0-9bx]{1,18}(\.[0-9bx]{1,18}){0,15}$"
 _ATTEMPTS = media_response(EXPORT_MEDIA_TYPE, "One `RolloutAttempts` per line.", schema={"type": "string"})
 
 

@@ -27,7 +27,7 @@ class StoreProbe:
         """Ask, and note whether an answer came."""
         self._asked_at = time.perf_counter()
         try:
-            await self._store.last_event()
+            await self._store.counts()
             self._failed = False
         except StoreError:
             self._failed = True
