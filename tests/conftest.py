@@ -89,6 +89,16 @@ def shared_redis() -> Iterator[RedisServer | RedisCluster]:
 
 
 @pytest.fixture(scope="session")
+def shared_shards(shared_redis: RedisServer | RedisCluster) -> Iterator[list[RedisServer | RedisCluster]]:
+    """Return two of them for the shards of a store: two servers, or one cluster twice."""
+    if isinstance(shared_redis, RedisCluster):
+        yield [shared_redis, shared_redis]
+        return
+    with STORE_SERVERS[os.environ.get(STORE_SERVER, "redis")]() as other:
+        yield [shared_redis, other]
+
+
+@pytest.fixture(scope="session")
 def shared_objects() -> Iterator[Any]:
     """Run one object store per worker, for tests that leave it as it is; each takes a prefix of its own."""
     from tests.support.store.object_server import object_server  # which imports the AWS client

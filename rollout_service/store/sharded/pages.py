@@ -1,7 +1,8 @@
 """Pages of lists that are merged from those of shards.
 
 Guarantees: a page is in order, and following the cursors gives every record once, also those of a shard that was away
-for some of the pages: its place in the cursor stays. Only if nothing but such shards is left, the page fails.
+for some of the pages: its place in the cursor stays. Only if nothing but such shards is left, the page fails. A record
+that arrives meanwhile may be on a later page, where a shard had none on the pages before.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ P = TypeVar("P")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # slots would break generic classes that are frozen
 class PageSource(Generic[P, R]):
     """How the pages of a shard are read."""
 
@@ -36,7 +37,7 @@ class PageSource(Generic[P, R]):
     newest: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # slots would break generic classes that are frozen
 class MergedPage(Generic[P, R]):
     """Rows of all shards in order, the cursor of the next page, and a page of each shard that answered."""
 

@@ -23,6 +23,7 @@ from rollout_service.store.sqlite import SqliteStore
 from tests.support.clocks import ManualClock
 from tests.support.redis_members import RedisMembers, redis_members
 from tests.support.redis_server import RedisServer
+from tests.support.store.sharded import opened_shards, shard_configs
 
 
 class Members(Protocol):
@@ -34,11 +35,16 @@ class Members(Protocol):
     async def events(self, *, after: int, limit: int = 1_000) -> list[Event]: ...
 
 
-@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(
+    params=["sqlite", *(pytest.param(one, marks=pytest.mark.redis) for one in ("redis", "shards"))]
+)
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[Members]:
     if request.param == "sqlite":
         async with await SqliteStore.open(":memory:") as made:
             yield made
+    elif request.param == "shards":
+        async with opened_shards(shard_configs(*request.getfixturevalue("shared_shards"))) as spread:
+            yield spread
     else:
         async with redis_members(request.getfixturevalue("shared_redis").config()) as members:
             yield members

@@ -1,5 +1,6 @@
 """Every kind of store lists rollouts as a model does, whatever is asked for and however many pages it takes."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
@@ -27,16 +28,23 @@ from rollout_service.store.sqlite import SqliteStore
 from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
 from tests.support.runs import create_run, new_group
+from tests.support.store.sharded import opened_shards, shard_configs
 
 S = RolloutState
 START = datetime.fromtimestamp(ManualClock().now, UTC)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(
+    params=["sqlite", *(pytest.param(one, marks=pytest.mark.redis) for one in ("redis", "shards"))]
+)
 async def store(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIterator[Store]:
     if request.param == "sqlite":
         async with await SqliteStore.open(":memory:", clock=clock) as made:
             yield made
+    elif request.param == "shards":
+        configs = shard_configs(*request.getfixturevalue("shared_shards"))
+        async with opened_shards(configs, clock=clock) as spread:
+            yield spread
     else:
         server: RedisServer = request.getfixturevalue("shared_redis")
         async with await RedisStore.open(server.config(), is_gone=is_gone, clock=clock) as shared:
@@ -126,17 +134,26 @@ async def test_a_rollout_that_never_began_has_no_figures(store):
     assert (row.turns, row.tokens, row.seconds, row.run_id, row.group) == (None,) * 5
 
 
-async def test_pages_stay_the_same_while_rollouts_arrive(store):
+async def test_pages_stay_the_same_while_rollouts_arrive(store, clock):
     for number in range(5):
+        clock.now += 1
         await store.submit(order(f"r{number}"))
-    first = await store.summaries(SummaryFilter(), limit=2)
-    await store.submit(order("later"))
-    second = await store.summaries(SummaryFilter(), limit=2, cursor=first.next_cursor)
-    await store.submit(order("latest"))
-    third = await store.summaries(SummaryFilter(), limit=2, cursor=second.next_cursor)
-    found = [row.rollout_id for page in (first, second, third) for row in page.rows]
-    assert found == ["r4", "r3", "r2", "r1", "r0"]
-    assert (third.next_cursor, third.matching) == (None, 7)
+    page = await store.summaries(SummaryFilter(), limit=2)
+    found = [row.rollout_id for row in page.rows]
+    for arrives in ("later", "latest", "last"):
+        if page.next_cursor is None:
+            break
+        clock.now += 1
+        await store.submit(order(arrives))
+        page = await store.summaries(SummaryFilter(), limit=2, cursor=page.next_cursor)
+        found += [row.rollout_id for row in page.rows]
+    assert page.next_cursor is None
+    old = [name for name in found if name.startswith("r")]
+    assert old == ["r4", "r3", "r2", "r1", "r0"]
+    assert found == old or len(store.shards) > 1, (
+        "those of a shard of which no page had any may be among them"
+    )
+    assert page.matching == sum((await store.counts()).values())
 
 
 async def test_how_many_match_is_told_only_where_it_is_known(store):
@@ -177,7 +194,8 @@ async def test_a_search_that_finds_little_ends_and_goes_on(store, monkeypatch):
         assert page.rows == []
         assert cursor not in cursors
         cursors.add(cursor)
-    assert looks == 3, "25 rows, 9 at a time"
+    longest = max(Counter(store.shard_of(f"r{number}") for number in range(25)).values())
+    assert looks == -(-longest // 9), "25 rows, 9 of each shard at a time"
     for direction, expected in (("newest", ["r13", "r1"]), ("oldest", ["r1", "r13"])):
         rows = await pages(store, SummaryFilter(environment="rare"), limit=1, order=direction)
         assert [row.rollout_id for row in rows] == expected

@@ -42,6 +42,7 @@ from tests.support.runs import (
     trajectory,
     without_tokens,
 )
+from tests.support.store.sharded import opened_shards, shard_configs
 
 
 @asynccontextmanager
@@ -56,10 +57,14 @@ async def in_redis(server: RedisServer, clock: ManualClock) -> AsyncIterator[Sto
         yield store
 
 
-@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(
+    params=["sqlite", *(pytest.param(one, marks=pytest.mark.redis) for one in ("redis", "shards"))]
+)
 async def store(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIterator[Store]:
     if request.param == "sqlite":
         opened = sqlite_in_memory(clock)
+    elif request.param == "shards":
+        opened = opened_shards(shard_configs(*request.getfixturevalue("shared_shards")), clock=clock)
     else:
         opened = in_redis(request.getfixturevalue("shared_redis"), clock)
     async with opened as made:
@@ -410,12 +415,13 @@ async def test_only_what_is_settled_is_pruned(store, clock):
 
 
 async def test_waiting_sees_every_change(store):
-    seen = await store.runs.wait_for_change(0)
+    shard = store.shards[store.shard_of("a")]
+    seen = await shard.runs.wait_for_change(0)
     await create_run(store)
-    seen = await store.runs.wait_for_change(seen)
+    seen = await shard.runs.wait_for_change(seen)
     await store.runs.start_groups("a", [new_group(0)])
     await end_all(store)
-    seen = await store.runs.wait_for_change(seen)
+    seen = await shard.runs.wait_for_change(seen)
     delivered = await store.runs.wait_for_delivery("a", 0)
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:

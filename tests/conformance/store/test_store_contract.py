@@ -50,6 +50,7 @@ from tests.support import samples
 from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
 from tests.support.store.servers import PLACES, files_of
+from tests.support.store.sharded import opened_shards, shard_configs
 from tests.support.waiting import collect
 
 START = 1_700_000_000.0
@@ -85,10 +86,26 @@ def redis_shared(server: RedisServer, place: Callable[[], SegmentFiles | None]) 
     return opened
 
 
-@pytest.fixture(params=["sqlite", *PLACES])
+def redis_shards(*servers: RedisServer) -> Factory:
+    """Return a factory of stores that are spread over these Redis, otherwise as those of `redis_shared`."""
+
+    @asynccontextmanager
+    async def opened(clock: ManualClock) -> AsyncIterator[Store]:
+        def gone(owner: str) -> bool:
+            return "/" not in owner or is_gone(owner)
+
+        async with opened_shards(shard_configs(*servers), clock=clock, is_gone=gone) as store:
+            yield store
+
+    return opened
+
+
+@pytest.fixture(params=["sqlite", *PLACES, pytest.param("shards", marks=pytest.mark.redis)])
 def kind(request: pytest.FixtureRequest) -> Factory:
     if request.param == "sqlite":
         return sqlite_in_memory
+    if request.param == "shards":
+        return redis_shards(*request.getfixturevalue("shared_shards"))
     return redis_shared(request.getfixturevalue("shared_redis"), lambda: files_of(request.param, request))
 
 
@@ -229,12 +246,28 @@ async def test_a_conflict_does_not_affect_concurrent_submits(store):
     assert await store.counts() == {S.QUEUED: 20}
 
 
+def are_oldest_of(store: Store, names: list[str], claimed: list[Lease], limit: int) -> bool:
+    """Return whether a claim gave as many of these as it should, and of each shard the first."""
+    found = [lease.rollout_id for lease in claimed]
+    parts = [
+        (
+            [one for one in found if store.shard_of(one) == shard],
+            [one for one in names if store.shard_of(one) == shard],
+        )
+        for shard in range(len(store.shards))
+    ]
+    return len(found) == min(limit, len(names)) and all(mine == there[: len(mine)] for mine, there in parts)
+
+
 async def test_claims_are_oldest_first_and_disjoint(store):
-    for number in range(7):
-        await store.submit(order(f"r{number}"))
+    names = [f"r{number}" for number in range(7)]
+    for name in names:
+        await store.submit(order(name))
     first = await store.claim("a", limit=3, lease_seconds=10)
+    assert are_oldest_of(store, names, first, 3)
     second = await store.claim("b", limit=10, lease_seconds=10)
-    assert [lease.rollout_id for lease in first + second] == [f"r{n}" for n in range(7)]
+    left = [name for name in names if name not in {lease.rollout_id for lease in first}]
+    assert are_oldest_of(store, left, second, 10)
     assert await store.claim("a", limit=10, lease_seconds=10) == []
 
 
@@ -319,11 +352,8 @@ async def test_only_rollouts_of_the_named_pools_are_leased(store, clock):
     assert [lease.rollout_id for lease in judged] == ["r1", "r3"]
     assert not await returns(store.wait_for_work()), "what there is waits for its pool"
     assert await store.release("a", ["r3", "unknown"]) == 1
-    assert [each.rollout_id for each in await store.claim("a", limit=9, lease_seconds=10)] == [
-        "r0",
-        "r2",
-        "r3",
-    ]
+    rest = await store.claim("a", limit=9, lease_seconds=10)
+    assert are_oldest_of(store, ["r0", "r2", "r3"], rest, 9)
 
 
 async def test_only_rollouts_of_environments_that_suit_are_leased(store):
@@ -610,8 +640,9 @@ async def test_every_change_of_state_is_an_event(store):
     assert await store.events(after=3, limit=2) == events[3:5]
 
 
-async def test_pages_cover_everything_once(store):
+async def test_pages_cover_everything_once(store, clock):
     for number in range(10):
+        clock.now += 1
         await store.submit(order(f"r{number}"))
     for number in (2, 3, 7):
         await store.cancel(f"r{number}")
@@ -710,7 +741,7 @@ async def test_a_rollout_that_has_waited_is_found_behind_many_that_have_not(stor
     assert [lease.rollout_id for lease in found] == ["old"]
     clock.now += 3
     found = await store.claim("a", limit=302, lease_seconds=10, waits={"calc": 3.0})
-    assert [lease.rollout_id for lease in found] == [*(f"r{number}" for number in range(300)), "young"]
+    assert are_oldest_of(store, [*(f"r{number}" for number in range(300)), "young"], found, 302)
 
 
 async def test_an_owner_is_told_what_it_holds(store):
@@ -850,17 +881,25 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(owner=OWNERS, limit=st.integers(1, 3), seconds=st.integers(1, 20))
     def claim(self, owner: str, limit: int, seconds: int) -> None:
         now = self.clock.now
-        for record in self.known.values():
-            if record.owner not in (None, owner) and record.until <= now and record.cancel:
-                self.give_back(record)
+        expired = {
+            rollout_id: record
+            for rollout_id, record in self.known.items()
+            if record.owner not in (None, owner) and record.until <= now
+        }
         expected = [
             rollout_id
             for rollout_id, record in self.known.items()
             if (record.state is S.QUEUED and record.owner is None and record.not_before <= now)
-            or (record.owner not in (None, owner) and record.until <= now)
-        ][:limit]
+            or (rollout_id in expired and not record.cancel)
+        ]
         leases = self.call(lambda: self.store.claim(owner, limit=limit, lease_seconds=seconds))
-        assert [lease.rollout_id for lease in leases] == expected
+        assert are_oldest_of(self.store, expected, leases, limit)
+        for rollout_id, record in expired.items():
+            if record.cancel:
+                ended = self.call(lambda name=rollout_id: self.store.get(name)).state is S.CANCELLED
+                assert ended or len(self.store.shards) > 1, "a shard whose turn did not come"
+                if ended:
+                    self.give_back(record)
         for lease in leases:
             record = self.known[lease.rollout_id]
             record.owner, record.lease, record.until = owner, lease, now + seconds

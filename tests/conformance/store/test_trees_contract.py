@@ -19,16 +19,22 @@ from tests.support.clocks import ManualClock
 from tests.support.redis_server import RedisServer
 from tests.support.runs import TASKS, create_run, leased_batch, without_tokens
 from tests.support.store.servers import PLACES, files_of
+from tests.support.store.sharded import opened_shards, shard_configs
 from tests.support.store.trees import NOW, WORK, bare, conversation, node, order, rollout
 
 SUMMARY, TOKENS = NodeDetail.SUMMARY, NodeDetail.TOKENS
 
 
-@pytest.fixture(params=["sqlite", *PLACES])
+@pytest.fixture(params=["sqlite", *PLACES, pytest.param("shards", marks=pytest.mark.redis)])
 async def store(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIterator[Store]:
     if request.param == "sqlite":
         async with await SqliteStore.open(":memory:", clock=clock) as made:
             yield made
+        return
+    if request.param == "shards":
+        configs = shard_configs(*request.getfixturevalue("shared_shards"))
+        async with opened_shards(configs, clock=clock) as spread:
+            yield spread
         return
     server: RedisServer = request.getfixturevalue("shared_redis")
     files = files_of(request.param, request)

@@ -37,7 +37,9 @@ def service(it: Bench) -> RunService:
     async def environment(_: str) -> None:
         raise AssertionError("no run is created through it")
 
-    return RunService(it.store.runs, lambda _: it.manager, check_environment=environment, check_pool=lambda _: None)
+    return RunService(
+        it.store.runs, lambda _: it.manager, check_environment=environment, check_pool=lambda _: None
+    )
 
 
 async def with_problem(it: Bench) -> RunRecord:

@@ -120,6 +120,10 @@ class FailingStore:
     def __init__(self, failures: int) -> None:
         self.failures = failures
         self.saved: list[str] = []
+        self.shards = [self]
+
+    def shard_of(self, _: str) -> int:
+        return 0
 
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
         if self.failures:

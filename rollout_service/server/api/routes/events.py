@@ -105,7 +105,7 @@ async def _past_events(service: Service, wanted: EventSelection, seen: list[int]
     while ahead := {number: end for number, end in enumerate(newest) if seen[number] < end}:
         if frames := await _frames(service, wanted, seen, ahead):
             yield frames
-    yield _position(list(map(max, seen, newest)))
+    yield _position([there if end == UNKNOWN else end for there, end in zip(seen, newest, strict=True)])
 
 
 async def _events(service: Service, wanted: EventSelection, seen: list[int]) -> AsyncIterator[bytes]:

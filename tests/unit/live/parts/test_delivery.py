@@ -365,7 +365,10 @@ async def test_a_run_of_sessions_takes_no_tasks_of_others():
     async with live_bench() as bench:
         await bench.create_run()
         service = RunService(
-            bench.store.runs, lambda _: bench.manager, check_environment=cast(Any, None), check_pool=lambda _: None
+            bench.store.runs,
+            lambda _: bench.manager,
+            check_environment=cast(Any, None),
+            check_pool=lambda _: None,
         )
         assert (await service.append("run", AppendTasks(tasks=[], close=False))).tasks == 0
         with pytest.raises(ConflictError, match="trains on live sessions"):
@@ -378,7 +381,10 @@ async def test_an_export_has_the_marks_in_the_second_format():
         await bench.serve("s", [1.0, None])
         await bench.drive()
         service = RunService(
-            bench.store.runs, lambda _: bench.manager, check_environment=cast(Any, None), check_pool=lambda _: None
+            bench.store.runs,
+            lambda _: bench.manager,
+            check_environment=cast(Any, None),
+            check_pool=lambda _: None,
         )
         pieces = await RunExporter(bench.store.runs, service).start("run", compressed=False)
         lines = [json.loads(line) for line in b"".join([piece async for piece in pieces]).splitlines()]
