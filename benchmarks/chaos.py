@@ -1,13 +1,15 @@
 """Break a cluster over and over, and count from the ids on the trainer's side what is lost, duplicated or left behind.
 
-Run: python benchmarks/chaos.py [--sandbox local|apptainer] [--trajectories folder|s3] [--json FILE] [--quick | --smoke]
+Run: python benchmarks/chaos.py [--sandbox local|apptainer] [--trajectories folder|s3] [--shards 1|2] [--json FILE]
+[--quick | --smoke]
 
 Three nodes on machines of their own (namespaces of network, host name, processes and mounts) share a Redis over TCP, a
 folder, and two engines. A trainer asks them in turn: it leases and acknowledges the batches of a run, and submits
 rollouts of 20 turns. Each round kills with SIGKILL a node, the Redis, an engine, or the node that leads the runs; or it
 ends a machine with everything on it; or it stops a node with SIGSTOP, or cuts its network, for longer than its leases;
 or it moves the shared folder away for as long, and may leave an empty one in its place. With `--trajectories s3` there
-is an object store instead of the folder (`.cache/seaweedfs`), and it is stopped or killed.
+is an object store instead of the folder (`.cache/seaweedfs`), and it is stopped or killed. With `--shards 2` the store
+is spread over two Redis, one of which is killed at a time.
 It happens at a random moment after observed progress, and the next round begins once the cluster is well again.
 
 - `lost`: groups and rollouts that were never delivered; `failed`: those that ended in another way than they should;
@@ -30,7 +32,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -49,8 +51,10 @@ from api_schemas.runs import FileTasks, RunRequest
 from api_schemas.tasks import Limits
 from rollout_client.client import RolloutClient
 from rollout_service.cluster.identity import is_gone
+from rollout_service.settings import StoreSettings
 from rollout_service.store import Store
-from rollout_service.store.redis import RedisConfig, RedisStore
+from rollout_service.store.redis import RedisConfig
+from rollout_service.store.sharded import ShardedStore
 from sandboxes.host.children import start_process
 
 TERMINAL = {state for state in RolloutState if state.terminal}
@@ -207,7 +211,7 @@ async def delivered(cluster: Cluster, trainer: Trainer) -> dict[str, float | int
     """Compare what the trainer was given with what it asked for, and with what the store knows."""
     results, of_groups = trainer.results, trainer.of_groups
     given = Counter(str(result["result"]) for result in results) + Counter(of_groups)
-    async with await RedisStore.open(RedisConfig(cluster.redis_url), is_gone=is_gone) as store:
+    async with opened(cluster) as store:
         batches = await compare(trainer.batches, store)
         ends = await ended(store)
     wrong = [one for one in results if (one["state"], one["turns"]) != ("completed", TURNS)]
@@ -230,13 +234,20 @@ async def delivered(cluster: Cluster, trainer: Trainer) -> dict[str, float | int
     }
 
 
+def opened(cluster: Cluster) -> AbstractAsyncContextManager[Store]:
+    """Open the store of a cluster."""
+    configs = RedisConfig.of(StoreSettings(url=cluster.redis_urls))
+    return ShardedStore.opened(configs, is_gone=is_gone)
+
+
 async def ended(store: Store) -> Counter[str]:
     """Return how often each rollout has ended."""
     found: Counter[str] = Counter()
-    after = 0
-    while events := await store.events(after=after):
-        after = events[-1].event_id
-        found.update(one.subject for one in events if one.data.get("state") in TERMINAL)
+    for shard in store.shards:
+        after = 0
+        while events := await shard.events(after=after):
+            after = events[-1].event_id
+            found.update(one.subject for one in events if one.data.get("state") in TERMINAL)
     return found
 
 
@@ -270,4 +281,8 @@ def kept(cluster: Cluster, faults: Sequence[Fault]) -> dict[str, float | int | N
 
 if __name__ == "__main__":
     enter()
-    run(main, __doc__ or "", {"sandbox": ["local", "apptainer"], "trajectories": ["folder", "s3"]})
+    run(
+        main,
+        __doc__ or "",
+        {"sandbox": ["local", "apptainer"], "trajectories": ["folder", "s3"], "shards": ["1", "2"]},
+    )

@@ -5,6 +5,7 @@ Guarantee: a fault returns once the cluster is well again: every node and engine
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import secrets
@@ -59,6 +60,8 @@ class Plan:
     sandbox: str = "local"
     trajectories: str = "folder"
     """Where they are: in a `folder` that the nodes share, or in a bucket (`s3`)."""
+    shards: str = "1"
+    """Over how many Redis the store is spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +103,14 @@ class Cluster:
         return self.plan.trajectories == "s3"
 
     @property
-    def redis_url(self) -> str:
-        """The address of the Redis."""
-        return f"redis://{HUB}:{REDIS_PORT}/0"
+    def redises(self) -> list[str]:
+        """The names of the shards of the store, mostly one."""
+        return [f"redis{number}" for number in range(int(self.plan.shards))]
+
+    @property
+    def redis_urls(self) -> list[str]:
+        """The addresses of the shards."""
+        return [f"redis://{HUB}:{REDIS_PORT + number}/0" for number in range(len(self.redises))]
 
     @property
     def urls(self) -> list[str]:
@@ -125,7 +133,7 @@ class Cluster:
             await self._start_machine(name)
         stack.push_async_callback(self.close)  # before the machines end, under their services
         objects = ("objects",) if self.needs_objects else ()
-        for name in ("redis", *objects, *ENGINES, *NODES):
+        for name in (*self.redises, *objects, *ENGINES, *NODES):
             await self.run(name)
         async with RolloutClient(self.urls[0], self.key, patience_seconds=WELL_SECONDS) as client:
             for engine in ENGINES:
@@ -134,8 +142,8 @@ class Cluster:
 
     async def run(self, name: str, **settings: float) -> None:
         """Start one of the processes; `settings` are those of a node's retention."""
-        if name == "redis":
-            command = await self._redis()
+        if name in self.redises:
+            command = await self._redis(name)
         elif name == "objects":
             self.objects.folder.mkdir(exist_ok=True)
             self.objects.prepare()
@@ -147,8 +155,8 @@ class Cluster:
         with (self.folder / f"{name}.log").open("ab") as log:
             environment = os.environ | (keys(SERVICE) if self.needs_objects and name in NODES else {})
             self.processes[name] = await start_process(command, stdout=log, stderr=log, env=environment)
-        if name == "redis":
-            await MeasuredRedis(self.folder).wait_until_ready()
+        if name in self.redises:
+            await MeasuredRedis(self.folder / name).wait_until_ready()
         elif name == "objects":
             await anyio.to_thread.run_sync(self.objects.wait_until_ready)
 
@@ -247,8 +255,10 @@ class Cluster:
             away.rename(shared)
 
     async def _victim(self, kind: str, draw: random.Random) -> str:
-        if kind in ("redis", "folder"):
+        if kind == "folder":
             return kind
+        if kind == "redis":
+            return draw.choice(self.redises)
         if kind == "engine":
             return draw.choice(ENGINES)
         return await self._leader() if kind == "leader" else draw.choice(NODES)
@@ -285,7 +295,7 @@ class Cluster:
                 return f"{name}: {error!r}"
             states = {node["node"]: node["state"] for node in nodes}
             engines = [backend["state"] for backend in backends]
-            if not ready.is_success or states != dict.fromkeys(NODES, "ready"):
+            if not ready.is_success or "of shard" in ready.text or states != dict.fromkeys(NODES, "ready"):
                 return f"{name}: {ready.text}, nodes {states}"
             if engines != ["ready"] * len(ENGINES):
                 return f"{name}: engines {engines}"
@@ -294,9 +304,11 @@ class Cluster:
     def _client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(timeout=_ASK_SECONDS, headers={"authorization": f"Bearer {self.key}"})
 
-    async def _redis(self) -> Sequence[str]:
-        options = {"bind": HUB, "port": str(REDIS_PORT), "protected-mode": "no", "dir": str(self.folder)}
-        options |= {"unixsocket": str(self.folder / "redis.sock"), "save": ""}
+    async def _redis(self, name: str) -> Sequence[str]:
+        folder, port = self.folder / name, REDIS_PORT + self.redises.index(name)
+        folder.mkdir(exist_ok=True)
+        options = {"bind": HUB, "port": str(port), "protected-mode": "no", "dir": str(folder)}
+        options |= {"unixsocket": str(folder / "redis.sock"), "save": ""}
         options |= {"appendonly": "yes", "appendfsync": "always"}
         words = [text for name, value in options.items() for text in (f"--{name}", value)]
         return [str(await redis_program()), *words]
@@ -346,7 +358,7 @@ max_attempts = 1000
 lease_seconds = {LEASE_SECONDS}
 drain_seconds = 1
 [store]
-url = "{self.redis_url}"
+url = {json.dumps(self.redis_urls)}
 {self._place()}
 [cluster]
 name = "{name}"

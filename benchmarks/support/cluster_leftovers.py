@@ -66,8 +66,10 @@ async def after_retention(cluster: Cluster) -> list[str]:
 
 async def stored(cluster: Cluster) -> list[str]:
     """Return the keys of rollouts and runs in the Redis, and the segment files."""
-    async with redis.asyncio.Redis.from_url(cluster.redis_url) as client:
-        names = [key.decode() async for key in client.scan_iter(count=1_000)]
+    names: list[str] = []
+    for url in cluster.redis_urls:
+        async with redis.asyncio.Redis.from_url(url) as client:
+            names += [key.decode() async for key in client.scan_iter(count=1_000)]
     keys = [name.partition(":")[2] for name in names]
     found = [
         f"key {key}" for key in keys if key in _OF_ALL or (key.partition(":")[0] in _OF_WORK and ":" in key)

@@ -7,11 +7,12 @@ attempt ends.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
 import anyio.to_thread
 import structlog
 from pydantic import JsonValue
@@ -51,6 +52,8 @@ from rollout_service.store.retrying import retry_until_stored
 from rollout_service.tokens import ToolSpec
 from sandboxes import SandboxError, SandboxSpec
 
+T = TypeVar("T")
+
 
 class LeaseLostError(Exception):
     """Another worker holds this rollout now, or it has ended; this attempt no longer counts."""
@@ -66,6 +69,28 @@ class NotServedError(Exception):
 
 class ElsewhereError(NotServedError):
     """Another node can run the rollout; the rollout waits in the store until that one leases it."""
+
+
+class StoreAwayError(Exception):
+    """The shard with a rollout stays away while others are not, so the attempt must not keep its worker."""
+
+
+AWAY_SECONDS = 5.0
+"""How long an attempt that cannot begin keeps its worker while the shard with its rollout is away."""
+
+
+async def until_stored(context: AttemptContext, what: str, call: Callable[[], Awaitable[T]]) -> T:
+    """Return what a call to the store returns, once it succeeds.
+
+    Raises:
+        StoreAwayError: It has failed for a while, and rollouts of other shards could use the worker.
+    """
+    with waits_for(StepKind.STORE, what):
+        while True:
+            with anyio.move_on_after(AWAY_SECONDS if len(context.store.shards) > 1 else None):
+                return await retry_until_stored(what, call)
+            if context.store.problem is None:
+                raise StoreAwayError(what)
 
 
 class Attempt:
@@ -135,11 +160,16 @@ class Attempt:
         state = RolloutState(stage.value)
         if state is self._state:
             return
-        what = f"record the stage {stage}"
-        with waits_for(StepKind.STORE, what):  # an outage of the store costs no attempt
-            is_held = await retry_until_stored(
-                what, partial(self._context.store.advance, self.lease, self._context.owner, state)
-            )
+        what, store = f"record the stage {stage}", self._context.store
+        advance = partial(store.advance, self.lease, self._context.owner, state)
+        try:
+            if stage is Stage.INIT or len(store.shards) == 1:  # an outage of the store costs no attempt
+                is_held = await until_stored(self._context, what, advance)
+            else:
+                with waits_for(StepKind.STORE, what):
+                    is_held = await advance()
+        except StoreError:
+            return  # its shard is away; the stage only shows how far it is, and waiting would keep a worker
         if not is_held:
             raise LeaseLostError(self.lease.rollout_id)
         self._state = state
@@ -319,6 +349,7 @@ async def open_turn_log(context: AttemptContext, lease: Lease, environment: Envi
     """Return the turns of an attempt: the saved ones to play first, and where to save the others.
 
     Raises:
+        StoreAwayError: The turns cannot be read now.
         BranchError: The rollout is a branch, and the turns before it cannot be read.
         CannotResumeError: There are saved turns, and they cannot be played.
     """
@@ -335,11 +366,8 @@ async def open_turn_log(context: AttemptContext, lease: Lease, environment: Envi
     earlier: Sequence[SavedTurn] = ()
     if (branch := lease.request.branch_of) is not None:
         check_branch(lease.request, environment)
-        what = "read the turns before a branch"
-        with waits_for(StepKind.STORE, what):
-            earlier = await retry_until_stored(
-                what, partial(earlier_turns, context.store, lease.request, branch)
-            )
+        read = partial(earlier_turns, context.store, lease.request, branch)
+        earlier = await until_stored(context, "read the turns before a branch", read)
 
     def save(number: int, turn: SavedTurn) -> None:
         if writer is not None and (is_replayable or number == 0):
@@ -389,9 +417,8 @@ async def report(
 
 
 async def _read(context: AttemptContext, rollout_id: str) -> list[SavedTurn]:
-    what = "read the saved turns"
-    with waits_for(StepKind.STORE, what):
-        data = await retry_until_stored(what, partial(context.store.saved_turns, rollout_id))
+    read = partial(context.store.saved_turns, rollout_id)
+    data = await until_stored(context, "read the saved turns", read)
     if NOT_REPLAYABLE in data:
         raise CannotResumeError(AnewReason.NOT_REPLAYABLE)
     try:

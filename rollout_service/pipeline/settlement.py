@@ -26,6 +26,7 @@ from rollout_service.pipeline.attempt import (
     Attempt,
     LeaseLostError,
     NotServedError,
+    StoreAwayError,
     report,
 )
 from rollout_service.pipeline.context import AttemptContext
@@ -69,6 +70,8 @@ class Settlement:
             request = attempt.lease.request
             if error.pool != request.pool:  # whose pool is out of service is not claimed anyway
                 self._claims.leave(request.task.environment, error.pool)
+            await self._hand_back(attempt)
+        except StoreAwayError:
             await self._hand_back(attempt)
         except CannotResumeError as error:
             await self._begin_anew(attempt, error)

@@ -183,7 +183,7 @@ class Store(TurnStore, StepStore, SummaryStore, Protocol):
 
     @property
     def rewinds(self) -> int:
-        """A number that grows whenever the store may have lost its last acknowledged writes, as in a failover."""
+        """A number that grows whenever the store's leases may be others than its owners know, as after a failover."""
         ...
 
     @property

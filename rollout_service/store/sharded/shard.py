@@ -7,7 +7,6 @@ to it cannot be cut short; it is asked nothing until it answers again. What it a
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -27,14 +26,12 @@ REST_SECONDS = 1.0
 _GRACE_SECONDS = 0.05
 
 T = TypeVar("T")
-Late = Callable[[T], Awaitable[object]]
-"""Called with an answer that nobody waited for any more."""
 
 
 @dataclass(slots=True)
 class _Question(Generic[T]):
     call: Callable[[], Awaitable[T]]
-    late: Late[T] | None
+    late: Callable[[T], None] | None = None
     answered: anyio.Event = field(default_factory=anyio.Event)
     answers: list[T] = field(default_factory=list)
     error: Exception | None = None
@@ -48,8 +45,7 @@ class _Question(Generic[T]):
         self.answered.set()
         if self.is_abandoned and self.late is not None:
             for answer in self.answers:
-                with suppress(StoreError):
-                    await self.late(answer)
+                self.late(answer)
 
 
 class Shard:
@@ -87,7 +83,7 @@ class Shard:
         if self.away is not None:
             raise self.away
 
-    async def ask(self, call: Callable[[], Awaitable[T]], late: Late[T] | None = None) -> T:
+    async def ask(self, call: Callable[[], Awaitable[T]], late: Callable[[T], None] | None = None) -> T:
         """Return what a call to this shard returns, whether or not the caller is cancelled meanwhile.
 
         Raises:
@@ -126,7 +122,7 @@ class Shard:
     async def watch(self) -> None:
         """Ask now and then whether it answers, until cancelled."""
         while True:
-            question = _Question(self.store.last_event, None)
+            question = _Question(self.store.last_event)
             self._tasks.start_soon(question.ask)
             with anyio.move_on_after(AWAY_SECONDS):
                 await question.answered.wait()
@@ -139,7 +135,7 @@ class Shard:
                 await question.answered.wait()
             self._set(question.error if isinstance(question.error, StoreError) else None)
             if self.away is None and self._owed is not None:
-                owed, self._owed = _Question(self._owed, None), None
+                owed, self._owed = _Question(self._owed), None
                 self._tasks.start_soon(owed.ask)
             await anyio.sleep(PROBE_SECONDS)
 

@@ -62,6 +62,8 @@ class ShardedStore(Store):
         self._woken: set[int] | None = None
         """The shards that may have work, as the last wait found; None if there was no wait since the last claim."""
         self._turn = 0
+        self._strays = 0
+        """The rollouts that claims leased whose answers came too late."""
 
     @classmethod
     @asynccontextmanager
@@ -132,7 +134,7 @@ class ShardedStore(Store):
 
     @property
     def rewinds(self) -> int:
-        return self._cluster.rejoined + sum(shard.store.rewinds for shard in self._shards)
+        return self._cluster.rejoined + self._strays + sum(shard.store.rewinds for shard in self._shards)
 
     @property
     def runs(self) -> ShardedRuns:
@@ -278,10 +280,7 @@ class ShardedStore(Store):
                     owner, limit=share, lease_seconds=lease_seconds, pools=pools, waits=waits
                 )
 
-            async def give_back(leases: list[Lease]) -> None:
-                await shard.store.release(owner, [lease.rollout_id for lease in leases])
-
-            leases = await shard.ask(claim, late=give_back)
+            leases = await shard.ask(claim, late=self._note_strays)
             shard.claimed_for = wanted
             return leases
 
@@ -291,6 +290,9 @@ class ShardedStore(Store):
         if len(failures) >= len(self._shards):
             raise failures[0]
         return sorted(leases, key=lambda lease: lease.created_at)
+
+    def _note_strays(self, leases: Sequence[Lease]) -> None:
+        self._strays += len(leases)  # so the owner compares what it holds with what it works on
 
     async def wait_for_work(self) -> None:
         async def wait(shard: Shard) -> None:

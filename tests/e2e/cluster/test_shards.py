@@ -1,0 +1,145 @@
+"""Two services share a store of two Redis: one that is away takes its own runs with it, and they come back with it."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_service.store.sharded.store import shard_of
+from tests.support.processes.service import Running, eventually, scripted_engine, service
+from tests.support.redis_server import RedisServer, redis_server
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
+SHARDS = 2
+ROLLOUTS, TASKS = 10, 4
+
+
+def names(prefix: str, shard: int, number: int) -> list[str]:
+    """Return names of a shard."""
+    every = (f"{prefix}{each}" for each in count())
+    return list(islice((name for name in every if shard_of(name, SHARDS) == shard), number))
+
+
+@dataclass
+class Spread:
+    """The services and their Redis."""
+
+    servers: list[RedisServer]
+    services: list[Running]
+
+    def post(self, path: str, body: Any = None, node: int = 0, **params: Any) -> httpx.Response:
+        return httpx.post(f"{self.services[node].url}{path}", json=body, params=params, timeout=90)
+
+    def submit(self, names: list[str]) -> None:
+        for number, name in enumerate(names):
+            task = {"environment": "echo", "instance": {"number": number}}
+            self.post("/v1/rollouts", {"rollout_id": name, "task": task}, number % 2).raise_for_status()
+
+    def create_run(self, name: str) -> None:
+        tasks = [{"environment": "echo", "instance": {"number": number}} for number in range(TASKS)]
+        run = {"run_id": name, "source": {"kind": "inline", "tasks": tasks}, "group_size": 2, "batch_size": 1}
+        self.post("/v1/runs", run | {"filters": []}).raise_for_status()
+
+    def deliver(self, run: str) -> list[str]:
+        """Lease and acknowledge all batches of a run; return their rollouts."""
+        found: list[str] = []
+        while (answer := self.post(f"/v1/runs/{run}/lease", node=1, key="t", timeout=55)).is_success:
+            batch = answer.json()
+            found += [one["rollout"]["rollout_id"] for group in batch["groups"] for one in group["samples"]]
+            self.post(f"/v1/runs/{run}/batches/{batch['batch_id']}/ack").raise_for_status()
+        assert answer.status_code == 410, answer.text
+        return found
+
+    def states(self, names: list[str]) -> set[str]:
+        return {self.services[0].state(name) for name in names}
+
+    def ends(self) -> Counter[str]:
+        """Return how often each rollout has ended, by the events of both shards."""
+        url = f"{self.services[0].url}/v1/events"
+        text = httpx.get(url, params={"after": "0.0", "follow": "false"}, timeout=60).raise_for_status().text
+        events = [json.loads(line[5:]) for line in text.splitlines() if line.startswith("data:")]
+        states = ("completed", "failed", "cancelled")
+        return Counter(one["subject"] for one in events if one["data"].get("state") in states)
+
+    def eventually(self, condition: Any) -> None:
+        eventually(condition, self.services)
+
+
+@pytest.fixture
+def spread(tmp_path: Path) -> Iterator[Spread]:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(redis_server()) for _ in range(SHARDS)]
+        engine = stack.enter_context(scripted_engine(tmp_path, delay=1.0))
+        urls = ", ".join(f'"{server.url}"' for server in servers)
+        services = []
+        for name in ("n1", "n2"):
+            folder = tmp_path / name
+            folder.mkdir()
+            config = f'[store]\nurl = [{urls}]\nprefix = "spread"\n[cluster]\nname = "{name}"\n'
+            config += "[pipeline]\nrollout_workers = 3\ninit_workers = 3\nlease_seconds = 6\n"
+            config += "[sandboxes.pressure]\nenabled = false\n[sandboxes.warm]\nsize = 0\n"
+            services.append(stack.enter_context(service(folder, engine.url, config, turns=2)))
+        made = Spread(servers, services)
+        made.eventually(lambda: len(services[0].get("/v1/nodes")) == len(services))
+        for one in services:
+            one.wait_until_ready()
+        yield made
+
+
+@pytest.mark.parametrize("victim", [1, 0], ids=["another", "home"])
+def test_a_killed_shard_takes_only_its_own_runs_with_it(spread, victim):
+    other = 1 - victim
+    rollouts = [names("r", shard, ROLLOUTS) for shard in range(SHARDS)]
+    runs = [names("run", shard, 1)[0] for shard in range(SHARDS)]
+    for name in runs:
+        spread.create_run(name)
+    spread.submit([name for pair in zip(*rollouts, strict=True) for name in pair])
+    spread.eventually(lambda: all("completed" in spread.states(some) for some in rollouts))
+    assert len(spread.ends()) < SHARDS * (ROLLOUTS + 2 * TASKS), "it is killed at work"
+    spread.servers[victim].kill()
+
+    delivered = spread.deliver(runs[other])
+    assert len(set(delivered)) == len(delivered) == 2 * TASKS
+    more = names("later", other, 4)
+    spread.submit(more)
+    spread.eventually(lambda: spread.states([*rollouts[other], *more]) == {"completed"})
+    ready = spread.services[0].ready()
+    assert ready.is_success
+    assert f"the runs of shard {victim} of {SHARDS} wait" in ready.text
+    assert spread.services[0].metric(f'rollout_store_shard_failing{{shard="{victim}"}}') == 1
+    assert spread.services[0].metric(f'rollout_store_shard_failing{{shard="{other}"}}') == 0
+    listed = spread.services[1].get("/v1/rollouts", limit=100)["rollouts"]
+    assert {one["rollout_id"] for one in listed} == {*rollouts[other], *more, *delivered}
+    assert [run["run_id"] for run in spread.services[1].get("/v1/runs")["runs"]] == [runs[other]]
+    refused = spread.services[0].submit(names("x", victim, 1)[0])
+    assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
+
+    spread.servers[victim].start()
+    spread.eventually(lambda: "wait" not in spread.services[0].ready().text)
+    delivered += spread.deliver(runs[victim])
+    assert len(set(delivered)) == len(delivered) == SHARDS * 2 * TASKS
+    whole = [*rollouts[0], *rollouts[1], *more]
+    spread.eventually(lambda: spread.states(whole) == {"completed"})
+    assert spread.ends() == Counter([*whole, *delivered]), "nothing is lost, and nothing ends twice"
+    for name in (*whole, *delivered):
+        assert spread.services[1].get(f"/v1/rollouts/{name}/trajectory")["segments"]
+
+
+def test_a_shard_that_stands_still_keeps_nothing_else_waiting(spread):
+    spread.submit([*names("r", 0, 4), *names("r", 1, 4)])
+    with spread.servers[1].paused():
+        spread.eventually(lambda: "shard 1 of 2 wait" in spread.services[0].ready().text)
+        others = names("s", 0, 6)
+        spread.submit(others)
+        spread.eventually(lambda: spread.states(others) == {"completed"})
+        nodes = spread.services[0].get("/v1/nodes")
+        assert [node["state"] for node in nodes] == ["ready", "ready"], "nobody was taken for dead"
+    spread.eventually(lambda: spread.states(names("r", 1, 4)) == {"completed"})
+    assert set(spread.ends().values()) == {1}
