@@ -1,7 +1,7 @@
-"""A store over several Redis is refused with other settings, survives outages of a part, and merges what the parts have."""
+"""A store over several Redis refuses other settings, survives outages of a part, and merges what the parts have."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count, islice
 
@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.nodes import NodeState
-from api_schemas.rollouts import RolloutRequest
-from api_schemas.tasks import Task
 from api_schemas.views.summaries import SummaryFilter
 from rollout_service.base.errors import InvalidFieldError, StoreError
 from rollout_service.cluster.identity import is_gone
@@ -21,7 +19,6 @@ from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.sharded import ShardedStore
 from rollout_service.store.sharded.store import shard_of
 from tests.support.redis_server import RedisServer, redis_server
-from tests.support.runs import create_run
 from tests.support.store.rollouts import completed, order
 from tests.support.store.sharded import opened_shards, shard_configs
 
@@ -37,7 +34,11 @@ def names(shard: int, number: int, prefix: str = "r") -> list[str]:
 
 @given(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", fullmatch=True), st.integers(1, 16), st.integers(0))
 def test_the_rollouts_of_a_run_are_in_its_shard(run, shards, number):
-    assert shard_of(f"{run}.{number}.0", shards) == shard_of(f"{run}.{number}.3.1", shards) == shard_of(run, shards)
+    assert (
+        shard_of(f"{run}.{number}.0", shards)
+        == shard_of(f"{run}.{number}.3.1", shards)
+        == shard_of(run, shards)
+    )
     assert 0 <= shard_of(run, shards) < shards
 
 
@@ -46,20 +47,17 @@ def test_runs_are_spread_evenly():
     assert all(900 < found.count(shard) < 1_100 for shard in range(4))
 
 
-@asynccontextmanager
-async def eventually(what: str) -> AsyncIterator[None]:
-    with anyio.fail_after(PATIENCE_SECONDS):
-        yield
-
-
 async def until_away(store: ShardedStore, shard: int, *, away: bool) -> None:
+    """Wait until a shard is away, or can be written again."""
     with anyio.fail_after(PATIENCE_SECONDS):
-        while (shard in store.failing) is not away:  # noqa: ASYNC110 - another process changes it
+        while (shard in store.failing) is not away:
+            with suppress(StoreError):
+                await store.shards[shard].cluster.leave("nobody")
             await anyio.sleep(0.05)
 
 
 @pytest.fixture
-def servers():
+def servers() -> Iterator[list[RedisServer]]:
     """Run two Redis of this test alone."""
     with redis_server() as one, redis_server() as other:
         yield [one, other]
@@ -68,11 +66,10 @@ def servers():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda configs: configs[::-1], "another store|has shard"),
-        (lambda configs: [*configs, replace(configs[1], prefix="third")], "has shard 0 of 2"),
-        (lambda configs: [replace(configs[0], shards=1)], None),
+        (lambda configs: [*configs, replace(configs[1], url=configs[0].url)], "has shard 0 of 2"),
+        (lambda configs: configs[:1], None),
     ],
-    ids=["swapped", "one more", "single"],
+    ids=["one more", "single"],
 )
 async def test_other_settings_are_refused(shared_shards, change, why):
     configs = shard_configs(*shared_shards)
@@ -106,7 +103,7 @@ async def test_a_shard_that_is_away_takes_only_its_own_with_it(servers):
         here, there = names(0, 4), names(1, 4)
         for name in (*here, *there):
             await store.submit(order(name))
-        (mine,) = [one for one in await store.claim("a", limit=1, lease_seconds=1_000)]
+        (mine,) = await store.claim("a", limit=1, lease_seconds=1_000)
         servers[1].kill()
         await until_away(store, 1, away=True)
         assert store.problem is None
@@ -118,8 +115,7 @@ async def test_a_shard_that_is_away_takes_only_its_own_with_it(servers):
             await store.get(there[0])
         with pytest.raises(StoreError):
             await store.submit(order(names(1, 9)[-1]))
-        assert set(await store.counts())
-        await create_run(store, name=names(0, 1, "run")[0]) if False else None
+        assert sum((await store.counts()).values()) == len(here), "what is counted is what answers"
         servers[1].start()
         await until_away(store, 1, away=False)
         left = await store.claim("a", limit=20, lease_seconds=1_000)
@@ -136,11 +132,11 @@ async def test_pages_go_on_with_a_shard_once_it_is_back(servers):
         servers[1].kill()
         await until_away(store, 1, away=True)
         found = [one.rollout_id for one in page.rollouts]
+        while not set(names(0, 6)) <= set(found):
+            page = await store.list(cursor=page.next_cursor, limit=4)
+            found += [one.rollout_id for one in page.rollouts]
         with pytest.raises(StoreError):
-            while page.next_cursor is not None:
-                page = await store.list(cursor=page.next_cursor, limit=4)
-                found += [one.rollout_id for one in page.rollouts]
-        assert set(names(0, 6)) <= set(found)
+            await store.list(cursor=page.next_cursor, limit=4)
         servers[1].start()
         await until_away(store, 1, away=False)
         while page.next_cursor is not None:
@@ -208,7 +204,7 @@ async def test_a_claim_whose_answer_comes_too_late_is_noticed(servers):
         with servers[1].paused():
             assert await store.claim("a", limit=1, lease_seconds=1_000) == []
         with anyio.fail_after(PATIENCE_SECONDS):
-            while store.rewinds == rewinds:  # noqa: ASYNC110 - another process changes it
+            while store.rewinds == rewinds:
                 await anyio.sleep(0.05)
         held = await store.held("a")
         assert list(held) in ([name], [])
@@ -236,7 +232,9 @@ async def test_whoever_waits_is_woken_by_any_shard(shared_shards):
                 await store.submit(order(name))
             with anyio.fail_after(PATIENCE_SECONDS):
                 await store.wait_for_work()
-            assert [lease.rollout_id for lease in await store.claim("a", limit=5, lease_seconds=1_000)] == [name]
+            assert [lease.rollout_id for lease in await store.claim("a", limit=5, lease_seconds=1_000)] == [
+                name
+            ]
 
 
 async def test_the_shards_of_a_cluster_of_redis_have_slots_of_their_own():
