@@ -119,6 +119,7 @@ CASES: Mapping[str, tuple[Case, ...]] = {
     "chaos": (
         Case(("redis",), UNBROKEN),
         Case(("redis", "seaweedfs"), UNBROKEN, ("--trajectories", "s3")),
+        Case(("redis",), UNBROKEN, ("--shards", "2")),
     ),
     "crash": (Case((), CRASHED, ("--store", "sqlite")), Case(("redis",), CRASHED, ("--store", "redis"))),
     "dashboard": (Case(("browser",)), Case(("redis",), flags=("--store", "redis"), gives_all=False)),

@@ -29,7 +29,7 @@ from rollout_service.store.runs_contract import (
     RunRecord,
     RunStore,
 )
-from rollout_service.store.sharded.shard import Answers, Shard, ask_each
+from rollout_service.store.sharded.shard import Shard, ShardAnswers, ask_each
 
 
 class ShardedRuns(RunStore):
@@ -203,6 +203,6 @@ class ShardedRuns(RunStore):
         return await self._at(run_id).wait_for_delivery(run_id, after)
 
 
-def _by_age(answers: Answers[Sequence[RunRecord]]) -> Sequence[RunRecord]:
+def _by_age(answers: ShardAnswers[Sequence[RunRecord]]) -> Sequence[RunRecord]:
     """Return the runs of all shards that answered, oldest first."""
     return sorted((run for some in answers.some() for run in some), key=lambda run: run.created_at)

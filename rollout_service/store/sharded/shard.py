@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Question(Generic[T]):
+class _ShardCall(Generic[T]):
     call: Callable[[], Awaitable[T]]
     late: Callable[[T], None] | None = None
     answered: anyio.Event = field(default_factory=anyio.Event)
@@ -58,7 +58,7 @@ class Shard:
         self.away: StoreError | None = None
         """Why it does not answer, or None."""
         self.claimed_for: object = None
-        """What was last claimed there."""
+        """The kind of the last claim there."""
         self._tasks = tasks
         self._changed = ChangeSignal()
         self._rests_until = 0.0
@@ -90,16 +90,16 @@ class Shard:
             StoreError: The shard fails, or is away. The call may still take effect; `late` then gets its answer.
         """
         self._check()
-        question = _Question(call, late)
-        self._tasks.start_soon(question.ask)
+        asked = _ShardCall(call, late)
+        self._tasks.start_soon(asked.ask)
         with anyio.CancelScope(shield=True):
-            await first_of(question.answered.wait, self._until_away)
-        if question.error is not None:
-            raise question.error
-        if not question.answers:
-            question.is_abandoned = True
+            await first_of(asked.answered.wait, self._until_away)
+        if asked.error is not None:
+            raise asked.error
+        if not asked.answers:
+            asked.is_abandoned = True
             self._check()
-        return question.answers[0]
+        return asked.answers[0]
 
     def rest(self) -> None:
         """Leave the shard alone for a moment."""
@@ -122,20 +122,20 @@ class Shard:
     async def watch(self) -> None:
         """Ask now and then whether it answers, until cancelled."""
         while True:
-            question = _Question(self.store.last_event)
-            self._tasks.start_soon(question.ask)
+            asked = _ShardCall(self.store.last_event)
+            self._tasks.start_soon(asked.ask)
             with anyio.move_on_after(AWAY_SECONDS):
-                await question.answered.wait()
+                await asked.answered.wait()
             await anyio.sleep(
-                0 if question.answered.is_set() else _GRACE_SECONDS
+                0 if asked.answered.is_set() else _GRACE_SECONDS
             )  # a busy loop is not its fault
-            if not question.answered.is_set():
+            if not asked.answered.is_set():
                 address = self.store.connection.config.address
                 self._set(StoreError(f"the Redis at {address} does not answer", hint="Look at its host."))
-                await question.answered.wait()
-            self._set(question.error if isinstance(question.error, StoreError) else None)
+                await asked.answered.wait()
+            self._set(asked.error if isinstance(asked.error, StoreError) else None)
             if self.away is None and self._owed is not None:
-                owed, self._owed = _Question(self._owed), None
+                owed, self._owed = _ShardCall(self._owed), None
                 self._tasks.start_soon(owed.ask)
             await anyio.sleep(PROBE_SECONDS)
 
@@ -150,7 +150,7 @@ class Shard:
 
 
 @dataclass(slots=True)
-class Answers(Generic[T]):
+class ShardAnswers(Generic[T]):
     """The answers of shards, by their numbers, and why the others gave none."""
 
     found: dict[int, T] = field(default_factory=dict)
@@ -177,12 +177,12 @@ class Answers(Generic[T]):
         return self.some()
 
 
-async def ask_each(shards: Iterable[Shard], call: Callable[[Shard], Awaitable[T]]) -> Answers[T]:
+async def ask_each(shards: Iterable[Shard], call: Callable[[Shard], Awaitable[T]]) -> ShardAnswers[T]:
     """Ask shards at once, and wait until each has answered, failed or gone away.
 
     Errors other than a StoreError, such as that of a wrong request, are the caller's.
     """
-    answers = Answers[T]()
+    answers = ShardAnswers[T]()
     wrong: list[Exception] = []
 
     async def one(shard: Shard) -> None:

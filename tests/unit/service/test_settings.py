@@ -18,7 +18,7 @@ LISTS_OF_TEXTS = [
     key.dotted
     for table in TABLES
     for key in table.keys
-    if "list" in str(key.field.annotation) and key.dotted not in LISTS_OF_TABLES
+    if "list" in str(key.field.annotation) and key.dotted not in (*LISTS_OF_TABLES, "store.url")
 ]
 
 
@@ -110,6 +110,37 @@ def test_every_list_of_texts_may_be_json_or_plain_in_a_variable(key, value, monk
     monkeypatch.setenv(variable_name(key), value)
     found = attrgetter(key)(load_settings())
     assert [str(one) for one in found] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("redis://one/0", ["redis://one/0"]),
+        ("redis://one/0, rediss://two:1/0", ["redis://one/0", "rediss://two:1/0"]),
+        ('["unix:///one", "unix:///two"]', ["unix:///one", "unix:///two"]),
+    ],
+)
+def test_a_store_has_one_address_or_one_for_each_shard(url, found, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_STORE__URL", url)
+    assert load_settings().store.url == found
+
+
+@pytest.mark.parametrize(
+    ("store", "why"),
+    [
+        ({"url": ["redis://one", "redis://one"]}, "given twice"),
+        ({"url": ["redis://one", "http://two"]}, "not the address of a Redis"),
+        ({"url": ["redis://one", "redis://:secret@two"]}, "contains a password"),
+        ({"url": ["redis://one", "redis://two"], "shards": 2}, "each of them is a shard"),
+        ({"shards": 2}, "divides the store at one"),
+        ({"url": [f"redis://host-{number}" for number in range(17)]}, "at most 16"),
+        ({"url": ["redis://one"], "shards": 17}, "less than or equal to 16"),
+    ],
+)
+def test_shards_that_cannot_be_are_refused(store, why):
+    with pytest.raises(ConfigurationError, match=why) as refused:
+        load_settings(store=store)
+    assert "secret" not in str(refused.value)
 
 
 def test_a_clients_key_for_a_server_without_keys_is_distinguished(monkeypatch):
