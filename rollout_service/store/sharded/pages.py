@@ -38,17 +38,16 @@ class PageSource(Generic[P, R]):
 
 
 @dataclass(frozen=True)  # slots would break generic classes that are frozen
-class MergedPage(Generic[P, R]):
-    """Rows of all shards in order, the cursor of the next page, and a page of each shard that answered."""
+class MergedPage(Generic[R]):
+    """Rows of all shards in order, and the cursor of the next page."""
 
     rows: list[R]
     next_cursor: str | None
-    pages: Sequence[P]
 
 
 async def merged_page(
     shards: Sequence[Shard], source: PageSource[P, R], cursor: str | None, limit: int
-) -> MergedPage[P, R]:
+) -> MergedPage[R]:
     """Return a page of all shards.
 
     Raises:
@@ -76,7 +75,7 @@ async def merged_page(
         shorter.whole()
     rows = list(_merge(source, used))
     is_last = set(places) == {_END}
-    return MergedPage(rows, None if is_last else _BETWEEN.join(places), list(first.found.values()))
+    return MergedPage(rows, None if is_last else _BETWEEN.join(places))
 
 
 def _cursor(places: Sequence[str], shard: Shard) -> str | None:

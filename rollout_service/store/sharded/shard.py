@@ -6,10 +6,11 @@ to it cannot be cut short; it is asked nothing until it answers again. What it a
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Generic, TypeVar
+from functools import partial, wraps
+from typing import Any, Generic, TypeVar, cast
 
 import anyio
 from anyio.abc import TaskGroup
@@ -25,6 +26,7 @@ REST_SECONDS = 1.0
 """How long to leave a shard alone after it refused a claim."""
 _GRACE_SECONDS = 0.05
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
@@ -199,3 +201,24 @@ async def ask_each(shards: Iterable[Shard], call: Callable[[Shard], Awaitable[T]
     for error in wrong:
         raise error
     return answers
+
+
+def divided(items: Iterable[T], shard_of: Callable[[T], int]) -> Mapping[int, list[T]]:
+    """Return items by the numbers of their shards."""
+    found: defaultdict[int, list[T]] = defaultdict(list)
+    for item in items:
+        found[shard_of(item)].append(item)
+    return found
+
+
+def in_its_shard(method: F, name: Callable[[Any], str] = str) -> F:
+    """Return a method that is carried out by the shard of its first argument, a run or a rollout.
+
+    `name` returns the id of that; the class has `at_shard_of` for it.
+    """
+
+    @wraps(method)
+    def call(self: Any, of: Any, *arguments: Any, **options: Any) -> Any:
+        return getattr(self.at_shard_of(name(of)), method.__name__)(of, *arguments, **options)
+
+    return cast(F, call)

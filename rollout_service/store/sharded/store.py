@@ -8,23 +8,18 @@ wait, and its own runs; the runs of other shards go on.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import TypeVar
 
 import anyio
 from prometheus_client import Histogram
 from pydantic import JsonValue
 
-from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
-from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
-from api_schemas.rollouts.trees import RolloutNodes
-from api_schemas.trajectories import Trajectory
+from api_schemas.rollouts import Rollout, RolloutPage, RolloutState
 from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder, SummaryPage
 from rollout_service.base.errors import StoreError
 from rollout_service.base.signals import first_of
@@ -37,9 +32,8 @@ from rollout_service.store.segments import SegmentFiles
 from rollout_service.store.sharded.cluster import ShardedCluster
 from rollout_service.store.sharded.pages import PageSource, merged_page
 from rollout_service.store.sharded.runs import ShardedRuns
-from rollout_service.store.sharded.shard import Shard, ask_each
+from rollout_service.store.sharded.shard import Shard, ask_each, divided, in_its_shard
 
-T = TypeVar("T")
 Take = Callable[[Shard, int], Awaitable[list[Lease]]]
 """Claims up to so many rollouts of a shard."""
 
@@ -48,6 +42,10 @@ def shard_of(name: str, shards: int) -> int:
     """Return the number of the shard of a run, or of a rollout, whose id begins with that of its run and a dot."""
     digest = blake2b(name.partition(".")[0].encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % shards
+
+
+def _rollout_of(lease: Lease) -> str:
+    return lease.rollout_id
 
 
 class ShardedStore(Store):
@@ -152,82 +150,41 @@ class ShardedStore(Store):
         for shard in self._shards:
             await shard.store.close()
 
-    def _at(self, rollout_id: str) -> RedisStore:
+    def at_shard_of(self, rollout_id: str) -> RedisStore:
         return self._shards[self.shard_of(rollout_id)].present
-
-    def _divided(self, items: Iterable[T], name: Callable[[T], str]) -> dict[int, list[T]]:
-        """Return items by the shards that have the rollouts of these names."""
-        found: defaultdict[int, list[T]] = defaultdict(list)
-        for item in items:
-            found[self.shard_of(name(item))].append(item)
-        return found
 
     # -- single rollouts -----------------------------------------------------------
 
-    async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
-        if request.rollout_id is None:
-            raise ValueError("set the request's rollout_id before submitting it")
-        return await self._at(request.rollout_id).submit(request)
-
-    async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
-        return await self._at(lease.rollout_id).advance(lease, owner, state)
-
-    async def retry(
-        self,
-        lease: Lease,
-        owner: str,
-        error: ErrorInfo,
-        *,
-        spans: Sequence[Span] = (),
-        delay_seconds: float = 0.0,
-        keep_turns: bool = False,
-    ) -> bool:
-        return await self._at(lease.rollout_id).retry(
-            lease, owner, error, spans=spans, delay_seconds=delay_seconds, keep_turns=keep_turns
-        )
-
-    async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = ()) -> bool:
-        return await self._at(lease.rollout_id).restart(lease, owner, spans=spans)
-
-    async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
-        return await self._at(lease.rollout_id).finish(lease, owner, result)
-
-    async def cancel(self, rollout_id: str) -> RolloutState | None:
-        return await self._at(rollout_id).cancel(rollout_id)
-
-    async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:
-        return await self._at(rollout_id).get(rollout_id, whole_tree=whole_tree)
-
-    async def trajectory(self, rollout_id: str) -> Trajectory | None:
-        return await self._at(rollout_id).trajectory(rollout_id)
-
-    async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes | None:
-        return await self._at(rollout_id).tree(rollout_id, trajectories=trajectories)
-
-    async def saved_turns(self, rollout_id: str) -> list[bytes]:
-        return await self._at(rollout_id).saved_turns(rollout_id)
-
-    async def wait_for_result(self, rollout_id: str) -> Rollout | None:
-        return await self._at(rollout_id).wait_for_result(rollout_id)
+    submit = in_its_shard(Store.submit, lambda request: request.rollout_id or "")
+    advance = in_its_shard(Store.advance, _rollout_of)
+    retry = in_its_shard(Store.retry, _rollout_of)
+    restart = in_its_shard(Store.restart, _rollout_of)
+    finish = in_its_shard(Store.finish, _rollout_of)
+    cancel = in_its_shard(Store.cancel)
+    get = in_its_shard(Store.get)
+    trajectory = in_its_shard(Store.trajectory)
+    tree = in_its_shard(Store.tree)
+    saved_turns = in_its_shard(Store.saved_turns)
+    wait_for_result = in_its_shard(Store.wait_for_result)
 
     # -- rollouts of several shards --------------------------------------------------
 
     async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
-        parts = self._divided(turns, lambda turn: turn.rollout_id)
+        parts = divided(turns, lambda turn: self.shard_of(turn.rollout_id))
         return sum([await self.shards[number].save_turns(owner, some) for number, some in parts.items()])
 
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
-        parts = self._divided(attempts, lambda attempt: attempt.rollout_id)
+        parts = divided(attempts, lambda attempt: self.shard_of(attempt.rollout_id))
         return sum([await self.shards[number].save_steps(some) for number, some in parts.items()])
 
     async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
         found: dict[str, list[bytes]] = {}
-        for number, some in self._divided(rollout_ids, str).items():
+        for number, some in divided(rollout_ids, self.shard_of).items():
             found |= await self.shards[number].saved_steps(some)
         return found
 
     async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> list[str]:
-        parts = self._divided(rollout_ids, str)
+        parts = divided(rollout_ids, self.shard_of)
 
         async def renew(shard: Shard) -> list[str]:
             return await shard.store.renew(owner, parts[shard.number], lease_seconds=lease_seconds)
@@ -240,7 +197,7 @@ class ShardedStore(Store):
     async def release(self, owner: str, rollout_ids: Sequence[str] | None = None) -> int:
         if rollout_ids is None:
             return sum((await ask_each(self._shards, lambda shard: shard.store.release(owner))).whole())
-        parts = self._divided(rollout_ids, str)
+        parts = divided(rollout_ids, self.shard_of)
         asked = [self._shards[number] for number in parts]
         answers = await ask_each(asked, lambda shard: shard.store.release(owner, parts[shard.number]))
         return sum(answers.whole())
@@ -348,7 +305,7 @@ class ShardedStore(Store):
             return await shard.store.summaries(which, order=order, cursor=after, limit=most)
 
         if which.run is not None:
-            return await self._at(which.run).summaries(which, order=order, cursor=cursor, limit=limit)
+            return await self.at_shard_of(which.run).summaries(which, order=order, cursor=cursor, limit=limit)
         source = PageSource[SummaryPage, RolloutSummary](
             fetch,
             rows=lambda page: page.rows,
