@@ -17,6 +17,7 @@ from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, ServiceError, StoreError
 from rollout_service.live.register import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
+from rollout_service.settings import Settings, StoreSettings
 from rollout_service.store.runs_contract import NoBatch
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.store.sqlite.schema import Disk
@@ -214,3 +215,9 @@ async def test_a_backup_that_does_not_fit_is_refused(backup, tmp_path):
             restore_backup(backup, each)
         assert caught.value.hint
     assert not new.exists()
+
+
+def test_a_store_of_several_shards_is_refused(tmp_path):
+    store = StoreSettings(url=["redis://one", "redis://two"])
+    with pytest.raises(ConfigurationError, match="several shards"):
+        Places.of(Settings(state_dir=tmp_path, store=store))

@@ -102,6 +102,7 @@ async def _past_events(service: Service, wanted: EventSelection, seen: list[int]
     """Yield this position, then the events after it that there are by now, then the newest position."""
     yield _position(seen)
     newest = await _newest_of_all(service)
+    seen = [end if there == UNKNOWN else there for there, end in zip(seen, newest, strict=True)]
     while ahead := {number: end for number, end in enumerate(newest) if seen[number] < end}:
         if frames := await _frames(service, wanted, seen, ahead):
             yield frames
