@@ -124,7 +124,7 @@ def test_it_has_the_users_settings_but_those_of_a_service_for_others(folder, mon
         False,
         "",
     )
-    assert (settings.tls_certificate, settings.store.url, settings.store.prefix) == (None, None, "rollouts")
+    assert (settings.tls_certificate, settings.store.url, settings.store.prefix) == (None, [], "rollouts")
     assert (settings.cluster.name, settings.gateway.port) == (None, 0)
     assert settings.gateway.obey_sampling
     assert (settings.pipeline.init_workers, settings.pipeline.rollout_workers) == (3, 7)
