@@ -20,7 +20,7 @@ from tests.support.redis_server import RedisServer, redis_server
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROLLOUTS = 30
-NOT_KEPT = {"hangs.json", "stacks.txt", "run-dirs"}
+NOT_KEPT = {"hangs.json", "stacks.txt", "run-dirs", "saved-sandboxes"}
 """Files of a state folder that matter only to the process that wrote them, or only on its machine."""
 BRIEF = ("-wal", "-shm", "-journal", ".lock", ".draft")
 PATIENCE_SECONDS = 90.0
