@@ -133,6 +133,8 @@ class Saver:
             return
         with open(os.open(inner, READ, dir_fd=parent), "rb") as file:
             opened = os.fstat(file.fileno())
+            if not stat.S_ISREG(opened.st_mode):
+                return  # it was replaced meanwhile
             entry = self._entry(name, opened, tarfile.REGTYPE)
             entry.size = opened.st_size
             self._note_attributes(entry, file.fileno())
