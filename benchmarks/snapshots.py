@@ -9,6 +9,8 @@ are 10,000 of 20 KB (in the small sizes fewer).
 - `start_ms_p50`, `start_from_snapshot_ms_p50`: from the call that starts a sandbox until bash is open in it, from the
   image and from the snapshot; `start_from_snapshot_ratio` is the second over the first. `copy_ms_p50`: the time that
   the same files take as a tar archive out of one sandbox and into another, which is the way without snapshots.
+- `save_empty_ms_p50`, `save_ms_p50`: how long it takes to save a running sandbox to a file, before it has the files and
+  with them. `start_from_saved_ms_p50`: from the call that starts a sandbox from the latter until bash is open in it.
 - `children_seconds`: 16 sandboxes from one snapshot, started at once, until bash is open in all.
 - `group_start_seconds`, `group_start_shared_seconds`: a group of 16 trials of one task, from the first to the last
   answer of an agent that answers at once; its `init` uses `init_seconds` of a processor. Each
@@ -27,7 +29,7 @@ import os
 import statistics
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,10 +88,12 @@ async def _fill(sandbox: Sandbox, files: int) -> None:
         raise RuntimeError(done.stderr.decode())
 
 
-async def _start(provider: SandboxProvider, snapshot: Snapshot | None = None) -> tuple[Sandbox, float]:
+async def _start(
+    provider: SandboxProvider, snapshot: Snapshot | None = None, saved: Path | None = None
+) -> tuple[Sandbox, float]:
     """Start a sandbox and open its bash; return it, and the milliseconds that this took."""
     begun = time.perf_counter()
-    sandbox = await provider.start(SandboxSpec(image="base", snapshot=snapshot))
+    sandbox = await provider.start(SandboxSpec(image="base", snapshot=snapshot, saved=saved))
     await sandbox.bash()
     return sandbox, 1000 * (time.perf_counter() - begun)
 
@@ -100,6 +104,34 @@ async def _copy(provider: SandboxProvider, source: Sandbox) -> float:
         begun = time.perf_counter()
         await target.import_path("/workspace", source.export_path("/workspace/files"))
         return 1000 * (time.perf_counter() - begun)
+
+
+async def _save(sandbox: Sandbox, path: Path) -> float:
+    """Save a sandbox to a file; return the milliseconds that this took."""
+    begun = time.perf_counter()
+    with path.open("wb") as file:
+        async with aclosing(sandbox.save()) as parts:
+            async for part in parts:
+                file.write(part)
+    return 1000 * (time.perf_counter() - begun)
+
+
+async def _measure_saving(provider: SandboxProvider, plan: Plan, folder: Path) -> dict[str, float]:
+    empty, full, starts, path = [], [], [], folder / "saved"
+    for _ in range(plan.times):
+        first, _ = await _start(provider)
+        empty.append(await _save(first, path))
+        await _fill(first, plan.files)
+        full.append(await _save(first, path))
+        await first.close()
+        sandbox, took = await _start(provider, saved=path)
+        starts.append(took)
+        await sandbox.close()
+    return {
+        "save_empty_ms_p50": statistics.median(empty),
+        "save_ms_p50": statistics.median(full),
+        "start_from_saved_ms_p50": statistics.median(starts),
+    }
 
 
 async def _measure_snapshots(provider: SandboxProvider, plan: Plan) -> dict[str, float]:
@@ -224,6 +256,7 @@ async def main(given: Options) -> None:
     with folder_kept_on_error("snapshots-") as folder:
         async with _provider(folder) as provider:
             figures: dict[str, float | None] = dict(await _measure_snapshots(provider, plan))
+            figures |= await _measure_saving(provider, plan, folder)
             figures |= await _measure_children(provider, plan)
             figures |= await _measure_pauses(provider, plan)
             pausing = provider.pausing

@@ -22,6 +22,7 @@ from collections.abc import (
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import anyio
@@ -68,7 +69,8 @@ SAVE_HINT = (
 DRAIN_SECONDS = 3.0
 """How long `close` waits for calls under way to notice that everything inside has ended."""
 END_SECONDS = 25.0
-END_PAUSE = 0.02
+FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.02
+"""How long to wait between two looks at what is ending: mostly it has ended at the second."""
 SHELL, KERNEL = " ".join(ARGV), f"/{PROGRAM_INSIDE} "
 """The end of the command line of a bash session, and a part of that of a Python session."""
 LOOKS = 10
@@ -282,10 +284,11 @@ class ControlledSandbox(Sandbox):
             self._kernel.discard()
             with anyio.move_on_after(END_SECONDS):
                 await self._launched.control.end_all()
-                while await self._has_processes_left():
-                    await anyio.sleep(END_PAUSE)
+                for pause in _pauses():
+                    if not await self._has_processes_left():
+                        return
+                    await anyio.sleep(pause)
                     await self._launched.control.end_all()
-                return
         raise SandboxClosedError(f"the processes of sandbox {self.id} did not end")
 
     async def _has_processes_left(self) -> bool:
@@ -488,11 +491,19 @@ class ControlledSandbox(Sandbox):
 
 async def _wait_for_own_files(control: int) -> list[int]:
     """Return the descriptors that the session's shell has besides its own, once it has reported its last command."""
-    for _ in range(LOOKS):
+    for pause in islice(_pauses(), LOOKS):
         if not (found := _open_files_of_shell(control)):
             break
-        await anyio.sleep(END_PAUSE)
+        await anyio.sleep(pause)
     return found
+
+
+def _pauses() -> Iterator[float]:
+    """Yield the seconds between looks, without end."""
+    pause = FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def _open_files_of_shell(control: int) -> list[int]:
