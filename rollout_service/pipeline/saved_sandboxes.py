@@ -24,7 +24,7 @@ import anyio.to_thread
 import numpy as np
 import structlog
 import zstandard
-from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.trajectories import Message
@@ -48,7 +48,6 @@ _LENGTH = struct.Struct("<I")
 _MAX_HEADER = 64 << 20
 _CHUNK = 1 << 18
 _UNREADABLE = (OSError, ValueError, struct.error, zstandard.ZstdError)
-_TOOL_STATE = TypeAdapter(dict[str, JsonValue])
 
 
 class SavedWork(BaseModel):
@@ -205,9 +204,7 @@ class SavedSandboxes:
         if work.digest != digest_of([turn.generation.output_ids for turn in turns[:count]]):
             return None
         results = [_results_of(turn) for turn in turns[1:count]]
-        if None in results:
-            return None
-        return SavedSandbox(work, [*filter(None, results), work.results], path)
+        return SavedSandbox(work, [*results, work.results], path) if all(results) else None
 
     @asynccontextmanager
     async def opened(self, saved: SavedSandbox) -> AsyncIterator[Path]:
@@ -253,18 +250,17 @@ class SandboxSaver:
     async def _save(self, sandbox: Sandbox, results: list[Message]) -> None:
         sampled = self._turns.sampled
         try:
-            kept = _TOOL_STATE.validate_python(self._episode.state.get(TOOL_STATE, {}), strict=True)
-        except ValidationError:
+            work = SavedWork(
+                rollout_id=self._episode.request.rollout_id or "",
+                turns=len(sampled),
+                digest=digest_of(sampled),
+                results=results,
+                is_prepared=self._is_prepared,
+                tool_state=self._episode.state.get(TOOL_STATE, {}),
+            )
+        except ValidationError:  # a tool keeps something that is not JSON
             self._store.count_refused()
             return
-        work = SavedWork(
-            rollout_id=self._episode.request.rollout_id or "",
-            turns=len(sampled),
-            digest=digest_of(sampled),
-            results=results,
-            is_prepared=self._is_prepared,
-            tool_state=kept,
-        )
         await self._store.save(sandbox, self._provider, work)
 
 
@@ -291,10 +287,10 @@ def _name_of(rollout_id: str) -> str:
     return hashlib.sha256(rollout_id.encode()).hexdigest()[:32] + SUFFIX
 
 
-def _results_of(turn: SavedTurn) -> list[Message] | None:
-    """Return the results that the agent gave before a turn; None if it gave something else."""
+def _results_of(turn: SavedTurn) -> list[Message]:
+    """Return the results that the agent gave before a turn; none if it gave something else."""
     given = turn.given or []
-    return given[0].messages if len(given) == 1 and given[0].reason is None else None
+    return given[0].messages if len(given) == 1 and given[0].reason is None else []
 
 
 @asynccontextmanager

@@ -64,7 +64,6 @@ class Settlement:
             self._check_attempts(attempt.lease)
             result = attempt.result(RolloutState.COMPLETED, score=await attempt.run())
         except LeaseLostError:
-            self._forget_sandbox(attempt.lease)
             raise
         except NotServedError as error:
             request = attempt.lease.request
@@ -126,7 +125,7 @@ class Settlement:
         if keep_turns:
             await self.flush_turns()
         else:
-            self._forget_sandbox(attempt.lease)
+            self.forget_sandbox(attempt.lease)
 
         async def retry() -> bool:
             return await self._context.store.retry(
@@ -155,7 +154,7 @@ class Settlement:
         context, lease, turns = self._context, attempt.lease, attempt.turns
         kept = turns.restored if turns is not None and turns.played > turns.restored else 0
         if not kept:
-            self._forget_sandbox(lease)
+            self.forget_sandbox(lease)
         await attempt.release()
 
         async def restart() -> bool:
@@ -186,7 +185,7 @@ class Settlement:
         async def finish() -> bool:
             return await self._context.store.finish(attempt.lease, self._context.owner, result)
 
-        self._forget_sandbox(attempt.lease)
+        self.forget_sandbox(attempt.lease)
         await attempt.release()
         note_outcome(
             state=result.state.value,
@@ -198,7 +197,8 @@ class Settlement:
         self._context.metrics.count_finished(result)
         self._on_finished(result)
 
-    def _forget_sandbox(self, lease: Lease) -> None:
+    def forget_sandbox(self, lease: Lease) -> None:
+        """Remove the saved sandbox of a rollout that does not go on in it here."""
         if self._context.saved_sandboxes is not None:
             self._context.saved_sandboxes.forget(lease.rollout_id)
 
