@@ -1,6 +1,6 @@
 """E2B's API over the sandboxes of this node, for programs that use the package `e2b` unchanged.
 
-One address serves both parts of E2B's protocol: the API for sandboxes (`control`), and what a daemon answers in each of
-E2B's sandboxes (`commands`, `files`), which is told apart by the header `E2b-Sandbox-Id`. No daemon runs inside: it is
-all done from the host.
+One address serves both parts of the protocol. `control` creates, lists and ends sandboxes. `commands` and `files`
+answer requests with the header `E2b-Sandbox-Id`, which at E2B go to a daemon inside the sandbox. Here no daemon runs
+inside; the host does the work.
 """

@@ -23,8 +23,12 @@ from protobuf import Oneof
 from rollout_service.server.e2b.boxes import CURRENT_BOX, Box
 from sandboxes import RunningProgram, SandboxClosedError, SandboxError
 
-MAX_COMMANDS, MAX_STRINGS, BUFFERED = 128, 4_096, 8
-"""Of a sandbox, of a command (arguments and variables), and the events of 64 KiB that wait for each listener."""
+MAX_COMMANDS = 128
+"""The most commands that run in a sandbox at once."""
+MAX_STRINGS = 4_096
+"""The most arguments and variables of a command."""
+BUFFERED = 8
+"""The most events, of up to 64 KiB each, that wait for a listener."""
 IDLE_SECONDS = 0.25
 """How long output may be silent after the end of a command before it is taken for that of the background."""
 INPUT_SECONDS, PING_SECONDS = 60.0, 10.0

@@ -77,7 +77,7 @@ class ShardedStore(Store):
         """Open the shards for the block; `files` has the place of each, and the rest is that of `RedisStore.open`.
 
         Raises:
-            StoreError: A Redis does not answer, must not be used, or is no shard of this store.
+            StoreError: A Redis does not answer, cannot be used, or belongs to another store.
             ConfigurationError: An address, the password file or a place cannot be used.
         """
         commit_seconds, home = commit_histogram(), ""
