@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ PRIMARIES = 3
 SLOTS = 16_384
 SECONDS = 60.0
 NODE_TIMEOUT_MS = "1500"
+BUS_PORT = "cluster-port"
 
 
 @dataclass
@@ -58,13 +59,18 @@ class RedisCluster:
 @contextmanager
 def redis_cluster(*, replicas: bool = False) -> Iterator[RedisCluster]:
     """Start a cluster, and end it; with `replicas`, each primary has one."""
-    options = {"cluster-enabled": "yes", "cluster-node-timeout": NODE_TIMEOUT_MS}
     with ExitStack() as stack:
         count = 2 * PRIMARIES if replicas else PRIMARIES
-        servers = [stack.enter_context(redis_server(port=free_port(), options=options)) for _ in range(count)]
+        servers = [stack.enter_context(_cluster_server()) for _ in range(count)]
         cluster = RedisCluster(servers)
         _join(cluster, replicas)
         yield cluster
+
+
+def _cluster_server() -> AbstractContextManager[RedisServer]:
+    options = {"cluster-enabled": "yes", "cluster-node-timeout": NODE_TIMEOUT_MS}
+    # By default the bus listens 10,000 above the other port, which may be taken.
+    return redis_server(port=free_port(), options={**options, BUS_PORT: str(free_port())})
 
 
 def _join(cluster: RedisCluster, replicas: bool) -> None:
@@ -73,7 +79,7 @@ def _join(cluster: RedisCluster, replicas: bool) -> None:
     for server, first, after in zip(primaries, edges, edges[1:], strict=False):
         server.do("CLUSTER ADDSLOTSRANGE", first, after - 1)
     for server in cluster.servers[1:]:
-        cluster.servers[0].do("CLUSTER MEET", "127.0.0.1", server.port)
+        cluster.servers[0].do("CLUSTER MEET", "127.0.0.1", server.port, server.options[BUS_PORT])
     _wait(lambda: all(_known(one) == len(cluster.servers) for one in cluster.servers))
     for primary, replica in zip(primaries, others, strict=False):
         replica.do("CLUSTER REPLICATE", str(primary.do("CLUSTER MYID"), "ascii"))

@@ -55,7 +55,7 @@ def in_own_folder(make: Callable[[Path], S], prefix: str) -> Iterator[S]:
         server.start()
         yield server
     finally:
-        if server.process is not None:
+        if server.process is not None and server.process.poll() is None:
             server.process.send_signal(signal.SIGCONT)
             server.kill()
         shutil.rmtree(folder, ignore_errors=True)

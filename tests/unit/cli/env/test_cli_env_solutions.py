@@ -47,7 +47,8 @@ async def tried(folder, state):
 
 async def test_the_end_of_the_graders_output_and_the_processes_left_are_the_reason(make, tmp_path):
     grade = """seq 1 40; echo '{"reward": 0}' > $ROLLOUT_RESULT"""
-    one = await tried(make(grade, "setsid sleep 600 > /dev/null 2>&1 &"), tmp_path / "state")
+    solve = """setsid sleep 600 > /dev/null 2>&1 & until [ "$(cat /proc/$!/comm)" = sleep ]; do :; done"""
+    one = await tried(make(grade, solve), tmp_path / "state")
     [problem] = one.problems
     assert problem.startswith(
         "its solution gets 0 (processes of the agent or of init were ended before the grading: "
