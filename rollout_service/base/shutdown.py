@@ -57,6 +57,8 @@ class Shutdown:
         self._stop_starting: anyio.CancelScope | None = None
         self.on_failure: Callable[[], None] = lambda: None
         """Called when a part of the service has failed."""
+        self.on_drained: Callable[[], None] = lambda: None
+        """Called when the drain is over."""
 
     @property
     def begun(self) -> bool:
@@ -143,6 +145,7 @@ class Shutdown:
     def end(self) -> None:
         """End the drain, and cut off the open requests. Idempotent."""
         self.drained = True
+        self.on_drained()
         _cancel(self._requests)
 
 

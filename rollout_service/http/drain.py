@@ -42,6 +42,7 @@ class DrainingServer(Server):
         self._shutdown = shutdown
         self._on_start = on_start
         self._last_resort = LastResort(self._still_open)
+        shutdown.on_drained = self._stop_listening
         shutdown.on_failure = lambda: self._end_in_time(shutdown.drain_seconds, FAILED)
         self._signals: list[int] = []
 
@@ -49,11 +50,6 @@ class DrainingServer(Server):
     def signal(self) -> int | None:
         """The signal that ended the server, if one did."""
         return self._signals[0] if self._signals else None
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn.Server."""
-        self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn.Server."""
@@ -66,13 +62,13 @@ class DrainingServer(Server):
         if len(self._signals) <= IMPATIENT_SIGNALS:
             drain_seconds = self._shutdown.drain_seconds if len(self._signals) == 1 else 0.0
             self._end_in_time(drain_seconds, 128 + sig)
-            self._loop.call_soon_threadsafe(self._shutdown.begin, signal.Signals(sig).name)
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._shutdown.begin, signal.Signals(sig).name)
         else:
             self._last_resort.end_within(0.0, 128 + sig)
 
-    async def on_tick(self, counter: int) -> bool:
-        """Return whether to stop listening: not before the service is drained."""
-        return await super().on_tick(counter) or self._shutdown.drained
+    def _stop_listening(self) -> None:
+        self.should_exit = True
 
     def _end_in_time(self, drain_seconds: float, exit_code: int) -> None:
         self._last_resort.end_within(drain_seconds + LAST_SECONDS, exit_code)

@@ -99,6 +99,7 @@ def _file_version(path: Path) -> tuple[int, int] | None:
 log = structlog.get_logger(__name__)
 
 ACCEPT_PAUSE_SECONDS = 0.1
+TICK_SECONDS = 1.0
 KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
 """TCP keep-alive options: a peer that vanishes during a long poll is noticed within two minutes."""
 
@@ -123,18 +124,41 @@ class Server(uvicorn.Server):
         self._limits = limits
         self._observe = observe
         self._certificate = certificate
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = asyncio.Event()
+
+    @property
+    def should_exit(self) -> bool:
+        """Whether the server has been told to stop; may be set from any thread, and in a signal handler."""
+        return self._should_exit
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        self._should_exit = value
+        if value and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stopped.set)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         super().run(sockets or [])  # uvicorn accepts nothing by itself
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
 
     async def main_loop(self) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._accept)
             if self._certificate is not None and self.config.ssl is not None:
                 tasks.start_soon(self._certificate.follow, self.config.ssl)
-            await super().main_loop()
+            await self._until_stopped()
             tasks.cancel_scope.cancel()
         self._listener.close()
+
+    async def _until_stopped(self) -> None:
+        """Tick once a second; uvicorn's own loop ticks ten times as often, to see whether it should stop."""
+        while not await self.on_tick(0):  # each renews the date of the responses
+            with anyio.move_on_after(TICK_SECONDS):
+                await self._stopped.wait()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()

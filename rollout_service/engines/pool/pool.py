@@ -317,6 +317,10 @@ class _LastProgress:
     at: float
 
 
+_IDLE_FACTOR = 2.0
+"""How many times as long as usual an engine is left alone that has no calls of this pool."""
+
+
 class StallDetector:
     """Asks the backends of a pool how busy they are, and ends the calls of those that stall."""
 
@@ -334,7 +338,7 @@ class StallDetector:
             except BackendRejected:
                 return
             self._judge(handle, last, load)
-            await anyio.sleep(self._options.load_interval)
+            await anyio.sleep(self._options.load_interval * (1 if handle.in_flight else _IDLE_FACTOR))
 
     async def _ask(self, handle: BackendHandle) -> BackendLoad | None:
         try:

@@ -226,6 +226,6 @@ class PoolOptions:
     max_in_flight_per_backend: int | None = None
     """The same for each backend that was registered without its own limit."""
     load_interval: float = 1.0
-    """Seconds between two polls of an engine's load."""
+    """Seconds between two polls of the load of an engine that has calls of the pool; less often without any."""
     stall_seconds: float = 60.0
     """Seconds that a call may be open on an engine without progress before it continues elsewhere."""
