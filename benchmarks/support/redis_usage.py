@@ -21,6 +21,7 @@ from redis.exceptions import ConnectionError as NoConnectionError
 from rollout_service.cli.server_child import stop
 from sandboxes.host.children import start_process
 
+NOTED_SECONDS, NOTED_COMMANDS = 0.0005, 100_000
 _ANSWERED_COMMANDS = ("fcall", "fcall_ro", "ssubscribe", "sunsubscribe")
 """The commands that services send; others are those that functions call inside Redis."""
 
@@ -69,6 +70,18 @@ class MeasuredRedis:
             network_bytes=network["total_net_input_bytes"] + network["total_net_output_bytes"],
             cpu_seconds=cpu["used_cpu_user_main_thread"] + cpu["used_cpu_sys_main_thread"],
         )
+
+    async def note_slow_commands(self) -> None:
+        """Note from now on which commands take longer than `NOTED_SECONDS`."""
+        async with redis.asyncio.Redis(unix_socket_path=str(self._folder / "redis.sock")) as client:
+            await client.config_set("slowlog-log-slower-than", int(NOTED_SECONDS * 1e6))
+            await client.config_set("slowlog-max-len", NOTED_COMMANDS)
+            await client.slowlog_reset()
+
+    async def slow_commands(self) -> list[float]:
+        """Return the seconds of the commands that were noted, the newest of them."""
+        async with redis.asyncio.Redis(unix_socket_path=str(self._folder / "redis.sock")) as client:
+            return [entry["duration"] / 1e6 for entry in await client.slowlog_get(NOTED_COMMANDS)]
 
     async def flush_seconds(self, writes: int = 200) -> float:
         """Return the median time of a flush: how much longer than a read one write after the other takes."""

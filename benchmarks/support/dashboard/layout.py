@@ -13,6 +13,8 @@ from rollout_service.store.codec.rollouts import encode_result
 
 GROUP_SIZE = 8
 SHORT_RUNS = 20
+LONG = "long"
+"""The id of the run with most of the rollouts."""
 START = 1_750_000_000.0
 ENVIRONMENTS = ("math", "calc", "swe", "code")
 CODES = ("engine_unreachable", "stage_timeout", "sandbox_start_failed", "agent_failed")
@@ -47,7 +49,7 @@ def layout(rollouts: int) -> Sequence[Layout]:
     groups.insert(SHORT_RUNS // 2, long)
     runs, first = [], 1
     for number, count in enumerate(groups, start=1):
-        name = "long" if count == long else f"short-{number}"
+        name = LONG if count == long else f"short-{number}"
         runs.append(Layout(number, name, count, first))
         first += count * GROUP_SIZE
     return runs

@@ -35,7 +35,8 @@ from support.dashboard.layout import (
     layout,
     row,
 )
-from support.dashboard.redis_lists import SETTINGS, filled_redis
+from support.dashboard.redis_lists import SETTINGS, delete_expired, filled_redis
+from support.redis_usage import NOTED_SECONDS
 
 from api_schemas.runs import InlineTasks, RunRequest
 from rollout_service.cli.server_child import stop
@@ -111,11 +112,16 @@ async def measure_redis(rollouts: int) -> dict[str, float]:
                 _serving(state_dir, *flags) as url,
                 httpx.AsyncClient(base_url=url, timeout=120) as client,
             ):
+                await server.note_slow_commands()
                 times = await _search(client)
+            deleted = await delete_expired(server)
+            slow = await server.slow_commands()
     return {
         "list_rollouts": float(rollouts),
         "list_fill_seconds": filled,
         "list_file_mb": size / 1e6,
+        "list_deleted": deleted,
+        "list_redis_ms_max": max(slow, default=NOTED_SECONDS) * 1e3,
         **times,
     }
 

@@ -1,23 +1,26 @@
 """Fill a Redis with the rollouts of the benchmark of lists.
 
-What is written is what the searches read: the index, the rollouts without their requests and results, the bounds of
-each run, and the members of some groups.
+What is written is what searches and deletions read: the index, the rollouts without their requests and results, the
+runs, and the members of their groups, of the long run only some.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from importlib import resources
 from pathlib import Path
 
 import anyio
 import redis.asyncio
-from support.dashboard.layout import GROUP_SIZE, Layout, Member, alone, layout, row
+from support.dashboard.layout import GROUP_SIZE, LONG, START, Layout, Member, alone, layout, row
 from support.redis_usage import MeasuredRedis, measured_redis
 
-from rollout_service.store.redis import RedisConfig
+from api_schemas.runs import InlineTasks, RunRequest, RunState
+from rollout_service.settings import RetentionSettings
+from rollout_service.store.redis import RedisConfig, RedisStore
+from rollout_service.store.redis.config import Durability
 from rollout_service.store.redis.runs.records import ClosedRecord
 from rollout_service.store.redis.runs.rollouts import RunKeys
 
@@ -25,6 +28,9 @@ _AT_ONCE = 2_000
 _NAMES = ("e", "R", "G", "s", "w", "S", "k", "C", "Q", "H", "T", "N", "W")
 """The fields of a rollout in the order of a row, as `rollouts.lua` names them."""
 _CLOSED = 100
+"""The groups of the long run that have their members."""
+DELETED = 100_000
+"""The most that are deleted."""
 _ENTER = """
 common.register('enter', function(call, id, number, environment, run, code, reward)
     redis.call('HSET', call:key('r:' .. id), 'n', number)
@@ -43,21 +49,47 @@ async def filled_redis(rollouts: int, state_dir: Path) -> AsyncIterator[Measured
     async with measured_redis() as server:
         async with redis.asyncio.Redis.from_url(server.url) as client:
             await client.config_set("appendonly", "no")
+            async with _opened(server) as store:
+                for run in layout(rollouts):
+                    source = InlineTasks(open=True, tasks=[])
+                    request = RunRequest(run_id=run.name, source=source, batch_size=8, group_size=GROUP_SIZE)
+                    await store.runs.create(request, tasks=0, digest=None, version=0)
+                    await store.runs.update(run.name, state=RunState.ENDED)
             await _fill(client, RedisConfig(server.url).root, rollouts)
         settings = f'[store]\nurl = "{server.url}"\nredis_durability = "relaxed"\n'
         await anyio.Path(state_dir / SETTINGS).write_text(settings)
         yield server
 
 
+async def delete_expired(server: MeasuredRedis) -> int:
+    """Delete runs and rollouts as retention does, some of them; return how many groups, runs and rollouts."""
+    total = 0
+    async with _opened(server) as store:
+        keep = RetentionSettings(ended_run_seconds=0, settled_group_seconds=0, rollout_seconds=0)
+        while total < DELETED and (deleted := await store.runs.delete_expired(keep)):
+            total += deleted
+    return total
+
+
+@asynccontextmanager
+async def _opened(server: MeasuredRedis) -> AsyncIterator[RedisStore]:
+    config = RedisConfig(server.url, durability=Durability.RELAXED)
+    async with await RedisStore.open(config, is_gone=lambda _: False) as store:
+        yield store
+
+
 async def _fill(client: redis.asyncio.Redis, root: str, rollouts: int) -> None:
     await client.function_load(_library())
-    await client.hset(f"{root}:meta", mapping={"application": "rollout-service", "version": 1})
     for run in layout(rollouts):
         await _write(client, root, run.members(), run.name)
         last = run.first + run.groups * GROUP_SIZE - 1
-        bounds = {"state": "ended", "rollouts_after": run.first - 1, "rollouts_until": last}
-        await client.hset(RunKeys(root, run.name).run, mapping=bounds)
-        await client.hset(RunKeys(root, run.name).closed, mapping=_closed(run))
+        keys = RunKeys(root, run.name)
+        bounds = {"rollouts_after": run.first - 1, "rollouts_until": last}
+        await client.hset(keys.run, mapping=bounds)
+        for records in _closed(run):
+            await client.hset(keys.closed, mapping=records)
+            if run.name != LONG:
+                await client.zadd(keys.settled, {number: START + number for number in records})
     await _write(client, root, alone(rollouts), None)
     await client.set(f"{root}:rollouts:last", rollouts)
 
@@ -81,16 +113,20 @@ async def _write(client: redis.asyncio.Redis, root: str, members: Iterable[Membe
             f"{root}:r:{name}", mapping={"n": seq, "a": 1, "t": 1, "f": "0", "p": "policy", **fields}
         )
         pipeline.zadd(f"{root}:state:{given['s']}", {name: seq})
+        if run is None:
+            pipeline.rpush(f"{root}:ended", name)
         if number % _AT_ONCE == 0:
             await pipeline.execute()
             sys.stderr.write(f"\r{seq:,} rollouts ")
     await pipeline.execute()
 
 
-def _closed(run: Layout) -> dict[int, bytes]:
-    """Return the records of the first groups of a run."""
-    records = {}
-    for number in range(min(run.groups, _CLOSED)):
-        ids = [f"{run.name}.{number}.{sample}" for sample in range(GROUP_SIZE)]
-        records[number] = ClosedRecord(0, ids, [], [], "[]", "{}", 0, 0.0).encode()
-    return records
+def _closed(run: Layout) -> Iterator[dict[int, bytes]]:
+    """Yield the records of groups by their numbers, some at a time."""
+    groups = min(run.groups, _CLOSED) if run.name == LONG else run.groups
+    for first in range(0, groups, _AT_ONCE):
+        records = {}
+        for number in range(first, min(groups, first + _AT_ONCE)):
+            ids = [f"{run.name}.{number}.{sample}" for sample in range(GROUP_SIZE)]
+            records[number] = ClosedRecord(0, ids, [], [], "[]", "{}", 0, 0.0).encode()
+        yield records

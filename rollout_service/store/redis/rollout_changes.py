@@ -28,11 +28,10 @@ from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, Lease, Uns
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.replies import decode_row
 from rollout_service.store.redis.rollout_reading import ROWS_AT_ONCE, RolloutReads
+from rollout_service.store.redis.runs.retention import DELETED_AT_ONCE
 from rollout_service.store.redis.signals import RolloutSignals
 from rollout_service.store.redis.trajectories import InRedis, TrajectoryPlace
 
-EXPIRED_AT_ONCE = 512
-"""The most rollouts that one call deletes."""
 _REFUSED = 2
 """The answer to a result whose trajectory is in a file that was sealed, since this service was taken for dead."""
 _STAGES = (RolloutState.INIT, RolloutState.ROLLOUT, RolloutState.EVALUATE)
@@ -248,7 +247,7 @@ class RedisRollouts(RolloutReads):
 
     async def delete_expired(self, seconds: float) -> int:
         """Delete some of the rollouts of no run that ended this long ago; return 0 once none is left."""
-        deleted: int = await self._connection.call("rollouts_delete_expired", seconds, EXPIRED_AT_ONCE)
+        deleted: int = await self._connection.call("rollouts_delete_expired", seconds, DELETED_AT_ONCE)
         return deleted
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 from rollout_service.base.errors import NotFoundError
@@ -28,6 +29,8 @@ from rollout_service.store.rules import SettledGroup
 if TYPE_CHECKING:
     from rollout_service.store.redis.rollout_changes import RedisRollouts
 
+DELETED_AT_ONCE = 96
+"""The most rollouts that one call deletes, each in 25 µs of Redis's thread, so that no other call waits for long."""
 GROUPS_AT_ONCE = 64
 """The most groups that one change deletes or prunes."""
 RUNS_AT_ONCE = 128
@@ -211,9 +214,13 @@ def _prune(
 
 
 def _delete_groups(change: RunTransaction, records: Mapping[int, ClosedRecord], held: Collection[int]) -> int:
-    for number, record in records.items():
+    """Delete the first of these groups, as many as one call may; return how many."""
+    rollouts = accumulate(len(record.rollout_ids) for record in records.values())
+    first = max(1, sum(count <= DELETED_AT_ONCE for count in rollouts))
+    some = dict(islice(records.items(), first))
+    for number, record in some.items():
         change.delete_group(number, record, is_held=number in held)
-    return len(records)
+    return len(some)
 
 
 def _is_expired(run: RunDraft, before: float) -> bool:
