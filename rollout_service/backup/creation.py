@@ -17,8 +17,6 @@ from pathlib import Path
 
 from rollout_service import __version__
 from rollout_service.backup.manifest import (
-    FOLDER,
-    REDIS_DUMP,
     STATES,
     Manifest,
     Places,
@@ -90,10 +88,10 @@ class _Backup:
 
     def make(self) -> Manifest:
         self._target.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._copy_folder()  # most of it is on the way before the moment
+        self._copy_folders()  # most of it is on the way before the moment
         with ExitStack() as stack:
             databases, at = self._at_one_moment(stack), datetime.now(UTC)
-            self._copy_folder()  # what Redis refers to by now
+            self._copy_folders()  # what Redis refers to by now
             for name, state in self._places.states.items():
                 self._copy_state(name, state, databases)
         for name, document in self._places.documents.items():
@@ -111,22 +109,22 @@ class _Backup:
 
     def _at_one_moment(self, stack: ExitStack) -> PinnedDatabases:
         """Pin all databases; if the services share a store, at the moment whose state its dump has."""
-        if self._places.redis is None:
+        if not self._places.shared:
             return stack.enter_context(pinned(self._databases))
         from rollout_service.backup import redis_dump
 
         found: list[PinnedDatabases] = []
         counts = redis_dump.dump(
-            self._places.redis,
-            self._target / REDIS_DUMP,
+            [(one.redis, self._target / one.dump) for one in self._places.shared],
             lambda: found.append(stack.enter_context(pinned(self._databases))),
         )
         self._counts.update(counts)
         return found[0]
 
-    def _copy_folder(self) -> None:
-        if self._places.files is not None:
-            copy_shared(self._places.files, SharedFiles(self._target / FOLDER))
+    def _copy_folders(self) -> None:
+        for one in self._places.shared:
+            if one.files is not None:
+                copy_shared(one.files, SharedFiles(self._target / one.copied))
 
     def _copy_state(self, name: str, state: Path, databases: PinnedDatabases) -> None:
         copied = self._target / STATES / name

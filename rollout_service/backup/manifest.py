@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -62,9 +62,9 @@ class Manifest(BaseModel):
     """Every file, by its path in the backup."""
 
     @property
-    def has_redis(self) -> bool:
-        """Whether it has a store that services share."""
-        return REDIS_DUMP in self.files
+    def shards(self) -> int:
+        """How many Redis it has of a store that services share."""
+        return sum(Path(name).name == REDIS_DUMP for name in self.files)
 
     @property
     def bytes(self) -> int:
@@ -214,6 +214,29 @@ ONLY = "state"
 
 
 @dataclass(frozen=True, slots=True)
+class SharedStore:
+    """A Redis that services share, or a shard of their store, and its shared folder or bucket if it has one."""
+
+    redis: RedisConfig
+    files: SegmentFiles | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder that it has in a backup."""
+        return Path(f"shard-{self.redis.shard}" if self.redis.shards > 1 else "")
+
+    @property
+    def dump(self) -> Path:
+        """The dump of the Redis, in a backup."""
+        return self.folder / REDIS_DUMP
+
+    @property
+    def copied(self) -> Path:
+        """The copy of the shared folder, in a backup."""
+        return self.folder / FOLDER
+
+
+@dataclass(frozen=True, slots=True)
 class Places:
     """The places that a backup is made of, or restored to."""
 
@@ -221,10 +244,8 @@ class Places:
     """State folders, by the names that they have in a backup."""
     owns_store: bool = True
     """Whether the store is in the state folder, which is then the only one."""
-    redis: RedisConfig | None = None
-    """The store that services share; None if there is none, or if it is in another backup."""
-    files: SegmentFiles | None = None
-    """The shared folder or bucket of that store, if it has one."""
+    shared: Sequence[SharedStore] = ()
+    """The store that services share, or its shards; empty if there is none, or if it is in another backup."""
     documents: Mapping[str, Path] = field(default_factory=dict)
     """Other files, by their paths in a backup; restoring one replaces it."""
 
@@ -244,10 +265,6 @@ class Places:
         from rollout_service.store.redis import RedisConfig
         from rollout_service.store.segments.places import files_of
 
-        redis, *others = RedisConfig.of(settings.store)
-        if others:
-            raise ConfigurationError(
-                "a store of several shards cannot be backed up by this command",
-                hint="Copy the files of each Redis by its own means, and the shared folder after them.",
-            )
-        return cls(states, owns_store=False, redis=redis, files=files_of(settings.store))
+        configs = RedisConfig.of(settings.store)
+        shared = [SharedStore(one, files_of(settings.store, one.shard)) for one in configs]
+        return cls(states, owns_store=False, shared=shared)

@@ -1,7 +1,7 @@
-"""The keys of a store in a Redis, as a file, and back.
+"""The keys of a store in a Redis, or in several, as files, and back.
 
-Guarantees: a dump has all keys as they were at one moment, although services write meanwhile. Keys are read one after
-the other, Redis tells which of them change, and those are read again, the last ones while Redis takes no writes. That
+Guarantees: dumps have all keys as they were at one moment, although services write meanwhile. Keys are read one after
+the other, Redis tells which of them change, and those are read again, the last ones while no Redis takes writes. That
 lasts for a few milliseconds, however large the store is. Only keys with the store's prefix are read or written.
 
 A dump begins with HEADER. A record is the lengths of a key and of its value (uint32 each, little-endian) and its time
@@ -15,10 +15,10 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import redis
 
@@ -45,33 +45,47 @@ KINDS = {"r": "rollouts", "run": "runs"}
 """The kinds of keys that a dump counts, by the first parts of their names."""
 
 
-def dump(config: RedisConfig, path: Path, at_the_moment: Callable[[], None]) -> Counter[str]:
-    """Write a store to a file; return how many keys of each of `KINDS` it has.
+def dump(stores: Sequence[tuple[RedisConfig, Path]], at_the_moment: Callable[[], None]) -> Counter[str]:
+    """Write a store, or its shards, each to a file; return how many keys of each of `KINDS` there are.
 
-    `at_the_moment` is called at the moment whose state the dump has: Redis takes no writes until it returns.
+    `at_the_moment` is called at the moment whose state the dumps have: no Redis takes writes until it returns.
 
     Raises:
-        StoreError: The Redis fails, or does not allow it.
+        StoreError: A Redis fails, or does not allow it.
         ConfigurationError: The password cannot be read.
-        OSError: The file cannot be written.
+        OSError: A file cannot be written.
     """
-    with _explained(config), closing(open_owner(config)) as client, _changes(config, client) as changes:
-        make_private(path)
-        with path.open("r+b") as file:
-            writer = _DumpWriter(config, client, file)
-            changed: set[bytes] = set()
-            for keys in _scan(client, config):
-                writer.add(keys)
-                changed |= changes()  # Redis cuts off listeners that leave too much unread
-            for _ in range(ROUNDS):
-                writer.add(changed)
-                if len(changed := changes()) <= FEW:
-                    break
-            writer.add(changed)
-            with _without_writes(config, client):
-                at_the_moment()
-                writer.add(changes())
-            return writer.counts()
+    with ExitStack() as stack:
+        dumps = [stack.enter_context(_Dump.begun(config, path)) for config, path in stores]
+        _write_most(dumps)
+        with ExitStack() as paused:
+            for one in dumps:
+                paused.enter_context(one.without_writes())
+            at_the_moment()
+            for one in dumps:
+                one.note_changes()
+                one.write_changes()
+        counts = Counter(dict.fromkeys(KINDS.values(), 0))
+        for one in dumps:
+            counts.update(one.counts())
+        return counts
+
+
+def _write_most(dumps: Sequence[_Dump]) -> None:
+    """Write all keys, and those that change meanwhile until few are left."""
+    for one in dumps:
+        for keys in one.scan():
+            one.write(keys)
+            for other in dumps:  # Redis cuts off listeners that leave too much unread
+                other.note_changes()
+    for _ in range(ROUNDS):
+        for one in dumps:
+            one.write_changes()
+            one.note_changes()
+        if all(one.changed <= FEW for one in dumps):
+            break
+    for one in dumps:
+        one.write_changes()
 
 
 def load(config: RedisConfig, path: Path) -> None:
@@ -131,40 +145,96 @@ def _remove(client: redis.Redis, config: RedisConfig) -> None:
             execute(client, "UNLINK", *keys)
 
 
-class _DumpWriter:
-    """Appends keys with their present values to a dump."""
+class _Dump:
+    """The dump of one Redis, to which keys are appended with their present values."""
 
-    def __init__(self, config: RedisConfig, client: redis.Redis, file: IO[bytes]) -> None:
-        self._prefix = config.root.encode() + b":"
+    def __init__(
+        self, config: RedisConfig, client: redis.Redis, changes: Callable[[], set[bytes]], file: IO[bytes]
+    ) -> None:
+        self._config = config
         self._client = client
+        self._changes = changes
         self._file = file
+        self._changed: set[bytes] = set()
         self._names: set[bytes] = set()
         file.write(HEADER)
 
-    def add(self, keys: Iterable[bytes]) -> None:
+    @classmethod
+    @contextmanager
+    def begun(cls, config: RedisConfig, path: Path) -> Iterator[Self]:
+        """Begin a dump, and note from now on what changes."""
+        with (
+            _explained(config),
+            closing(open_owner(config)) as client,
+            _changes(config, client) as changes,
+            _private(path) as file,
+        ):
+            yield cls(config, client, changes, file)
+
+    @property
+    def changed(self) -> int:
+        """How many keys are known to have changed since they were written."""
+        return len(self._changed)
+
+    def scan(self) -> Iterator[list[bytes]]:
+        """Yield the keys of the store, some at a time."""
+        with _explained(self._config):
+            yield from _scan(self._client, self._config)
+
+    def note_changes(self) -> None:
+        """Note which keys have changed."""
+        with _explained(self._config):
+            self._changed |= self._changes()
+
+    def write_changes(self) -> None:
+        """Write the keys that have changed again."""
+        changed, self._changed = self._changed, set()
+        self.write(changed)
+
+    def write(self, keys: Iterable[bytes]) -> None:
         """Append these keys, in the order in which Redis has them now."""
         waiting = list(keys)
-        for start in range(0, len(waiting), AT_ONCE):
-            self._add(waiting[start : start + AT_ONCE])
+        with _explained(self._config):
+            for start in range(0, len(waiting), AT_ONCE):
+                self._write(waiting[start : start + AT_ONCE])
+
+    @contextmanager
+    def without_writes(self) -> Iterator[None]:
+        """Have Redis take no writes within the block.
+
+        Raises:
+            StoreError: The block took too long, so that there were writes after all.
+        """
+        with _explained(self._config), _without_writes(self._config, self._client):
+            yield
 
     def counts(self) -> Counter[str]:
         """Return how many keys there are of each of `KINDS`."""
-        found = Counter(KINDS.get(name.partition(b":")[0].decode(), "") for name in self._names)
-        return Counter({kind: found[kind] for kind in KINDS.values()})
+        kinds = (KINDS.get(name.partition(b":")[0].decode()) for name in self._names)
+        return Counter(kind for kind in kinds if kind is not None)
 
-    def _add(self, keys: Sequence[bytes]) -> None:
+    def _write(self, keys: Sequence[bytes]) -> None:
         pipeline = self._client.pipeline(transaction=True)  # a value and its time to live belong together
         for key in keys:
             execute(pipeline, "DUMP", key)
             execute(pipeline, "PTTL", key)
         answers = iter(pipeline.execute())
+        prefix = self._config.root.encode() + b":"
         for key, value, ttl in zip(keys, answers, answers, strict=True):
-            name = key.removeprefix(self._prefix)
+            name = key.removeprefix(prefix)
             self._file.write(_RECORD.pack(len(name), len(value or b""), max(ttl, 0)) + name + (value or b""))
             if value is None:
                 self._names.discard(name)
             else:
                 self._names.add(name)
+
+
+@contextmanager
+def _private(path: Path) -> Iterator[IO[bytes]]:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    make_private(path)
+    with path.open("r+b") as file:
+        yield file
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, bytes, int]]:

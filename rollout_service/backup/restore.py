@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollout_service.backup.manifest import (
-    FOLDER,
-    REDIS_DUMP,
     STATES,
     Manifest,
     Places,
+    SharedStore,
     copy,
     copy_shared,
     shared_files,
@@ -27,9 +25,6 @@ from rollout_service.base.private_files import open_state_folder
 from rollout_service.store.segments.contract import SegmentFiles
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite.connection import FileClaim
-
-if TYPE_CHECKING:  # the package of Redis may be missing
-    from rollout_service.store.redis import RedisConfig
 
 _LOGS = ("-wal", "-journal")
 """Suffixes of files that SQLite would replay over a database of the same name."""
@@ -45,15 +40,15 @@ def restore_backup(backup: Path, places: Places) -> Manifest:
     manifest = Manifest.read(backup)
     targets = _targets(manifest, places)
     _check_fit(manifest, places)
-    redis = places.redis if manifest.has_redis else None  # otherwise another backup has the store
+    shared = places.shared if manifest.shards else ()  # otherwise another backup has the store
     for folder in targets.values():
         _check_empty(folder)
-    if redis is not None:
-        _check_shared_empty(redis, places.files)
+    for store in shared:
+        _check_shared_empty(store)
     try:
         with ExitStack() as undo:
-            if redis is not None:
-                _restore_shared(backup, redis, places.files, undo)
+            for store in shared:
+                _restore_shared(backup, store, undo)
             for name, state in targets.items():
                 _restore_state(backup / STATES / name, state, undo)
             undo.pop_all()
@@ -85,17 +80,22 @@ def _targets(manifest: Manifest, places: Places) -> Mapping[str, Path]:
 
 def _check_fit(manifest: Manifest, places: Places) -> None:
     has_store = any(name.endswith(f"/{private_files.STORE}") for name in manifest.files)
-    has_folder = any(name.startswith(f"{FOLDER}/") for name in manifest.files)
-    if manifest.has_redis and places.redis is None:
+    placeless = [f"{one.copied}/" for one in places.shared if one.files is None]
+    if manifest.shards and not places.shared:
         raise ConfigurationError(
             "the backup is of services that share a Redis", hint="Set [store] url to an empty one."
+        )
+    if manifest.shards not in (0, len(places.shared)):
+        raise ConfigurationError(
+            f"the backup is of a store of {manifest.shards} shards, and the settings name {len(places.shared)}",
+            hint="Give [store] url and shards as many.",
         )
     if has_store and not places.owns_store:
         raise ConfigurationError(
             "the backup is of a service with a store of its own",
             hint="Leave [store] url out of the settings.",
         )
-    if has_folder and places.files is None:
+    if any(name.startswith(folder) for name in manifest.files for folder in placeless):
         raise ConfigurationError(
             "the backup has the files of a shared folder or bucket",
             hint="Set [store] folder to an empty folder, or [store] objects to an unused prefix.",
@@ -112,22 +112,24 @@ def _check_empty(state: Path) -> None:
         )
 
 
-def _check_shared_empty(redis: RedisConfig, files: SegmentFiles | None) -> None:
+def _check_shared_empty(store: SharedStore) -> None:
     from rollout_service.backup import redis_dump
 
-    redis_dump.check_empty(redis)
-    if files is not None and any(shared_files(files)):
-        raise ConfigurationError(f"{files.texts.subject} has files of a store", hint=files.texts.unused)
+    redis_dump.check_empty(store.redis)
+    if store.files is not None and any(shared_files(store.files)):
+        raise ConfigurationError(
+            f"{store.files.texts.subject} has files of a store", hint=store.files.texts.unused
+        )
 
 
-def _restore_shared(backup: Path, redis: RedisConfig, files: SegmentFiles | None, undo: ExitStack) -> None:
+def _restore_shared(backup: Path, store: SharedStore, undo: ExitStack) -> None:
     from rollout_service.backup import redis_dump
 
-    if files is not None and (backup / FOLDER).exists():
-        undo.callback(_empty, files)
-        copy_shared(SharedFiles(backup / FOLDER), files)
-    undo.callback(redis_dump.remove, redis)
-    redis_dump.load(redis, backup / REDIS_DUMP)
+    if store.files is not None and (backup / store.copied).exists():
+        undo.callback(_empty, store.files)
+        copy_shared(SharedFiles(backup / store.copied), store.files)
+    undo.callback(redis_dump.remove, store.redis)
+    redis_dump.load(store.redis, backup / store.dump)
 
 
 def _restore_state(source: Path, state: Path, undo: ExitStack) -> None:

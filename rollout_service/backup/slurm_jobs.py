@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout_service.backup.manifest import ONLY, Places
+from rollout_service.backup.manifest import ONLY, Places, SharedStore
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.cluster.slurm.folder import JobFolder
 from rollout_service.cluster.slurm.redis_server import (
@@ -50,9 +50,8 @@ def job_places(folder: JobFolder, *, is_running: bool) -> Iterator[Places]:
         yield Places(states, owns_store=False, documents=keys)
         return
     with _redis(folder, spec, is_running=is_running) as config:
-        yield Places(
-            states, owns_store=False, redis=config, files=SharedFiles(folder.path / "shared"), documents=keys
-        )
+        shared = [SharedStore(config, SharedFiles(folder.path / "shared"))]
+        yield Places(states, owns_store=False, shared=shared, documents=keys)
 
 
 @contextmanager

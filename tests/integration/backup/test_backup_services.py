@@ -4,7 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,16 @@ class Machine:
     """A service's folder, and the store that it shares, if it shares one."""
 
     folder: Path
-    redis: RedisServer | None = None
+    servers: Sequence[RedisServer] = ()
     place: str = ""
     """The settings of the place for trajectories, if it is not a folder."""
 
     @property
     def config(self) -> str:
-        if self.redis is None:
+        if not self.servers:
             return ""
         place = self.place or f'folder = "{self.folder / "shared"}"\n'
-        return f'[store]\nurl = "{self.redis.url}"\n{place}'
+        return f"[store]\nurl = {[server.url for server in self.servers]}\n{place}"
 
     def serve(self) -> Any:
         self.folder.mkdir(exist_ok=True)
@@ -77,6 +78,7 @@ ON_REDIS = (
     params=[
         "sqlite",
         pytest.param("redis", marks=ON_REDIS),
+        pytest.param("shards", marks=ON_REDIS),
         pytest.param("objects", marks=[*ON_REDIS, pytest.mark.seaweedfs]),
     ]
 )
@@ -90,8 +92,13 @@ def machines(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[M
         request.getfixturevalue("as_service")
         objects = request.getfixturevalue("shared_objects")
         places = [objects.settings(objects.address()) for _ in places]
-    with redis_server() as one, redis_server() as other:
-        yield Machine(tmp_path / "a", one, places[0]), Machine(tmp_path / "b", other, places[1])
+    shards = 2 if request.param == "shards" else 1
+    with ExitStack() as stack:
+        servers = [stack.enter_context(redis_server()) for _ in range(2 * shards)]
+        yield (
+            Machine(tmp_path / "a", servers[:shards], places[0]),
+            Machine(tmp_path / "b", servers[shards:], places[1]),
+        )
 
 
 def open_session(server: Running, user: str) -> dict[str, Any]:

@@ -83,8 +83,8 @@ async def test_a_job_of_several_nodes_with_its_own_redis(tmp_path, is_running):
         restore_backup(tmp_path / "backup", places)
     assert [await live(other.state(slot)) for slot in range(2)] == users
     with job_places(other, is_running=False) as places:
-        assert places.redis is not None
-        async with await opened(places.redis, other) as store:
+        [shared] = places.shared
+        async with await opened(shared.redis, other) as store:
             assert await store.trajectory("r") == TRAJECTORY
 
 
@@ -94,7 +94,7 @@ async def test_nodes_that_joined_a_job_have_their_own_state_alone(tmp_path):
     guest.save(Submitted(job="", spec=JobSpec(name="guest", join=home.path)))
     await live(guest.state(0))
     with job_places(guest, is_running=False) as places:
-        assert (places.redis, places.files, places.owns_store) == (None, None, False)
+        assert (places.shared, places.owns_store) == ((), False)
         assert make_backup(places, tmp_path / "backup").states == ["node-0"]
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -64,7 +65,7 @@ def test_a_dump_has_all_keys_as_they_were_at_one_moment(server, tmp_path):
             with server.client() as client:
                 at.append(client.get(f"{config.root}:c:0"))
 
-        counts = redis_dump.dump(config, tmp_path / "dump", look)
+        counts = redis_dump.dump([(config, tmp_path / "dump")], look)
     assert counts == {"rollouts": 20_000, "runs": 0}
     restored = server.config("restored")
     redis_dump.load(restored, tmp_path / "dump")
@@ -74,6 +75,35 @@ def test_a_dump_has_all_keys_as_they_were_at_one_moment(server, tmp_path):
         assert client.get(f"{restored.root}:r:19999") == b"row" * 20
         [new] = client.keys(f"{restored.root}:new:*")
         assert new.rpartition(b":")[2] == at[0]
+
+
+def test_dumps_of_shards_are_of_one_moment(server, tmp_path):
+    done = threading.Event()
+    with redis_server() as other, server.client() as one, other.client() as two:
+        configs = [server.config("shards"), other.config("shards")]
+        for client in (one, two):
+            client.mset({f"{configs[0].root}:r:{number}": "row" for number in range(2_000)})
+
+        def write_in_turn() -> None:
+            number = 0
+            while not done.is_set():
+                number += 1
+                one.set(f"{configs[0].root}:c", number)
+                two.set(f"{configs[1].root}:c", number)
+
+        with ThreadPoolExecutor() as threads:
+            threads.submit(write_in_turn)
+            try:
+                dumps = [(config, tmp_path / str(number)) for number, config in enumerate(configs)]
+                assert redis_dump.dump(dumps, lambda: None)["rollouts"] == 4_000
+            finally:
+                done.set()
+        restored = server.config("restored")
+        found = []
+        for _, path in dumps:
+            redis_dump.load(restored, path)
+            found.append(int(one.get(f"{restored.root}:c")))
+    assert found[0] in (found[1], found[1] + 1)
 
 
 def test_every_kind_of_key_comes_back_with_its_end(server, tmp_path):
@@ -86,7 +116,7 @@ def test_every_kind_of_key_comes_back_with_its_end(server, tmp_path):
         client.zadd(f"{root}:sorted", {"a": 1.5})
         client.sadd(f"{root}:set", "a")
         client.xadd(f"{root}:stream", {"a": "1"}, id="7-0")
-        redis_dump.dump(config, tmp_path / "dump", lambda: None)
+        redis_dump.dump([(config, tmp_path / "dump")], lambda: None)
         redis_dump.load(restored, tmp_path / "dump")
         names = {key.partition(b":")[2] for key in client.keys(f"{restored.root}:*")}
         assert names == {b"text", b"hash", b"list", b"sorted", b"set", b"stream"}
@@ -107,9 +137,9 @@ def test_other_stores_are_left_alone_and_writes_go_on_after_a_failure(server, tm
             raise StoreError("the databases cannot be read")
 
         with pytest.raises(StoreError, match="cannot be read"):
-            redis_dump.dump(config, tmp_path / "dump", fail)
+            redis_dump.dump([(config, tmp_path / "dump")], fail)
         client.set(f"{config.root}:r:2", "mine")  # would wait for as long as Redis takes no writes
-        redis_dump.dump(config, tmp_path / "again", lambda: None)
+        redis_dump.dump([(config, tmp_path / "again")], lambda: None)
         redis_dump.remove(config)
         redis_dump.check_empty(config)
         assert client.get(f"{other.root}:r:1") == b"theirs"
@@ -130,7 +160,7 @@ def test_a_user_who_may_not_pause_redis_is_told_what_is_missing(server, tmp_path
         password_file=server.folder / "user",
     )
     with pytest.raises(StoreError, match="does not allow a backup") as caught:
-        redis_dump.dump(config, tmp_path / "dump", lambda: None)
+        redis_dump.dump([(config, tmp_path / "dump")], lambda: None)
     assert "+client|pause" in caught.value.hint
 
 
@@ -157,6 +187,6 @@ def test_a_redis_that_does_not_answer_is_an_error_of_the_store(server, tmp_path)
     config = server.config("gone")
     server.kill()
     with pytest.raises(StoreError, match="Redis") as caught:
-        redis_dump.dump(config, tmp_path / "dump", lambda: None)
+        redis_dump.dump([(config, tmp_path / "dump")], lambda: None)
     assert caught.value.hint
     assert isinstance(caught.value.__cause__, redis.RedisError | StoreError | None)

@@ -12,7 +12,7 @@ from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.backup import Places, make_backup, restore_backup
 from rollout_service.backup.creation import pinned
-from rollout_service.backup.manifest import MANIFEST, ONLY, STATES
+from rollout_service.backup.manifest import MANIFEST, ONLY, REDIS_DUMP, STATES, Manifest, describe_all
 from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, ServiceError, StoreError
 from rollout_service.live.register import UserHashes
@@ -217,7 +217,14 @@ async def test_a_backup_that_does_not_fit_is_refused(backup, tmp_path):
     assert not new.exists()
 
 
-def test_a_store_of_several_shards_is_refused(tmp_path):
-    store = StoreSettings(url=["redis://one", "redis://two"])
-    with pytest.raises(ConfigurationError, match="several shards"):
-        Places.of(Settings(state_dir=tmp_path, store=store))
+async def test_a_backup_of_another_number_of_shards_is_refused(backup, tmp_path):
+    manifest = Manifest.read(backup)
+    (backup / MANIFEST).unlink()
+    for number in range(2):
+        dump = backup / f"shard-{number}" / REDIS_DUMP
+        dump.parent.mkdir()
+        dump.write_bytes(b"")
+    manifest.model_copy(update={"files": describe_all(backup)}).write(backup)
+    store = StoreSettings(url=["redis://one", "redis://two", "redis://three"])
+    with pytest.raises(ConfigurationError, match="2 shards, and the settings name 3"):
+        restore_backup(backup, Places.of(Settings(state_dir=tmp_path / "new", store=store)))
