@@ -74,6 +74,7 @@ class RedisConnection(JobThread[_RedisJob]):
         self._identity = checks.StoreIdentity()
         self.topics = TopicReader(config, self._library, self._identity, self.health, self._die)
         self._used_memory, self._looked_at = 0, -LOOK_SECONDS
+        self._may_be_away = False
 
     @classmethod
     async def open(
@@ -82,10 +83,11 @@ class RedisConnection(JobThread[_RedisJob]):
         *,
         clock: Callable[[], float] | None = None,
         commit_seconds: Histogram | None = None,
+        may_be_away: bool = False,
     ) -> RedisConnection:
         """Connect to a Redis and check it; `clock` returns Unix seconds, and Redis's own clock is used without it.
 
-        Shards share one `commit_seconds`.
+        Shards share one `commit_seconds`. One that may be away is connected to as soon as it answers.
 
         Raises:
             StoreError: The Redis does not answer, or must not be used.
@@ -93,10 +95,11 @@ class RedisConnection(JobThread[_RedisJob]):
         """
         config.check()
         connection = cls(config, clock=clock, commit_seconds=commit_seconds)
+        connection._may_be_away = may_be_away
         try:
             with anyio.CancelScope(shield=True):
                 await connection.start()
-                await connection.topics.start()
+                await connection.topics.start(may_be_away=may_be_away)
         except BaseException:
             await connection.close()
             raise
@@ -204,7 +207,8 @@ class RedisConnection(JobThread[_RedisJob]):
         try:
             checks.warn_of_failover(self._connect(), self.config)
         except (redis.RedisError, OSError) as error:
-            raise explain(error, self.config.address) from error
+            if not self._may_be_away:
+                raise explain(error, self.config.address) from error
 
     def _run_batch(self, batch: list[_RedisJob]) -> None:
         self._call(self._deliver, self._answers(batch))

@@ -320,21 +320,24 @@ class RedisStore(RedisRollouts):
         files: SegmentFiles | None = None,
         owner: str = "",
         commit_seconds: Histogram | None = None,
+        may_be_away: bool = False,
     ) -> Self:
         """Open the store in a Redis; `clock` returns Unix seconds, and Redis's own clock is used without it.
 
         `is_gone` tells whether the service of an owner has certainly ended, so that `recover` may requeue its work.
         Trajectories go to a place that all services share, in files of `owner`; without `files`, to Redis. Shards share
-        one `commit_seconds`.
+        one `commit_seconds`. A Redis that may be away is used as soon as it answers.
 
         Raises:
             StoreError: The Redis does not answer, or must not be used.
             ConfigurationError: The address or the password file is wrong, or the place is not writable, is not
                 shared, or belongs to another store.
         """
-        connection = await RedisConnection.open(config, clock=clock, commit_seconds=commit_seconds)
+        connection = await RedisConnection.open(
+            config, clock=clock, commit_seconds=commit_seconds, may_be_away=may_be_away
+        )
         try:
-            segments = None if files is None else await _open_segments(connection, files, owner)
+            segments = None if files is None else await _open_segments(connection, files, owner, may_be_away)
             place = None if segments is None else InSharedFolder(segments)
             store = cls(connection, is_gone=is_gone, place=place, clock=clock)
         except BaseException:
@@ -392,6 +395,8 @@ class RedisStore(RedisRollouts):
             await super().close()
 
 
-async def _open_segments(connection: RedisConnection, files: SegmentFiles, owner: str) -> SegmentFolder:
-    name = uuid4().hex[:12]
-    return await SegmentFolder.open(files, RedisSegmentLedger(connection), owner=owner or name, name=name)
+async def _open_segments(
+    connection: RedisConnection, files: SegmentFiles, owner: str, may_be_away: bool
+) -> SegmentFolder:
+    name, ledger = uuid4().hex[:12], RedisSegmentLedger(connection)
+    return await SegmentFolder.open(files, ledger, owner=owner or name, name=name, may_be_away=may_be_away)

@@ -95,12 +95,14 @@ class TopicReader:
         """The client's only one."""
         self._prefix = f"{config.root}:topic:"
 
-    async def start(self) -> None:
-        """Connect.
+    async def start(self, *, may_be_away: bool = False) -> None:
+        """Connect; if the Redis may be away, as soon as it answers.
 
         Raises:
             StoreError: The Redis fails.
         """
+        if may_be_away:
+            self._started.set_result(None)
         self._thread.start()
         await self._started
 
@@ -187,13 +189,14 @@ class TopicReader:
     # -- the thread --------------------------------------------------------------
 
     def _work(self) -> None:
-        try:
-            self._connect()
-        except Exception as error:  # noqa: BLE001 - it is the caller's of `start`
-            self._disconnect()
-            self._post(self._started.set_exception, self._explained(error))
-            return
-        self._post(self._started.set_result, None)
+        if not self._started.done():
+            try:
+                self._connect()
+            except Exception as error:  # noqa: BLE001 - it is the caller's of `start`
+                self._disconnect()
+                self._post(self._started.set_exception, self._explained(error))
+                return
+            self._post(self._started.set_result, None)
         try:
             while not self._closing.is_set():
                 self._follow()

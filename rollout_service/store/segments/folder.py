@@ -72,16 +72,23 @@ class SegmentFolder:
         name: str,
         file_bytes: int = FILE_BYTES,
         file_seconds: float = FILE_SECONDS,
+        may_be_away: bool = False,
     ) -> Self:
         """Prove that the folder is shared, and open it.
 
-        `owner` is the identity of this service, and `name` its random part, of 12 hexadecimal digits.
+        `owner` is the identity of this service, and `name` its random part, of 12 hexadecimal digits. If the store may
+        be away and is, the folder cannot be used until `watch` has asked the store for its mark.
 
         Raises:
             ConfigurationError: The folder is not writable, is not shared, or belongs to another store.
             StoreError: The store fails.
         """
-        proof = await prove_shared(files, ledger)
+        try:
+            proof = await prove_shared(files, ledger)
+        except StoreError:
+            if not may_be_away:
+                raise
+            proof = FolderProof(files, FolderMark("", None))
         watch = FolderWatch(proof, ledger)
         writer = SegmentWriter(
             files,

@@ -77,7 +77,7 @@ class ShardedStore(Store):
         """Open the shards for the block; `files` has the place of each, and the rest is that of `RedisStore.open`.
 
         Raises:
-            StoreError: A Redis does not answer, cannot be used, or belongs to another store.
+            StoreError: The home does not answer, or a Redis cannot be used, or belongs to another store.
             ConfigurationError: An address, the password file or a place cannot be used.
         """
         commit_seconds, home = commit_histogram(), ""
@@ -91,6 +91,7 @@ class ShardedStore(Store):
                     files=place,
                     owner=owner,
                     commit_seconds=commit_seconds,
+                    may_be_away=bool(stores),
                 )
                 stores.append(await stack.enter_async_context(await opening))
                 home = home or stores[0].connection.store_id

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count, islice
@@ -36,6 +36,8 @@ class Spread:
 
     servers: list[RedisServer]
     services: list[Running]
+    start_again: Callable[[int], Running]
+    """Stops a service and starts another one in its place."""
 
     def post(self, path: str, body: Any = None, node: int = 0, **params: Any) -> httpx.Response:
         return httpx.post(f"{self.services[node].url}{path}", json=body, params=params, timeout=90)
@@ -83,6 +85,10 @@ class Spread:
     def eventually(self, condition: Any) -> None:
         eventually(condition, self.services)
 
+    def wait_until_well(self) -> None:
+        """Wait until every service has noticed that all shards answer."""
+        self.eventually(lambda: not any("wait" in one.ready().text for one in self.services))
+
 
 @pytest.fixture
 def spread(tmp_path: Path) -> Iterator[Spread]:
@@ -90,16 +96,27 @@ def spread(tmp_path: Path) -> Iterator[Spread]:
         servers = [stack.enter_context(redis_server()) for _ in range(SHARDS)]
         engine = stack.enter_context(scripted_engine(tmp_path, delay=1.0))
         urls = ", ".join(f'"{server.url}"' for server in servers)
-        services = []
-        for name in ("n1", "n2"):
+        services: list[Running] = []
+
+        def start(name: str) -> Running:
             folder = tmp_path / name
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             config = f'[store]\nurl = [{urls}]\nprefix = "spread"\nfolder = "{tmp_path / "shared"}"\n'
             config += f'[cluster]\nname = "{name}"\n'
-            config += "[pipeline]\nrollout_workers = 3\ninit_workers = 3\nlease_seconds = 6\n"
+            config += (
+                "[pipeline]\nrollout_workers = 3\ninit_workers = 3\nlease_seconds = 6\ndrain_seconds = 3\n"
+            )
             config += "[sandboxes.pressure]\nenabled = false\n[sandboxes.warm]\nsize = 0\n"
-            services.append(stack.enter_context(service(folder, engine.url, config, turns=2)))
-        made = Spread(servers, services)
+            return stack.enter_context(service(folder, engine.url, config, turns=2))
+
+        def start_again(number: int) -> Running:
+            services[number].stop()
+            assert services[number].ended(30) is not None
+            services[number] = start(f"n{number + 1}")
+            return services[number]
+
+        services += [start(name) for name in ("n1", "n2")]
+        made = Spread(servers, services, start_again)
         made.eventually(lambda: len(services[0].get("/v1/nodes")) == len(services))
         for one in services:
             one.wait_until_ready()
@@ -137,7 +154,7 @@ def test_a_killed_shard_takes_only_its_own_runs_with_it(spread, victim, tmp_path
     assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
 
     spread.servers[victim].start()
-    spread.eventually(lambda: "wait" not in spread.services[0].ready().text)
+    spread.wait_until_well()
     delivered += spread.deliver(runs[victim])
     assert len(set(delivered)) == len(delivered) == SHARDS * 2 * TASKS
     whole = [*rollouts[0], *rollouts[1], *more]
@@ -170,5 +187,23 @@ def test_a_shard_that_stands_still_keeps_nothing_else_waiting(spread):
         spread.eventually(lambda: spread.states(others) == {"completed"})
         nodes = spread.services[0].get("/v1/nodes")
         assert [node["state"] for node in nodes] == ["ready", "ready"], "nobody was taken for dead"
+    spread.wait_until_well()
     spread.eventually(lambda: spread.states(names("r", 1, 4)) == {"completed"})
     assert set(spread.ends().values()) == {1}
+
+
+def test_a_service_starts_while_a_shard_is_away(spread):
+    spread.submit([*names("r", 0, 2), *names("r", 1, 4)])
+    spread.servers[1].kill()
+    restarted = spread.start_again(1)
+    spread.eventually(lambda: "shard 1 of 2 wait" in restarted.ready().text)
+    others = names("s", 0, 6)
+    spread.submit(others)
+    spread.eventually(lambda: spread.states([*others, *names("r", 0, 2)]) == {"completed"})
+    spread.servers[1].start()
+    spread.wait_until_well()
+    later = names("later", 1, 4)
+    spread.submit(later)
+    spread.eventually(lambda: spread.states([*names("r", 1, 4), *later]) == {"completed"})
+    assert set(spread.ends().values()) == {1}
+    assert restarted.get(f"/v1/rollouts/{later[0]}/trajectory")["segments"]

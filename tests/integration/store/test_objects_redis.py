@@ -3,6 +3,7 @@
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -10,13 +11,16 @@ import anyio
 import pytest
 
 from rollout_service.base.errors import ConfigurationError, StoreError
+from rollout_service.settings import StoreSettings
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.redis.lost_trajectories import begin_again, look
 from rollout_service.store.segments import s3
 from rollout_service.store.segments.objects import ObjectFiles
+from rollout_service.store.segments.places import files_of
 from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.store.object_server import READER, SERVICE, STRANGER, ObjectServer, keys, object_server
 from tests.support.store.rollouts import TRAJECTORY, completed, finish, leased
+from tests.support.store.sharded import opened_shards, shard_configs
 
 pytestmark = [pytest.mark.redis, pytest.mark.seaweedfs, pytest.mark.usefixtures("as_service")]
 ROOT = Path(__file__).parents[3]
@@ -51,6 +55,25 @@ async def stores(config, shared_objects, address) -> AsyncIterator[list[RedisSto
 
 def segments(server: ObjectServer, address: str) -> set[str]:
     return server.objects(address).keys() - {MARK_FILE}
+
+
+async def test_each_shard_has_its_trajectories_under_a_prefix_of_its_own(
+    shared_shards, shared_objects, address
+):
+    settings = StoreSettings(
+        url=["redis://one", "redis://two"], objects=address, objects_endpoint=shared_objects.endpoint
+    )
+    files = [files_of(settings, number) for number in range(2)]
+    names = [f"r{number}" for number in range(8)]
+    async with opened_shards(shard_configs(*shared_shards), files=files, owner="one") as store:
+        await finish(store, *names)
+        assert {store.shard_of(name) for name in names} == {0, 1}
+        for name in names:
+            assert await store.trajectory(name) == TRAJECTORY
+    kept = Counter(
+        name.partition("/")[0] for name in shared_objects.objects(address) if MARK_FILE not in name
+    )
+    assert kept == Counter(f"shard-{store.shard_of(name)}" for name in names)
 
 
 async def test_a_prefix_that_is_lost_for_good_is_replaced(stores, shared_objects, address):

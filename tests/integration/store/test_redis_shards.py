@@ -11,15 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.nodes import NodeState
+from api_schemas.rollouts import RolloutState
 from api_schemas.views.summaries import SummaryFilter
 from rollout_service.base.errors import InvalidFieldError, StoreError
 from rollout_service.cluster.identity import is_gone
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import RedisConfig, RedisStore
+from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sharded import ShardedStore
 from rollout_service.store.sharded.store import shard_of
 from tests.support.redis_server import RedisServer, redis_server
-from tests.support.store.rollouts import completed, order
+from tests.support.store.rollouts import TRAJECTORY, completed, order, persistently
 from tests.support.store.sharded import opened_shards, shard_configs
 
 pytestmark = pytest.mark.redis
@@ -120,6 +122,44 @@ async def test_a_shard_that_is_away_takes_only_its_own_with_it(servers):
         await until_away(store, 1, away=False)
         left = await store.claim("a", limit=20, lease_seconds=1_000)
         assert {lease.rollout_id for lease in (*leases, *left, mine)} == {*here, *there}
+
+
+async def test_a_store_opens_while_a_shard_is_away(servers, tmp_path):
+    configs, names_there = shard_configs(*servers), names(1, 2)
+    files = [SharedFiles(tmp_path / f"shard-{number}") for number in range(2)]
+    async with opened_shards(configs, files=files) as store:
+        await store.submit(order(names_there[0]))
+    servers[1].kill()
+    async with opened_shards(configs, files=files) as store:
+        await until_away(store, 1, away=True)
+        await store.submit(order(names(0, 1)[0]))
+        with pytest.raises(StoreError):
+            await store.get(names_there[0])
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(store.shards[1].segments.watch.run)
+            servers[1].start()
+            await until_away(store, 1, away=False)
+            await store.submit(order(names_there[1]))
+            leases = await store.claim("a", limit=9, lease_seconds=1_000)
+            assert {lease.rollout_id for lease in leases} == {names(0, 1)[0], *names_there}
+            for lease in leases:
+                assert await persistently(
+                    lambda lease=lease: store.finish(lease, "a", completed(lease, TRAJECTORY))
+                )
+            with anyio.fail_after(PATIENCE_SECONDS):
+                assert (await store.wait_for_result(names_there[1])).state is RolloutState.COMPLETED
+            tasks.cancel_scope.cancel()
+        assert await store.trajectory(names_there[0]) is not None
+
+
+async def test_a_store_does_not_open_without_its_home(servers):
+    configs = shard_configs(*servers)
+    async with opened_shards(configs):
+        pass
+    servers[0].kill()
+    with pytest.raises(StoreError):
+        async with opened_shards(configs):
+            pass
 
 
 async def test_pages_go_on_with_a_shard_once_it_is_back(servers):
