@@ -24,7 +24,7 @@ from rollout_service.store.retrying import retry_until_stored
 
 log = structlog.get_logger(__name__)
 
-COLLECT_SECONDS = 0.25
+COLLECT_SECONDS = 0.1
 """How long to collect turns for one write: short next to a turn, and long next to a write."""
 MAX_WAITING = 4_096
 """The most turns that wait to be saved; later ones are dropped."""
