@@ -18,7 +18,8 @@ It happens at a random moment after observed progress, and the next round begins
 - `leftovers`: processes, mounts, networks and sandbox folders that outlive the services, and, once a node keeps nothing
   that has ended, keys of rollouts or runs in the Redis and segment files;
 - `turns_kept`: of the turns that the engines had answered when their node was killed, the share that was not sampled
-  again; `turns_kept_away` for nodes that were stopped or cut off. `_of` is the number of turns.
+  again; `turns_kept_away` for nodes that were stopped or cut off. `_of` is the number of turns,
+  and `_rollouts` that of the rollouts that had them.
 """
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ def kept(cluster: Cluster, faults: Sequence[Fault]) -> dict[str, float | int | N
     for name, kinds in (("turns_kept", KILLED), ("turns_kept_away", AWAY)):
         moments = [(fault.at, fault.address or "") for fault in faults if fault.kind in kinds]
         stake = turns_at_stake(rollouts, moments, turns=TURNS)
-        figures |= {name: stake.kept, f"{name}_of": stake.answered}
+        figures |= {name: stake.kept, f"{name}_of": stake.answered, f"{name}_rollouts": stake.rollouts}
     return figures | {"turns": sum(map(len, rollouts))}
 
 

@@ -34,6 +34,8 @@ class Stake:
 
     answered: int
     """Turns of interrupted rollouts that had been answered by then."""
+    rollouts: int
+    """The rollouts that had any."""
     again: int
     """Those of them that were sampled again."""
 
@@ -53,12 +55,13 @@ def turns_at_stake(
         moments: when a node was gone, in seconds of the turns' clock, and its address.
         turns: the turns of a rollout. One that had been answered so often was not interrupted.
     """
-    at_stake = again = 0
+    at_stake = interrupted = again = 0
     for moment, address in moments:
         for ours in rollouts:
             before = [turn for turn in ours if turn.asked <= moment]
             answered = {turn.length for turn in before if turn.answered <= moment}
             if before and before[-1].peer == address and len(answered) < turns:
                 at_stake += len(answered)
+                interrupted += bool(answered)
                 again += len(answered & {turn.length for turn in ours if turn.asked > moment})
-    return Stake(at_stake, again)
+    return Stake(at_stake, interrupted, again)

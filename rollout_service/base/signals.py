@@ -72,6 +72,7 @@ class BatchQueue(Generic[T]):
         self._collect_seconds = collect_seconds
         self._waiting: deque[T] = deque()
         self._added = ResettableEvent()
+        self._awaited = ResettableEvent()
         self._done = ResettableEvent(is_set=True)
 
     def put(self, item: T) -> bool:
@@ -83,17 +84,26 @@ class BatchQueue(Generic[T]):
         self._added.set()
         return True
 
+    def discard(self, is_unwanted: Callable[[T], bool]) -> None:
+        """Drop waiting items that are no longer of use."""
+        self._waiting = deque(item for item in self._waiting if not is_unwanted(item))
+
     async def next_batch(self) -> list[T]:
         """Wait for items and return them, in the order of their arrival; the batch before them is done."""
-        if not self._waiting:
+        while not self._waiting:
             self._added.clear()
+            self._awaited.clear()
             self._done.set()
             await self._added.wait()
-            await anyio.sleep(self._collect_seconds)
+            with anyio.move_on_after(self._collect_seconds):
+                await self._awaited.wait()
+        self._awaited.clear()
         return [self._waiting.popleft() for _ in range(min(self._at_once, len(self._waiting)))]
 
     async def until_done(self) -> None:
-        """Wait until everything that was added is done."""
+        """Wait until everything that was added is done; nothing more is collected before."""
+        if not self._done.is_set:
+            self._awaited.set()
         await self._done.wait()
 
 

@@ -194,6 +194,8 @@ class Settlement:
             code=result.error.code if result.error is not None else None,
         )
         await self._settle("write a result", attempt, finish)
+        if self._context.turn_writer is not None:
+            self._context.turn_writer.discard(attempt.lease.rollout_id)
         self._context.metrics.count_finished(result)
         self._on_finished(result)
 

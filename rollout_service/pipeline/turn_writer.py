@@ -24,7 +24,7 @@ from rollout_service.store.retrying import retry_until_stored
 
 log = structlog.get_logger(__name__)
 
-COLLECT_SECONDS = 0.1
+COLLECT_SECONDS = 0.15
 """How long to collect turns for one write: short next to a turn, and long next to a write."""
 MAX_WAITING = 4_096
 """The most turns that wait to be saved; later ones are dropped."""
@@ -69,6 +69,11 @@ class TurnWriter:
         queue = self._queues[self._store.shard_of(lease.rollout_id)]
         if not queue.put(_WaitingTurn(lease.rollout_id, lease.token, number, turn)):
             self._metrics.count_saved_turns("dropped", 1)
+
+    def discard(self, rollout_id: str) -> None:
+        """Leave out the turns of a rollout that has its result: nobody continues from them."""
+        queue = self._queues[self._store.shard_of(rollout_id)]
+        queue.discard(lambda waiting: waiting.rollout_id == rollout_id)
 
     async def flush(self) -> None:
         """Wait until everything that was added is saved; the lease must still be held."""

@@ -138,8 +138,8 @@ def _all_rows(rollout_id: str, records: Sequence[bytes]) -> RolloutSteps:
 
 log = structlog.get_logger(__name__)
 
-COLLECT_SECONDS = 0.05
-"""How long to collect attempts for one write."""
+COLLECT_SECONDS = 1.0
+"""How long to collect attempts for one write, unless somebody reads steps."""
 MAX_WAITING = 4_096
 """The most attempts that wait to be saved; the steps of later ones are dropped."""
 MAX_AT_ONCE = 64

@@ -43,6 +43,40 @@ async def test_a_queue_gives_batches_in_order_and_drops_what_is_too_much():
     assert [await queue.next_batch() for _ in range(3)] == [[0, 1], [2, 3], [4]]
 
 
+async def test_what_is_discarded_is_in_no_batch():
+    queue = BatchQueue[int](most=5, at_once=5, collect_seconds=0.0)
+    queue.put(1)
+    queue.discard(lambda _: True)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(queue.next_batch)
+        with anyio.fail_after(10):
+            await queue.until_done()
+        tasks.cancel_scope.cancel()
+    for number in range(3):
+        queue.put(number)
+    queue.discard(lambda number: number == 1)
+    assert await queue.next_batch() == [0, 2]
+
+
+async def test_a_queue_collects_no_longer_once_somebody_waits_for_it():
+    queue = BatchQueue[int](most=5, at_once=5, collect_seconds=600.0)
+    async with anyio.create_task_group() as tasks:
+        batches: list[list[int]] = []
+
+        async def work() -> None:
+            while True:
+                batches.append(await queue.next_batch())
+
+        tasks.start_soon(work)
+        await anyio.wait_all_tasks_blocked()
+        for number in range(2):
+            queue.put(number)
+            with anyio.fail_after(10):
+                await queue.until_done()
+        tasks.cancel_scope.cancel()
+    assert batches == [[0], [1]]
+
+
 async def test_a_queue_is_done_once_the_worker_asks_for_more():
     queue, done = BatchQueue[int](most=5, at_once=5, collect_seconds=0.0), []
     await queue.until_done()
