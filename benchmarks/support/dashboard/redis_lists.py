@@ -10,10 +10,12 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 
 import anyio
 import redis.asyncio
+from pydantic_core import to_json
 from support.dashboard.layout import GROUP_SIZE, LONG, START, Layout, Member, alone, layout, row
 from support.redis_usage import MeasuredRedis, measured_redis
 
@@ -24,7 +26,7 @@ from rollout_service.store.redis.config import Durability
 from rollout_service.store.redis.runs.records import ClosedRecord
 from rollout_service.store.redis.runs.rollouts import RunKeys
 
-_AT_ONCE = 2_000
+_AT_ONCE = 500
 _NAMES = ("e", "R", "G", "s", "w", "S", "k", "C", "Q", "H", "T", "N", "W")
 """The fields of a rollout in the order of a row, as `rollouts.lua` names them."""
 _CLOSED = 100
@@ -32,13 +34,26 @@ _CLOSED = 100
 DELETED = 100_000
 """The most that are deleted."""
 _ENTER = """
-common.register('enter', function(call, id, number, environment, run, code, reward)
-    redis.call('HSET', call:key('r:' .. id), 'n', number)
-    index.enter(call, id, tonumber(number), environment, run ~= '' and run or nil)
-    index.enter_outcome(call, id, code ~= '' and code or nil, reward ~= '' and reward or nil)
+common.register('enter', function(call, packed)
+    for _, given in ipairs(cjson.decode(packed)) do
+        local number, id, fields, written = given.n, given.id, given.fields, {}
+        local key = call:key('r:' .. id)
+        redis.call('HSET', key, 'n', number)
+        index.enter(call, id, number, fields.e, fields.R)
+        index.enter_outcome(call, id, fields.k, fields.w)
+        for name, value in pairs(fields) do
+            table.insert(written, name)
+            table.insert(written, value)
+        end
+        redis.call('HSET', key, 'a', 1, 't', 1, 'f', '0', 'p', 'policy', unpack(written))
+        redis.call('ZADD', call:key('state:' .. fields.s), number, id)
+        if not fields.R then
+            redis.call('RPUSH', call:key('ended'), id)
+        end
+    end
 end)
 """
-"""Enters a rollout into the index as the store does, before the rollout is written."""
+"""Writes rollouts, and enters each into the index as the store does, before the rollout is written."""
 SETTINGS = "service.toml"
 """The name of the settings file in the state folder."""
 
@@ -101,24 +116,16 @@ def _library() -> str:
 
 
 async def _write(client: redis.asyncio.Redis, root: str, members: Iterable[Member], run: str | None) -> None:
-    pipeline = client.pipeline(transaction=False)
-    for number, member in enumerate(members, start=1):
-        seq, name, environment, _, group, *rest = row(member)
-        given = dict(zip(_NAMES, (environment, run, group, *rest), strict=True))
-        fields = {field: value for field, value in given.items() if value is not None}
-        entered = [given[field] for field in ("e", "R", "k", "w")]
-        known = ["" if value is None else value for value in (name, seq, *entered)]
-        pipeline.fcall("enter_fill", 1, root, "", *known)
-        pipeline.hset(
-            f"{root}:r:{name}", mapping={"n": seq, "a": 1, "t": 1, "f": "0", "p": "policy", **fields}
-        )
-        pipeline.zadd(f"{root}:state:{given['s']}", {name: seq})
-        if run is None:
-            pipeline.rpush(f"{root}:ended", name)
-        if number % _AT_ONCE == 0:
-            await pipeline.execute()
-            sys.stderr.write(f"\r{seq:,} rollouts ")
-    await pipeline.execute()
+    waiting = iter(members)
+    while some := list(islice(waiting, _AT_ONCE)):
+        rollouts = []
+        for member in some:
+            seq, name, environment, _, group, *rest = row(member)
+            fields = zip(_NAMES, (environment, run, group, *rest), strict=True)
+            known = {field: str(value) for field, value in fields if value is not None}
+            rollouts.append({"n": seq, "id": name, "fields": known})
+        await client.fcall("enter_fill", 1, root, "", to_json(rollouts).decode())
+        sys.stderr.write(f"\r{some[-1][0]:,} rollouts ")
 
 
 def _closed(run: Layout) -> Iterator[dict[int, bytes]]:
