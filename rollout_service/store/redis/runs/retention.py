@@ -29,7 +29,7 @@ from rollout_service.store.rules import SettledGroup
 if TYPE_CHECKING:
     from rollout_service.store.redis.rollout_changes import RedisRollouts
 
-DELETED_AT_ONCE = 96
+DELETED_AT_ONCE = 64
 """The most rollouts that one call deletes, each in 25 µs of Redis's thread, so that no other call waits for long."""
 GROUPS_AT_ONCE = 64
 """The most groups that one change deletes or prunes."""
