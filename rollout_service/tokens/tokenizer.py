@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
-
-import tokenizers
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout_service.tokens.errors import TokenizerNotFoundError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # Escapes the texts of messages to keep control tokens out of them.
 #
@@ -367,6 +368,8 @@ def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:
 
 def _load_fast(folder: Path) -> FastTokenizer | None:
     """Return the folder's tokenizer, or None if `tokenizer.json` does not hold all of it."""
+    import tokenizers  # a large native library, which a service without engines does not need
+
     try:
         backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the Rust library raises a bare Exception for a bad file
