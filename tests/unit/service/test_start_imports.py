@@ -25,6 +25,7 @@ UNNEEDED = {
     "rollout_service.authoring.openenv_server": "env serve",
     "rollout_service.store.redis": "a store in Redis",
     "rollout_service.testing": "tests",
+    "tokenizers": "the first backend",
     "transformers": "the first backend",
 }
 """Modules that a service imports when something needs them, and what does."""
