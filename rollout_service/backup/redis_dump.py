@@ -64,7 +64,8 @@ def dump(stores: Sequence[tuple[RedisConfig, Path]], at_the_moment: Callable[[],
             at_the_moment()
             for one in dumps:
                 one.note_changes()
-                one.write_changes()
+                for keys in one.take_changes():
+                    one.write(keys)
         counts = Counter(dict.fromkeys(KINDS.values(), 0))
         for one in dumps:
             counts.update(one.counts())
@@ -74,18 +75,21 @@ def dump(stores: Sequence[tuple[RedisConfig, Path]], at_the_moment: Callable[[],
 def _write_most(dumps: Sequence[_Dump]) -> None:
     """Write all keys, and those that change meanwhile until few are left."""
     for one in dumps:
-        for keys in one.scan():
-            one.write(keys)
-            for other in dumps:  # Redis cuts off listeners that leave too much unread
-                other.note_changes()
+        _write_parts(one, one.scan(), dumps)
     for _ in range(ROUNDS):
         for one in dumps:
-            one.write_changes()
-            one.note_changes()
+            _write_parts(one, one.take_changes(), dumps)
         if all(one.changed <= FEW for one in dumps):
-            break
-    for one in dumps:
-        one.write_changes()
+            return
+
+
+def _write_parts(dump: _Dump, parts: Iterable[list[bytes]], dumps: Sequence[_Dump]) -> None:
+    for keys in parts:
+        dump.write(keys)
+        for (
+            other
+        ) in dumps:  # Redis cuts off listeners that leave too much unread, and clients that are silent
+            other.note_changes()
 
 
 def load(config: RedisConfig, path: Path) -> None:
@@ -184,12 +188,14 @@ class _Dump:
     def note_changes(self) -> None:
         """Note which keys have changed."""
         with _explained(self._config):
+            execute(self._client, "PING")
             self._changed |= self._changes()
 
-    def write_changes(self) -> None:
-        """Write the keys that have changed again."""
-        changed, self._changed = self._changed, set()
-        self.write(changed)
+    def take_changes(self) -> Iterator[list[bytes]]:
+        """Yield the keys that have changed, some at a time; they count as written again."""
+        changed, self._changed = iter(self._changed), set()
+        while some := list(islice(changed, AT_ONCE)):
+            yield some
 
     def write(self, keys: Iterable[bytes]) -> None:
         """Append these keys, in the order in which Redis has them now."""
