@@ -30,6 +30,7 @@ from rollout_service.store.redis.problems import (
     RedisHealth,
     breaks_connection,
     explain,
+    is_away,
     too_few_replicas,
     was_not_run,
 )
@@ -207,7 +208,7 @@ class RedisConnection(JobThread[_RedisJob]):
         try:
             checks.warn_of_failover(self._connect(), self.config)
         except (redis.RedisError, OSError) as error:
-            if not self._may_be_away:
+            if not (self._may_be_away and is_away(error)):
                 raise explain(error, self.config.address) from error
 
     def _run_batch(self, batch: list[_RedisJob]) -> None:

@@ -61,6 +61,14 @@ _BY_TYPE = (
 )
 
 
+def is_away(error: redis.RedisError | OSError) -> bool:
+    """Return whether a Redis does not answer, or not yet, rather than refuse."""
+    if isinstance(error, redis.AuthenticationError):  # a ConnectionError too
+        return False
+    not_yet = (redis.BusyLoadingError, redis.exceptions.ClusterDownError, redis.exceptions.MasterDownError)
+    return isinstance(error, (redis.ConnectionError, redis.TimeoutError, OSError, *not_yet))
+
+
 def explain(error: redis.RedisError | OSError, address: str) -> ServiceError:
     """Return the service's error for an error of Redis, which becomes its cause."""
     text = str(error) or type(error).__name__

@@ -17,8 +17,9 @@ from typing import Self, TypeVar
 
 import anyio
 import anyio.to_thread
+import structlog
 
-from rollout_service.base.errors import RecordLostError, StoreError
+from rollout_service.base.errors import ConfigurationError, RecordLostError, StoreError
 from rollout_service.store.segments.contract import SegmentFiles
 from rollout_service.store.segments.ledger import (
     FILE_NAME,
@@ -35,6 +36,8 @@ from rollout_service.store.segments.proof import (
 )
 from rollout_service.store.segments.writer import FILE_BYTES, FILE_SECONDS, SegmentWriter
 from sandboxes.task_groups import open_task_group
+
+log = structlog.get_logger(__name__)
 
 SWEEP_SECONDS = 86_400.0
 """How often the service that collects looks for files that the ledger does not know."""
@@ -77,7 +80,7 @@ class SegmentFolder:
         """Prove that the folder is shared, and open it.
 
         `owner` is the identity of this service, and `name` its random part, of 12 hexadecimal digits. If the store may
-        be away and is, the folder cannot be used until `watch` has asked the store for its mark.
+        be away and is, `watch` proves the folder later, and it cannot be used before.
 
         Raises:
             ConfigurationError: The folder is not writable, is not shared, or belongs to another store.
@@ -299,7 +302,12 @@ class FolderWatch:
     async def follow(self) -> None:
         """Learn which folder the store uses now: it may have been exchanged, or Redis may have lost everything."""
         try:
-            self._proof.mark = FolderMark(*await self._ledger.mark(None))
+            if self._proof.mark.store:
+                self._proof.mark = FolderMark(*await self._ledger.mark(None))
+            else:  # the store was away as the service started
+                self._proof.mark = (await prove_shared(self._proof.files, self._ledger)).mark
+        except ConfigurationError as error:
+            log.error("the folder cannot be used", error=str(error), hint=error.hint)
         except StoreError:
             return  # the store itself fails, and says so
 

@@ -124,11 +124,13 @@ async def test_a_shard_that_is_away_takes_only_its_own_with_it(servers):
         assert {lease.rollout_id for lease in (*leases, *left, mine)} == {*here, *there}
 
 
-async def test_a_store_opens_while_a_shard_is_away(servers, tmp_path):
+@pytest.mark.parametrize("is_new", [False, True])
+async def test_a_store_opens_while_a_shard_is_away(servers, tmp_path, is_new):
     configs, names_there = shard_configs(*servers), names(1, 2)
     files = [SharedFiles(tmp_path / f"shard-{number}") for number in range(2)]
-    async with opened_shards(configs, files=files) as store:
-        await store.submit(order(names_there[0]))
+    if not is_new:
+        async with opened_shards(configs, files=files) as store:
+            await store.submit(order(names_there[0]))
     servers[1].kill()
     async with opened_shards(configs, files=files) as store:
         await until_away(store, 1, away=True)
@@ -141,7 +143,8 @@ async def test_a_store_opens_while_a_shard_is_away(servers, tmp_path):
             await until_away(store, 1, away=False)
             await store.submit(order(names_there[1]))
             leases = await store.claim("a", limit=9, lease_seconds=1_000)
-            assert {lease.rollout_id for lease in leases} == {names(0, 1)[0], *names_there}
+            expected = {names(0, 1)[0], *names_there[is_new:]}
+            assert {lease.rollout_id for lease in leases} == expected
             for lease in leases:
                 assert await persistently(
                     lambda lease=lease: store.finish(lease, "a", completed(lease, TRAJECTORY))
@@ -149,7 +152,16 @@ async def test_a_store_opens_while_a_shard_is_away(servers, tmp_path):
             with anyio.fail_after(PATIENCE_SECONDS):
                 assert (await store.wait_for_result(names_there[1])).state is RolloutState.COMPLETED
             tasks.cancel_scope.cancel()
-        assert await store.trajectory(names_there[0]) is not None
+        assert await store.trajectory(names_there[1]) is not None
+
+
+async def test_a_shard_that_refuses_is_not_taken_for_one_that_is_away(servers):
+    configs = shard_configs(*servers)
+    servers[1].do("CONFIG", "SET", "requirepass", "secret")
+    servers[1].password = "secret"
+    with pytest.raises(StoreError, match="Authentication required"):
+        async with opened_shards(configs):
+            pass
 
 
 async def test_a_store_does_not_open_without_its_home(servers):
