@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from rollout_service.store.redis.rollout_changes import RedisRollouts
 
 DELETED_AT_ONCE = 64
-"""The most rollouts that one call deletes, each in 25 µs of Redis's thread, so that no other call waits for long."""
+"""The most rollouts that one call deletes, each in 25 µs of Redis's thread, so that no other call waits for long; a
+group is deleted as a whole."""
 GROUPS_AT_ONCE = 64
-"""The most groups that one change deletes or prunes."""
+"""The most groups that one step deletes, in several calls, or one change prunes."""
 RUNS_AT_ONCE = 128
 """The most runs that one read looks at."""
 _UNREAD = -1
@@ -105,8 +106,15 @@ class RunRetention:
             for name, reply in zip(some, replies, strict=True):
                 run = RunDraft.from_reply(name, reply)
                 if run is not None and _is_expired(run, now - age):
-                    return await self._delete(name, now - age)
+                    return await self._delete_much(name, now - age)
         return 0
+
+    async def _delete_much(self, run_id: str, before: float) -> int:
+        deleted = 0
+        with suppress(NotFoundError):  # the run itself was deleted
+            while deleted < GROUPS_AT_ONCE and (some := await self._delete(run_id, before)):
+                deleted += some
+        return deleted
 
     async def _delete(self, run_id: str, before: float) -> int:
         keys = self._keys(run_id)
@@ -130,7 +138,10 @@ class RunRetention:
             _, replies = await self._database.read([_oldest(self._keys(name).settled) for name in some])
             for name, reply in zip(some, replies, strict=True):
                 if any(settled_at <= now - age for settled_at in _scores(reply).values()):
-                    deleted += await self._delete_groups_of(name, now - age)
+                    while deleted < GROUPS_AT_ONCE and (
+                        some_of_it := await self._delete_groups_of(name, now - age)
+                    ):
+                        deleted += some_of_it
                 if deleted >= GROUPS_AT_ONCE:
                     return deleted
         return deleted
