@@ -77,8 +77,9 @@ class TurnWriter:
 
     async def flush(self) -> None:
         """Wait until everything that was added is saved; the lease must still be held."""
-        for queue in self._queues:
-            await queue.until_done()
+        async with anyio.create_task_group() as tasks:  # a shard that is away holds up its own alone
+            for queue in self._queues:
+                tasks.start_soon(queue.until_done)
 
     async def _save_forever(self, queue: BatchQueue[_WaitingTurn], shard: TurnStore) -> None:
         while True:

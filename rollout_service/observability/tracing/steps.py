@@ -133,8 +133,8 @@ def _all_rows(rollout_id: str, records: Sequence[bytes]) -> RolloutSteps:
 # Saves the steps of attempts that have ended in the background, so that no rollout waits for the store.
 #
 # Guarantees: `finished` returns at once; many attempts share one write; memory is bounded. `flush` waits until what
-# has ended is saved, so that a reader misses nothing. Steps that cannot be saved cost a rollout nothing but its
-# timeline.
+# has ended is saved, so that a reader here misses nothing; one at another node may miss the last second. Steps that
+# cannot be saved cost a rollout nothing but its timeline.
 
 log = structlog.get_logger(__name__)
 
@@ -181,8 +181,9 @@ class StepWriter(StepObserver):
 
     async def flush(self) -> None:
         """Wait until the steps of all attempts that have ended are saved."""
-        for queue in self._queues:
-            await queue.until_done()
+        async with anyio.create_task_group() as tasks:  # a shard that is away holds up its own alone
+            for queue in self._queues:
+                tasks.start_soon(queue.until_done)
 
     async def _save_forever(self, queue: BatchQueue[Activity], shard: StepStore) -> None:
         while True:
