@@ -56,12 +56,13 @@ export function Strip({source, loaded, show, onGo}) {
   const canvas = useRef(null);
   const view = useRef([0, 0]);
   useEffect(() => {
-    const sight = box.current.lastElementChild;
+    const strip = box.current; // a frame of a scroll may show once more when it has left the document
+    const sight = strip.lastElementChild;
     show.current = (from, to) => {
       view.current = [from, to];
       sight.style.left = `${100 * from}%`;
       sight.style.width = `${100 * Math.max(0.002, to - from)}%`;
-      box.current.setAttribute("aria-valuenow", String(Math.round(100 * from)));
+      strip.setAttribute("aria-valuenow", String(Math.round(100 * from)));
     };
     return () => (show.current = null);
   }, []);
