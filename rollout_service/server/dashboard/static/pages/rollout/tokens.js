@@ -4,7 +4,7 @@ import {Problem} from "../../lib/widgets.js";
 import {colorings, legend} from "../../lib/tokens/colors.js";
 import {findText, segmentPlaces, step, turnPlaces, unlikelyPlaces} from "../../lib/tokens/find.js";
 import {Legend, Strip, TokenFacts, TokenLines, inSight, useLoaded} from "../../lib/tokens/view.js";
-import {html, useEffect, useMemo, useRef, useState} from "../../lib/ui.js";
+import {html, useEffect, useLayoutEffect, useMemo, useRef, useState} from "../../lib/ui.js";
 
 const whole = (value) => value.toLocaleString("en");
 
@@ -57,7 +57,7 @@ export function Tokens({source, marks = new Map(), startTurn = null}) {
     const place = turns.find(({turn}) => turn === startTurn);
     if (place && reveal(place) !== false) started.current = true;
   }, [source, loaded, folded]);
-  useEffect(() => {
+  useLayoutEffect(() => { // before the next key: an Enter would go on, and then be taken back to the first match
     if (wanted && hits.length) reveal(hits[0]);
   }, [wanted]);
   useKeys({
