@@ -86,9 +86,8 @@ def _write_most(dumps: Sequence[_Dump]) -> None:
 def _write_parts(dump: _Dump, parts: Iterable[list[bytes]], dumps: Sequence[_Dump]) -> None:
     for keys in parts:
         dump.write(keys)
-        for (
-            other
-        ) in dumps:  # Redis cuts off listeners that leave too much unread, and clients that are silent
+        # Redis cuts off listeners that leave too much unread, and clients that are silent.
+        for other in dumps:
             other.note_changes()
 
 
@@ -197,12 +196,22 @@ class _Dump:
         while some := list(islice(changed, AT_ONCE)):
             yield some
 
-    def write(self, keys: Iterable[bytes]) -> None:
+    def write(self, keys: Sequence[bytes]) -> None:
         """Append these keys, in the order in which Redis has them now."""
-        waiting = list(keys)
         with _explained(self._config):
-            for start in range(0, len(waiting), AT_ONCE):
-                self._write(waiting[start : start + AT_ONCE])
+            pipeline = self._client.pipeline(transaction=True)  # a value and its time to live belong together
+            for key in keys:
+                execute(pipeline, "DUMP", key)
+                execute(pipeline, "PTTL", key)
+            answers = iter(pipeline.execute())
+        prefix = self._config.root.encode() + b":"
+        for key, value, ttl in zip(keys, answers, answers, strict=True):
+            name = key.removeprefix(prefix)
+            self._file.write(_RECORD.pack(len(name), len(value or b""), max(ttl, 0)) + name + (value or b""))
+            if value is None:
+                self._names.discard(name)
+            else:
+                self._names.add(name)
 
     @contextmanager
     def without_writes(self) -> Iterator[None]:
@@ -218,21 +227,6 @@ class _Dump:
         """Return how many keys there are of each of `KINDS`."""
         kinds = (KINDS.get(name.partition(b":")[0].decode()) for name in self._names)
         return Counter(kind for kind in kinds if kind is not None)
-
-    def _write(self, keys: Sequence[bytes]) -> None:
-        pipeline = self._client.pipeline(transaction=True)  # a value and its time to live belong together
-        for key in keys:
-            execute(pipeline, "DUMP", key)
-            execute(pipeline, "PTTL", key)
-        answers = iter(pipeline.execute())
-        prefix = self._config.root.encode() + b":"
-        for key, value, ttl in zip(keys, answers, answers, strict=True):
-            name = key.removeprefix(prefix)
-            self._file.write(_RECORD.pack(len(name), len(value or b""), max(ttl, 0)) + name + (value or b""))
-            if value is None:
-                self._names.discard(name)
-            else:
-                self._names.add(name)
 
 
 @contextmanager

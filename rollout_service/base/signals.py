@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import anyio
@@ -85,7 +85,7 @@ class BatchQueue(Generic[T]):
         return True
 
     def discard(self, is_unwanted: Callable[[T], bool]) -> None:
-        """Drop waiting items that are no longer of use."""
+        """Remove waiting items."""
         self._waiting = deque(item for item in self._waiting if not is_unwanted(item))
 
     async def next_batch(self) -> list[T]:
@@ -105,6 +105,13 @@ class BatchQueue(Generic[T]):
         if not self._done.is_set:
             self._awaited.set()
         await self._done.wait()
+
+
+async def until_all_done(queues: Iterable[BatchQueue[Any]]) -> None:
+    """Wait until everything that was added to any of these queues is done; none is held up by another."""
+    async with anyio.create_task_group() as tasks:
+        for queue in queues:
+            tasks.start_soon(queue.until_done)
 
 
 class MonotonicCounter:

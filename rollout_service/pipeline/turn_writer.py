@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from rollout_service.base.signals import BatchQueue
+from rollout_service.base.signals import BatchQueue, until_all_done
 from rollout_service.engines.serving.saved_turns import SavedTurn, encode
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.store.contract import Lease, Store, TurnStore, UnsavedTurn
@@ -77,9 +77,7 @@ class TurnWriter:
 
     async def flush(self) -> None:
         """Wait until everything that was added is saved; the lease must still be held."""
-        async with anyio.create_task_group() as tasks:  # a shard that is away holds up its own alone
-            for queue in self._queues:
-                tasks.start_soon(queue.until_done)
+        await until_all_done(self._queues)
 
     async def _save_forever(self, queue: BatchQueue[_WaitingTurn], shard: TurnStore) -> None:
         while True:

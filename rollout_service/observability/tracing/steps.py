@@ -24,7 +24,7 @@ from api_schemas.rollouts.steps import AttemptSteps, RolloutStep, RolloutSteps
 from rollout_service.activity import Activity, ActivityBoard, OpenStep, StepObserver
 from rollout_service.base.errors import RecordLostError
 from rollout_service.base.ids import SampleId
-from rollout_service.base.signals import BatchQueue
+from rollout_service.base.signals import BatchQueue, until_all_done
 from rollout_service.store.codec.rollouts import RESTORE, reading
 from rollout_service.store.contract import EncodedSteps, StepStore, Store
 from rollout_service.store.retrying import retry_until_stored
@@ -181,9 +181,7 @@ class StepWriter(StepObserver):
 
     async def flush(self) -> None:
         """Wait until the steps of all attempts that have ended are saved."""
-        async with anyio.create_task_group() as tasks:  # a shard that is away holds up its own alone
-            for queue in self._queues:
-                tasks.start_soon(queue.until_done)
+        await until_all_done(self._queues)
 
     async def _save_forever(self, queue: BatchQueue[Activity], shard: StepStore) -> None:
         while True:

@@ -62,6 +62,7 @@ class RedisConnection(JobThread[_RedisJob]):
         *,
         clock: Callable[[], float] | None = None,
         commit_seconds: Histogram | None = None,
+        may_be_away: bool = False,
     ) -> None:
         super().__init__("store-redis", commit_seconds)
         self.config = config
@@ -75,7 +76,7 @@ class RedisConnection(JobThread[_RedisJob]):
         self._identity = checks.StoreIdentity()
         self.topics = TopicReader(config, self._library, self._identity, self.health, self._die)
         self._used_memory, self._looked_at = 0, -LOOK_SECONDS
-        self._may_be_away = False
+        self._may_be_away = may_be_away
 
     @classmethod
     async def open(
@@ -95,8 +96,7 @@ class RedisConnection(JobThread[_RedisJob]):
             ConfigurationError: The address or the password file is wrong.
         """
         config.check()
-        connection = cls(config, clock=clock, commit_seconds=commit_seconds)
-        connection._may_be_away = may_be_away
+        connection = cls(config, clock=clock, commit_seconds=commit_seconds, may_be_away=may_be_away)
         try:
             with anyio.CancelScope(shield=True):
                 await connection.start()

@@ -11,6 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
@@ -106,15 +107,8 @@ class RunRetention:
             for name, reply in zip(some, replies, strict=True):
                 run = RunDraft.from_reply(name, reply)
                 if run is not None and _is_expired(run, now - age):
-                    return await self._delete_much(name, now - age)
+                    return await _delete_many(partial(self._delete, name, now - age))
         return 0
-
-    async def _delete_much(self, run_id: str, before: float) -> int:
-        deleted = 0
-        with suppress(NotFoundError):  # the run itself was deleted
-            while deleted < GROUPS_AT_ONCE and (some := await self._delete(run_id, before)):
-                deleted += some
-        return deleted
 
     async def _delete(self, run_id: str, before: float) -> int:
         keys = self._keys(run_id)
@@ -138,10 +132,7 @@ class RunRetention:
             _, replies = await self._database.read([_oldest(self._keys(name).settled) for name in some])
             for name, reply in zip(some, replies, strict=True):
                 if any(settled_at <= now - age for settled_at in _scores(reply).values()):
-                    while deleted < GROUPS_AT_ONCE and (
-                        some_of_it := await self._delete_groups_of(name, now - age)
-                    ):
-                        deleted += some_of_it
+                    deleted += await _delete_many(partial(self._delete_groups_of, name, now - age))
                 if deleted >= GROUPS_AT_ONCE:
                     return deleted
         return deleted
@@ -222,6 +213,15 @@ def _prune(
     for number in pruned:
         change.prune_group(number, records[number])
     return len(pruned)
+
+
+async def _delete_many(delete: Callable[[], Awaitable[int]]) -> int:
+    """Delete groups of a run until none is left or one step has deleted enough; return how many."""
+    deleted = 0
+    with suppress(NotFoundError):  # the run itself was deleted
+        while deleted < GROUPS_AT_ONCE and (some := await delete()):
+            deleted += some
+    return deleted
 
 
 def _delete_groups(change: RunTransaction, records: Mapping[int, ClosedRecord], held: Collection[int]) -> int:
