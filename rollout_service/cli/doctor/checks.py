@@ -27,7 +27,8 @@ from sandboxes import ApptainerConfig, SandboxConfigError
 from sandboxes.host.facts import HostFacts, read_host_facts
 from sandboxes.host.subordinate_ids import subordinate_ids_command
 from sandboxes.images.store import ImageStore
-from sandboxes.providers.apptainer.launch import LIMITS, PTYS
+from sandboxes.providers.apptainer.launch.files import PTYS
+from sandboxes.providers.apptainer.launch.rights import LIMITS
 from sandboxes.providers.apptainer.sharing import read_sharing
 from sandboxes.scheduling.host_metrics import HostReader
 from sandboxes.scheduling.pressure import measure_pressure

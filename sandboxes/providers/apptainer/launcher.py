@@ -1,15 +1,14 @@
-"""The command that launches sandboxes on this host: `launch.py`, its instructions, and what it can do here.
+"""The command that launches sandboxes on this host: the program `launch`, its instructions, and what it can do here.
 
 As root, and where plain programs may make user namespaces, a sandbox gets its file systems and its network from
-`launch.py`. Elsewhere (Ubuntu's AppArmor allows user namespaces only to programs that it knows) Apptainer makes the
+`launch`. Elsewhere (Ubuntu's AppArmor allows user namespaces only to programs that it knows) Apptainer makes the
 network, and an ordinary user's sandbox has no file system with a size limit.
 
-The overlay on an unpacked image is `launch.py`'s as well, because Apptainer mounts its own without a place to note that
+The overlay on an unpacked image is `launch`'s as well, because Apptainer mounts its own without a place to note that
 a folder of the image was removed: such a removal fails with EIO.
 """
 
 import os
-import py_compile
 import re
 import shutil
 import stat
@@ -28,7 +27,7 @@ from sandboxes.providers.apptainer import seccomp
 
 log = structlog.get_logger(__name__)
 
-SCRIPT, SAVED_FILES = (Path(__file__).with_name(name) for name in ("launch.py", "saved_files.py"))
+FOLDER = Path(__file__).parent
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROBE_SECONDS = 10.0
 PROBE_BYTES = 1024 * 1024
@@ -78,17 +77,15 @@ class Launcher:
         """Whether a sandbox gets a separate file system of limited size."""
         return self.root or self.namespaces
 
-    def make_command(self, apptainer: Sequence[str]) -> list[str]:
+    @staticmethod
+    def make_command(apptainer: Sequence[str]) -> list[str]:
         """Return the command that launches an Apptainer command."""
-        return [sys.executable, "-I", "-S", self._script, *apptainer]
+        return [*_program("steps"), *apptainer]
 
-    @cached_property
-    def _script(self) -> str:
-        """The script, compiled if its folder is writable: otherwise every launch compiles it, in 2 ms."""
-        try:
-            return py_compile.compile(str(SCRIPT), doraise=True) or str(SCRIPT)
-        except (OSError, py_compile.PyCompileError):
-            return str(SCRIPT)
+    @staticmethod
+    def save_command(launcher: int, space: Path, limit: int) -> list[str]:
+        """Return the command that writes the files of a sandbox, as an archive, to its standard output."""
+        return [*_program("saved_files"), str(launcher), str(space), str(limit)]
 
     def make_env(
         self,
@@ -104,7 +101,7 @@ class Launcher:
         saved: Path | None = None,
         user: int | None = None,
     ) -> dict[str, str]:
-        """Return the variables that instruct `launch.py`.
+        """Return the variables that instruct `launch`.
 
         Args:
             space: the folder for the sandbox's files.
@@ -115,7 +112,7 @@ class Launcher:
             points: the paths inside that Apptainer mounts something on besides `POINTS`.
             binds: the sources of binds on the host.
             layers: the instructions for what lies between the image and the overlay, the newest first.
-            saved: an archive of what it begins with, which needs the overlay; see `saved_files`.
+            saved: an archive of what it begins with, which needs the overlay; see `launch.saved_files`.
             user: a user that only this sandbox runs as.
         """
         conf = str(space / "conf")
@@ -138,7 +135,7 @@ class Launcher:
         if layers:
             told["LAUNCH_LAYERS"] = "\n".join(layers)
         if saved is not None:
-            told["LAUNCH_SAVED"] = f"{SAVED_FILES}\n{saved}"
+            told["LAUNCH_SAVED"] = str(saved)
         return told
 
     def image_path(self, image: Path, space: Path, *, overlay: bool) -> Path:
@@ -155,7 +152,7 @@ class Launcher:
         return ("--keep-privs",) if self.namespaces else ("--fakeroot",)
 
     def apptainer_flags(self, space: Path, *, network: bool, overlay: bool) -> list[str]:
-        """Return Apptainer's flags for everything that `launch.py` makes in `space`, and for the rest."""
+        """Return Apptainer's flags for everything that `launch` makes in `space`, and for the rest."""
         # Images without /etc/hosts are common. /dev/shm counts as disk; Apptainer's own would have no limit.
         mounts = ["sys:/sys:ro", "shm:/dev/shm"] if self.mounts else []
         binds = ["hosts:/etc/hosts", *mounts]
@@ -197,7 +194,7 @@ class Launcher:
         return {name: f"{ids.start} {len(ids)}" for name, ids in ranges.items()}
 
     def can_overlay(self, image: Path) -> bool:
-        """Return whether `launch.py` can mount the overlay on an image. Tried once per file system, in 30 ms.
+        """Return whether `launch` can mount the overlay on an image. Tried once per file system, in 30 ms.
 
         It needs an unpacked image, the right to mount, and without root a tmpfs with attributes of users (6.6).
         """
@@ -221,7 +218,7 @@ class Launcher:
         """
         if not unpack:
             return self.root or self._fakeroot
-        return self.can_overlay(unpacked if unpacked.is_dir() else SCRIPT.parent)
+        return self.can_overlay(unpacked if unpacked.is_dir() else FOLDER)
 
     @property
     def can_map_files(self) -> bool:
@@ -267,6 +264,14 @@ class Launcher:
     def _apptainer_filters(self) -> bool:
         """Whether Apptainer has to set the filter: it could not start newuidmap under it."""
         return self._fakeroot and not self.root and not self.namespaces
+
+
+def _program(module: str) -> list[str]:
+    """Return the command that runs a module of `launch` with nothing else of this project, which would take longer."""
+    return [
+        *(sys.executable, "-I", "-S", "-c"),
+        f"import sys; sys.path.append({str(FOLDER)!r}); from launch.{module} import main; main()",
+    ]
 
 
 def _filter_env() -> dict[str, str]:

@@ -11,7 +11,6 @@ limit holds for each process and the disk limit for each file, and a list of hos
 """
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -31,7 +30,7 @@ from sandboxes.images import toolkit
 from sandboxes.images.store import ImageStore
 from sandboxes.images.unpacked import UnpackedImages
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
-from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, SAVED_FILES, Launcher
+from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher
 from sandboxes.providers.base import HIDE, PIPES, SOCKETS, EgressPlan, HostProvider, LaunchPlan
 from sandboxes.providers.layers import MAX_LAYERS, FileLayer, LayeredSnapshot
 from sandboxes.reclaim.host_resources import LauncherResources
@@ -226,10 +225,8 @@ class ApptainerProvider(HostProvider):
         """Whether all files of a sandbox are one user's, so that they need no owners."""
         return not self._config.fakeroot
 
-    @staticmethod
-    def _save_command(folder: RunFolder, launcher: int, limit: int) -> list[str]:
-        program = [sys.executable, "-I", "-S", str(SAVED_FILES)]
-        return [*program, str(launcher), str(folder.overlay), str(limit)]
+    def _save_command(self, folder: RunFolder, launcher: int, limit: int) -> list[str]:
+        return self.launcher.save_command(launcher, folder.overlay, limit)
 
     async def saves(self, spec: SandboxSpec) -> bool:
         prepared = await self.prepared_images.prepare(spec.image or self._config.image)

@@ -10,7 +10,7 @@ from sandboxes.config import ApptainerConfig, default_cache, parse_user_range
 from sandboxes.host.subordinate_ids import resolve_user
 from sandboxes.host.uid_leases import HostUsers
 from sandboxes.providers.apptainer import seccomp
-from sandboxes.providers.apptainer.launch import PTYS
+from sandboxes.providers.apptainer.launch.files import PTYS
 from sandboxes.providers.apptainer.launcher import Launcher
 
 COUNTED_BY_USER = {

@@ -22,7 +22,7 @@ from sandboxes.host.subordinate_ids import (
 )
 from sandboxes.host.uid_leases import BLOCK, HostUsers, UserLease, is_taken
 from sandboxes.limits.cgroups import find_control_groups
-from sandboxes.providers.apptainer.launch import swap_ids
+from sandboxes.providers.apptainer.launch.rights import swap_ids
 
 FACTS = HostFacts(
     apptainer=None,

@@ -13,8 +13,10 @@ import pytest
 from rollout_service.cli.doctor.checks import check_sharing
 from rollout_service.settings import Settings
 from sandboxes import ApptainerConfig, LocalConfig
-from sandboxes.providers.apptainer import launch, seccomp
-from sandboxes.providers.apptainer.launch import find_inside, make_point
+from sandboxes.providers.apptainer import seccomp
+from sandboxes.providers.apptainer.launch.files import find_inside, make_point
+from sandboxes.providers.apptainer.launch.syscalls import KEYCTL
+from sandboxes.providers.apptainer.launcher import Launcher
 from sandboxes.providers.apptainer.sharing import read_sharing
 
 ALLOWED, KILLED = 0x7FFF0000, 0x80000000
@@ -108,7 +110,7 @@ def test_the_profile_says_the_same_of_families():
 
 def test_the_kernel_takes_the_program():
     code = (
-        "import ctypes, os, sys; from sandboxes.providers.apptainer.launch import set_filter, call; "
+        "import ctypes, os, sys; from sandboxes.providers.apptainer.launch.syscalls import set_filter, call; "
         "call('prctl', 38, 1, 0, 0, 0); "
         "set_filter(bytes.fromhex(sys.argv[1])); import socket; socket.socket(40, 1)"
     )
@@ -132,8 +134,8 @@ INSIDE = f"{PRELUDE}print(call(int(sys.argv[1]), 10, -3, b'user', b'rollout-test
 
 @pytest.mark.parametrize("through", ["the launcher", "nothing"])
 def test_a_sandbox_finds_no_key_of_its_service(tmp_path, through):
-    keyctl, add_key = str(launch.KEYCTL), str(launch.KEYCTL - 2)
-    script = [launch.__file__, sys.executable] if through == "the launcher" else []
+    keyctl, add_key = str(KEYCTL), str(KEYCTL - 2)
+    script = Launcher.make_command([sys.executable])[1:] if through == "the launcher" else []
     command = [sys.executable, "-c", SERVICE, keyctl, add_key, *script, "-c", INSIDE, keyctl]
     done = subprocess.run(
         command,

@@ -1,6 +1,6 @@
 """The files that a sandbox wrote, as an archive from which another one begins: the upper layer of its overlay.
 
-`save` runs on its own, as `python -I -S saved_files.py LAUNCHER SPACE LIMIT`. LAUNCHER is the process that made the
+`save` runs on its own, as `python -I -S -c COMMAND LAUNCHER SPACE LIMIT`. LAUNCHER is the process that made the
 mounts; SPACE is the folder of the sandbox's files. `restore` runs in the launcher of the other sandbox, before its
 overlay is mounted.
 
@@ -13,14 +13,12 @@ Guarantees:
 - `restore` makes nothing outside the folder that is its root.
 """
 
-# pathlib takes longer to import than all of this to run.
-# ruff: noqa: PTH101, PTH102, PTH116, PTH123, PTH211
-
-import ctypes
 import os
 import stat
 import sys
 import tarfile
+
+from .syscalls import CLONE_NEWNS, CLONE_NEWUSER, call
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
 TOO_LARGE, ENDED = 45, 46
 """The exit codes for these findings, as those of `tree_reader`."""
-CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 PAGE = 4096
 MAX_DEPTH = 256
 """Each level takes a descriptor."""
@@ -42,8 +39,6 @@ NOTE, ATTRIBUTE = "ROLLOUT.overlay.", "ROLLOUT.attribute."
 """How the headers of the archive name them, and attributes of users; these names, and all values, are in hexadecimal
 digits."""
 TIME = "ROLLOUT.mtime"
-
-libc = ctypes.CDLL(None, use_errno=True)
 
 
 class FilesTooLargeError(Exception):
@@ -67,9 +62,7 @@ def enter(launcher: int) -> str:
         (os.open(f"/proc/{launcher}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC), kind) for name, kind in kinds
     ]
     for space, kind in spaces:
-        if libc.setns(space, kind) < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"setns: {os.strerror(number)}")
+        call("setns", space, kind)
         os.close(space)
     return overlay_prefix(privileged=not own_users)
 
@@ -242,7 +235,8 @@ def save(launcher: int, space: str, limit: int) -> None:
         Saver(archive, limit, prefix).add_folder(folder, TOP)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Save what a sandbox wrote, as the arguments say."""
     try:
         save(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
     except FilesTooLargeError as error:

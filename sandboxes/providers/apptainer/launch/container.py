@@ -1,0 +1,163 @@
+"""Make a sandbox's container as Apptainer made that of an earlier one, without running Apptainer.
+
+Apptainer takes most of the time of a start to find out what to do, which is the same for all sandboxes of a kind. The
+provider knows from the first of them its environment and its files in /etc; the rest is in Apptainer's arguments.
+
+Guarantee: nothing of the image is read or run before all rights are given up. The process that makes the container has
+imported everything by then, and becomes the image's bash by one `execve`.
+"""
+
+import ctypes
+import os
+import resource
+import sys
+
+from .files import find_inside
+from .rights import new_user_namespace
+from .syscalls import (
+    AT_FDCWD,
+    CLONE_NEWIPC,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    MOUNT_ATTR_NODEV,
+    MOUNT_ATTR_NOSUID,
+    MOUNT_ATTR_RDONLY,
+    MS_BIND,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_REC,
+    PR_CAP_AMBIENT,
+    PR_CAPBSET_DROP,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    call,
+    libc,
+    mount,
+    set_mount_attributes,
+    write,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import NoReturn
+
+DEVICES = ("tty", "null", "zero", "random", "urandom")
+LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+}
+DEV_OPTIONS = "size=65536k,mode=755"
+SIGKILL, SIGPIPE, SIGXFSZ, SIG_DFL = 9, 13, 25, 0
+MNT_DETACH = 2
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+CAPABILITY_VERSION = 0x20080522
+"""_LINUX_CAPABILITY_VERSION_3: two words for each set."""
+
+
+class ContainerCommand:
+    """The arguments of Apptainer: what it binds, and what it runs inside."""
+
+    def __init__(self, arguments: "list[str]", image: str) -> None:
+        """`image` is the folder that Apptainer is given as the image."""
+        where = arguments.index(image)
+        self._options = arguments[:where]
+        self.inside = arguments[where + 1 :]
+
+    def binds(self) -> "Iterator[tuple[str, str, bool]]":
+        """Yield source, target, and whether it is read-only."""
+        for flag, value in zip(self._options, self._options[1:], strict=False):
+            if flag == "--bind":
+                source, *rest = value.split(":")
+                yield source, rest[0] if rest else source, rest[1:] == ["ro"]
+
+
+def run_container(
+    space: str, arguments: "list[str]", environ: "dict[str, str]", etc: "dict[str, str]"
+) -> "NoReturn":
+    """Run Apptainer's command in a container, and exit as it does. `etc` has the content of files inside, by path."""
+    root = f"{space}/root"
+    command = ContainerCommand(arguments, root)
+    user, group = os.geteuid(), os.getegid()
+    new_user_namespace(CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC, user, group, user)
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    child = os.fork()
+    if child == 0:
+        try:
+            call("prctl", PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+            call("unshare", CLONE_NEWNS)
+            make_container(space, root, command, etc)
+            give_up_rights()
+            become(command.inside, environ)
+        except OSError as error:
+            sys.stderr.write(f"launch: {error}\n")
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def make_container(space: str, root: str, command: ContainerCommand, etc: "dict[str, str]") -> None:
+    """Mount everything below `root`, and make it the root of this process."""
+    mount(root, root, None, MS_BIND | MS_REC)  # the mount itself is locked, since another namespace made it
+    make_devices(find_inside(root, "/dev"))
+    mount("proc", find_inside(root, "/proc"), "proc", MS_NOSUID | MS_NODEV)
+    for number, (path, content) in enumerate(etc.items()):
+        source = f"{space}/conf/etc{number}"
+        write(source, content)
+        bind_inside(root, source, path, MOUNT_ATTR_NOSUID)
+    for source, target, read_only in command.binds():
+        device = source.startswith("/dev/")
+        attributes = MOUNT_ATTR_NOSUID | (0 if device else MOUNT_ATTR_NODEV)
+        bind_inside(root, source, target, attributes | (MOUNT_ATTR_RDONLY if read_only else 0))
+    os.chdir(root)
+    call("pivot_root", b".", b".")
+    call("umount2", b".", MNT_DETACH)  # the old root, which lies on the new one
+    os.chdir("/")
+
+
+def bind_inside(root: str, source: str, target: str, attributes: int) -> None:
+    """Bind a path of the host at one inside, whose links are followed within `root`."""
+    found = find_inside(root, target)
+    mount(source, found, None, MS_BIND | MS_REC)
+    set_mount_attributes(AT_FDCWD, found, attributes)
+
+
+def make_devices(dev: str) -> None:
+    """Make /dev, whose devices are the host's."""
+    mount("tmpfs", dev, "tmpfs", MS_NOSUID, DEV_OPTIONS)
+    for name in ("shm", "mqueue", "pts"):
+        os.mkdir(f"{dev}/{name}", 0o755)
+    for name in (*DEVICES, "ptmx"):
+        write(f"{dev}/{name}", "")
+    for name in DEVICES:
+        mount(f"/dev/{name}", f"{dev}/{name}", None, MS_BIND)
+    for name, target in LINKS.items():
+        os.symlink(target, f"{dev}/{name}")
+    mount("mqueue", f"{dev}/mqueue", "mqueue", MS_NOSUID | MS_NODEV)
+
+
+def give_up_rights() -> None:
+    """Give up all capabilities, and ever gaining any."""
+    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    call("prctl", PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    capability = 0
+    while (
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0
+    ):  # fails for the first that the kernel does not know
+        capability += 1
+    header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    call("capset", header, none)
+
+
+def become(command: "list[str]", environ: "dict[str, str]") -> "NoReturn":
+    """Become the program inside, with none of this process's descriptors and settings of signals."""
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    for signal in (SIGPIPE, SIGXFSZ):  # which Python ignores
+        libc.signal(signal, SIG_DFL)
+    os.execve(command[0], command, environ)  # noqa: S606  there is no shell
