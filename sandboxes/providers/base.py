@@ -110,6 +110,8 @@ class LaunchPlan:
     """Makes a snapshot of the sandbox while its launcher is alive; None if it cannot be made here."""
     save_command: Callable[[int, int], list[str]] | None = None
     """Returns the program that writes the files, for its launcher and a limit; None if they cannot be saved."""
+    on_ready: Callable[[], None] | None = None
+    """Called once the control shell answers, and nothing else has run inside."""
     answers: bool = False
     """Whether the control shell answers on a separate pipe, because its standard input is one-way."""
 
@@ -168,6 +170,8 @@ class HostProvider(SandboxProvider):
                 control = _launch(plan, folder, group, handover, resources)
                 listener = await self._open_sockets(plan, folder, resources, handover)
             await self._wait_until_ready(control, folder)
+            if plan.on_ready is not None:
+                plan.on_ready()
             watched = await resources.watched_group()
             launched = self._make_launched(plan, folder, control, resources, watched, listener)
             if spec.saved is not None:

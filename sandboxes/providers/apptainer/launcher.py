@@ -31,6 +31,8 @@ FOLDER = Path(__file__).parent
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROBE_SECONDS = 10.0
 PROBE_BYTES = 1024 * 1024
+MOUNT_ATTRIBUTES = (5, 12)
+"""The first kernel with mount_setattr(2)."""
 OVERLAYS_OF_MAPPED = (5, 19)
 """The first kernel whose overlays may lie on mounts with mapped owners."""
 MAPPED_TMPFS = (6, 3)
@@ -83,7 +85,7 @@ class Launcher:
         return [*_program("steps"), *apptainer]
 
     @staticmethod
-    def save_command(launcher: int, space: Path, limit: int) -> list[str]:
+    def save_command(space: Path, launcher: int, limit: int) -> list[str]:
         """Return the command that writes the files of a sandbox, as an archive, to its standard output."""
         return [*_program("saved_files"), str(launcher), str(space), str(limit)]
 
@@ -219,6 +221,11 @@ class Launcher:
         if not unpack:
             return self.root or self._fakeroot
         return self.can_overlay(unpacked if unpacked.is_dir() else FOLDER)
+
+    @property
+    def can_make_containers(self) -> bool:
+        """Whether a launch can do what Apptainer does, where it mounts the overlay."""
+        return self.namespaces and not self._fakeroot and _kernel_version() >= MOUNT_ATTRIBUTES
 
     @property
     def can_map_files(self) -> bool:

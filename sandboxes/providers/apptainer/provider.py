@@ -30,7 +30,9 @@ from sandboxes.images import toolkit
 from sandboxes.images.store import ImageStore
 from sandboxes.images.unpacked import UnpackedImages
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
+from sandboxes.providers.apptainer.launch.container import ContainerCommand
 from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher
+from sandboxes.providers.apptainer.setups import REPORT, ContainerSetups
 from sandboxes.providers.base import HIDE, PIPES, SOCKETS, EgressPlan, HostProvider, LaunchPlan
 from sandboxes.providers.layers import MAX_LAYERS, FileLayer, LayeredSnapshot
 from sandboxes.reclaim.host_resources import LauncherResources
@@ -96,6 +98,7 @@ class ApptainerProvider(HostProvider):
                 f"fakeroot needs ids for user {self._user} in /etc/subuid and /etc/subgid",
                 hint=subordinate_ids_command(self._user),
             )
+        self._setups = ContainerSetups()
         self.prepared_images = PreparedImages(config, self._images, self._binary, (self._user, self._group))
 
     @cached_property
@@ -166,14 +169,21 @@ class ApptainerProvider(HostProvider):
             spec.disk_bytes or defaults.disk_bytes,
         )
         overlay = await anyio.to_thread.run_sync(self.launcher.can_overlay, prepared.image)
-        command = [
-            *self._exec_command(spec, folder, overlay=overlay),
-            str(self.launcher.image_path(prepared.image, folder.overlay, overlay=overlay)),
+        image = str(self.launcher.image_path(prepared.image, folder.overlay, overlay=overlay))
+        inside = [
             *("/bin/bash", "--norc", "-c", HIDE, "hide"),
             *(f"{PIPES}/{SCRIPT.name}", PIPES, workdir, str(limits.max_processes)),
             # Without control groups, limit each process separately.
             "0" if "memory" in self._groups.enforced else str((limits.memory_bytes or 0) // 1024),
         ]
+        options = self._exec_command(spec, folder, overlay=overlay)
+        kind = self._setups.key([*options, image, *inside], prepared.image, folder)
+        repeats = self._config.reuse_setups and overlay and self.launcher.can_make_containers
+        setup = self._setups.get(kind) if repeats else None
+        is_first = repeats and kind not in self._setups
+        if is_first:
+            inside[inside.index(HIDE)] = REPORT + HIDE
+        command = [*options, image, *inside]
         # This is the last wait: once there is a plan, a cancelled start returns the lease, and holds the layers.
         lease = await anyio.to_thread.run_sync(self._lease_user, prepared.image)
         try:
@@ -196,7 +206,8 @@ class ApptainerProvider(HostProvider):
                 layers=[layer.instruction for layer in layers],
                 saved=spec.saved,
                 user=None if lease is None else user,
-            ),
+            )
+            | (setup.variables(folder) if setup else {}),
             image=name,
             limits=limits,
             user=user,
@@ -217,16 +228,18 @@ class ApptainerProvider(HostProvider):
             make_snapshot=partial(self._snapshot, folder, prepared.image, user, layers)
             if len(layers) < MAX_LAYERS and self._keeps_files(prepared.image)
             else None,
-            save_command=partial(self._save_command, folder) if overlay and self._can_save else None,
+            save_command=partial(self.launcher.save_command, folder.overlay)
+            if overlay and self._can_save
+            else None,
+            on_ready=partial(self._setups.learn, kind, folder, ContainerCommand(command, image))
+            if is_first
+            else None,
         )
 
     @property
     def _can_save(self) -> bool:
         """Whether all files of a sandbox are one user's, so that they need no owners."""
         return not self._config.fakeroot
-
-    def _save_command(self, folder: RunFolder, launcher: int, limit: int) -> list[str]:
-        return self.launcher.save_command(launcher, folder.overlay, limit)
 
     async def saves(self, spec: SandboxSpec) -> bool:
         prepared = await self.prepared_images.prepare(spec.image or self._config.image)

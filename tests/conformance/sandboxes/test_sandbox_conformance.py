@@ -8,6 +8,7 @@ import pytest
 
 from sandboxes import ApptainerConfig, LocalConfig, SandboxProvider, make_provider
 from sandboxes.conformance import CHECKS
+from tests.support.repeated_starts import RepeatedStarts
 from tests.support.sandbox_conformance import conforms
 from tests.support.users.as_user import OrdinaryUser, ordinary_user
 
@@ -19,9 +20,13 @@ async def local(tmp_path: Path) -> AsyncIterator[SandboxProvider]:
     await provider.close()
 
 
-@pytest.fixture
-async def apptainer(tmp_path: Path) -> AsyncIterator[SandboxProvider]:
-    provider = make_provider(ApptainerConfig(), tmp_path)
+@pytest.fixture(params=["apptainer", "launcher"])
+async def apptainer(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[SandboxProvider]:
+    """Apptainer starts each sandbox, or the launcher makes it as Apptainer made another one."""
+    if request.param == "launcher":
+        provider: SandboxProvider = RepeatedStarts(ApptainerConfig(), tmp_path)
+    else:
+        provider = make_provider(ApptainerConfig(reuse_setups=False), tmp_path)
     yield provider
     await provider.close()
 

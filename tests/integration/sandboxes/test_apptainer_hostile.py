@@ -20,6 +20,7 @@ from sandboxes import (
     make_provider,
 )
 from tests.support.hostile import CHECKS, NothingToAttackError
+from tests.support.repeated_starts import RepeatedStarts
 from tests.support.users.as_user import OrdinaryUser, ordinary_user
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.slow(seconds=60)]
@@ -30,7 +31,14 @@ AT_A_TIME = 5
 
 @pytest.fixture
 async def provider(tmp_path: Path) -> AsyncIterator[SandboxProvider]:
-    provider = make_provider(ApptainerConfig(), tmp_path)
+    provider = RepeatedStarts(ApptainerConfig(), tmp_path)
+    yield provider
+    await provider.close()
+
+
+@pytest.fixture
+async def apptainer(tmp_path: Path) -> AsyncIterator[SandboxProvider]:
+    provider = make_provider(ApptainerConfig(reuse_setups=False), tmp_path)
     yield provider
     await provider.close()
 
@@ -45,6 +53,13 @@ def user() -> Iterator[OrdinaryUser]:
 async def test_attack(provider, name):
     with suppress(NothingToAttackError):
         await CHECKS[name](provider)
+
+
+@pytest.mark.extended("sandboxes/")
+@pytest.mark.parametrize("name", CHECKS)
+async def test_attack_where_apptainer_starts_each(apptainer, name):
+    with suppress(NothingToAttackError):
+        await CHECKS[name](apptainer)
 
 
 @pytest.mark.extended("sandboxes/")

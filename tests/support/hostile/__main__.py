@@ -9,8 +9,9 @@ from pathlib import Path
 
 import anyio
 
-from sandboxes import ApptainerConfig, make_provider
+from sandboxes import ApptainerConfig
 from tests.support.hostile import CHECKS, NOTHING, NothingToAttackError
+from tests.support.repeated_starts import RepeatedStarts
 
 
 def main() -> int:
@@ -27,7 +28,7 @@ def main() -> int:
 
 async def _passes(name: str) -> bool:
     with tempfile.TemporaryDirectory() as state:
-        provider = make_provider(ApptainerConfig(), Path(state))
+        provider = RepeatedStarts(ApptainerConfig(), Path(state))
         begun = time.monotonic()
         try:
             await CHECKS[name](provider)

@@ -1,0 +1,142 @@
+"""The containers that Apptainer made of the first sandboxes of a kind, from which the launcher makes the next ones.
+
+Two sandboxes are of one kind if Apptainer gets the same arguments for the same image, apart from the sandbox's own
+folder and id. The first one reports, before anything else runs inside, its environment, its mounts, and the files that
+Apptainer puts into /etc. If the launcher would not mount the same, Apptainer starts the others of the kind too.
+
+What an image reports falsely changes sandboxes of that image alone, since all rights are given up before.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from sandboxes.host.processes import MARKER
+from sandboxes.providers.apptainer.launch.container import ContainerCommand
+from sandboxes.reclaim.run_folders import RunFolder
+
+log = structlog.get_logger(__name__)
+
+MAX_SETUPS = 256
+MAX_REPORT_BYTES = 64 * 1024
+FOLDER, ID = "\0folder\0", "\0id\0"
+"""Stand for the folder and the id of a sandbox."""
+
+HOST_FILES = ("/etc/resolv.conf", "/etc/passwd", "/etc/group")
+"""The files inside that Apptainer makes, from those of the host and of the image."""
+DEVICES = frozenset(
+    f"/dev{name}" for name in ("", "/shm", "/mqueue", "/tty", "/null", "/zero", "/random", "/urandom")
+)
+BEGIN, END = "rollout-setup-begin", "rollout-setup-end"
+REPORT = (
+    'report() { local -a text=(); mapfile -d \'\' text <"$1"; printf \'%s\\0\' "${#text[@]}" "${text[@]}"; }; '
+    f"{{ printf '\\0{BEGIN}\\0'; report /proc/self/environ; report /proc/self/mountinfo; "
+    f"for file in {' '.join(HOST_FILES)}; do report \"$file\"; done; printf '{END}\\0'; }} 2>/dev/null; "
+    "unset -f report; "
+)
+"""Commands for bash that print the report: for each file the number of its texts, and these, each ended by NUL."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerSetup:
+    """The environment inside, and the files that Apptainer made, by path."""
+
+    environ: Mapping[str, str]
+    files: Mapping[str, str]
+
+    def variables(self, folder: RunFolder) -> dict[str, str]:
+        """Return the launcher's instructions for another sandbox."""
+        inside = {
+            name: value.replace(FOLDER, str(folder.path)).replace(ID, folder.id)
+            for name, value in self.environ.items()
+        }
+        return {
+            "LAUNCH_DIRECT": "1",
+            **{f"INSIDE_{name}": value for name, value in inside.items()},
+            **{f"FILE_{path}": content for path, content in self.files.items()},
+        }
+
+
+class ContainerSetups:
+    """The setups of the kinds that were started last; None is that of a kind that the launcher cannot make."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[tuple[str, ...], ContainerSetup | None] = OrderedDict()
+
+    @staticmethod
+    def key(command: Sequence[str], image: Path, folder: RunFolder) -> tuple[str, ...]:
+        """Return the kind of a sandbox from Apptainer's command and the state of the files that it is made from."""
+        return (
+            *(_without_names(argument, folder) for argument in command),
+            *(_identity(path) for path in (image, *map(Path, HOST_FILES))),
+        )
+
+    def __contains__(self, key: tuple[str, ...]) -> bool:
+        return key in self._found
+
+    def get(self, key: tuple[str, ...]) -> ContainerSetup | None:
+        """Return the setup of a kind; None if Apptainer must start it."""
+        return self._found.get(key)
+
+    def learn(self, key: tuple[str, ...], folder: RunFolder, command: ContainerCommand) -> None:
+        """Read the report of a sandbox that has started with a command of Apptainer."""
+        with folder.log.open("rb") as file:
+            report = file.read(MAX_REPORT_BYTES)
+        setup = _parse(report, folder, {target for _, target, _ in command.binds()})
+        if setup is None:
+            log.info("Apptainer starts each sandbox of this kind itself", command=key, report=report[-500:])
+        self._found[key] = setup
+        while len(self._found) > MAX_SETUPS:
+            self._found.popitem(last=False)
+
+
+def _identity(path: Path) -> str:
+    try:
+        found = path.stat()
+    except OSError:
+        return f"{path} -"
+    return f"{path} {found.st_dev}:{found.st_ino} {found.st_mtime_ns}"
+
+
+def _parse(report: bytes, folder: RunFolder, mounted: set[str]) -> ContainerSetup | None:
+    """Return the setup from a report; None if there is none, or the launcher would make another container."""
+    texts = report.decode("utf-8", "surrogateescape").split("\0")
+    try:
+        first, last = texts.index(BEGIN) + 1, texts.index(END)
+        parts = list(_parts(texts[first:last]))
+    except ValueError:
+        return None
+    if len(parts) != 2 + len(HOST_FILES):
+        return None
+    environ, mounts, *files = parts
+    points = {line.split(" ")[4] for line in "".join(mounts).splitlines() if line}
+    made = {path: "".join(content) for path, content in zip(HOST_FILES, files, strict=True) if path in points}
+    if points != {"/", "/proc", *DEVICES, *made, *mounted}:
+        return None
+    variables = dict(entry.partition("=")[::2] for entry in environ)
+    if variables.get(MARKER) != folder.id:
+        return None
+    return ContainerSetup({name: _without_names(value, folder) for name, value in variables.items()}, made)
+
+
+def _without_names(text: str, folder: RunFolder) -> str:
+    return text.replace(str(folder.path), FOLDER).replace(folder.id, ID)
+
+
+def _parts(texts: Sequence[str]) -> list[list[str]]:
+    """Split a report into the texts of each file.
+
+    Raises:
+        ValueError: It is not a report.
+    """
+    found, rest = [], list(texts)
+    while rest:
+        count = int(rest.pop(0))
+        if not 0 <= count <= len(rest):
+            raise ValueError("the report is incomplete")
+        found.append(rest[:count])
+        rest = rest[count:]
+    return found

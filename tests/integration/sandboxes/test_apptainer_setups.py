@@ -1,0 +1,153 @@
+"""A sandbox that the launcher makes is the same, to the code inside, as the one of Apptainer that it repeats."""
+
+import sys
+import tempfile
+from difflib import unified_diff
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from sandboxes import ApptainerConfig, Bind, Sandbox, SandboxProvider, SandboxSpec, make_provider
+from sandboxes.host.processes import find_first_process
+from tests.support.repeated_starts import runs_apptainer
+from tests.support.users.as_user import ordinary_user
+
+pytestmark = [pytest.mark.apptainer, pytest.mark.slow(seconds=20)]
+
+PRCTL = "import ctypes; c = ctypes.CDLL(None).prctl; n = ctypes.c_int(); print(c(3), c(2, ctypes.byref(n)), n.value)"
+"""Prints whether the process can be looked into, and the signal that it gets when its parent ends."""
+LOOK = rf"""
+for file in passwd group hosts resolv.conf; do echo "$file"; cat "/etc/$file"; done
+stat -c '%n %F %a %u:%g %t,%T' / /* /dev /dev/* /dev/pts/* /etc/passwd /etc/group /etc/hosts /run/rollout/*
+ls -A /dev/shm /dev/mqueue /tmp /sys /sys/class/net; readlink /dev/fd /dev/std*
+id; hostname; pwd; umask; cat /proc/self/uid_map /proc/self/gid_map /proc/self/setgroups /proc/self/oom_score_adj
+grep -E '^(Groups|Sig|Shd|Cap|NoNew|Seccomp|Umask|Threads)' /proc/self/status /proc/1/status
+grep -v processes /proc/self/limits; ulimit -a | grep -v processes; ps -e -o user,comm
+for path in /dev/null /dev/zero /dev/kmsg /sys/kernel /proc/sys/kernel/hostname /proc/1/mem; do
+  test -w $path && echo "can write $path"
+done
+unshare -U true; unshare -m true; mount -t tmpfs none /mnt; mknod /tmp/device c 1 3; chroot / true; nice -n -5 true
+dd if=/dev/zero of=/data/x bs=1 count=1; cat /data/given; df --output=size / /dev/shm
+cut -d: -f1 /proc/net/dev; python3 -c '{PRCTL}'
+rm -r /srv && mkdir /srv && echo removed
+stat -c '%n %a %u:%g' /proc/1/root /proc/1/environ /proc/1/fd; ls /proc/1/fd
+"""
+
+
+async def views(provider: SandboxProvider, spec: SandboxSpec) -> list[dict[str, list[str]]]:
+    """Return the views into two sandboxes, of which Apptainer starts only the first."""
+    found = []
+    for number in range(2):
+        async with await provider.start(spec) as sandbox:
+            assert runs_apptainer(sandbox) == (number == 0)
+            found.append(await view(sandbox))
+    return found
+
+
+async def view(sandbox: Sandbox) -> dict[str, list[str]]:
+    """Return what can be seen of a sandbox from inside, and of its processes from the host, without its names."""
+    first = find_first_process(sandbox.pid)
+    result = await (await sandbox.bash()).run(f"export LC_ALL=C; exec 2>&1; {LOOK}", timeout=60)
+    environment = (await sandbox.exec(["env"])).stdout.decode().replace(sandbox.id, "ID")
+    # The order of mounts is free, and of those that lie on each other only the last one is seen.
+    mounts = {line.split()[4]: describe_mount(line) for line in read(first.pid, "mountinfo").splitlines()}
+    groups = [
+        line.split(":")[1] for line in read(first.pid, "cgroup").splitlines() if line.endswith(sandbox.id)
+    ]
+    return {
+        "inside": result.output.replace(sandbox.id, "ID").splitlines(),
+        "environment": sorted(environment.splitlines()),
+        "mounts": sorted(f"{point} {mount}" for point, mount in mounts.items()),
+        "shared namespaces": shared_namespaces(first.pid),
+        "control groups": groups,
+        "session": [
+            str(read(pid, "stat").split()[5] == str(sandbox.pid)) for pid in (first.pid, sandbox.pid)
+        ],
+    }
+
+
+def describe_mount(line: str) -> str:
+    """Return the options of a mount, and the type of its file system."""
+    options, _, rest = line.partition(" - ")
+    return f"{options.split()[5]} {rest.split()[0]}"
+
+
+def shared_namespaces(pid: int) -> list[str]:
+    """Return the kinds of namespaces that a process has in common with this one."""
+    inside = Path(f"/proc/{pid}/ns")
+    return sorted(
+        path.name
+        for path in Path("/proc/self/ns").iterdir()
+        if path.readlink() == (inside / path.name).readlink()
+    )
+
+
+def read(pid: int, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text()
+
+
+def specs(folder: Path) -> list[SandboxSpec]:
+    """Return specifications that differ in what Apptainer is told."""
+    shared = folder / "shared"
+    shared.mkdir()
+    (shared / "given").write_text("given")
+    binds = [Bind(str(shared), "/data"), Bind(str(shared / "given"), "/one")]
+    return [
+        SandboxSpec(read_only_binds=binds, workdir="/srv/work", env={"A": "b"}),
+        SandboxSpec(network=("example.org",), listens=True, max_processes=40, disk_bytes=64 << 20),
+        SandboxSpec(network="full"),
+    ]
+
+
+async def compare(folder: Path) -> int:
+    """Compare the two ways for each specification; return how many were compared."""
+    provider = make_provider(ApptainerConfig(), folder / "state")
+    try:
+        kinds = specs(folder)
+        for spec in kinds:
+            by_apptainer, by_launcher = await views(provider, spec)
+            for name, seen in by_apptainer.items():
+                assert not list(
+                    unified_diff(seen, by_launcher[name], "by Apptainer", "by the launcher", n=0)
+                ), name
+    finally:
+        await provider.close()
+    return len(kinds)
+
+
+async def test_a_repeated_start_makes_the_same_sandbox(tmp_path):
+    assert await compare(tmp_path) == 3
+
+
+def test_a_repeated_start_of_an_ordinary_user_makes_the_same_sandbox():
+    with ordinary_user() as user:
+        done = user.run(["python", "-m", __name__], timeout=120)
+        assert done.returncode == 0, done.stdout
+        assert user.remaining_processes() == []
+
+
+@pytest.mark.parametrize("ends", ["launcher", "service"])
+async def test_a_repeated_sandbox_ends_with_its_launcher(tmp_path, ends):
+    provider = make_provider(ApptainerConfig(), tmp_path)
+    try:
+        await (await provider.start(SandboxSpec())).close()
+        sandbox = await provider.start(SandboxSpec())
+        assert not runs_apptainer(sandbox)
+        first = find_first_process(sandbox.pid)
+        if ends == "launcher":
+            sandbox._launched.resources.process.kill()
+        else:
+            sandbox._launched.control.close()
+        with anyio.fail_after(5):
+            while psutil.pid_exists(first.pid):
+                await anyio.sleep(0.01)
+        assert not sandbox.healthy
+    finally:
+        await provider.close()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        sys.exit(anyio.run(compare, Path(name)) != 3)
