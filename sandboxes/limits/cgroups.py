@@ -77,6 +77,15 @@ class ControlGroup:
             else:
                 _write(cpu / "cpu.cfs_quota_us", quota)
 
+    def join(self, pid: int) -> None:
+        """Move a process into the group. Blocks for 10 to 20 ms, for which the kernel waits.
+
+        Raises:
+            OSError: The process has ended, or the kernel refuses.
+        """
+        for path in self.paths:
+            _write(path / "cgroup.procs", pid)
+
     def settle(self, max_processes: int | None) -> int:
         """Count the launcher's tasks once the sandbox is ready, and apply the process limit to the inside only.
 

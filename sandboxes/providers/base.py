@@ -1,5 +1,6 @@
 """The common base of providers on this host: folders, the guard, limits, the launch, and cleanup if a step fails."""
 
+import os
 import socket
 import subprocess
 from abc import abstractmethod
@@ -9,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import anyio
 import anyio.to_thread
@@ -116,6 +117,27 @@ class LaunchPlan:
     """Whether the control shell answers on a separate pipe, because its standard input is one-way."""
 
 
+class Gate:
+    """Holds a launcher until it is in its control groups.
+
+    It starts meanwhile: it takes the kernel 10 to 20 ms to move a process, and Python as long to start.
+    """
+
+    def __enter__(self) -> Self:
+        self.descriptor, self._hold = os.pipe()
+        return self
+
+    def open(self) -> None:
+        """Let the launcher go on. Idempotent."""
+        if self._hold >= 0:
+            os.close(self._hold)
+            self._hold = -1
+
+    def __exit__(self, *_: object) -> None:
+        self.open()
+        os.close(self.descriptor)
+
+
 class HostProvider(SandboxProvider):
     """Launches control shells on this host; a subclass plans the launch."""
 
@@ -166,8 +188,14 @@ class HostProvider(SandboxProvider):
             script = folder.pipes / SCRIPT.name
             script.write_text(SCRIPT.read_text())
             script.chmod(0o644)
-            with SocketHandover() if _ports(plan) else nullcontext() as handover:
-                control = _launch(plan, folder, group, handover, resources)
+            with (
+                SocketHandover() if _ports(plan) else nullcontext() as handover,
+                Gate() if group is not None else nullcontext() as gate,
+            ):
+                control = _launch(plan, folder, gate, handover, resources)
+                if group is not None and gate is not None and resources.pid is not None:
+                    await anyio.to_thread.run_sync(group.join, resources.pid)
+                    gate.open()
                 listener = await self._open_sockets(plan, folder, resources, handover)
             await self._wait_until_ready(control, folder)
             if plan.on_ready is not None:
@@ -339,7 +367,7 @@ def _ports(plan: LaunchPlan) -> list[int]:
 def _launch(
     plan: LaunchPlan,
     folder: RunFolder,
-    group: ControlGroup | None,
+    gate: Gate | None,
     handover: SocketHandover | None,
     resources: LauncherResources,
 ) -> ControlShell:
@@ -348,20 +376,22 @@ def _launch(
     if handover is not None:
         ports = " ".join(map(str, _ports(plan)))
         env |= {"LAUNCH_LISTENER": str(handover.descriptor), "LAUNCH_PORTS": ports}
+    if gate is not None:
+        env |= {"LAUNCH_GATE": str(gate.descriptor)}
     answers = Answers(folder.pipes) if plan.answers else None
     ours, theirs = socket.socketpair()
     try:
         with theirs, folder.log.open("wb") as log:
-            entries = "\n".join(str(path / "cgroup.procs") for path in (group.paths if group else ()))
             resources.process = subprocess.Popen(
                 plan.argv,
                 stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,
-                env={**env, "LAUNCH_GROUPS": entries},
+                env=env,
                 cwd="/",
                 start_new_session=True,
                 pass_fds=[
+                    *([gate.descriptor] if gate is not None else []),
                     *([handover.descriptor] if handover is not None else []),
                     *(descriptor for layer in plan.layers for descriptor in layer.descriptors),
                 ],

@@ -6,7 +6,7 @@ As root it drops root before anything of the image runs. Its rights in its own u
 namespace allows no other below Apptainer's, so code inside cannot make one to gain rights in.
 
 Environment variables are its instructions:
-  LAUNCH_GROUPS       files of control groups to join, one per line
+  LAUNCH_GATE         a descriptor to wait for the end of, while others move this process into its control groups
   LAUNCH_SPACE        a folder for the sandbox's files ("data"), its /sys, /dev/shm and /etc/hosts, and Apptainer's
                       own settings ("conf")
   LAUNCH_NAMESPACES   "1": a user namespace with mounts in it; without it an ordinary user gets neither

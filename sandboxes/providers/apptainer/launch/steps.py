@@ -61,8 +61,10 @@ class ApptainerLaunch:
     def run(self) -> None:
         """Run all steps; afterwards this process is ready to become Apptainer."""
         os.umask(0o022)  # code inside does not depend on how the service was started
-        for file in self._told.get("GROUPS", "").splitlines():
-            write(file, str(os.getpid()))
+        if "GATE" in self._told:
+            gate = int(self._told["GATE"])
+            os.read(gate, 1)  # until then, this process is not in its control groups
+            os.close(gate)
         leave_keyring()
         layers = self._copy_layers()
         self._enter_namespaces()
