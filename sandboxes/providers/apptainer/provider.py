@@ -1,4 +1,4 @@
-"""Sandboxes in Apptainer: one `apptainer exec` each, whose first process inside is the control shell.
+"""Sandboxes in Apptainer: one `apptainer exec` each, or a repetition of one, whose first process is the control shell.
 
 A sandbox has its own user, process, mount, network and IPC namespaces and a clean environment. It has no capabilities
 and no way to gain any. The image is read-only, below a writable overlay that vanishes with the sandbox; code may remove

@@ -10,6 +10,7 @@ What an image reports falsely changes sandboxes of that image alone, since all r
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import structlog
@@ -85,10 +86,11 @@ class ContainerSetups:
         """Read the report of a sandbox that has started with a command of Apptainer."""
         with folder.log.open("rb") as file:
             report = file.read(MAX_REPORT_BYTES)
-        setup = _parse(report, folder, {target for _, target, _ in command.binds()})
-        if setup is None:
-            log.info("Apptainer starts each sandbox of this kind itself", command=key, report=report[-500:])
-        self._found[key] = setup
+        try:
+            self._found[key] = _parse(report, folder, {target for _, target, _ in command.binds()})
+        except ValueError as error:
+            log.info("each sandbox of this kind runs Apptainer", reason=str(error), kind=key)
+            self._found[key] = None
         while len(self._found) > MAX_SETUPS:
             self._found.popitem(last=False)
 
@@ -101,24 +103,23 @@ def _identity(path: Path) -> str:
     return f"{path} {found.st_dev}:{found.st_ino} {found.st_mtime_ns}"
 
 
-def _parse(report: bytes, folder: RunFolder, mounted: set[str]) -> ContainerSetup | None:
-    """Return the setup from a report; None if there is none, or the launcher would make another container."""
+def _parse(report: bytes, folder: RunFolder, mounted: set[str]) -> ContainerSetup:
+    """Return the setup from a report.
+
+    Raises:
+        ValueError: There is no report, or the launcher would make another container.
+    """
     texts = report.decode("utf-8", "surrogateescape").split("\0")
-    try:
-        first, last = texts.index(BEGIN) + 1, texts.index(END)
-        parts = list(_parts(texts[first:last]))
-    except ValueError:
-        return None
-    if len(parts) != 2 + len(HOST_FILES):
-        return None
-    environ, mounts, *files = parts
-    points = {line.split(" ")[4] for line in "".join(mounts).splitlines() if line}
+    if BEGIN not in texts or END not in texts:
+        raise ValueError("no report, for which the image needs bash 4.4")
+    environ, mounts, *files = _parts(texts[texts.index(BEGIN) + 1 : texts.index(END)])
+    points = {line.split(" ")[4] for line in "".join(mounts).splitlines()}
     made = {path: "".join(content) for path, content in zip(HOST_FILES, files, strict=True) if path in points}
-    if points != {"/", "/proc", *DEVICES, *made, *mounted}:
-        return None
+    if other := points ^ {"/", "/proc", *DEVICES, *made, *mounted}:
+        raise ValueError(f"other mounts: {', '.join(sorted(other))}")
     variables = dict(entry.partition("=")[::2] for entry in environ)
     if variables.get(MARKER) != folder.id:
-        return None
+        raise ValueError("the report is not that of this sandbox")
     return ContainerSetup({name: _without_names(value, folder) for name, value in variables.items()}, made)
 
 
@@ -132,11 +133,12 @@ def _parts(texts: Sequence[str]) -> list[list[str]]:
     Raises:
         ValueError: It is not a report.
     """
-    found, rest = [], list(texts)
-    while rest:
-        count = int(rest.pop(0))
-        if not 0 <= count <= len(rest):
+    found: list[list[str]] = []
+    rest = iter(texts)
+    for count in rest:
+        found.append(list(islice(rest, int(count))))
+        if len(found[-1]) != int(count):
             raise ValueError("the report is incomplete")
-        found.append(rest[:count])
-        rest = rest[count:]
+    if len(found) != 2 + len(HOST_FILES):
+        raise ValueError("the report is incomplete")
     return found
