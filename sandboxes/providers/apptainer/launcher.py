@@ -31,8 +31,6 @@ FOLDER = Path(__file__).parent
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROBE_SECONDS = 10.0
 PROBE_BYTES = 1024 * 1024
-MOUNT_ATTRIBUTES = (5, 12)
-"""The first kernel with mount_setattr(2)."""
 OVERLAYS_OF_MAPPED = (5, 19)
 """The first kernel whose overlays may lie on mounts with mapped owners."""
 MAPPED_TMPFS = (6, 3)
@@ -58,6 +56,7 @@ class Launcher:
         self.root = os.geteuid() == 0
         self._maps: dict[int, bool] = {}
         self._overlays: dict[int, bool] = {}
+        self._containers: dict[Path, bool] = {}
 
     @cached_property
     def namespaces(self) -> bool:
@@ -222,10 +221,24 @@ class Launcher:
             return self.root or self._fakeroot
         return self.can_overlay(unpacked if unpacked.is_dir() else FOLDER)
 
-    @property
-    def can_make_containers(self) -> bool:
-        """Whether a launch can do what Apptainer does, where it mounts the overlay."""
-        return self.namespaces and not self._fakeroot and _kernel_version() >= MOUNT_ATTRIBUTES
+    def can_make_container(self, image: Path) -> bool:
+        """Return whether a launch can do what Apptainer does with an image. Tried once per image, in 50 ms.
+
+        It needs the overlay, the right to mount /proc, and mount_setattr(2), and runs the image's bash in a container.
+        """
+        if self._fakeroot or not (self.namespaces and self.can_overlay(image)):
+            return False
+        if image not in self._containers:
+            told = {"LAUNCH_IMAGE": str(image), "LAUNCH_OVERLAY": "1", "LAUNCH_POINTS": "\n".join(POINTS)}
+            told |= {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1", "LAUNCH_DIRECT": "1"} | self._user_env()
+            with tempfile.TemporaryDirectory(prefix="rollout-") as space:
+                binds = ("--bind", "/dev/pts", "--bind", f"{space}/hosts:/etc/hosts:ro")
+                command = [*binds, f"{space}/root", "/bin/bash", "--norc", "-c", "[[ -e /proc/1/stat ]]"]
+                failure = self._run(command, told, space)
+            if failure is not None:
+                log.warning("each sandbox of this image runs Apptainer", image=str(image), reason=failure)
+            self._containers[image] = failure is None
+        return self._containers[image]
 
     @property
     def can_map_files(self) -> bool:
@@ -254,18 +267,21 @@ class Launcher:
 
     def _try_launch(self, command: Sequence[str], told: dict[str, str]) -> str | None:
         """Launch a plain program; return its error output if it fails, else None."""
+        path = shutil.which(command[0], path=PATH) or command[0]
         with tempfile.TemporaryDirectory(prefix="rollout-") as space:
-            told |= {"LAUNCH_SPACE": space, "LAUNCH_BYTES": str(PROBE_BYTES)} | _filter_env()
-            path = shutil.which(command[0], path=PATH) or command[0]
-            done = subprocess.run(
-                self.make_command([path, *command[1:]]),
-                env={"PATH": PATH, **told},
-                capture_output=True,
-                text=True,
-                timeout=PROBE_SECONDS,
-                check=False,
-            )
-        return None if done.returncode == 0 else done.stderr.strip()
+            return self._run([path, *command[1:]], told, space)
+
+    def _run(self, command: Sequence[str], told: dict[str, str], space: str) -> str | None:
+        told |= {"LAUNCH_SPACE": space, "LAUNCH_BYTES": str(PROBE_BYTES)} | _filter_env()
+        done = subprocess.run(
+            self.make_command(command),
+            env={"PATH": PATH, **told},
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+            check=False,
+        )
+        return None if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
 
     @property
     def _apptainer_filters(self) -> bool:

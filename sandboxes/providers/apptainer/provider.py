@@ -178,7 +178,9 @@ class ApptainerProvider(HostProvider):
         ]
         options = self._exec_command(spec, folder, overlay=overlay)
         kind = self._setups.key([*options, image, *inside], prepared.image, folder)
-        repeats = self._config.reuse_setups and overlay and self.launcher.can_make_containers
+        repeats = self._config.reuse_setups and await anyio.to_thread.run_sync(
+            self.launcher.can_make_container, prepared.image
+        )
         setup = self._setups.get(kind) if repeats else None
         is_first = repeats and kind not in self._setups
         if is_first:

@@ -118,7 +118,7 @@ def _parse(report: bytes, folder: RunFolder, mounted: set[str]) -> ContainerSetu
     if other := points ^ {"/", "/proc", *DEVICES, *made, *mounted}:
         raise ValueError(f"other mounts: {', '.join(sorted(other))}")
     variables = dict(entry.partition("=")[::2] for entry in environ)
-    if variables.get(MARKER) != folder.id:
+    if variables.get(MARKER) != folder.id or "" in variables:
         raise ValueError("the report is not that of this sandbox")
     return ContainerSetup({name: _without_names(value, folder) for name, value in variables.items()}, made)
 

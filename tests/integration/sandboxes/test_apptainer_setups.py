@@ -1,5 +1,6 @@
 """A sandbox that the launcher makes is the same, to the code inside, as the one of Apptainer that it repeats."""
 
+import os
 import sys
 import tempfile
 from difflib import unified_diff
@@ -11,6 +12,8 @@ import pytest
 
 from sandboxes import ApptainerConfig, Bind, Sandbox, SandboxProvider, SandboxSpec, make_provider
 from sandboxes.host.processes import find_first_process
+from sandboxes.providers.apptainer.launcher import Launcher
+from sandboxes.providers.apptainer.provider import ApptainerProvider
 from tests.support.repeated_starts import runs_apptainer
 from tests.support.users.as_user import ordinary_user
 
@@ -144,6 +147,21 @@ async def test_a_repeated_sandbox_ends_with_its_launcher(tmp_path, ends):
             while psutil.pid_exists(first.pid):
                 await anyio.sleep(0.01)
         assert not sandbox.healthy
+    finally:
+        await provider.close()
+
+
+async def test_containers_are_made_only_of_images_of_which_one_was_tried(tmp_path):
+    provider = ApptainerProvider(ApptainerConfig(), tmp_path / "state")
+    try:
+        async with await provider.start(SandboxSpec()):
+            pass
+        [image] = provider.launcher._containers
+        assert provider.launcher.can_make_container(image)
+        for name in ("dev", "proc", "sys", "etc"):
+            (tmp_path / "image" / name).mkdir(parents=True)
+        assert not provider.launcher.can_make_container(tmp_path / "image")  # it has no bash
+        assert not Launcher(os.geteuid(), os.getegid(), fakeroot=True).can_make_container(image)
     finally:
         await provider.close()
 
