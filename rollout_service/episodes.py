@@ -356,6 +356,8 @@ class Episode:
     """Returns how to save the sandbox now, between the calls of a turn and their results, if it is time to."""
     known_results: Iterator[list[Message]] = field(default_factory=lambda: iter(()))
     """The results of the tool calls of earlier turns, if the sandbox was saved after them: these calls are not run."""
+    earlier_results: Iterator[list[Message]] = field(default_factory=lambda: iter(()))
+    """The results of the tool calls of another rollout's turns, which the model is shown in place of those of now."""
     subagents: SubagentHost | None = None
     """The host of sub-agents; None unless the environment has them (`EnvironmentSpec.parallel`), and in a trial."""
     nodes: list[AgentNode] = field(default_factory=list)

@@ -108,6 +108,9 @@ class BranchPoint(WireModel):
     train_prefix: Flag = False
     """Whether the turns before are marked as sampled in this trajectory, too. Else their mask is 0, so that each token
     is trained on once."""
+    reuse_results: Annotated[Flag, Field(exclude_if=lambda reuses: not reuses)] = False
+    """Whether the model is shown the tool results that it had before, not those of now: for tools that print times or
+    random names. Else a result that differs fails the branch."""
 
 
 class RolloutRequest(WireModel):

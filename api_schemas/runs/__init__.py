@@ -145,6 +145,8 @@ class Branching(WireModel):
     roots: Count
     """How many; half of the group is a good choice if the trainer's loss is a mean over tokens."""
     at: BranchAt = BranchAt.UNCERTAIN
+    reuse_results: Flag = False
+    """As in `BranchPoint`."""
 
 
 class OverlongPenalty(WireModel):

@@ -17,7 +17,7 @@ from api_schemas.trajectories import Trajectory
 
 
 def branch_points(
-    roots: Sequence[tuple[str, Trajectory | None]], count: int, at: BranchAt
+    roots: Sequence[tuple[str, Trajectory | None]], count: int, at: BranchAt, *, reuse_results: bool = False
 ) -> list[BranchPoint | None]:
     """Return where each branch begins, root by root in turn; None for all of them if no root has a turn for it.
 
@@ -30,7 +30,7 @@ def branch_points(
     most = math.ceil(count / len(able))
     chosen = {rollout_id: cycle(_choose(turns[rollout_id], most, at)) for rollout_id in able}
     return [
-        BranchPoint(rollout_id=rollout_id, turn=next(chosen[rollout_id]))
+        BranchPoint(rollout_id=rollout_id, turn=next(chosen[rollout_id]), reuse_results=reuse_results)
         for rollout_id in islice(cycle(able), count)
     ]
 

@@ -38,6 +38,7 @@ from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.groups.auxiliary import PERF, raw_parts
 from rollout_service.pipeline.branching import (
     BranchDivergedError,
+    EarlierTurns,
     check_branch,
     earlier_turns,
     without_earlier_turns,
@@ -363,7 +364,7 @@ async def open_turn_log(context: AttemptContext, lease: Lease, environment: Envi
         if not is_replayable:
             raise CannotResumeError(AnewReason.NOT_REPLAYABLE)
         saved = await _read(context, lease.rollout_id)
-    earlier: Sequence[SavedTurn] = ()
+    earlier = EarlierTurns()
     if (branch := lease.request.branch_of) is not None:
         check_branch(lease.request, environment)
         read = partial(earlier_turns, context.store, lease.request, branch)
@@ -376,7 +377,8 @@ async def open_turn_log(context: AttemptContext, lease: Lease, environment: Envi
     async def on_resumed() -> None:
         await report(context, lease, turns, outcome=RESUMED)
 
-    turns = TurnLog(saved, save=save, on_resumed=on_resumed if saved else None, earlier=earlier)
+    turns = TurnLog(saved, save=save, on_resumed=on_resumed if saved else None, earlier=earlier.turns)
+    turns.earlier_results = earlier.results
     return turns
 
 

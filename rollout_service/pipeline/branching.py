@@ -16,7 +16,7 @@ from api_schemas.errors import Boundary
 from api_schemas.external import AgentKind
 from api_schemas.rollouts import BranchPoint, Rollout, RolloutRequest, Stage
 from api_schemas.rollouts.sessions import RolloutKind
-from api_schemas.trajectories import FinishReason, Segment, Trajectory
+from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_service.base.errors import ServiceError
 from rollout_service.engines.contract import Generation
 from rollout_service.engines.serving.saved_turns import SavedTurn
@@ -27,6 +27,9 @@ from rollout_service.tokens.trajectory import train_on
 
 MAX_DEPTH = 64
 """The most branches of branches whose masked turns are read from where they were sampled."""
+
+REPLACED = {ForkReason.COMPACTION, ForkReason.HISTORY_EDITED}
+"""Why a rollout's conversation may end without all that was in it."""
 
 _PROGRAM = "a program is the agent, and its turns cannot be played again"
 
@@ -52,9 +55,18 @@ class BranchDivergedError(ServiceError):
     def __init__(self, branch: BranchPoint, played: int, reason: AnewReason) -> None:
         super().__init__(
             f"turn {played} is not reached as in rollout {branch.rollout_id}: {reason}",
-            hint="The task's tools have to answer the same calls with the same texts, and the model has to have the "
-            "same tokenizer and chat format. Compare the messages of both rollouts up to this turn.",
+            hint="Set `reuse_results` if tools answer the same calls with other texts. The model has to have the same "
+            "tokenizer and chat format. Compare the messages of both rollouts up to this turn.",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierTurns:
+    """The turns of other rollouts up to that of a branch."""
+
+    turns: Sequence[SavedTurn] = ()
+    results: Sequence[list[Message]] = ()
+    """The results that the model is shown for each turn but the last; empty if those of now are shown."""
 
 
 def why_unbranched(environment: Environment) -> str | None:
@@ -86,7 +98,7 @@ def check_branch(request: RolloutRequest, environment: Environment) -> None:
         )
 
 
-async def earlier_turns(store: Store, request: RolloutRequest, branch: BranchPoint) -> list[SavedTurn]:
+async def earlier_turns(store: Store, request: RolloutRequest, branch: BranchPoint) -> EarlierTurns:
     """Return the turns up to the branch's, as the trajectories have them that sampled them.
 
     Their `worked_seconds` are those of all rollouts that they are from.
@@ -113,7 +125,29 @@ async def earlier_turns(store: Store, request: RolloutRequest, branch: BranchPoi
             hint="Choose a turn before that one.",
         )
     last, kept = chain[0][0], frozenset(chain[0][0].kept_kv_versions if branch.train_prefix else ())
-    return [turn.saved(last.finish_reasons[turn.number], kept, seconds) for turn in turns]
+    results = _results_in(last, branch.turn) if branch.reuse_results else []
+    return EarlierTurns(
+        [turn.saved(last.finish_reasons[turn.number], kept, seconds) for turn in turns], results
+    )
+
+
+def _results_in(trajectory: Trajectory, turn: int) -> list[list[Message]]:
+    """Return the results of the tool calls of each turn before one, as the model saw them.
+
+    Raises:
+        BranchError: The conversation at the end of the rollout has not all of its turns.
+    """
+    if REPLACED & trajectory.fork_counts.keys():
+        raise BranchError(
+            "reuse_results", "the rollout's history was shortened, so the results of its tools are not known"
+        )
+    results: list[list[Message]] = []
+    for message in trajectory.messages:
+        if message.role == "assistant":
+            results.append([])
+        elif results:
+            results[-1].append(message)
+    return results[:turn]
 
 
 def without_earlier_turns(trajectory: Trajectory, branch: BranchPoint) -> Trajectory:

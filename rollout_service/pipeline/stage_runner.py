@@ -162,6 +162,7 @@ class StageRunner:
                 subagents=self._subagents,
                 pauses=pauser.waiting if pauser is not None and spec.sandbox.pause else nullcontext,
                 clock=self._turns.clock,
+                earlier_results=iter(self._turns.earlier_results),
                 hidden=self.hidden,
             )
             self.episode = episode

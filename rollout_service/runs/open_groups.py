@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 import anyio.to_thread
 
@@ -361,7 +362,10 @@ class GroupsUnderWay:
             if member.reward is not None
         ]
         first, size = len(group.members), run.request.group_size
-        points = await anyio.to_thread.run_sync(branch_points, roots, size - first, branching.at)
+        choose = partial(
+            branch_points, roots, size - first, branching.at, reuse_results=branching.reuse_results
+        )
+        points = await anyio.to_thread.run_sync(choose)
         task = (await self._rollout(group.members[0])).task
         requests = [
             rollout_request(run, group.number, sample, task, 0, point)

@@ -89,10 +89,21 @@ class ToolCallingAgent:
             if malformed_turns >= limits.max_malformed:
                 return StopReason.MALFORMED
             known = next(episode.known_results, None)
-            messages = known or await self._calls.run(episode, turn.message.tool_calls)
+            messages = known or await self._run_calls(episode, turn.message.tool_calls)
             if not messages:
                 return StopReason.FINISHED
         return StopReason.MAX_TURNS
+
+    async def _run_calls(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
+        """Return the results for the model, which are those of an earlier rollout as long as that is played again."""
+        results = await self._calls.run(episode, calls)
+        earlier = next(episode.earlier_results, None)
+        if earlier is None or len(earlier) != len(results):
+            return results
+        return [
+            now.model_copy(update={"content": before.content})
+            for now, before in zip(results, earlier, strict=True)
+        ]
 
 
 def final_answer(messages: Sequence[Message]) -> str | None:

@@ -82,6 +82,8 @@ class TurnLog:
         """Why the rollout has to begin anew; None if it does not."""
         self.restored = 0
         """The number of turns whose tools do not run again, since their sandbox was saved."""
+        self.earlier_results: Sequence[list[Message]] = ()
+        """The results of the tools in turns of another rollout that the model is shown in place of those of now."""
         self._branch = earlier[-1] if earlier else None
         self._earlier = len(earlier[:-1])
         self._saved = [*earlier[:-1], *saved]

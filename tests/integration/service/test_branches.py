@@ -33,15 +33,19 @@ def scripted(*commands: str) -> ScriptedEngine:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("branches")
     steps = [f"echo step {number} | tee -a steps; wc -l < steps" for number in range(TURNS)]
+    stamp = "date +%s%N | tee -a steps"
+    look = """printf '{"lines": %d, "first": %d}' "$(wc -l <steps)" "$(head -1 steps)\""""
     others = [*steps[:BRANCH], "cat steps; echo other way", "exit 3"]
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(scripted(*steps)) as engine,
         portal.wrap_async_context_manager(scripted(*others)) as other,
+        portal.wrap_async_context_manager(scripted(stamp, stamp, look, "true")) as timed,
         service(folder, engine.url, turns=TURNS, sandbox="apptainer") as running,
     ):
-        backend = {"url": other.url, "pool": "other"}
-        httpx.post(f"{running.url}/v1/backends", json=backend, timeout=60).raise_for_status()
+        for pool, engine in (("other", other), ("timed", timed)):
+            backend = {"url": engine.url, "pool": pool}
+            httpx.post(f"{running.url}/v1/backends", json=backend, timeout=60).raise_for_status()
         submit(running, rollout_id="source").raise_for_status()
         yield running
 
@@ -77,6 +81,34 @@ def test_another_model_goes_on_in_a_sandbox_in_the_same_state(running: Running) 
     output = branch.messages[2 * BRANCH + 2]
     assert output.role == "tool"
     assert "step 0\nstep 1\nother way" in output.content
+
+
+TIMED = {"environment": "echo", "instance": {"number": 2}}
+
+
+def test_tools_that_answer_otherwise_each_time_fail_a_branch_that_does_not_reuse_results(
+    running: Running,
+) -> None:
+    """The sandbox is brought to the same state all the same: the files of the earlier commands are there."""
+    submit(running, rollout_id="timed", pool="timed", task=TIMED).raise_for_status()
+    point = {"rollout_id": "timed", "turn": BRANCH}
+    results = [
+        submit(running, rollout_id=f"timed-{reuse}", pool="timed", task=TIMED, branch_of=point | reuse_of)
+        .raise_for_status()
+        .json()
+        for reuse, reuse_of in (("not", {}), ("reused", {"reuse_results": True}))
+    ]
+    assert results[0]["error"]["code"] == "branch_diverged"
+    assert "reuse_results" in results[0]["error"]["hint"]
+    assert results[1]["state"] == "completed"
+    assert results[1]["branch_of"]["reuse_results"]
+    source, branch = trajectory(running, "timed"), trajectory(running, "timed-reused")
+    begin = source.segments[0].turn_ids.index(BRANCH)
+    assert branch.segments[0].token_ids[:begin] == source.segments[0].token_ids[:begin]
+    assert branch.messages[: 2 * BRANCH + 1] == source.messages[: 2 * BRANCH + 1]
+    then, now = (json.loads(found.messages[2 * BRANCH + 2].content) for found in (source, branch))
+    assert (then["lines"], now["lines"]) == (BRANCH, BRANCH)
+    assert then["first"] != now["first"]
 
 
 def test_the_groups_of_a_run_are_trees(running: Running) -> None:

@@ -160,3 +160,23 @@ async def test_extras_of_earlier_turns_are_not_invented():
         await b.store.submit(request)
         branch = await b.finish()
         assert (branch.error.code, branch.trajectory) == ("branch_refused", None)
+
+
+async def test_results_are_not_reused_of_a_history_that_was_shortened():
+    async with bench() as b:
+        await run(b, "source", work=Outputs(FOUR.outputs, compacts_at=2))
+        request = RolloutRequest(task=Task(environment="worked", instance={}))
+        point = BranchPoint(rollout_id="source", turn=3, reuse_results=True)
+        with pytest.raises(BranchError, match="shortened") as caught:
+            await earlier_turns(b.store, request, point)
+        assert caught.value.field == "reuse_results"
+
+
+async def test_the_results_of_each_turn_before_a_branch_are_found():
+    async with bench() as b:
+        await run(b, "source")
+        request = RolloutRequest(task=Task(environment="worked", instance={}))
+        for reuses, expected in ((True, [["a turn 0"], ["b turn 1"]]), (False, [])):
+            point = BranchPoint(rollout_id="source", turn=2, reuse_results=reuses)
+            earlier = await earlier_turns(b.store, request, point)
+            assert [[message.content for message in results] for results in earlier.results] == expected
