@@ -143,49 +143,25 @@ class ApptainerProvider(HostProvider):
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         allowed = _parse_allow_list(spec)
         self.launcher.require_enterable(folder.path.parent, others=self._users is not None)
-        namespaces = await anyio.to_thread.run_sync(lambda: self.launcher.namespaces)
         listens_inside = spec.listens and spec.network != "full"
-        if (allowed is not None or listens_inside) and not namespaces:
-            what = (
-                "listen inside a sandbox"
-                if allowed is None
-                else "restrict a sandbox's network to a list of hosts"
-            )
-            raise SandboxConfigError(
-                f"cannot {what} on this host",
-                hint="set sandbox.fakeroot to false"
-                if self._config.fakeroot and self.launcher.root
-                else NAMESPACES_HINT,
-            )
+        if allowed is not None:
+            await self._require_namespaces("restrict a sandbox's network to a list of hosts")
+        elif listens_inside:
+            await self._require_namespaces("listen inside a sandbox")
         name = spec.image or self._config.image
         prepared = await self.prepared_images.prepare(name)
         workdir = spec.workdir or prepared.workdir or DEFAULT_WORKDIR
         spec = replace(spec, read_only_binds=(*spec.read_only_binds, *prepared.binds))
-        defaults = self._config.limits
-        limits = ResourceLimits(
-            spec.memory_bytes or defaults.memory_bytes,
-            spec.max_processes or defaults.max_processes,
-            spec.cpus or defaults.cpus,
-            spec.disk_bytes or defaults.disk_bytes,
-        )
-        overlay = await anyio.to_thread.run_sync(self.launcher.can_overlay, prepared.image)
+        limits, disk_bytes = self._limits_of(spec), spec.disk_bytes or self._config.limits.disk_bytes
+        overlay, repeats = await anyio.to_thread.run_sync(self._try_image, prepared.image)
         image = str(self.launcher.image_path(prepared.image, folder.overlay, overlay=overlay))
-        inside = [
-            *("/bin/bash", "--norc", "-c", HIDE, "hide"),
-            *(f"{PIPES}/{SCRIPT.name}", PIPES, workdir, str(limits.max_processes)),
-            # Without control groups, limit each process separately.
-            "0" if "memory" in self._groups.enforced else str((limits.memory_bytes or 0) // 1024),
-        ]
         options = self._exec_command(spec, folder, overlay=overlay)
-        kind = self._setups.key([*options, image, *inside], prepared.image, folder)
-        repeats = self._config.reuse_setups and await anyio.to_thread.run_sync(
-            self.launcher.can_make_container, prepared.image
-        )
-        setup = self._setups.get(kind) if repeats else None
-        is_first = repeats and kind not in self._setups
-        if is_first:
-            inside[inside.index(HIDE)] = REPORT + HIDE
-        command = [*options, image, *inside]
+        command = ContainerCommand([*options, image, *self._control_command(limits, workdir)], image)
+        kind = self._setups.key(command.arguments, prepared.image, folder) if repeats else None
+        setup = self._setups.get(kind)
+        first = kind if kind not in self._setups else None
+        if first is not None:
+            command = command.replaced(HIDE, REPORT + HIDE)
         # This is the last wait: once there is a plan, a cancelled start returns the lease, and holds the layers.
         lease = await anyio.to_thread.run_sync(self._lease_user, prepared.image)
         try:
@@ -196,10 +172,10 @@ class ApptainerProvider(HostProvider):
             raise
         user = self._user if lease is None else lease.number
         return LaunchPlan(
-            argv=self.launcher.make_command(command),
+            argv=self.launcher.make_command(command.arguments),
             env=self.launcher.make_env(
                 folder.overlay,
-                spec.disk_bytes or defaults.disk_bytes,
+                disk_bytes,
                 network=spec.network != "full",
                 image=prepared.image,
                 overlay=overlay,
@@ -233,10 +209,41 @@ class ApptainerProvider(HostProvider):
             save_command=partial(self.launcher.save_command, folder.overlay)
             if overlay and self._can_save
             else None,
-            on_ready=partial(self._setups.learn, kind, folder, ContainerCommand(command, image))
-            if is_first
-            else None,
+            on_ready=partial(self._setups.learn, first, folder, command) if first is not None else None,
         )
+
+    async def _require_namespaces(self, what: str) -> None:
+        if not await anyio.to_thread.run_sync(lambda: self.launcher.namespaces):
+            raise SandboxConfigError(
+                f"cannot {what} on this host",
+                hint="set sandbox.fakeroot to false"
+                if self._config.fakeroot and self.launcher.root
+                else NAMESPACES_HINT,
+            )
+
+    def _limits_of(self, spec: SandboxSpec) -> ResourceLimits:
+        defaults = self._config.limits
+        return ResourceLimits(
+            spec.memory_bytes or defaults.memory_bytes,
+            spec.max_processes or defaults.max_processes,
+            spec.cpus or defaults.cpus,
+            spec.disk_bytes or defaults.disk_bytes,
+        )
+
+    def _control_command(self, limits: ResourceLimits, workdir: str) -> list[str]:
+        """Return the command of the control shell."""
+        # Without control groups, limit each process separately.
+        each = 0 if "memory" in self._groups.enforced else (limits.memory_bytes or 0) // 1024
+        script = f"{PIPES}/{SCRIPT.name}"
+        return [
+            *("/bin/bash", "--norc", "-c", HIDE, "hide", script, PIPES, workdir),
+            *(str(limits.max_processes), str(each)),
+        ]
+
+    def _try_image(self, image: Path) -> tuple[bool, bool]:
+        """Return whether the launcher can mount the overlay on an image, and make containers of it."""
+        repeats = self._config.reuse_setups and self.launcher.can_make_container(image)
+        return self.launcher.can_overlay(image), repeats
 
     @property
     def _can_save(self) -> bool:

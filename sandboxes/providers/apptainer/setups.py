@@ -75,12 +75,12 @@ class ContainerSetups:
             *(_identity(path) for path in (image, *map(Path, HOST_FILES))),
         )
 
-    def __contains__(self, key: tuple[str, ...]) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._found
 
-    def get(self, key: tuple[str, ...]) -> ContainerSetup | None:
+    def get(self, key: tuple[str, ...] | None) -> ContainerSetup | None:
         """Return the setup of a kind; None if Apptainer must start it."""
-        return self._found.get(key)
+        return None if key is None else self._found.get(key)
 
     def learn(self, key: tuple[str, ...], folder: RunFolder, command: ContainerCommand) -> None:
         """Read the report of a sandbox that has started with a command of Apptainer."""

@@ -63,9 +63,13 @@ class ContainerCommand:
 
     def __init__(self, arguments: "list[str]", image: str) -> None:
         """`image` is the folder that Apptainer is given as the image."""
+        self.arguments, self._image = arguments, image
         where = arguments.index(image)
-        self._options = arguments[:where]
-        self.inside = arguments[where + 1 :]
+        self._options, self.inside = arguments[:where], arguments[where + 1 :]
+
+    def replaced(self, argument: str, by: str) -> "ContainerCommand":
+        """Return the command with another argument in place of one."""
+        return ContainerCommand([by if each == argument else each for each in self.arguments], self._image)
 
     def binds(self) -> "Iterator[tuple[str, str, bool]]":
         """Yield source, target, and whether it is read-only."""
