@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -95,7 +96,7 @@ class Launcher:
         *,
         network: bool,
         image: Path,
-        overlay: bool,
+        overlay: Literal["notes", "plain"] | None,
         points: Sequence[str],
         binds: Sequence[str],
         layers: Sequence[str],
@@ -109,7 +110,7 @@ class Launcher:
             disk_bytes: the size of its file system.
             network: whether it has a separate network.
             image: the image on the host.
-            overlay: whether it mounts the overlay; see `can_overlay`.
+            overlay: the overlay that it mounts, if any; see `can_overlay` for one with notes.
             points: the paths inside that Apptainer mounts something on besides `POINTS`.
             binds: the sources of binds on the host.
             layers: the instructions for what lies between the image and the overlay, the newest first.
@@ -129,10 +130,10 @@ class Launcher:
                 told["LAUNCH_NETWORK"] = "1"
         if self.root:
             told["LAUNCH_BINDS"] = "\n".join(binds)
-        if self.root or overlay:
+        if self.root or overlay is not None:
             told["LAUNCH_IMAGE"] = str(image)
-        if overlay:
-            told |= {"LAUNCH_OVERLAY": "1", "LAUNCH_POINTS": "\n".join((*POINTS, *points))}
+        if overlay is not None:
+            told |= {"LAUNCH_OVERLAY": overlay, "LAUNCH_POINTS": "\n".join((*POINTS, *points))}
         if layers:
             told["LAUNCH_LAYERS"] = "\n".join(layers)
         if saved is not None:
@@ -204,7 +205,7 @@ class Launcher:
         device = image.stat().st_dev
         if device not in self._overlays:
             namespaces = {"LAUNCH_NAMESPACES": "1"} if self.namespaces else {}
-            told = {"LAUNCH_IMAGE": str(image), "LAUNCH_OVERLAY": "1"} | namespaces | self._user_env()
+            told = {"LAUNCH_IMAGE": str(image), "LAUNCH_OVERLAY": "notes"} | namespaces | self._user_env()
             failure = self._try_launch(["true"], told)
             if failure is not None:
                 log.warning("sandboxes cannot remove folders of the image", image=str(image), reason=failure)
@@ -224,16 +225,21 @@ class Launcher:
     def can_make_container(self, image: Path) -> bool:
         """Return whether a launch can do what Apptainer does with an image. Tried once per image, in 50 ms.
 
-        It needs the overlay, the right to mount /proc, and mount_setattr(2), and runs the image's bash in a container.
+        It needs mount_setattr(2) and the right to mount an overlay and /proc, and runs the image's bash in a container.
         """
-        if self._fakeroot or not (self.namespaces and self.can_overlay(image)):
+        overlay = "notes" if self.can_overlay(image) else "plain"
+        if self._fakeroot or not (self.namespaces and image.is_dir()) or (self.root and overlay == "plain"):
             return False
         if image not in self._containers:
-            told = {"LAUNCH_IMAGE": str(image), "LAUNCH_OVERLAY": "1", "LAUNCH_POINTS": "\n".join(POINTS)}
-            told |= {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1", "LAUNCH_DIRECT": "1"} | self._user_env()
+            told = {"LAUNCH_IMAGE": str(image), "LAUNCH_OVERLAY": overlay, "LAUNCH_POINTS": "\n".join(POINTS)}
+            told |= {
+                "LAUNCH_NAMESPACES": "1",
+                "LAUNCH_NETWORK": "1",
+                "LAUNCH_DIRECT": "image",
+            } | self._user_env()
             with tempfile.TemporaryDirectory(prefix="rollout-") as space:
                 binds = ("--bind", "/dev/pts", "--bind", f"{space}/hosts:/etc/hosts:ro")
-                command = [*binds, f"{space}/root", "/bin/bash", "--norc", "-c", "[[ -e /proc/1/stat ]]"]
+                command = [*binds, "image", "/bin/bash", "--norc", "-c", "[[ -e /proc/1/stat ]]"]
                 failure = self._run(command, told, space)
             if failure is not None:
                 log.warning("each sandbox of this image runs Apptainer", image=str(image), reason=failure)

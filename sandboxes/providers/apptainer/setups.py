@@ -48,14 +48,14 @@ class ContainerSetup:
     environ: Mapping[str, str]
     files: Mapping[str, str]
 
-    def variables(self, folder: RunFolder) -> dict[str, str]:
-        """Return the launcher's instructions for another sandbox."""
+    def variables(self, folder: RunFolder, image: str) -> dict[str, str]:
+        """Return the launcher's instructions for another sandbox; `image` is the one in Apptainer's command."""
         inside = {
             name: value.replace(FOLDER, str(folder.path)).replace(ID, folder.id)
             for name, value in self.environ.items()
         }
         return {
-            "LAUNCH_DIRECT": "1",
+            "LAUNCH_DIRECT": image,
             **{f"INSIDE_{name}": value for name, value in inside.items()},
             **{f"FILE_{path}": content for path, content in self.files.items()},
         }
@@ -113,7 +113,10 @@ def _parse(report: bytes, folder: RunFolder, mounted: set[str]) -> ContainerSetu
     if BEGIN not in texts or END not in texts:
         raise ValueError("no report, for which the image needs bash 4.4")
     environ, mounts, *files = _parts(texts[texts.index(BEGIN) + 1 : texts.index(END)])
-    points = {line.split(" ")[4] for line in "".join(mounts).splitlines()}
+    lines = "".join(mounts).splitlines()
+    points = {line.split(" ")[4] for line in lines}
+    if not any(line.split(" ")[4] == "/" and " - overlay " in line for line in lines):
+        raise ValueError("its root is not the kernel's overlay")
     made = {path: "".join(content) for path, content in zip(HOST_FILES, files, strict=True) if path in points}
     if other := points ^ {"/", "/proc", *DEVICES, *made, *mounted}:
         raise ValueError(f"other mounts: {', '.join(sorted(other))}")

@@ -14,7 +14,8 @@ Environment variables are its instructions:
                       user namespace that maps them, and Apptainer needs no other
   LAUNCH_NETWORK      "1": a separate network, whose loopback is up
   LAUNCH_IMAGE        the image, shown at "image" in LAUNCH_SPACE
-  LAUNCH_OVERLAY      "1": a writable overlay on the image, at "root" in LAUNCH_SPACE
+  LAUNCH_OVERLAY      "notes" or "plain": a writable overlay on the image, at "root" in LAUNCH_SPACE, with or without
+                      notes on folders of the image that were removed
   LAUNCH_LAYERS       what other sandboxes wrote, to lie between the image and the overlay, newest first: for each
                       a line "MOUNTS USERS OWNER SPACE" with descriptors of its mount and user namespaces (-1: the
                       host's users), the owner of its files, and its LAUNCH_SPACE
@@ -25,7 +26,8 @@ Environment variables are its instructions:
   LAUNCH_BYTES        the size of the file system that LAUNCH_SPACE gets; without mounts, the limit on each file
   LAUNCH_FILTER       the system call filter in hexadecimal digits, see `seccomp`
   LAUNCH_PROFILE      the same for Apptainer to set, as JSON, which it finds at "filter.json" in LAUNCH_SPACE
-  LAUNCH_DIRECT       "1": do what Apptainer would do with the arguments, and do not run it; see `container`
+  LAUNCH_DIRECT       the image among the arguments: do what Apptainer would do with them on the overlay, and do not run
+                      it; see `container`
   INSIDE_NAME         with LAUNCH_DIRECT, the variable NAME inside
   FILE_PATH           with LAUNCH_DIRECT, the content of the file PATH inside
 and as root:

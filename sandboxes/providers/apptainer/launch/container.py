@@ -80,11 +80,10 @@ class ContainerCommand:
 
 
 def run_container(
-    space: str, arguments: "list[str]", environ: "dict[str, str]", etc: "dict[str, str]"
+    space: str, command: ContainerCommand, environ: "dict[str, str]", etc: "dict[str, str]"
 ) -> "NoReturn":
-    """Run Apptainer's command in a container, and exit as it does. `etc` has the content of files inside, by path."""
+    """Run a command in a container of the overlay in a space, and exit as it does. `etc` has files inside, by path."""
     root = f"{space}/root"
-    command = ContainerCommand(arguments, root)
     user, group = os.geteuid(), os.getegid()
     new_user_namespace(CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC, user, group, user)
     mount("none", "/", None, MS_REC | MS_PRIVATE)

@@ -162,15 +162,17 @@ def bind_fuse(space: str) -> None:
         return  # the host's own device may suffice, and unpacked images need none
 
 
-def overlay_options(lower: "list[str]") -> str:
+def overlay_options(lower: "list[str]", *, plain: bool) -> str:
     """Return the options for an overlay on these layers, uppermost first, whose upper layer lies on this space.
 
     The overlay notes in extended attributes which folders hide those of the image, and where they came from. Without a
     place for its notes it would still mount, but removing or renaming a folder of the image would fail with EIO. The
     attributes that the host's root may set also let folders be renamed; others can only use those of users, which
-    tmpfs has since Linux 6.6.
+    tmpfs has since Linux 6.6. A `plain` overlay is one without notes, as Apptainer makes it.
     """
     overlay = OVERLAY.format(lower=":".join(lower))
+    if plain:
+        return overlay
     return f"{overlay},redirect_dir=on" if notes_are_trusted() else f"{overlay},userxattr"
 
 
@@ -212,7 +214,7 @@ def restore_files(archive: str, upper: str, user: int, group: int) -> None:
         raise OSError("the saved files cannot be put in place")
 
 
-def mount_overlay(space: str, user: int, group: int, layers: int, saved: str) -> None:
+def mount_overlay(space: str, user: int, group: int, layers: int, saved: str, *, plain: bool) -> None:
     """Mount a writable overlay on "image" and the layers at "root"; `saved` tells what is written in it already.
 
     Nothing inside can change what lies below except through it.
@@ -225,7 +227,7 @@ def mount_overlay(space: str, user: int, group: int, layers: int, saved: str) ->
     os.chown("data/upper", user, group)
     if saved:
         restore_files(saved, "data/upper", user, group)
-    mount("overlay", "root", "overlay", MS_NOSUID | MS_NODEV, overlay_options(lower))
+    mount("overlay", "root", "overlay", MS_NOSUID | MS_NODEV, overlay_options(lower, plain=plain))
     os.chdir("/")
 
 

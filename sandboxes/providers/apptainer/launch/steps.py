@@ -5,7 +5,7 @@ import os
 import resource
 import sys
 
-from .container import run_container
+from .container import ContainerCommand, run_container
 from .files import (
     attach_tree,
     bind,
@@ -43,6 +43,7 @@ AF_INET, SOCK_DGRAM = 2, 2
 PREFIX = "LAUNCH_"
 INSIDE, FILE = "INSIDE_", "FILE_"
 BACKLOG = 64
+PLAIN = "plain"
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
 
@@ -148,7 +149,8 @@ class ApptainerLaunch:
             bind(source, target)  # the file system cannot map owners: bind it as it is
 
     def _mount_overlay(self, layers: int) -> None:
-        mount_overlay(self._space, self._user, self._group, layers, self._told.get("SAVED", ""))
+        saved, plain = self._told.get("SAVED", ""), self._told["OVERLAY"] == PLAIN
+        mount_overlay(self._space, self._user, self._group, layers, saved, plain=plain)
         for path in self._told.get("POINTS", "").splitlines():
             make_point(f"{self._space}/root", path, self._user, self._group)
 
@@ -206,7 +208,8 @@ def main() -> None:
     try:
         ApptainerLaunch(told).run()
         if "DIRECT" in told:
-            run_container(told["SPACE"], arguments, pick(INSIDE), pick(FILE))
+            command = ContainerCommand(arguments, told["DIRECT"])
+            run_container(told["SPACE"], command, pick(INSIDE), pick(FILE))
     except OSError as error:
         sys.exit(f"launch: {error}")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}

@@ -28,10 +28,13 @@ def command(folder: RunFolder) -> ContainerCommand:
     return ContainerCommand(["apptainer", "exec", "--bind", "/shared:/data:ro", root, "bash"], root)
 
 
-def report(folder: RunFolder, mounts: list[str], *files: str, marker: str | None = None) -> bytes:
+def report(
+    folder: RunFolder, mounts: list[str], *files: str, marker: str | None = None, root: str = "overlay"
+) -> bytes:
     """Return what a sandbox reports."""
     environ = [f"{MARKER}={marker or folder.id}", f"HERE={folder.path}/x", "EMPTY=", "LINES=a\nb=c"]
-    table = "".join(f"1 0 0:1 / {path} rw - tmpfs tmpfs rw\n" for path in mounts)
+    kinds = {"/": root, "/proc": "proc"}
+    table = "".join(f"1 0 0:1 / {path} rw - {kinds.get(path, 'tmpfs')} none rw\n" for path in mounts)
     texts = [str(len(environ)), *environ, "1", table]
     for content in files:
         texts += ["1", content] if content else ["0"]
@@ -49,8 +52,8 @@ def learn(folder: RunFolder, command: ContainerCommand, text: bytes) -> Containe
 def test_another_sandbox_gets_the_environment_and_files_with_its_own_names(folder, command):
     setup = learn(folder, command, report(folder, MOUNTS, "nameserver 1\n", "me:x\n", "")).get(KIND)
     other = RunFolder(folder.path.with_name("8"))
-    assert setup.variables(other) == {
-        "LAUNCH_DIRECT": "1",
+    assert setup.variables(other, "/image") == {
+        "LAUNCH_DIRECT": "/image",
         f"INSIDE_{MARKER}": other.id,
         "INSIDE_HERE": f"{other.path}/x",
         "INSIDE_EMPTY": "",
@@ -77,6 +80,11 @@ def test_other_mounts_are_left_to_apptainer(folder, command, mounts):
 def test_a_report_that_breaks_off_is_none(folder, command, size):
     whole = report(folder, MOUNTS, "n", "p", "g")
     assert learn(folder, command, whole[: min(size, len(whole) - 2)]).get(KIND) is None
+
+
+def test_an_overlay_of_a_program_is_left_to_apptainer(folder, command):
+    text = report(folder, MOUNTS, "n", "p", "g", root="fuse.fuse-overlayfs")
+    assert learn(folder, command, text).get(KIND) is None
 
 
 def test_the_report_of_another_sandbox_is_none(folder, command):
