@@ -105,7 +105,6 @@ def _show(backends: list[BackendView], as_json: bool) -> None:
 
 
 def render_backends(backends: list[BackendView]) -> RenderableType:
-    """Return a table of engines, followed by their last errors."""
     from rich.console import Group
     from rich.text import Text
 

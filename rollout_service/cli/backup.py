@@ -94,7 +94,6 @@ def _places_of_job(job: str, jobs: Path, *, must_be_over: bool) -> Iterator[Plac
 
 
 def report(manifest: Manifest, where: Path, *, as_json: bool) -> None:
-    """Print the contents of a backup."""
     if as_json:
         common.print_json(manifest.model_dump(mode="json", exclude={"files"}) | {"bytes": manifest.bytes})
         return

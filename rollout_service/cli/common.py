@@ -62,7 +62,6 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document, indented."""
     import json
 
     print_line(json.dumps(value, indent=2, ensure_ascii=False))
@@ -142,7 +141,6 @@ def run_blocking(command: Callable[[], int | None]) -> None:
 
 
 def explain(error: Exception) -> None:
-    """Print an error and its hint."""
     from rich.text import Text
 
     console = err()

@@ -38,7 +38,6 @@ class SafeConsole(Console):
             self.width = PIPE_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render, escaping everything except rich's own control sequences."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
 

@@ -56,7 +56,6 @@ class HarnessCheck:
     """Why it does not work; empty if it does."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
         return asdict(self)
 
 
@@ -127,7 +126,6 @@ def write_environment(folder: Path, harness: str, turns: int, image: str | None)
 
 
 def judge(harness: str, version: str, turns: int, rollout: Rollout) -> HarnessCheck:
-    """Return a finished rollout's verdict on its harness."""
     trajectory = rollout.trajectory or Trajectory(segments=[], messages=[], finish_reasons=[], fork_counts={})
     sampled = [len(set(segment.turn_ids) - {-1}) for segment in trajectory.segments]
     continued = sum(sampled) - len([count for count in sampled if count])
@@ -161,7 +159,6 @@ def _problem(turns: int, rollout: Rollout, segments: int) -> str:
 
 
 def show_check(found: HarnessCheck) -> None:
-    """Print the outcome of a check."""
     for name, value in found.as_json().items():
         if value != "" and name != "problem":
             common.print_line(f"{name:<14} {json.dumps(value) if isinstance(value, dict) else value}")

@@ -17,7 +17,6 @@ RunId = Annotated[str, typer.Argument(help="The run's id, from `runs list`.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands to those of `runs`."""
     app.command("groups", epilog="Example: rollout-service runs groups dapo-7b --state dropped")(groups)
     app.command("history", epilog="Example: rollout-service runs history dapo-7b --json")(history)
 

@@ -269,11 +269,7 @@ def _say_how_to_settle(run_id: str, batch_id: str, seconds: float) -> None:
 
 
 def _refuse_to_overwrite(path: Path, *, force: bool) -> None:
-    """Check that a file does not exist: it may hold data that the server no longer has.
-
-    Raises:
-        CommandError: The file exists.
-    """
+    """Check that a file does not exist: it may hold data that the server no longer has."""
     if path.exists() and not force:
         hint = "Name another file with --output, or pass --force to overwrite it."
         raise common.CommandError(f"{path} already exists", hint=hint)

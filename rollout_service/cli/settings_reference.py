@@ -46,7 +46,6 @@ BOUNDS = {"ge": ">= ", "gt": "> ", "le": "<= ", "lt": "< "}
 
 
 def reference() -> str:
-    """Return the whole page."""
     seen = set()
     parts = [HEAD]
     for table in iter_tables(Settings):

@@ -44,7 +44,6 @@ class DemoCluster:
 
     @property
     def client(self) -> RolloutClient:
-        """A client of the first node."""
         return self.nodes[0].client
 
     def kill_last(self) -> str:
@@ -54,7 +53,6 @@ class DemoCluster:
 
 
 def name_of(number: int) -> str:
-    """Return the name of a node, numbered from 1."""
     return f"node-{number}"
 
 
@@ -133,7 +131,6 @@ class ClusterView:
         return Group(rows, Text(f"{self.tally.count}/{self.tally.total}: {self.tally}"))
 
     def line(self) -> str:
-        """Return the same in one line."""
         parts = [
             f"{node.node} dead"
             if node.state is NodeState.DEAD
@@ -143,11 +140,9 @@ class ClusterView:
         return f"{self.tally.count}/{self.tally.total}: {', '.join(parts)}"
 
     def say(self, text: str) -> None:
-        """Print a line above the view."""
         self.console.print(text, soft_wrap=True)
 
     async def shown(self, client: RolloutClient) -> None:
-        """Show the nodes until cancelled."""
         if self.console.is_terminal:
             with Live(self, console=self.console, refresh_per_second=4):
                 await self._look(client)

@@ -99,11 +99,9 @@ class Summary:
 
     @property
     def success_rate(self) -> float:
-        """The share of rollouts that succeeded."""
         return self.succeeded / len(self.rollouts) if self.rollouts else 0.0
 
     def figures(self) -> dict[str, float | int | None]:
-        """Return the figures by which demos are compared."""
         return {
             "rollouts": len(self.rollouts),
             "succeeded": self.succeeded,
@@ -114,7 +112,6 @@ class Summary:
         }
 
     def show(self) -> RenderableType:
-        """Render the summary for a terminal."""
         return Group(self._outcome(), self._times())
 
     def _outcome(self) -> Table:
@@ -174,7 +171,6 @@ class DemoResult:
     exit_code: int
 
     def write(self, file: Path | None) -> None:
-        """Write the figures to a file, or print them."""
         if file is None:
             common.print_json(figures_document(asdict(self.plan), self.summary.figures()))
         else:
@@ -396,7 +392,6 @@ def write_figures(
     figures: Mapping[str, float | int | None],
     aims: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the document to a file."""
     document = figures_document(settings, figures, aims)
     path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
 

@@ -43,11 +43,9 @@ class Tokens:
 
     @property
     def difference(self) -> NDArray[np.float64]:
-        """The absolute difference of the two."""
         return np.abs(self.engine - self.recomputed)
 
     def rows(self, order: Sequence[int] | range) -> Iterator[dict[str, float]]:
-        """Yield tokens as records."""
         columns = {name: getattr(self, name) for name in (*self.__slots__, "difference")}
         for at in order:
             yield {name: column[at].item() for name, column in columns.items()}
@@ -64,7 +62,6 @@ class Spread:
 
     @classmethod
     def of(cls, differences: NDArray[np.float64]) -> Spread:
-        """Return the spread of at least one difference."""
         p99 = float(np.quantile(differences, 0.99))
         return cls(len(differences), float(differences.mean()), p99, float(differences.max()))
 
@@ -117,13 +114,11 @@ def report(arrays: BatchArrays, tokens: Tokens) -> dict[str, Any]:
 
 
 def write_tokens(tokens: Tokens, file: Path) -> None:
-    """Write a line of JSON for every sampled token."""
     with file.open("w") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in tokens.rows(range(len(tokens.version))))
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """Print the report as tables."""
     from rollout_service.cli.console import table
 
     for title, rows in (
@@ -163,7 +158,6 @@ def _recompute(
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    """Return torch, and the model in float32."""
     try:
         import torch
     except ImportError as error:

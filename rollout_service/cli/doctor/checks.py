@@ -53,7 +53,6 @@ class Check:
     """The command that fixes it; empty if there is nothing to fix."""
 
     def as_dict(self) -> dict[str, str]:
-        """Return the result for `--json`."""
         return asdict(self)
 
 
@@ -77,7 +76,6 @@ def check_machine(settings: Settings) -> list[Check]:
 
 
 def check_apptainer(facts: HostFacts) -> Check:
-    """Check that Apptainer is installed and runs."""
     fix = script("install-apptainer", as_root=not facts.is_root)
     if facts.apptainer is None:
         return Check("Apptainer", "missing", "not on PATH, not in /opt/apptainer", fix)
@@ -211,7 +209,6 @@ def _check_terminals(sandboxes: int | None, ceiling: int) -> Check:
 
 
 def check_image(settings: Settings) -> Check:
-    """Check that the image of the built-in environments is built."""
     names = [image.name for image in ImageStore(settings.images_dir).list()]
     if BASE_IMAGE in names:
         return Check("image base", "ok", "built")

@@ -36,7 +36,6 @@ GIBIBYTE = 1 << 30
 
 
 def show(report: LiveReport, console: Console, *, stacks: bool) -> None:
-    """Print a report."""
     for part in _head(report):
         console.print(part, soft_wrap=True)
     if report.overview is not None:

@@ -41,7 +41,6 @@ async def attack(
     *,
     as_json: bool,
 ) -> int:
-    """Run the attacks, show their outcomes, and return the exit code."""
     known = {script.name: script for script in SCRIPTS}
     for name in names:
         if name not in known:

@@ -39,7 +39,6 @@ async def audit(
     *,
     as_json: bool,
 ) -> int:
-    """Run the audit, show its report, and return the exit code."""
     settings = load_settings()
     loaded = await anyio.to_thread.run_sync(load_environment, environment)
     known = [parse_instance(instance)] if instance is not None else read_dataset(loaded)
@@ -78,7 +77,6 @@ async def _ask_policy(
     backend: str,
     pools: PoolModels,
 ) -> None:
-    """Roll out each instance with a policy."""
     own = OwnServer(environment, backend=backend, script=None, model=None, sandbox=None, pools=pools)
     async with own.running() as client:
         for one, instance in zip(report.instances, data, strict=True):

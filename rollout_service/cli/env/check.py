@@ -54,7 +54,6 @@ class AskedSecret:
 
     @classmethod
     def of(cls, secret: Secret, problem: SecretMissingError | None) -> AskedSecret:
-        """Return the report's entry for a secret."""
         return cls(secret.table, secret.key, str(secret.source), problem is None)
 
     def __str__(self) -> str:
@@ -90,7 +89,6 @@ class EnvironmentReport:
         return asdict(self)
 
     def show(self, console: SafeConsole) -> None:
-        """Print the report."""
         rows = table("", "", header=False)
         rows.add_row("environment", self.name)
         rows.add_row("image", self.image or self._without_image())
@@ -140,7 +138,6 @@ def tool_names(environment: Environment) -> list[str]:
 
 
 def environment_table(specs: Sequence[dict[str, JsonValue]]) -> Table:
-    """Return a table of environments."""
     rows = table(id_column("name"), "image", "tools", "description")
     for spec in specs:
         tools = spec.get("tools")

@@ -37,7 +37,6 @@ class DatasetPart:
     environments: dict[str, Environment] = field(default_factory=dict)
 
     def environment(self, name: str) -> Environment:
-        """Return an environment, which is loaded once."""
         if name not in self.environments:
             self.environments[name] = load_environment(name)
         return self.environments[name]

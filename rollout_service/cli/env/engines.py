@@ -132,11 +132,7 @@ class _NamedPools(PolicyServing):
     """The pools that options name; for another one, it says which option would."""
 
     def connect(self, pool: str) -> tuple[PoolModel, BackendPool]:
-        """Return the model that a pool serves, and its engines.
-
-        Raises:
-            EnvironmentFailedError: No option names the pool.
-        """
+        """Return the model that a pool serves, and its engines."""
         if not self.expects(pool):
             raise EnvironmentFailedError(
                 f"the environment asks the model of the pool {pool!r}, and nothing answers for it here",
@@ -165,7 +161,6 @@ class ScriptedCall(BaseModel):
     arguments: dict[str, JsonValue] = {}
 
     def text(self) -> str:
-        """Return the call as a policy writes it."""
         return f"<tool_call>\n{json.dumps(self.model_dump(), ensure_ascii=False)}\n</tool_call>"
 
 
@@ -178,7 +173,6 @@ class ScriptedTurn(BaseModel):
     tool_calls: list[ScriptedCall] = []
 
     def text(self) -> str:
-        """Return the turn as a policy writes it."""
         parts = [self.content, *(call.text() for call in self.tool_calls)]
         return "\n".join(part for part in parts if part) + END
 

@@ -123,7 +123,6 @@ def _missing(part: DatasetPart, store: ImageStore, done: Preparation) -> dict[st
 
 
 def _images(environment: Environment) -> Iterator[str]:
-    """Yield the images of an instance's sandboxes."""
     for spec in (environment.spec, environment.spec.for_grader()):
         if spec.image is not None:
             yield spec.image
@@ -147,11 +146,7 @@ def _look_for(
 
 
 def _source_of(image: str, environment: Environment, store: ImageStore) -> Source:
-    """Return the source of an image.
-
-    Raises:
-        ImageNotFoundError: Nothing says how it is made.
-    """
+    """Return the source of an image."""
     if (dockerfile := environment.dockerfiles().get(image)) is not None:
         return dockerfile_at(dockerfile)
     if REFERENCE.fullmatch(image):

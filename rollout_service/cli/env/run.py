@@ -45,7 +45,6 @@ class OwnServer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[RolloutClient]:
-        """Start the server, with the scripted model if there is a script."""
         turns = await anyio.to_thread.run_sync(read_turns, self.script) if self.script else None
         common.err().print("Starting a server")
         async with AsyncExitStack() as stack:
@@ -60,7 +59,6 @@ class OwnServer:
             yield client
 
     def _flags(self, backend: str | None) -> list[str]:
-        """Return the flags of `rollout-service serve`."""
         given = {
             "--environment": environment_path(self.environment),
             "--backend": backend,
@@ -108,11 +106,7 @@ async def _server(own: OwnServer, url: str | None, key: str | None) -> AsyncIter
 
 
 def _own_name(own: OwnServer) -> str:
-    """Return the environment's name on a server of its own.
-
-    Raises:
-        CommandError: It has sub-agents, and nothing answers for them.
-    """
+    """Return the environment's name on a server of its own."""
     spec = load_environment(own.environment).spec
     if spec.parallel is not None and spec.parallel.subagent.pool not in {
         *own.pools.models,

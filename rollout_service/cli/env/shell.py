@@ -101,7 +101,6 @@ class GradersSandbox:
         return getattr(self._sandbox, name)
 
     async def import_path(self, parent: str, tar: AsyncIterable[bytes]) -> None:
-        """Copy files in."""
         await self._sandbox.import_path(parent, tar)
         self._has_files = True
 
@@ -112,7 +111,6 @@ class GradersSandbox:
     async def exec(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> ExecResult:
-        """Run a program."""
         await self._note(env or {})
         return await self._sandbox.exec(argv, env=env, **options)
 
@@ -226,7 +224,6 @@ def require_terminal() -> None:
 
 
 def size_of_terminal() -> tuple[int, int]:
-    """Return the lines and the columns of the window."""
     size = os.get_terminal_size(STDOUT)
     return (size.lines, size.columns) if size.lines and size.columns else DEFAULT_SIZE
 
@@ -250,7 +247,6 @@ async def attach(terminal: SandboxTerminal) -> int:
 
 @contextmanager
 def _raw() -> Iterator[None]:
-    """Let the terminal pass every key on as it is."""
     before = termios.tcgetattr(STDIN)
     tty.setraw(STDIN, termios.TCSADRAIN)
     try:

@@ -48,7 +48,6 @@ class TriedTask:
     seconds: float
 
     def as_dict(self) -> dict[str, JsonValue]:
-        """Return the outcome for `--json`."""
         return asdict(self) | {"problems": list(self.problems)}
 
 

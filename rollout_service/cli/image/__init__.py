@@ -146,7 +146,6 @@ def build(
 def _named_source(
     name: str, definition: Path | None, tree: Path | None, harness: list[str], arguments: dict[str, str]
 ) -> Source:
-    """Return the source of an image with this name."""
     from rollout_service.agents.harnesses.registry import harness_image, joint_image
     from sandboxes.images.sources import Definition, Tree
     from sandboxes.images.store import packaged

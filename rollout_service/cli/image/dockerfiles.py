@@ -113,7 +113,6 @@ def build_dockerfiles(
 
 
 def failure_as_dict(outcome: BuildOutcome) -> dict[str, Any]:
-    """Return a failure as JSON."""
     error = outcome.error
     return {
         "name": outcome.name,

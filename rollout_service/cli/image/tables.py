@@ -20,7 +20,6 @@ MEBIBYTE = 2**20
 
 
 def show_images(images: list[StoredImage], *, as_json: bool) -> None:
-    """Show images, their sizes and where they are."""
     if as_json:
         common.print_json([image_as_dict(image) for image in images])
         return
@@ -36,7 +35,6 @@ def show_images(images: list[StoredImage], *, as_json: bool) -> None:
 
 
 def image_as_dict(image: StoredImage) -> dict[str, Any]:
-    """Return an image as JSON."""
     from dataclasses import asdict
     from datetime import UTC, datetime
 
@@ -45,7 +43,6 @@ def image_as_dict(image: StoredImage) -> dict[str, Any]:
 
 
 def show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
-    """Show the features that an image has and lacks."""
     if as_json:
         more = {"path": str(path), "missing": list(facts.missing), "needs_toolkit": facts.needs_toolkit}
         common.print_json({**facts.as_json(), **more, "advice": list(facts.advice)})
@@ -100,7 +97,6 @@ def show_pruned(decided: Sequence[EvictionCandidate], *, dry_run: bool, as_json:
 
 
 def read_settings() -> Settings:
-    """Return the settings of this machine."""
     from rollout_service.settings import load_settings
 
     return load_settings()

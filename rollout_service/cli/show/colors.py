@@ -53,7 +53,6 @@ SURE, UNSURE, SURPRISED = -0.1, -0.7, -2.3
 
 
 def mark(coloring: Coloring, token: Token, segment: SegmentOutline) -> Mark:
-    """Return how a token is shown."""
     if coloring is Coloring.SEGMENT:
         return _by_segment(token, segment)
     if not token.sampled:

@@ -18,7 +18,6 @@ RESULT_CHARS = 100
 
 
 def render_tree(found: RolloutNodes) -> RenderableType:
-    """Render the sub-agents below their parents, in the order of their calls."""
     children: dict[str, list[AgentNode]] = defaultdict(list)
     for node in found.nodes:
         children[node.parent.node_id].append(node)

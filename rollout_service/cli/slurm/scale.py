@@ -97,11 +97,7 @@ async def _scale(home: Path, given: dict[str, Any]) -> None:
 
 
 def _spec(home: Path, given: dict[str, Any]) -> JobSpec:
-    """Return the specification of the jobs of more nodes.
-
-    Raises:
-        CommandError: An option is not valid, or a folder of theirs is another job's.
-    """
+    """Return the specification of the jobs of more nodes."""
     from pydantic import ValidationError
 
     from rollout_service.cluster.slurm.folder import JobFolder
@@ -126,11 +122,7 @@ def _spec(home: Path, given: dict[str, Any]) -> JobSpec:
 
 
 def _ahead(asked: float | None, time: str) -> float:
-    """Return how long before its limit of time a node is drained.
-
-    Raises:
-        CommandError: The node would be drained as soon as it starts.
-    """
+    """Return how long before its limit of time a node is drained."""
     from rollout_service.cluster.slurm.spec import minutes_of
 
     minutes = minutes_of(time)

@@ -96,7 +96,6 @@ class _Counts:
 
     @property
     def unsuccessful(self) -> int:
-        """The number of rollouts of this submission that failed or were cancelled."""
         from api_schemas.rollouts import RolloutState
 
         return self.tally.count - self.tally.ended[RolloutState.COMPLETED]

@@ -38,14 +38,12 @@ class Tally:
     started: float = field(default_factory=time.monotonic)
 
     def add(self, rollout: Rollout) -> None:
-        """Count a rollout that has ended."""
         self.ended[rollout.state] += 1
         if rollout.reward is not None:
             self.rewards.append(rollout.reward)
 
     @property
     def count(self) -> int:
-        """The number of rollouts that have ended."""
         return self.ended.total()
 
     def __str__(self) -> str:
@@ -77,7 +75,6 @@ class ProgressView:
         self._task = self._bar.add_task("", total=tally.total)
 
     def update(self, note: str | None = None) -> None:
-        """Show the current counts; `note` begins the line until it is replaced."""
         self._note = self._note if note is None else note
         text = ", ".join(filter(None, [self._note, str(self._tally)]))
         self._bar.update(self._task, completed=self._tally.count, total=self._tally.total, description=text)

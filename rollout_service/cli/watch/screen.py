@@ -59,7 +59,6 @@ class Screen:
     quit: anyio.Event = field(default_factory=anyio.Event)
 
     def press(self, key: str) -> None:
-        """Obey a key."""
         if key in ("q", "Q"):
             self.quit.set()
         elif key in ("p", "P", " "):
@@ -68,7 +67,6 @@ class Screen:
             self.shows_help = not self.shows_help
 
     def update(self, overview: Overview) -> None:
-        """Show a newer overview."""
         self.overview, self.seen = overview, time.monotonic()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -109,7 +109,6 @@ def failures(overview: Overview) -> RenderableType | None:
 
 
 def engines(backends: list[BackendOverview], paused: list[str]) -> RenderableType:
-    """Return the engines with their load."""
     rows = table(id_column("engine"), "state", "version", "in flight", "req/s", "tokens/s", "cached", "p50")
     for one in backends[:SHOWN_ROWS]:
         backend = one.backend
@@ -129,7 +128,6 @@ def engines(backends: list[BackendOverview], paused: list[str]) -> RenderableTyp
 
 
 def nodes(overview: Overview) -> RenderableType | None:
-    """Return the nodes with their sandboxes, and the reasons that hold new ones back."""
     if not overview.nodes:
         return None
     rows = table(id_column("node"), "state", "rollouts", "sandboxes", "", "warm", "waiting")
@@ -148,7 +146,6 @@ def nodes(overview: Overview) -> RenderableType | None:
 
 
 def runs(found: list[RunOverview]) -> RenderableType | None:
-    """Return the runs in progress."""
     if not found:
         return None
     rows = table(
@@ -170,7 +167,6 @@ def runs(found: list[RunOverview]) -> RenderableType | None:
 
 
 def bar(number: float, most: float) -> Text:
-    """Return a bar of how full something is."""
     share = min(1.0, number / most) if most else 0.0
     filled = round(share * BAR_WIDTH)
     return Text("█" * filled, "green").append("░" * (BAR_WIDTH - filled), "dim")

@@ -35,7 +35,6 @@ class ServerView:
     began: float = field(default_factory=time.monotonic)
 
     def add(self, event: Event) -> None:
-        """Count an event."""
         if event.kind == STATE_EVENT and RolloutState(str(event.data["state"])).terminal:
             self.ended.append(time.monotonic())
 
@@ -47,7 +46,6 @@ class ServerView:
         return len(self.ended) / max(LOOK_SECONDS, min(RATE_SECONDS, now - self.began))
 
     def line(self) -> str:
-        """Return the state as one line."""
         counts = [f"{self.counts[state]} {state}" for state in RolloutState if self.counts.get(state)]
         sandboxes = common.count(sum(node.live for node in self.nodes), "sandbox", "sandboxes")
         engines = common.count(len(self.backends), "engine")
@@ -57,7 +55,6 @@ class ServerView:
 
 
 def format_event(event: Event) -> str:
-    """Return an event as one line."""
     data = ", ".join(f"{name} {value}" for name, value in event.data.items() if value is not None)
     return f"{event.time:%H:%M:%S} {event.kind} {event.subject} {data}"
 
