@@ -43,17 +43,14 @@ class StepObserver:
     Every method does nothing by default.
     """
 
-    def began(self, activity: Activity) -> None:
-        """Note an attempt that has begun."""
+    def began(self, activity: Activity) -> None: ...
 
-    def opened(self, activity: Activity, step: OpenStep) -> None:
-        """Note a step that has begun."""
+    def opened(self, activity: Activity, step: OpenStep) -> None: ...
 
     def closed(self, activity: Activity, step: OpenStep) -> None:
         """Note a step that has ended; `ended` and `error` are set."""
 
-    def finished(self, activity: Activity) -> None:
-        """Note an attempt that has ended, with all its steps."""
+    def finished(self, activity: Activity) -> None: ...
 
 
 class OpenStep:
@@ -174,7 +171,6 @@ class Activity:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make this the current activity within the block."""
         token = _CURRENT.set(self)
         try:
             yield
@@ -191,7 +187,6 @@ class Activity:
             self.working_since = self.limit_seconds = self.limit = None
 
     def begin(self, step: OpenStep) -> None:
-        """Add a step that has begun."""
         self.open.append(step)
         for observer in self._observers:
             observer.opened(self, step)
@@ -237,7 +232,6 @@ class waits_for:  # noqa: N801 - a context manager that reads like a statement
 
 @contextmanager
 def in_lane(lane: str) -> Iterator[None]:
-    """Put the steps within the block into a lane of their own; a lane within another has the names of both."""
     outer = _LANE.get()
     token = _LANE.set(f"{outer}/{lane}" if outer else lane)
     try:
@@ -263,12 +257,10 @@ def noting(**detail: Any) -> Iterator[None]:
 
 
 def current_lane() -> str:
-    """Return the lane that steps are put into."""
     return _LANE.get()
 
 
 def current_activity() -> Activity | None:
-    """Return the activity of the attempt that this task works for."""
     return _CURRENT.get()
 
 
@@ -336,7 +328,6 @@ class ActivityBoard:
                 observer.finished(activity)
 
     def find(self, rollout_id: str) -> Activity | None:
-        """Return the activity of a rollout under way at this node."""
         return self._active.get(rollout_id)
 
     def all(self) -> list[Activity]:

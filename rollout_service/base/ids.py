@@ -27,11 +27,6 @@ class GroupId:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the group id with this text.
-
-        Raises:
-            ValueError: The text is not a group id.
-        """
         run, number = _match(_GROUP, text, "group")
         return cls(run, int(number))
 
@@ -51,11 +46,6 @@ class SampleId:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the sample id with this text.
-
-        Raises:
-            ValueError: The text is not a sample id.
-        """
         run, number, sample, retry = _match(_SAMPLE, text, "sample")
         return cls(run, int(number), int(sample), int(retry or 0))
 
@@ -73,11 +63,6 @@ class BatchId:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the batch id with this text.
-
-        Raises:
-            ValueError: The text is not a batch id.
-        """
         run, number = _match(_BATCH, text, "batch")
         return cls(run, int(number))
 

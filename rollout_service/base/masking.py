@@ -47,7 +47,6 @@ def mask(text: str, values: Collection[str]) -> str:
 
 
 def mask_bytes(data: bytes, values: Collection[str]) -> bytes:
-    """Return bytes with the values replaced."""
     for value in sorted(values, key=len, reverse=True):
         data = data.replace(value.encode(), MASK.encode())
     return data
@@ -71,7 +70,6 @@ def _masked(data: object, values: Collection[str]) -> object:
 
 
 def mask_messages(messages: list[Message], values: Collection[str]) -> list[Message]:
-    """Return messages with the values replaced in their texts."""
     if not values:
         return messages
     return [
@@ -83,7 +81,6 @@ def mask_messages(messages: list[Message], values: Collection[str]) -> list[Mess
 
 
 def mask_info(info: ErrorInfo, values: Collection[str]) -> ErrorInfo:
-    """Return the description of an error with the values replaced."""
     if not values:
         return info
     return info.model_copy(

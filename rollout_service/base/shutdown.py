@@ -62,7 +62,6 @@ class Shutdown:
 
     @property
     def begun(self) -> bool:
-        """Whether the service is ending."""
         return bool(self.reason)
 
     def begin(self, reason: str, *, failed: bool = False) -> None:
@@ -113,7 +112,6 @@ class Shutdown:
         raise ShuttingDownError
 
     async def wait(self) -> None:
-        """Wait until the shutdown begins."""
         try:
             await self.until_begun(anyio.sleep_forever)
         except ShuttingDownError:
@@ -127,7 +125,6 @@ class Shutdown:
 
     @property
     def seconds(self) -> float:
-        """The seconds since the shutdown began."""
         return time.monotonic() - self.began_at
 
     @contextmanager

@@ -26,13 +26,11 @@ class ChangeSignal:
         return self._next
 
     def notify(self) -> None:
-        """Wake everyone who waits now."""
         if self._next is not None:
             self._next.set()
             self._next = None
 
     async def wait(self) -> None:
-        """Wait for the next change."""
         await self.next.wait()
 
 
@@ -53,12 +51,10 @@ class ResettableEvent:
         self._event.set()
 
     def clear(self) -> None:
-        """Make later callers of `wait` wait for the next `set`."""
         if self._event.is_set():
             self._event = anyio.Event()
 
     async def wait(self) -> None:
-        """Wait until the event is set."""
         await self._event.wait()
 
 
@@ -85,7 +81,6 @@ class BatchQueue(Generic[T]):
         return True
 
     def discard(self, is_unwanted: Callable[[T], bool]) -> None:
-        """Remove waiting items."""
         self._waiting = deque(item for item in self._waiting if not is_unwanted(item))
 
     async def next_batch(self) -> list[T]:
@@ -133,7 +128,6 @@ class MonotonicCounter:
             self._advanced.notify()
 
     def increment(self) -> None:
-        """Raise the counter by one."""
         self.advance(self.value + 1)
 
     async def wait_above(self, value: int) -> int:

@@ -95,7 +95,6 @@ class ConnectionSlot:
         self._connections.mark_busy(self)
 
     def release(self) -> None:
-        """Give the slot back."""
         self._connections.release(self)
 
 
@@ -110,7 +109,6 @@ class Connections:
         self._idle: dict[ConnectionSlot, None] = {}
 
     def counts(self) -> dict[str, int]:
-        """Count the connections in each state."""
         idle = len(self._idle)
         return {"pending": self._pending_count, "idle": idle, "busy": len(self._admitted) - idle}
 
@@ -136,7 +134,6 @@ class Connections:
         return True
 
     def mark_idle(self, slot: ConnectionSlot) -> None:
-        """Mark an admitted connection as idle."""
         if slot in self._admitted:
             self._idle[slot] = None
 
@@ -144,7 +141,6 @@ class Connections:
         self._idle.pop(slot, None)
 
     def release(self, slot: ConnectionSlot) -> None:
-        """Remove a connection."""
         self._remove_pending(slot)
         self._admitted.discard(slot)
         self._idle.pop(slot, None)

@@ -52,7 +52,6 @@ class DrainingServer(Server):
         return self._signals[0] if self._signals else None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn.Server."""
         await super().startup(sockets)
         self._on_start()
 

@@ -53,13 +53,11 @@ class Role(StrEnum):
     """Everything: engines, weights, pausing and stopping the service."""
 
     def allows(self, needed: Role) -> bool:
-        """Return whether this role includes `needed`."""
         roles = list(Role)
         return roles.index(self) >= roles.index(needed)
 
 
 def needed_role(method: str, path: str) -> Role:
-    """Return the lowest role that may send a request."""
     if method in READ_METHODS:
         return Role.READ
     if path not in ADMIN_PATHS and any(
@@ -180,7 +178,6 @@ class Keyring:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the API requires a key."""
         return bool(self._keys)
 
     def find(self, value: str) -> ApiKey | None:

@@ -192,7 +192,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._check_head_size()
 
     def _check_head_size(self) -> None:
-        """Refuse a head that is too large, counting also the bytes that the parser still buffers."""
         if self._head_bytes + self._silent_bytes > self._limits.max_head_bytes:
             raise HeadTooLargeError(f"the request's head is larger than {self._limits.max_head_bytes} bytes")
 
@@ -306,11 +305,7 @@ def _refusal_of(error: httptools.HttpParserError) -> RequestError:
 
 
 def _check_framing(headers: list[tuple[bytes, bytes]], url: bytes, version: str) -> None:
-    """Check that a proxy and this server would read the head alike.
-
-    Raises:
-        MalformedRequestError: They might read it differently.
-    """
+    """Check that a proxy and this server would read the head alike."""
     names = [name for name, _ in headers if name in SINGLE_HEADERS]
     if len(names) > len(set(names)):
         raise MalformedRequestError(f"the header {max(names, key=names.count).decode()} is repeated")

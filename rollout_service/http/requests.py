@@ -56,7 +56,6 @@ class BodiesInFlight:
         return self._held[owner] + size <= self._left - size
 
     def release(self, owner: Hashable, size: int) -> None:
-        """Give up bytes of an owner."""
         self._left += size
         self._held[owner] -= size
         if not self._held[owner]:
@@ -86,7 +85,6 @@ class HeldBytes:
             self._bytes = size
 
     def release(self) -> None:
-        """Hold nothing any more; idempotent."""
         self._bodies.release(self._owner, self._bytes)
         self._bytes = 0
 

@@ -46,7 +46,6 @@ class Certificate:
         self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
     def options(self) -> dict[str, Any]:
-        """Return the certificate as uvicorn's options."""
         return {
             "ssl_certfile": self._certificate,
             "ssl_keyfile": self._key,

@@ -114,11 +114,9 @@ class EventSelection:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the reader wants only some events."""
         return bool(self.kinds or self.subjects)
 
     def has(self, kind: str, subject: str) -> bool:
-        """Return whether a reader wants an event."""
         if self.subjects and subject not in self.subjects:
             return False
         return not self.kinds or kind in self.kinds or f"{kind.partition('.')[0]}." in self.kinds
@@ -145,7 +143,6 @@ class SentEvent:
 
     @classmethod
     def of(cls, event: Event) -> SentEvent:
-        """Encode an event."""
         frame = format_sse_event(data_str=event.model_dump_json(), event=event.kind)
         return cls(event.event_id, event.time, event.kind, event.subject, frame)
 
@@ -226,7 +223,6 @@ class StateWatcher:
         self._held: dict[str, JsonValue] = {}
 
     async def run(self) -> None:
-        """Look until cancelled."""
         while True:
             self.look(anyio.current_time())
             await anyio.sleep(PERIOD_SECONDS)

@@ -172,7 +172,6 @@ DIGITS = 4
 
 
 def all_segments(trajectory: Trajectory) -> list[Segment]:
-    """Return the segments as `Segment.parent` counts them."""
     return [*trajectory.segments, *trajectory.untrained]
 
 

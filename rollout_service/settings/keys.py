@@ -33,7 +33,6 @@ class Key:
 
     @property
     def dotted(self) -> str:
-        """The path, written `table.key`."""
         return ".".join(self.path)
 
 
@@ -75,7 +74,6 @@ def fields_at(model: type[BaseModel], path: Sequence[str]) -> list[FieldInfo]:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models that a value may be: a single one, or those of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Annotated, Union, UnionType):

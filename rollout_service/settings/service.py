@@ -132,7 +132,6 @@ class Settings(BaseSettings):
 
     @property
     def file(self) -> Path | None:
-        """The settings file that was read, if any."""
         return self._file
 
     @model_validator(mode="after")
@@ -154,7 +153,6 @@ class Settings(BaseSettings):
 
     @property
     def is_keyed(self) -> bool:
-        """Whether the API requires a key."""
         return bool(self.keys) or self.keys_file is not None
 
     @property
@@ -190,7 +188,6 @@ class Settings(BaseSettings):
 
     @property
     def database(self) -> Path:
-        """The store's database file."""
         return self.state_dir.expanduser() / private_files.STORE
 
 

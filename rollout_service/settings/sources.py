@@ -183,7 +183,6 @@ def without_shared(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def variable_name(dotted: str) -> str:
-    """Return the name of the variable that sets a key."""
     return ENV_PREFIX + dotted.replace(".", "__").upper()
 
 

@@ -30,7 +30,6 @@ class EgressMeter:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Read the counts until the block is left."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow, name="egress counts")
             try:
@@ -51,7 +50,6 @@ class UseCollector(Collector):
         self._seconds = seconds
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the counter as it is now."""
         text = "Lifetime of sandboxes on servers that may ask money for it"
         yield CounterMetricFamily("rollout_sandbox_use_seconds", text, value=self._seconds())
 
@@ -63,7 +61,6 @@ class EgressCollector(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the counters as they are now."""
         counts = self._counts()
         yield CounterMetricFamily(
             "rollout_egress_connections",

@@ -74,7 +74,6 @@ class RoutingTrace:
         )
 
     def decided(self, pool: str, decision: Decision) -> None:
-        """Record the backend chosen for a request."""
         self._decisions(pool, decision.reason).inc()
         if self._logger.isEnabledFor(logging.DEBUG):
             log.debug(
@@ -136,18 +135,15 @@ class PoolMetrics(RoutingTrace, Collector):
         registry.register(self)
 
     def ended(self, pool: str, backend_id: str, seconds: float, end: RequestEnd) -> None:
-        """Count a request to a backend that has ended."""
         series = self._series(pool, backend_id)
         series.requests[end].inc()
         if end is RequestEnd.ANSWERED:
             series.seconds.observe(seconds)
 
     def answered(self, pool: str, seconds: float) -> None:
-        """Record how long a turn took."""
         self._turns_of(pool).observe(seconds)
 
     def loaded(self, outcome: PoolOutcome, seconds: float) -> None:
-        """Record how long an update of the weights took."""
         self._updates.labels(outcome.pool, _update(outcome)).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:

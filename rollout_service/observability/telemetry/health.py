@@ -34,7 +34,6 @@ class HealthMetrics(Collector):
     """Return the free bytes by folder."""
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now."""
         yield from self._backends()
         yield from self._store()
         free = GaugeMetricFamily(

@@ -249,15 +249,12 @@ class Metrics:
     # --- the API ---
 
     def count_request(self, method: str, route: str, status: int) -> None:
-        """Count a request to the API."""
         self._counters[REQUESTS].labels(method, route, str(status)).inc()
 
     def count_key_reload(self, succeeded: bool) -> None:
-        """Count a reload of the keys file."""
         self._counters[KEY_RELOADS].labels("succeeded" if succeeded else "failed").inc()
 
     def count_refused_connection(self, reason: str) -> None:
-        """Count a connection that was closed because of its peer's behavior."""
         self._counters[REFUSED_CONNECTIONS].labels(reason).inc()
 
     def watch_connections(self, counts: Callable[[], Mapping[str, int]]) -> None:
@@ -267,25 +264,21 @@ class Metrics:
 
     @contextmanager
     def track_reader(self, stream: str) -> Iterator[None]:
-        """Count a reader of a stream within the block."""
         with self._gauges[EVENT_READERS].labels(stream).track_inprogress():
             yield
 
     # --- the stages ---
 
     def observe_queue_seconds(self, stage: Stage, seconds: float) -> None:
-        """Record how long a rollout waited for a worker."""
         self._histograms[QUEUE_DURATION].labels(stage).observe(seconds)
 
     @contextmanager
     def track_waiting(self, stage: Stage) -> Iterator[None]:
-        """Count a rollout as waiting for a worker of this stage."""
         with self._gauges[STAGE_WAITING].labels(stage).track_inprogress():
             yield
 
     @contextmanager
     def track_work(self, stage: Stage) -> Iterator[None]:
-        """Count a rollout as worked on in this stage, and time it."""
         active, duration = self._gauges[STAGE_ACTIVE], self._histograms[STAGE_DURATION]
         with active.labels(stage).track_inprogress(), duration.labels(stage).time():
             yield
@@ -311,15 +304,12 @@ class Metrics:
         self.registry.register(UseCollector(seconds))
 
     def acquired(self, *, warm: bool, seconds: float) -> None:
-        """Record how long it took to get a sandbox."""
         self._histograms[ACQUIRE_DURATION].labels("warm" if warm else "cold").observe(seconds)
 
     def refill_failed(self) -> None:
-        """Count a warm sandbox that could not be started."""
         self._counters[REFILL_FAILURES].inc()
 
     def held_back(self, resource: str) -> None:
-        """Count a sandbox whose start is throttled."""
         self._counters[HOLDS].labels(resource).inc()
 
     def count_shared_setup(self, was_made: bool) -> None:
@@ -327,19 +317,15 @@ class Metrics:
         self._counters[SHARED_SETUPS].labels("reused" if was_made else "made").inc()
 
     def count_pause(self, outcome: str) -> None:
-        """Count a sandbox that was paused, or could not be."""
         self._counters[PAUSES].labels(outcome).inc()
 
     def count_sandbox_save(self, outcome: str) -> None:
-        """Count a sandbox that was saved, or why it was not."""
         self._counters[SANDBOX_SAVES].labels(outcome).inc()
 
     def count_reclaimed(self, size: int) -> None:
-        """Count memory of a paused sandbox that was given back."""
         self._counters[RECLAIMED].inc(size)
 
     def count_limit_violation(self, limit: str) -> None:
-        """Count a sandbox limit that an agent's code reached."""
         self._counters[LIMIT_VIOLATIONS].labels(limit).inc()
 
     # --- runs and rollouts ---
@@ -361,7 +347,6 @@ class Metrics:
         self._gauges[DROPPED_IN_A_ROW].labels(run).set(dropped_in_a_row)
 
     def clear_run(self, run: str) -> None:
-        """Stop showing a run."""
         self._gauges[RUN_GROUPS].remove_by_labels({"run": run})
         self._gauges[RUN_ACCEPTANCE].remove_by_labels({"run": run})
         self._gauges[BACKLOG].remove_by_labels({"run": run})
@@ -372,11 +357,9 @@ class Metrics:
         self._counters[RUN_PROBLEMS].labels(error.code).inc()
 
     def count_failure(self, error: ErrorInfo) -> None:
-        """Count a failed attempt."""
         self._counters[ERRORS].labels(error.boundary, error.code, error.stage or "").inc()
 
     def count_retry(self, error: ErrorInfo) -> None:
-        """Count an attempt that is retried."""
         self._counters[RETRIES].labels(error.code).inc()
 
     def count_resume(self, outcome: str, reason: str, turns: int) -> None:
@@ -385,11 +368,9 @@ class Metrics:
         self._counters[RESUMED_TURNS].inc(turns)
 
     def count_saved_turns(self, outcome: str, turns: int) -> None:
-        """Count turns that were saved, or dropped."""
         self._counters[SAVED_TURNS].labels(outcome).inc(turns)
 
     def count_lost_lease(self) -> None:
-        """Count a result that was discarded because its lease was lost."""
         self._counters[LOST_LEASES].inc()
 
     def expect(self, environments: Iterable[str]) -> None:

@@ -35,7 +35,6 @@ class SlotMetrics(Collector):
     total: int
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as of now."""
         slots = GaugeMetricFamily(
             "rollout_subagents", "Sub-agents by state, and their limit", labels=["state"]
         )
@@ -108,7 +107,6 @@ class ParallelMetrics:
                 self._observe(run, rollout, rollout.work)
 
     def clear(self, run: str) -> None:
-        """Stop showing a run."""
         metrics = (self._rollouts, self._assigns, self._duplicates, self._amounts)
         for metric in (*metrics, self._steps, self._width, self._balance, self._seconds):
             metric.remove_by_labels({"run": run})

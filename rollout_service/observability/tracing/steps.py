@@ -78,7 +78,6 @@ class StepArchive:
                 yield b"".join(_line(name, records[name]) for name in some if name in records)
 
     async def _records(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
-        """Return the encoded attempts of rollouts that have any."""
         live = {name: found for name in rollout_ids if (found := self._board.find(name)) is not None}
         with anyio.move_on_after(FLUSH_SECONDS):
             await self._writer.flush()
@@ -240,17 +239,14 @@ def encode(activity: Activity) -> bytes:
 
 
 def compress(record: bytes) -> bytes:
-    """Return an encoded attempt, compressed."""
     return zstandard.ZstdCompressor(level=_LEVEL).compress(record)
 
 
 def decompress(data: bytes) -> bytes:
-    """Return an attempt as JSON."""
     return zstandard.ZstdDecompressor().decompress(data)
 
 
 def decode(record: bytes) -> AttemptSteps:
-    """Return an attempt from its JSON."""
     return AttemptSteps.model_validate(from_json(record))
 
 

@@ -148,11 +148,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
 def _serving_e2b(
     settings: Settings, service: Service, keyring: Keyring, shutdown: Shutdown
 ) -> AbstractAsyncContextManager[None]:
-    """Serve E2B's API beside this one.
-
-    Raises:
-        ConfigurationError: The package of its protocol is not installed.
-    """
+    """Serve E2B's API beside this one."""
     try:
         from rollout_service.server.e2b.app import serving_e2b
     except ModuleNotFoundError as missing:

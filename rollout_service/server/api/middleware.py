@@ -63,13 +63,7 @@ class BearerAuthMiddleware:
             await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        """Check a request's key, and admit its connection.
-
-        Raises:
-            UnauthorizedError: The key is missing or wrong.
-            ForbiddenError: The key's role does not allow the request.
-            UnavailableError: All connections are busy.
-        """
+        """Check a request's key, and admit its connection."""
         if is_session_call(scope):
             self._note_role(scope)
             return  # its connection is admitted once the session is found

@@ -49,7 +49,6 @@ def media_response(
 
 
 def add_error(answer: dict[str, Any], error: type[ServiceError]) -> None:
-    """Add an error to the description of a response."""
     summary = (inspect.getdoc(error) or "").partition("\n")[0]
     reason = f"`{error.code}`: {summary}"
     description = answer.get("description", "")

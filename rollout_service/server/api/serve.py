@@ -82,11 +82,6 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
 
 
 def load_certificate(settings: Settings) -> Certificate | None:
-    """Return the certificate that the settings name, if any.
-
-    Raises:
-        ConfigurationError: The certificate cannot be used.
-    """
     if settings.tls_certificate is None:
         return None
     password = settings.tls_key_password
@@ -96,7 +91,6 @@ def load_certificate(settings: Settings) -> Certificate | None:
 
 
 def _connections(settings: Settings, metrics: Metrics) -> dict[str, Any]:
-    """Return the limits on connections and requests, as the server's options."""
     http = settings.http
     connections = Connections(ConnectionLimits.within(descriptor_limit(), http.max_connections))
     metrics.watch_connections(connections.counts)

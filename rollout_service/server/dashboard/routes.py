@@ -69,7 +69,6 @@ class StaticFile:
 
 @cache
 def static_files() -> dict[str, StaticFile]:
-    """Return the files of the page by their paths."""
     return dict(_walk(files("rollout_service.server.dashboard") / "static", ""))
 
 
@@ -87,7 +86,6 @@ def _walk(folder: Traversable, prefix: str) -> list[tuple[str, StaticFile]]:
 
 
 def install(app: FastAPI) -> None:
-    """Add the page and its files to an app."""
     known = static_files()
 
     async def page(request: Request) -> Response:

@@ -181,7 +181,6 @@ class _Module:
         self.text = f"const {self.name} = (() => {{\n{text}\nreturn {{{names}}};\n}})();"
 
     def _take(self, found: re.Match[str]) -> str:
-        """Return the replacement of an import."""
         other = self._others[found[3]]
         pairs = _pairs(found[2] or "") + ([("default", found[1])] if found[1] else [])
         for outside, _ in pairs:
@@ -190,7 +189,6 @@ class _Module:
         return f"const {{{', '.join(f'{outside}: {inside}' for outside, inside in pairs)}}} = {other.name};"
 
     def _give(self, found: re.Match[str]) -> str:
-        """Return the replacement of an export."""
         if found.re is _EXPORT_DEFAULT:
             self.exports["default"] = _DEFAULT
             return f"const {_DEFAULT} = "

@@ -118,11 +118,7 @@ class E2BApp:
             await app(scope, _bounded(receive, held, is_call=path.startswith((PROCESSES, FILES))), send)
 
     def _owner(self, headers: Headers) -> str:
-        """Return the name of the key that a request has.
-
-        Raises:
-            UnauthorizedError, ForbiddenError: It has none that may have sandboxes.
-        """
+        """Return the name of the key that a request has."""
         given = headers.get("x-api-key", "")
         key = self._keyring.find(given)
         if not given or (key is None and self._keyring.is_needed):
@@ -134,12 +130,7 @@ class E2BApp:
         return "" if key is None else key.name
 
     def _box(self, request: Request) -> Box:
-        """Return the sandbox that a request is for.
-
-        Raises:
-            SandboxClosedError: There is no such sandbox.
-            RequestError: The request does not have its token, or names a port or a user that there is not.
-        """
+        """Return the sandbox that a request is for."""
         headers = request.headers
         box = self._boxes.find(headers.get("e2b-sandbox-id", ""))
         if box is None:
@@ -153,8 +144,6 @@ class E2BApp:
         return box
 
     def _within(self, box: Box) -> ASGIApp:
-        """Return what answers requests to a sandbox."""
-
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             CURRENT_BOX.set(box)
             app: ASGIApp = self._processes if scope["path"].startswith(PROCESSES) else self._files

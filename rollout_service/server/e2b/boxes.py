@@ -66,7 +66,6 @@ class Box:
 
     @property
     def seconds_left(self) -> float:
-        """How long the sandbox has until its end."""
         return self.scope.deadline - anyio.current_time()
 
     def renew(self, seconds: float) -> None:
@@ -74,7 +73,6 @@ class Box:
         self.scope.deadline = anyio.current_time() + seconds
 
     async def kill(self) -> None:
-        """End the sandbox, and wait for its end."""
         self.scope.cancel()
         await self.ended.wait()
 
@@ -103,7 +101,6 @@ class Boxes:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Keep sandboxes until the block is left."""
         async with anyio.create_task_group() as self._tasks:
             yield
             self._tasks.cancel_scope.cancel()

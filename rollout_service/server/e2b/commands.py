@@ -130,7 +130,6 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
     """Answers for the commands of the current sandbox."""
 
     async def list(self, *_: Any) -> Any:
-        """List the commands that run."""
         running = [(one.request.process, one.program) for one in CURRENT_BOX.get().commands]
         infos = [
             process_pb.ProcessInfo(config=config, pid=it.group) for config, it in running if it is not None
@@ -138,7 +137,6 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
         return process_pb.ListResponse(processes=infos)
 
     async def start(self, request: Any, ctx: Any) -> AsyncIterator[Any]:
-        """Start a command, and yield its events."""
         box = CURRENT_BOX.get()
         _check(request, len(box.commands))
         seconds = math.inf if ctx.timeout_ms is None else ctx.timeout_ms / 1000
@@ -159,13 +157,11 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
             yield process_pb.StartResponse(event=event)
 
     async def connect(self, request: Any, _: Any) -> AsyncIterator[Any]:
-        """Yield the events of a running command from now on."""
         command = _command(request)
         async for event in _events(command, command.listen()):
             yield process_pb.ConnectResponse(event=event)
 
     async def send_input(self, request: Any, _: Any) -> Any:
-        """Send input to a command."""
         await _send(_command(request).program, request.input)
         return process_pb.SendInputResponse()
 
@@ -180,7 +176,6 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
         return process_pb.StreamInputResponse()
 
     async def close_stdin(self, request: Any, _: Any) -> Any:
-        """End the input of a command."""
         if (program := _command(request).program) is not None:
             program.close_input()
         return process_pb.CloseStdinResponse()
@@ -197,11 +192,7 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
 
 
 def _command(request: Any) -> Command:
-    """Return the command that a request names.
-
-    Raises:
-        ConnectError: There is none.
-    """
+    """Return the command that a request names."""
     wanted = request.process.selector.value if request.process and request.process.selector else None
     commands: list[Command] = CURRENT_BOX.get().commands
     for command in commands:
@@ -211,11 +202,7 @@ def _command(request: Any) -> Command:
 
 
 def _check(request: Any, running: int) -> None:
-    """Check that a command may be started.
-
-    Raises:
-        ConnectError: It may not.
-    """
+    """Check that a command may be started."""
     if request.has_field("pty"):
         raise ConnectError(
             Code.UNIMPLEMENTED, "terminals are not served here; run a command with `stdin=True`"
@@ -249,11 +236,7 @@ async def _events(command: Command, events: MemoryObjectReceiveStream[Any]) -> A
 
 
 async def _send(program: RunningProgram | None, data: Any) -> None:
-    """Send input to a program.
-
-    Raises:
-        ConnectError: It is for a terminal, or the program takes no more input, or does not read.
-    """
+    """Send input to a program."""
     if program is None or not data or data.input.field != "stdin":
         raise ConnectError(Code.INVALID_ARGUMENT, "there is no command or no input for its `stdin`")
     try:

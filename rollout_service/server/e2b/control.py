@@ -54,7 +54,6 @@ class BoxQuery(BaseModel):
     started_after: datetime | None = Field(None, alias="startedAfter")
 
     def has(self, box: Box) -> bool:
-        """Return whether a sandbox is one of those that are asked for."""
         pairs = [(unquote(name), unquote(value)) for name, value in parse_qsl(self.metadata)]  # quoted twice
         return (
             all(box.new.metadata.get(name) == value for name, value in pairs)

@@ -52,17 +52,14 @@ class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # g
         return filesystem_pb.ListDirResponse(entries=sorted(entries, key=lambda entry: str(entry.path)))
 
     async def make_dir(self, request: Any, _: Any) -> Any:
-        """Make a folder, and those above it."""
         await self._run(MAKE, request.path)
         return filesystem_pb.MakeDirResponse(entry=(await self._look(request.path))[0])
 
     async def move(self, request: Any, _: Any) -> Any:
-        """Give a file or a folder another path."""
         await self._run(MOVE, request.source, request.destination)
         return filesystem_pb.MoveResponse(entry=(await self._look(request.destination))[0])
 
     async def remove(self, request: Any, _: Any) -> Any:
-        """Remove whatever is at a path."""
         await self._run(REMOVE, request.path)
         return filesystem_pb.RemoveResponse()
 
@@ -87,11 +84,7 @@ class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # g
         return found
 
     async def _run(self, script: str, *paths: str, more: list[str] | None = None) -> bytes:
-        """Run a script inside with paths and more arguments, and return what it printed.
-
-        Raises:
-            ConnectError: It failed.
-        """
+        """Run a script inside with paths and more arguments, and return what it printed."""
         if not all(paths):
             raise ConnectError(Code.INVALID_ARGUMENT, "the path is empty")
         sandbox = CURRENT_BOX.get().sandbox
@@ -131,11 +124,7 @@ def _entry(
     link: str,
     path: str,
 ) -> Any:
-    """Return the entry of what `find` printed.
-
-    Raises:
-        ValueError: It is not what it should be.
-    """
+    """Return the entry of what `find` printed."""
     return filesystem_pb.EntryInfo(
         name=posixpath.basename(path) or "/",
         type=KINDS.get(target_kind, Kind.SYMLINK if kind == "l" else Kind.UNSPECIFIED),

@@ -125,7 +125,6 @@ class MultipartForm:
             yield re.sub(rb"\\(.)", rb"\1", name[1]).replace(b"%22", b'"').decode(errors="replace")
 
     async def data(self) -> AsyncIterator[bytes]:
-        """Yield the bytes of a part."""
         kept = len(self._delimiter) - 1
         while (at := self._buffer.find(self._delimiter)) < 0:
             ready, self._buffer = self._buffer[:-kept], self._buffer[-kept:]

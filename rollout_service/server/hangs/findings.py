@@ -202,7 +202,6 @@ class Judged:
         return hint if left is None else f"{hint} The limit of the stage ends it in {left:.0f} s."
 
     def detail(self) -> dict[str, JsonValue]:
-        """Return further facts."""
         detail: dict[str, JsonValue] = dict(self.wait.step.detail)
         if self.holder is not None:
             detail |= self.holder.detail
@@ -259,17 +258,14 @@ class FindingLog:
         return changes
 
     def list(self) -> list[HangFinding]:
-        """Return the findings, the worst first."""
         return worst_first(self._open.values())
 
 
 def new_finding_id() -> str:
-    """Return a new id."""
     return f"hang-{os.urandom(6).hex()}"
 
 
 def worst_first(findings: Iterable[HangFinding]) -> list[HangFinding]:
-    """Return findings in the order of the API."""
     return sorted(findings, key=lambda one: (_ORDER.index(one.verdict), -one.seconds))
 
 

@@ -99,7 +99,6 @@ class BlockedLoop:
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
         return (time.perf_counter() if self.ended is None else self.ended) - self.began
 
     def finding(self) -> HangFinding:
@@ -140,7 +139,6 @@ class LoopHeartbeat:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch the event loop within the block."""
         self._last_report.forget()  # a service that was killed may have left one
         thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         thread.start()

@@ -90,7 +90,6 @@ class HangReporter:
         self._waiting.set()
 
     async def write_events(self) -> None:
-        """Write events until cancelled."""
         while True:
             await self._waiting.wait()
             self._waiting.clear()

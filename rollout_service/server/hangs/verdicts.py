@@ -99,7 +99,6 @@ class StepDurations(StepObserver):
 
 
 def class_of(activity: Activity, step: OpenStep) -> StepClass:
-    """Return the class of a step."""
     name = step.name if step.kind in NAMED else ""
     return StepClass(activity.environment, step.stage, step.kind, name)
 

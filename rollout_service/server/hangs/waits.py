@@ -41,7 +41,6 @@ class StepWait:
 
     @property
     def seconds(self) -> float:
-        """How long it has waited."""
         return self.now - self.step.started
 
     @property
@@ -61,7 +60,6 @@ class StepWait:
 
     @property
     def own_limit(self) -> float | None:
-        """The limit of the step itself."""
         return self.step.limit
 
     @property
@@ -102,12 +100,10 @@ def _stage_wait(stage: Stage, wait: StepWait) -> StageWait:
 
 
 def at(moment: float) -> datetime:
-    """Return the time of a reading of `time.perf_counter`."""
     return datetime.now(UTC) - timedelta(seconds=time.perf_counter() - moment)
 
 
 def view(step: OpenStep, now: float) -> OpenWait:
-    """Return an open step as the API shows it."""
     return OpenWait(
         kind=step.kind,
         name=step.name,

@@ -87,7 +87,6 @@ class HangWatch:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Watch until the block is left."""
         self._heartbeat = LoopHeartbeat(LastReport(self._state_dir), self._rollout_of)
         self._heartbeat.report = self.report()  # the loop may be blocked before the first look
         with self._heartbeat.running(), dumping_stacks(self._state_dir / STACKS):
@@ -105,7 +104,6 @@ class HangWatch:
         return 0.0 if self._heartbeat is None else self._heartbeat.lag
 
     def findings(self, *, stacks: bool = False) -> list[HangFinding]:
-        """Return the findings, the worst first."""
         blocks = [] if self._heartbeat is None else self._heartbeat.recent()
         found = worst_first([*self._findings.list(), *(block.finding() for block in blocks)])
         return found if stacks else [one.model_copy(update={"stack": []}) for one in found]
@@ -212,7 +210,6 @@ class HangMetrics(Collector):
     board: ActivityBoard
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now."""
         stuck = GaugeMetricFamily(
             "rollout_stuck",
             "Rollouts that wait longer than usual by what they wait for, and runs and engines with a problem",

@@ -54,12 +54,6 @@ class Foundation:
 
 
 async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Metrics) -> Foundation:
-    """Open the store, the environments and the node.
-
-    Raises:
-        ConfigurationError: The state folder, the store's settings, or an environment that they name cannot be used.
-        StoreError: The store cannot be opened.
-    """
     state_dir = open_state_folder(settings.state_dir.expanduser())
     owner = str(ServiceIdentity.create())
     secrets = HostSecrets(settings.secrets)
@@ -97,11 +91,7 @@ def _claiming_less_ahead(settings: Settings) -> Settings:
 
 
 async def _load_environments(settings: Settings) -> EnvironmentRegistry:
-    """Load all environments, and log those that cannot be used.
-
-    Raises:
-        ConfigurationError: An environment that the settings name cannot be used.
-    """
+    """Load all environments, and log those that cannot be used."""
     environments = await anyio.to_thread.run_sync(
         partial(EnvironmentRegistry.load, settings.environments, harbor=settings.harbor)
     )
@@ -224,11 +214,9 @@ class ServiceClock:
         """By how many seconds the host's clock was ahead of this one at the last look; negative if it was behind."""
 
     def __call__(self) -> float:
-        """Return the Unix time in seconds."""
         return self._offset + self._steady()
 
     def look(self) -> None:
-        """Follow the host's clock, or note and log that it has jumped."""
         before, difference = self._ahead, self._host() - self()
         self._ahead = difference
         if abs(difference - before) >= JUMP_SECONDS:
@@ -238,7 +226,6 @@ class ServiceClock:
             self._ahead = 0.0
 
     def warnings(self) -> list[str]:
-        """Return a sentence while the host's clock differs."""
         if abs(self._ahead) < JUMP_SECONDS:
             return []
         where = "ahead of" if self._ahead > 0 else "behind"
@@ -248,7 +235,6 @@ class ServiceClock:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Look at the host's clock until the block is left."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch, name="clock watch")
             yield

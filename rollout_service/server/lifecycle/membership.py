@@ -47,13 +47,11 @@ class ClusterMember:
         return self.managers[self.store.shard_of(run_id)]
 
     def membership(self) -> Membership:
-        """Return the membership, not yet begun."""
         return Membership(
             self.store.cluster, self._look_and_report, on_beat=self._follow, drop_work=self.pipeline.drop_all
         )
 
     def nodes(self) -> ClusterNodes:
-        """Return the nodes, for callers of the API."""
         return ClusterNodes(self.store.cluster, self.report)
 
     async def _look_and_report(self) -> NodeReport:
@@ -61,7 +59,6 @@ class ClusterMember:
         return self.report()
 
     def report(self) -> NodeReport:
-        """Return this node's report on itself."""
         before = (self.stages.init, self.stages.rollout)  # what is evaluated needs no place
         figures = {
             "address": self.settings.address,

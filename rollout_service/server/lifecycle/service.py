@@ -113,11 +113,7 @@ class Service:
     async def _check_task(self, task: Task) -> Environment | None:
         """Check a task, and return its environment.
 
-        One that only other nodes have is checked by the node that takes it, and None is returned.
-
-        Raises:
-            InvalidFieldError: A field cannot be used.
-        """
+        One that only other nodes have is checked by the node that takes it, and None is returned."""
         if task.environment not in self.environments and self.suitability.runs_elsewhere(task.environment):
             return None
         environment = await check_environment_here(
@@ -131,11 +127,6 @@ class Service:
         return specific
 
     async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
-        """Return a rollout in its present state.
-
-        Raises:
-            NotFoundError: There is no rollout with this id.
-        """
         rollout = await self.store.get(rollout_id)
         if rollout is None:
             raise NotFoundError(
@@ -306,11 +297,6 @@ async def check_environment_here(
 
 
 async def check_image(sandboxes: SandboxSource, spec: EnvironmentSpec) -> None:
-    """Check that the image of an environment can be used.
-
-    Raises:
-        InvalidFieldError: The image cannot be used.
-    """
     try:
         await sandboxes.check(spec)
     except (ImageError, SandboxConfigError) as error:

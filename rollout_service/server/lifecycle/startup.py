@@ -115,7 +115,6 @@ def _service(
     overview: OverviewBuilder,
     shutdown: Shutdown,
 ) -> Service:
-    """Make the operations that the routes call, all over parts that are open."""
     store, serving = foundation.store, engines.serving
     suitability = Suitability(member.placement, membership)
     check_environment = partial(
@@ -216,7 +215,6 @@ async def open_attempts(
 
 
 def make_stages(settings: PipelineSettings, metrics: Metrics) -> Stages:
-    """Make the limiters of the three stages."""
     limiters = {
         stage: StageLimiter(
             stage,
@@ -315,8 +313,6 @@ def _places(stages: PipelineSettings) -> int:
 
 
 def make_concurrency(foundation: Foundation, stages: Stages, managers: Sequence[RunManager]) -> Concurrency:
-    """Make the control of how much this node runs at once, which tells the run managers."""
-
     def on_change(pipeline: PipelineSettings) -> None:
         # Of nodes that share a store, the next heartbeat tells the leader, wherever it is.
         if not foundation.store.cluster.is_shared:

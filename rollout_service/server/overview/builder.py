@@ -51,13 +51,9 @@ REMEMBERED_ERRORS = 40
 class ReadinessSource(Protocol):
     """Knows whether the service can take work; `Service` does."""
 
-    def unready(self) -> list[str]:
-        """Return why it cannot; empty if it can."""
-        ...
+    def unready(self) -> list[str]: ...
 
-    def warnings(self) -> list[str]:
-        """Return the problems that do not keep it from working."""
-        ...
+    def warnings(self) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +88,6 @@ class OverviewBuilder:
     _began: float = field(default_factory=time.monotonic)
 
     async def build(self) -> Overview:
-        """Make an overview of this moment."""
         with anyio.move_on_after(STORE_SECONDS):
             await self._look()
         stored, now = self._stored, datetime.now(UTC)

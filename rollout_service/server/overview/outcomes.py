@@ -49,7 +49,6 @@ class Outcomes:
         self._began = datetime.now(UTC)
 
     def ended(self, rollout: Rollout) -> None:
-        """Note a rollout that has ended now."""
         self.note(datetime.now(UTC), outcome_of(rollout))
         if rollout.state is RolloutState.FAILED:
             self.note_failure(datetime.now(UTC), rollout)
@@ -62,7 +61,6 @@ class Outcomes:
         self._seconds[-1].counts[outcome] += 1
 
     def note_failure(self, at: datetime, rollout: Rollout) -> None:
-        """Keep why a rollout failed."""
         if rollout.error is not None:
             self._failures.append(
                 _FailedRollout(at, rollout.rollout_id, rollout.task.environment, rollout.error)

@@ -216,7 +216,6 @@ class AttemptTrace:
         )
 
     def _describe(self, span: Span, step: OpenStep) -> None:
-        """Add the facts known at the end of a step."""
         if step.kind is StepKind.ENGINE:
             span.set_attributes(request_attributes(step.request) | answer_attributes(step.answer))
         for key, name in names.NOTED.items():
@@ -232,7 +231,6 @@ class AttemptTrace:
             _fail(span, step.error)
 
     def _time(self, reading: float) -> int:
-        """Return a reading of `time.perf_counter` in nanoseconds since 1970."""
         return int((self._epoch + reading) * 1e9)
 
 
@@ -272,7 +270,6 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def server_attributes(backend: BackendView) -> dict[str, AttributeValue]:
-    """Return the kind and the address of an engine."""
     parts = urlsplit(backend.url)
     return {
         names.PROVIDER: str(backend.kind),
@@ -282,7 +279,6 @@ def server_attributes(backend: BackendView) -> dict[str, AttributeValue]:
 
 
 def request_attributes(request: object) -> dict[str, AttributeValue]:
-    """Return how a turn was to be sampled."""
     if not isinstance(request, GenerateRequest):
         return {}
     sampling = request.sampling

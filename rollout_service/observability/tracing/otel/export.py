@@ -57,11 +57,9 @@ class SpanCounts:
         self._dropped.inc()
 
     def sent(self, count: int, *, ok: bool) -> None:
-        """Count spans that were sent, or could not be."""
         (self._exported if ok else self._failed).inc(count)
 
     def taken(self, count: int) -> None:
-        """Count spans that have left the queue."""
         with self._lock:
             self._waiting -= min(count, self._waiting)
 
@@ -85,7 +83,6 @@ class CountingExporter(SpanExporter):
             self._counts.sent(len(spans), ok=ok)
 
     def shutdown(self) -> None:
-        """End the other exporter, and any request that it waits for."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
@@ -102,7 +99,6 @@ class CountingProcessor(BatchSpanProcessor):
         self._counts = counts
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Queue a span that is sampled."""
         if span.context is not None and span.context.trace_flags.sampled:
             self._counts.ended()
         super().on_end(span)

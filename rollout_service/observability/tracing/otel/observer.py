@@ -46,23 +46,19 @@ class TraceObserver(StepObserver):
         self._last: OrderedDict[str, SpanContext] = OrderedDict()
 
     def began(self, activity: Activity) -> None:
-        """Begin the attempt's own span."""
         root = self._begin(activity)
         activity.trace_id = f"{root.get_span_context().trace_id:032x}"
         self._attempts[activity] = AttemptTrace(self._tracer, activity, root, self._backends.find)
 
     def opened(self, activity: Activity, step: OpenStep) -> None:
-        """Begin the step's span."""
         if (trace := self._attempts.get(activity)) is not None:
             trace.opened(step)
 
     def closed(self, activity: Activity, step: OpenStep) -> None:
-        """End the step's span."""
         if (trace := self._attempts.get(activity)) is not None:
             trace.closed(step)
 
     def finished(self, activity: Activity) -> None:
-        """End the attempt's own span, and remember it."""
         trace = self._attempts.pop(activity)
         trace.finish(time.perf_counter())
         self._last[activity.rollout_id] = trace.root.get_span_context()

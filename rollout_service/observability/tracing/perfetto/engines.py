@@ -32,7 +32,6 @@ class EngineCalls:
         return len(self._starts)
 
     def begin_rollout(self, rollout_id: str) -> None:
-        """Set the rollout that makes the calls added from now on."""
         self._rollouts.append(rollout_id)
 
     def add(self, engine: str, start: int, length: int, *, turn: int = UNKNOWN, tokens: int = 0) -> int:

@@ -25,7 +25,6 @@ Write = Callable[[bytes], object]
 
 @lru_cache(maxsize=4_096)
 def quoted(text: str) -> str:
-    """Return a text as JSON."""
     return to_json(text).decode()
 
 
@@ -79,7 +78,6 @@ class TraceEvents:
         )
 
     def mark(self, pid: int, tid: int, at: int, name: str) -> None:
-        """Add a moment to a thread."""
         self._add(f'{{"ph":"i","s":"t","pid":{pid},"tid":{tid},"ts":{at},"name":{quoted(name)}}}')
 
     def counter(self, pid: int, at: int, name: str, series: str, value: float) -> None:

@@ -85,7 +85,6 @@ class RolloutTrace:
 
     @property
     def events(self) -> int:
-        """How many events there are so far."""
         return self._events.count
 
     def add(self, rollout: RolloutAttempts) -> None:
@@ -128,11 +127,9 @@ class RolloutTrace:
     def slice(
         self, tid: int, start: int, end: int, name: str, args: dict[str, JsonValue] | None = None
     ) -> None:
-        """Add a slice to a thread of a rollout."""
         self._events.slice(ROLLOUTS, tid, start, end - start, name, args)
 
     def engine_call(self, tid: int, start: int, end: int, name: str, detail: dict[str, JsonValue]) -> None:
-        """Add a call of an engine, and the beginning of its arrow."""
         call = self._calls.add(
             name,
             start,
@@ -185,7 +182,6 @@ class _AttemptSlices:
         """By further thread, when its last slice ends."""
 
     def add(self, name: str) -> None:
-        """Add the attempt, its stages and its steps."""
         tid, main = self._trace.thread(self._lane, 0), Nesting()
         main.fit(self._start, self._end)
         self._trace.slice(tid, self._start, self._end, name, _args_of(self._attempt))

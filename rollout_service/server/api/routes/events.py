@@ -160,16 +160,10 @@ def _position(seen: Sequence[int]) -> bytes:
 
 
 def _text(seen: Sequence[int]) -> bytes:
-    """Return the ids of the last events of all shards that a reader has seen."""
     return b".".join(b"-" if each == UNKNOWN else b"%d" % each for each in seen)
 
 
 def _parse(service: Service, position: str) -> list[int]:
-    """Return the ids in a position.
-
-    Raises:
-        InvalidFieldError: The store has another number of shards.
-    """
     seen = [UNKNOWN if each == "-" else int(each) for each in position.split(".")]
     shards = len(service.store.shards)
     if len(seen) != shards:
@@ -190,11 +184,7 @@ async def _newest_of_all(service: Service) -> list[int]:
 
 
 async def _newest(service: Service, seen: Sequence[int]) -> Mapping[int, int]:
-    """Return the newest events of shards, once there is another; none if that takes longer than `PING_SECONDS`.
-
-    Raises:
-        ShuttingDownError: The service is shutting down.
-    """
+    """Return the newest events of shards, once there is another; none if that takes longer than `PING_SECONDS`."""
     newest: dict[int, int] = {}
 
     async def wait(number: int, shard: StoreShard) -> None:

@@ -69,7 +69,6 @@ class ProcessSampling(BaseModel):
     max_model_len: Count | None = None
 
     def sampling(self) -> Sampling:
-        """Return them as a rollout's sampling parameters."""
         return Sampling(**self.model_dump(include=set(Sampling.model_fields)))
 
     def limits(self) -> Limits:
@@ -259,7 +258,6 @@ def _require_running(service: Service) -> None:
 
 
 def _tools(service: Service, task: Task) -> list[ToolSpec]:
-    """Return the definitions of a task's tools; none for an environment that only other nodes have."""
     if task.environment not in service.environments:
         return []
     return service.environments.get(task.environment).for_instance(task.instance).tool_definitions()

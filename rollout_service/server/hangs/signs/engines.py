@@ -34,7 +34,6 @@ class Stillness:
     changed_at: float = field(default_factory=time.perf_counter)
 
     def see(self, value: object) -> None:
-        """Note the present value."""
         if value != self.value:
             self.value, self.changed_at = value, time.perf_counter()
 
@@ -61,7 +60,6 @@ class EngineProbes:
         self._seen: dict[str, _SeenEngine] = {}
 
     def forget(self) -> None:
-        """Forget all engines."""
         self._seen = {}
 
     async def look(self, backend_ids: Iterable[str]) -> None:
@@ -111,7 +109,6 @@ class EngineProbes:
         return None if seen is None else seen.load
 
     def error(self, backend_id: str) -> str:
-        """Return why an engine does not answer."""
         seen = self._seen.get(backend_id)
         return "" if seen is None else seen.error
 

@@ -51,7 +51,6 @@ class SandboxProbes:
         self._read_at = 0.0
 
     def forget(self) -> None:
-        """Forget all sandboxes."""
         self._seen = {}
 
     async def look(self, sandboxes: Mapping[str, Sandbox]) -> None:

@@ -30,12 +30,6 @@ class StrictRequest(Request):
     """A request whose body is parsed strictly."""
 
     async def json(self) -> JsonValue:
-        """Return the parsed body.
-
-        Raises:
-            JSONDecodeError: The body is not JSON that can be stored. FastAPI turns it into a validation error.
-            HTTPException: The body has too many lists and objects.
-        """
         body = await self.body()
         if strict_json.has_more(body, b"{[", MAX_CONTAINERS):
             error = TooLargeError(
