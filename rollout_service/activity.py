@@ -283,8 +283,6 @@ def _code(error: BaseException) -> str:
 
 
 class ActivityBoard:
-    """The activities of one node."""
-
     def __init__(self) -> None:
         self._observers: tuple[StepObserver, ...] = ()
         self._active: dict[str, Activity] = {}

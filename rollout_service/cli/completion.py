@@ -24,7 +24,6 @@ _MAX_BYTES = 4 << 20
 
 
 def runs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the ids of runs that begin like this."""
     return _matching(_values(_ask(ctx, "/v1/runs"), "runs", "run_id"), incomplete)
 
 
@@ -37,27 +36,22 @@ def rollouts(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def backends(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the ids of engines that begin like this."""
     return _matching(_values(_ask(ctx, "/v1/backends"), None, "backend_id"), incomplete)
 
 
 def nodes(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of nodes that begin like this."""
     return _matching(_values(_ask(ctx, "/v1/nodes"), None, "node"), incomplete)
 
 
 def sessions(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the ids of live sessions that begin like this."""
     return _matching(_values(_ask(ctx, f"/v1/sessions?limit={MOST}"), "sessions", "session_id"), incomplete)
 
 
 def environments(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of environments that begin like this."""
     return _matching(_values(_ask(ctx, "/v1/environments"), None, "name"), incomplete)
 
 
 def images(incomplete: str) -> list[str]:
-    """Return the names of this machine's images that begin like this."""
     try:
         from sandboxes.images.store import SUFFIX, default_root
 

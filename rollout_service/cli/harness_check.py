@@ -36,8 +36,6 @@ pathlib.Path(os.environ["ROLLOUT_RESULT"]).write_text(json.dumps({{"reward": rew
 
 @dataclass(frozen=True, slots=True)
 class HarnessCheck:
-    """The outcome of a check."""
-
     harness: str
     version: str
     works: bool

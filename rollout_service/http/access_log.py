@@ -24,8 +24,6 @@ def without_keys(path: str) -> str:
 
 
 class AccessLogMiddleware:
-    """Logs every response at the level debug."""
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._logger = logging.getLogger(__name__)

@@ -29,8 +29,6 @@ UNLIMITED_DESCRIPTORS = 1_000_000
 
 
 class EvictionReason(StrEnum):
-    """Why a connection was closed to make room."""
-
     PENDING = "too_many_unauthenticated"
     IDLE = "too_many_connections"
 
@@ -40,8 +38,6 @@ Evict = Callable[[EvictionReason], None]
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """The most connections of each kind."""
-
     admitted: int
     """Connections that have sent a request with a key, or any request to a server without keys."""
     pending: int
@@ -99,8 +95,6 @@ class ConnectionSlot:
 
 
 class Connections:
-    """The open connections of one server."""
-
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._pending: dict[str, dict[ConnectionSlot, None]] = {}

@@ -47,8 +47,6 @@ Observe = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits of one request."""
-
     max_head_bytes: int = 32 * 1024
     max_headers: int = 100
     head_seconds: float = 10.0

@@ -21,8 +21,6 @@ WAIT_SECONDS = 10.0
 
 
 class BodiesInFlight:
-    """The bytes of the bodies that are being read."""
-
     def __init__(self, most: int, largest: int, *, wait_seconds: float | None = None) -> None:
         """Hold at most `most` bytes, or enough to admit one body of the `largest` size."""
         self._left = max(most, 2 * largest)

@@ -49,8 +49,6 @@ class _Viewed:
 
 
 class TrajectoryViewer:
-    """Shows trajectories that are stored."""
-
     def __init__(self, store: Store, serving: PolicyServing) -> None:
         self._store = store
         self._serving = serving

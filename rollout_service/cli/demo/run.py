@@ -52,8 +52,6 @@ ORDERED_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """The options of a demo."""
-
     rollouts: int
     sandbox: DemoSandbox
     engine: DemoEngine
@@ -82,8 +80,6 @@ PARTS: tuple[tuple[str, Stage, Callable[[Span], float]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A batch of ended rollouts, and the time that it took in all."""
-
     rollouts: Sequence[Rollout]
     seconds: float
 
@@ -164,8 +160,6 @@ def _failures(rollouts: Sequence[Rollout]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The outcome of a demo."""
-
     plan: DemoPlan
     summary: Summary
     exit_code: int

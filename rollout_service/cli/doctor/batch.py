@@ -53,8 +53,6 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The spread of differences."""
-
     tokens: int
     mean: float
     p99: float

@@ -44,8 +44,6 @@ PTYS_RESERVE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check."""
-
     name: str
     state: Literal["ok", "missing", "limited"]
     found: str

@@ -63,8 +63,6 @@ class AskedSecret:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentReport:
-    """The results of checking an environment."""
-
     name: str
     image: str | None
     harness: str | None

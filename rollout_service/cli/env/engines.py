@@ -153,8 +153,6 @@ TURN_HINT = 'Write one turn per line, such as {"content": "42"} or {"tool_calls"
 
 
 class ScriptedCall(BaseModel):
-    """A tool call."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
@@ -165,8 +163,6 @@ class ScriptedCall(BaseModel):
 
 
 class ScriptedTurn(BaseModel):
-    """One answer of the model."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     content: str = ""

@@ -36,8 +36,6 @@ PRINTED_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class TriedTask:
-    """The outcome of one task."""
-
     instance: dict[str, JsonValue]
     solved: float | None
     """The reward of the solution; None if there is none."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class Coloring(StrEnum):
-    """The property by which tokens are colored."""
-
     MASK = "mask"
     LOGPROB = "logprob"
     VERSION = "version"
@@ -26,8 +24,6 @@ class Coloring(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of a segment, as it is shown."""
-
     index: int
     text: str
     sampled: bool

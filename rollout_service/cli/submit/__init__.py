@@ -76,8 +76,6 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
-    """The requests to roll out, and the file for the results."""
-
     tasks: Path
     stem: str
     """The prefix of generated ids."""
@@ -88,8 +86,6 @@ class _Submission:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """The final counts."""
-
     tally: Tally
     resumed: int
     refused: int

@@ -48,8 +48,6 @@ runs        groups under way, ready and trained on; how many versions the oldest
 
 @dataclass(slots=True)
 class Screen:
-    """The state of the screen."""
-
     overview: Overview
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     shows_help: bool = False

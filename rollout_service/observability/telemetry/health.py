@@ -22,8 +22,6 @@ from rollout_service.store.contract import Store
 
 @dataclass(frozen=True, slots=True)
 class HealthMetrics(Collector):
-    """The metrics of engines, store and disks."""
-
     backends: Callable[[], Iterable[BackendView]]
     frozen_version_changes: Callable[[], Mapping[str, int]]
     """Return how often the version of each frozen pool has changed."""

@@ -39,8 +39,6 @@ PRIMED_ENVIRONMENTS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """A metric: its name, its help text and its labels."""
-
     name: str
     help: str
     labels: tuple[str, ...] = ()
@@ -221,8 +219,6 @@ HISTOGRAMS: Final = (STAGE_DURATION, QUEUE_DURATION, ACQUIRE_DURATION)
 
 
 class Metrics:
-    """The metrics of one service."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._counters = {

@@ -26,8 +26,6 @@ TOTALS = ("created", "turns", "direct_calls", "subagent_tokens", "result_chars")
 
 @dataclass(frozen=True, slots=True)
 class SlotMetrics(Collector):
-    """The slots of sub-agents, read when the metrics are."""
-
     held: Callable[[], int]
     """Returns how many sub-agents are at work."""
     waiting: Callable[[], int]
@@ -44,8 +42,6 @@ class SlotMetrics(Collector):
 
 
 class ParallelMetrics:
-    """The metrics of one service."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self._rollouts = Counter(
             "rollout_parallel_rollouts_total",

@@ -37,8 +37,6 @@ it."""
 
 
 class StepArchive:
-    """The steps of rollouts."""
-
     def __init__(self, store: Store, board: ActivityBoard, writer: StepWriter) -> None:
         self._store = store
         self._board = board

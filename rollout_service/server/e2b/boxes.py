@@ -82,8 +82,6 @@ CURRENT_BOX: ContextVar[Box] = ContextVar("current_box")
 
 
 class Boxes:
-    """All sandboxes of programs on this node."""
-
     def __init__(
         self,
         settings: E2BApiSettings,

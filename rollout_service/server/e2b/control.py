@@ -43,8 +43,6 @@ class NewTime(BaseModel):
 
 
 class BoxQuery(BaseModel):
-    """The query of a list."""
-
     limit: int = Field(MAX_PAGE, ge=1)
     before: int | None = Field(None, alias="nextToken")
     order: str = "desc"
@@ -64,8 +62,6 @@ class BoxQuery(BaseModel):
 
 
 class ControlApi:
-    """The routes of the API."""
-
     def __init__(self, boxes: Boxes, limits: LimitDefaults, cpus: int) -> None:
         """`limits` and `cpus` are those of each sandbox, for its description."""
         self._boxes = boxes

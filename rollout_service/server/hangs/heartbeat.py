@@ -38,8 +38,6 @@ STACKS = "stacks.txt"
 
 
 class LastReport:
-    """The file with the last report."""
-
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / FILE
         self._is_written = True
@@ -121,8 +119,6 @@ class BlockedLoop:
 
 
 class LoopHeartbeat:
-    """The thread."""
-
     def __init__(self, last_report: LastReport, find_rollout: Callable[[object], str | None]) -> None:
         """`find_rollout` returns the rollout that a task works for; the thread calls it."""
         self._last_report = last_report

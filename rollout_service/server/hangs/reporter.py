@@ -63,8 +63,6 @@ class _HangEvent:
 
 
 class HangReporter:
-    """Writes events and log lines about findings."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
         self._events: deque[_HangEvent] = deque(maxlen=MAX_EVENTS)

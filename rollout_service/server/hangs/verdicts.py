@@ -52,8 +52,6 @@ class StepClass(NamedTuple):
 
 
 class _Recent:
-    """The last durations of a class of steps."""
-
     __slots__ = ("next", "seconds")
 
     def __init__(self) -> None:
@@ -70,8 +68,6 @@ class _Recent:
 
 
 class StepDurations(StepObserver):
-    """The usual durations of steps."""
-
     def __init__(self) -> None:
         self._recent: OrderedDict[StepClass, _Recent] = OrderedDict()
 
@@ -104,8 +100,6 @@ def class_of(activity: Activity, step: OpenStep) -> StepClass:
 
 
 class Verdicts:
-    """The judge of one node's waits."""
-
     def __init__(self, context: AttemptContext, serving: PolicyServing, durations: StepDurations) -> None:
         self._board: ActivityBoard = context.activities
         self._durations = durations

@@ -59,8 +59,6 @@ SLICE = 200
 
 
 class HangWatch:
-    """The search for hangs at one node."""
-
     def __init__(
         self,
         node: str,
@@ -203,8 +201,6 @@ def dumping_stacks(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class HangMetrics(Collector):
-    """The metrics of the watch."""
-
     findings: Callable[[], Iterable[HangFinding]]
     lag: Callable[[], float]
     board: ActivityBoard

@@ -37,8 +37,6 @@ from rollout_service.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The live sessions of a running service."""
-
     sessions: LiveSessions
     app: LiveApp
     """Answers the calls of users' agents."""

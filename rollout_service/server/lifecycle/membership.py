@@ -28,8 +28,6 @@ from rollout_service.store.contract import Store
 
 @dataclass(slots=True)
 class ClusterMember:
-    """This node in its cluster."""
-
     settings: Settings
     store: Store
     owner: str

@@ -161,8 +161,6 @@ def _service(
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """The context of attempts, and the archive of their steps."""
-
     context: AttemptContext
     steps: StepArchive
 

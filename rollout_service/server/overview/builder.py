@@ -68,8 +68,6 @@ class _Stored:
 
 @dataclass(slots=True)
 class OverviewBuilder:
-    """Makes overviews."""
-
     store: Store
     stages: Stages
     serving: PolicyServing
@@ -211,8 +209,6 @@ class Frame:
 
 
 class OverviewFeed:
-    """Makes overviews and shares them."""
-
     def __init__(
         self, build: Callable[[], Awaitable[Overview]], clock: Callable[[], float] = time.monotonic
     ) -> None:

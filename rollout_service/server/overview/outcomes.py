@@ -41,8 +41,6 @@ class _EndedSecond:
 
 
 class Outcomes:
-    """Counts the rollouts that end."""
-
     def __init__(self) -> None:
         self._seconds: deque[_EndedSecond] = deque(maxlen=WINDOW_SECONDS + 1)
         self._failures: deque[_FailedRollout] = deque(maxlen=MAX_FAILURES)

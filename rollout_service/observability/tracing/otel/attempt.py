@@ -54,8 +54,6 @@ class StageSpan:
 
 
 class AttemptTrace:
-    """The trace of an attempt that is under way."""
-
     def __init__(self, tracer: Tracer, activity: Activity, root: Span, find: FindBackend) -> None:
         """`root` is the attempt's own span, which ends with the attempt."""
         self._tracer = tracer

@@ -33,8 +33,6 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class TraceObserver(StepObserver):
-    """The observer of attempts that makes their spans."""
-
     def __init__(
         self, tracer: Tracer, ids: RolloutIds, backends: Callable[[], Iterable[BackendView]] = tuple
     ) -> None:

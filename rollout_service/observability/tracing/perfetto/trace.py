@@ -171,8 +171,6 @@ class RolloutTrace:
 
 
 class _AttemptSlices:
-    """The slices of one attempt."""
-
     def __init__(self, trace: RolloutTrace, lane: int, start: int, end: int, attempt: AttemptSteps) -> None:
         self._trace = trace
         self._lane = lane

@@ -53,8 +53,6 @@ class _SeenEngine:
 
 
 class EngineProbes:
-    """Looks at engines that requests wait for."""
-
     def __init__(self, find: Callable[[str], BackendHandle | None]) -> None:
         self._find = find
         self._seen: dict[str, _SeenEngine] = {}

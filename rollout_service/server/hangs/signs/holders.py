@@ -32,8 +32,6 @@ class Holder:
 
 
 class Holders:
-    """Finds out who holds back a wait."""
-
     def __init__(
         self,
         stages: Stages,

@@ -44,8 +44,6 @@ class _SeenSandbox:
 
 
 class SandboxProbes:
-    """Looks at sandboxes that steps wait for."""
-
     def __init__(self) -> None:
         self._seen: dict[str, _SeenSandbox] = {}
         self._read_at = 0.0
