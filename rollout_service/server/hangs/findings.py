@@ -23,8 +23,8 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangFinding, HangVerdict, StackFrame, UsualTimes
+from rollout_service.server.hangs.holders import Holder
 from rollout_service.server.hangs.rules import OVERRUN_SECONDS, Signs
-from rollout_service.server.hangs.signs.holders import Holder
 from rollout_service.server.hangs.waits import StepWait, at
 
 # Where a task is suspended, or where a thread is.

@@ -19,17 +19,10 @@ from api_schemas.views.hangs import HangFinding, HangVerdict
 from rollout_service.base.errors import StoreError
 from rollout_service.base.signals import ResettableEvent
 from rollout_service.server.hangs.heartbeat import BlockedLoop, lines_of
-from rollout_service.server.hangs.signs.engines import WEIGHTS
-from rollout_service.server.hangs.signs.runs import RUN
+from rollout_service.server.hangs.problems import RUN, WEIGHTS
 from rollout_service.store.contract import Store
 
-# The last report in the state folder, for when the service does not answer.
-#
-# Guarantee: the file is written whole or not at all, and its owner alone can read it. It is there only while the
-# service has something to say that it may not be able to say over HTTP.
-
 log = structlog.get_logger(__name__)
-
 
 MAX_EVENTS = 256
 RETRY_SECONDS = 1.0

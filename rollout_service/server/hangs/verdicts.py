@@ -19,11 +19,9 @@ from rollout_service.activity import Activity, ActivityBoard, OpenStep, StepObse
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.server.hangs.findings import Judged
+from rollout_service.server.hangs.holders import Holder, Holders
+from rollout_service.server.hangs.probes import EngineProbes, SandboxProbes, StoreProbe
 from rollout_service.server.hangs.rules import HELD_KINDS, UNSEEN, Signs, judge
-from rollout_service.server.hangs.signs.engines import EngineProbes
-from rollout_service.server.hangs.signs.holders import Holder, Holders
-from rollout_service.server.hangs.signs.sandboxes import SandboxProbes
-from rollout_service.server.hangs.signs.stores import StoreProbe
 from rollout_service.server.hangs.waits import StepWait
 
 # How long steps usually take, learned from those that have ended at this node.

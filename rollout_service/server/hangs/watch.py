@@ -45,10 +45,9 @@ from rollout_service.server.hangs.heartbeat import (
     LastReport,
     LoopHeartbeat,
 )
+from rollout_service.server.hangs.problems import RUN, WEIGHTS, OtherVersions, TroubledRuns
 from rollout_service.server.hangs.reporter import HangReporter
 from rollout_service.server.hangs.rules import LOOK_SECONDS
-from rollout_service.server.hangs.signs.engines import WEIGHTS, OtherVersions
-from rollout_service.server.hangs.signs.runs import RUN, TroubledRuns
 from rollout_service.server.hangs.verdicts import StepDurations, Verdicts
 from rollout_service.server.hangs.waits import StepWait, at, oldest_of_stages, view, waits_of
 from rollout_service.store.runs_contract import RunRecord

@@ -18,7 +18,7 @@ from api_schemas.rollouts import RolloutState, Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict
 from api_schemas.views.overview import BackendOverview, Bottleneck, BottleneckKind, Overview
-from rollout_service.server.hangs.signs.runs import RUN
+from rollout_service.server.hangs.problems import RUN
 
 WINDOW_SECONDS = 10.0
 """Over how long numbers are averaged, if overviews are made all the time."""

@@ -34,7 +34,7 @@ from rollout_service.engines.pool import probe
 from rollout_service.engines.pool.weights.outcomes import check_weights_outcome
 from rollout_service.engines.pool.weights.process_groups import ProcessGroups, buckets
 from rollout_service.engines.pool.weights.state import PoolState
-from rollout_service.server.hangs.signs.engines import OtherVersions
+from rollout_service.server.hangs.problems import OtherVersions
 from rollout_service.testing import Counting, Fault, ScriptedEngine
 from tests.support.engines.pools import answering, is_exact, request, running, states
 from tests.support.tokens.characters import session

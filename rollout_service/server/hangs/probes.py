@@ -1,0 +1,216 @@
+"""Whether engines, sandboxes and the store answer, and whether they do anything.
+
+Guarantees: only what a step has waited for without progress is asked, once a second at most, and no look takes longer
+than `PROBE_SECONDS`. What cannot be reached once is not gone: it has to fail `FAILURES` looks in a row. Reading the
+processes of sandboxes happens in a thread, for all of them at once, every `WORK_SECONDS` at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.to_thread
+
+from rollout_service.base.errors import StoreError
+from rollout_service.engines.contract import BackendLoad
+from rollout_service.engines.errors import BackendRejected, InferenceError
+from rollout_service.engines.pool.backend_handle import BackendHandle
+from rollout_service.server.hangs.rules import UNSEEN, Signs
+from rollout_service.store.contract import Store
+from sandboxes import Sandbox
+from sandboxes.host.work import WorkDone, work_below
+
+PROBE_SECONDS = 2.0
+FAILURES = 2
+WORK_SECONDS = 2.0
+IDLE_SHARE = 0.02
+"""The share of one processor below which a sandbox does nothing: shells and kernels at rest use a little."""
+IDLE_BYTES = 256
+"""The bytes that a sandbox at rest reads and writes in a second; a probe is among them."""
+
+
+@dataclass(slots=True)
+class Stillness:
+    """How long something has stayed the same."""
+
+    value: object = None
+    changed_at: float = field(default_factory=time.perf_counter)
+
+    def see(self, value: object) -> None:
+        if value != self.value:
+            self.value, self.changed_at = value, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """How long ago it changed, or was first seen."""
+        return time.perf_counter() - self.changed_at
+
+
+@dataclass(slots=True)
+class _SeenEngine:
+    stillness: Stillness = field(default_factory=Stillness)
+    load: BackendLoad | None = None
+    failures: int = 0
+    answers: int = 0
+    error: str = ""
+
+
+class EngineProbes:
+    def __init__(self, find: Callable[[str], BackendHandle | None]) -> None:
+        self._find = find
+        self._seen: dict[str, _SeenEngine] = {}
+
+    def forget(self) -> None:
+        self._seen = {}
+
+    async def look(self, backend_ids: Iterable[str]) -> None:
+        """Ask these engines how they are, and forget all others."""
+        self._seen = {one: self._seen.get(one) or _SeenEngine() for one in backend_ids}
+        async with anyio.create_task_group() as tasks:
+            for backend_id, seen in self._seen.items():
+                tasks.start_soon(self._look_at, backend_id, seen)
+
+    async def _look_at(self, backend_id: str, seen: _SeenEngine) -> None:
+        handle = self._find(backend_id)
+        if handle is None:
+            seen.failures, seen.error = FAILURES, "it was removed"
+            return
+        try:
+            with anyio.fail_after(PROBE_SECONDS):
+                seen.load = await self._ask(handle)
+        except (InferenceError, TimeoutError) as error:
+            seen.failures += 1
+            seen.error = str(error) or f"no answer within {PROBE_SECONDS:g} s"
+            return
+        seen.failures, seen.error = 0, ""
+        seen.answers += 1
+        report = None if seen.load is None else seen.load.signature
+        seen.stillness.see((report, handle.served, handle.chunks))
+
+    async def _ask(self, handle: BackendHandle) -> BackendLoad | None:
+        try:
+            return await handle.backend.load()
+        except BackendRejected:  # it reports no load
+            await handle.backend.health()
+            return None
+
+    def signs(self, backend_id: str) -> Signs:
+        seen = self._seen.get(backend_id)
+        if seen is None:
+            return UNSEEN
+        if seen.failures:
+            return Signs(responds=False if seen.failures >= FAILURES else None)
+        still = seen.stillness.seconds if seen.answers and seen.load is not None else None
+        is_idle = seen.load is not None and seen.load.running + seen.load.waiting == 0
+        return Signs(responds=True if seen.answers else None, still_seconds=still, is_idle=is_idle)
+
+    def load(self, backend_id: str) -> BackendLoad | None:
+        """Return an engine's last report of its load."""
+        seen = self._seen.get(backend_id)
+        return None if seen is None else seen.load
+
+    def error(self, backend_id: str) -> str:
+        seen = self._seen.get(backend_id)
+        return "" if seen is None else seen.error
+
+
+@dataclass(slots=True)
+class _SeenSandbox:
+    failures: int = 0
+    answers: int = 0
+    work: WorkDone | None = None
+    read_at: float = 0.0
+    worked_at: float = field(default_factory=time.perf_counter)
+
+    def see(self, work: WorkDone, now: float) -> None:
+        """Note the work that it has done by now."""
+        if self.work is not None:
+            seconds = now - self.read_at
+            cpu = abs(work.cpu_seconds - self.work.cpu_seconds)
+            if cpu > IDLE_SHARE * seconds or abs(work.bytes - self.work.bytes) > IDLE_BYTES * seconds:
+                self.worked_at = now
+        self.work, self.read_at = work, now
+
+
+class SandboxProbes:
+    def __init__(self) -> None:
+        self._seen: dict[str, _SeenSandbox] = {}
+        self._read_at = 0.0
+
+    def forget(self) -> None:
+        self._seen = {}
+
+    async def look(self, sandboxes: Mapping[str, Sandbox]) -> None:
+        """Ask these sandboxes whether they answer, read their work, and forget all others."""
+        self._seen = {one: self._seen.get(one) or _SeenSandbox() for one in sandboxes}
+        async with anyio.create_task_group() as tasks:
+            for sandbox_id, sandbox in sandboxes.items():
+                tasks.start_soon(self._ask, sandbox, self._seen[sandbox_id])
+            if sandboxes and time.perf_counter() - self._read_at >= WORK_SECONDS:
+                tasks.start_soon(self._read, sandboxes)
+
+    async def _ask(self, sandbox: Sandbox, seen: _SeenSandbox) -> None:
+        if await sandbox.responds(PROBE_SECONDS):
+            seen.failures = 0
+            seen.answers += 1
+        else:
+            seen.failures += 1
+
+    async def _read(self, sandboxes: Mapping[str, Sandbox]) -> None:
+        pids = {sandbox.pid: one for one, sandbox in sandboxes.items() if sandbox.pid is not None}
+        work = await anyio.to_thread.run_sync(work_below, list(pids))
+        self._read_at = now = time.perf_counter()
+        for pid, sandbox_id in pids.items():
+            self._seen[sandbox_id].see(work[pid], now)
+
+    def signs(self, sandbox_id: str) -> Signs:
+        seen = self._seen.get(sandbox_id)
+        if seen is None:
+            return UNSEEN
+        responds = False if seen.failures >= FAILURES else True if seen.answers else None
+        still = None if seen.work is None else time.perf_counter() - seen.worked_at
+        return Signs(responds=responds, still_seconds=still)
+
+    def cpu_seconds(self, sandbox_id: str) -> float | None:
+        """Return the processor time of a sandbox, if it was read."""
+        seen = self._seen.get(sandbox_id)
+        return None if seen is None or seen.work is None else seen.work.cpu_seconds
+
+
+class StoreProbe:
+    """Asks the store something small; its calls cannot be cut short, so one of them at most is under way."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._asked_at: float | None = None
+        self._failed = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no question is under way."""
+        return self._asked_at is None
+
+    async def ask(self) -> None:
+        """Ask, and note whether an answer came."""
+        self._asked_at = time.perf_counter()
+        try:
+            await self._store.counts()
+            self._failed = False
+        except StoreError:
+            self._failed = True
+        finally:
+            self._asked_at = None
+
+    def signs(self) -> Signs:
+        """Return whether the store answers and can be written."""
+        waits = self._asked_at is not None and time.perf_counter() - self._asked_at > PROBE_SECONDS
+        return Signs(responds=not (waits or self._failed or self._store.problem is not None))
+
+    @property
+    def error(self) -> str:
+        """Why writes fail, as far as is known."""
+        problem = self._store.problem
+        return "" if problem is None else str(problem)
