@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import anyio.to_thread
 from rich.console import Console
 from rich.text import Text
@@ -17,10 +14,7 @@ from rollout_service.cli.console import id_column, table
 from rollout_service.cli.env.check import load_environment, read_dataset
 from rollout_service.cli.env.engines import PoolModels
 from rollout_service.cli.env.run import parse_instance
-from rollout_service.environments.secrets import HostSecrets
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.settings import load_settings
-from sandboxes import make_provider
 
 STYLES = {
     AttackVerdict.HELD: "green",
@@ -49,26 +43,19 @@ async def attack(
                 hint="Leave --only out to run all; its output names each, and says what it does.",
             )
     chosen = [known[name] for name in names] or list(SCRIPTS)
-    settings = load_settings()
     loaded = await anyio.to_thread.run_sync(load_environment, environment)
     data = parse_instance(instance) if instance is not None else next(iter(read_dataset(loaded)), None)
-    with tempfile.TemporaryDirectory(prefix="rollout-attack-") as state:
-        secrets = HostSecrets(settings.secrets)
-        provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
-        try:
-            common.err().print(f"Running {common.count(len(chosen), 'attack')}")
-            async with pools.opened(Path(state)) as models:
-                report = await attack_environment(
-                    loaded,
-                    SandboxSource(provider, secrets=secrets),
-                    instance=data,
-                    attacks=chosen,
-                    max_concurrent=at_once,
-                    models=models,
-                    on_outcome=lambda done: _show_progress(done, len(chosen)),
-                )
-        finally:
-            await provider.close()
+    common.err().print(f"Running {common.count(len(chosen), 'attack')}")
+    async with pools.trial(load_settings()) as (sandboxes, models):
+        report = await attack_environment(
+            loaded,
+            sandboxes,
+            instance=data,
+            attacks=chosen,
+            max_concurrent=at_once,
+            models=models,
+            on_outcome=lambda done: _show_progress(done, len(chosen)),
+        )
     if as_json:
         common.print_json(report.as_dict())
     else:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import anyio.to_thread
 from pydantic import JsonValue
@@ -20,10 +18,7 @@ from rollout_service.cli.console import table
 from rollout_service.cli.env.check import load_environment, read_dataset
 from rollout_service.cli.env.engines import PoolModels
 from rollout_service.cli.env.run import OwnServer, parse_instance
-from rollout_service.environments.secrets import HostSecrets
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.settings import load_settings
-from sandboxes import make_provider
 
 MIB = 1024 * 1024
 
@@ -39,27 +34,15 @@ async def audit(
     *,
     as_json: bool,
 ) -> int:
-    settings = load_settings()
     loaded = await anyio.to_thread.run_sync(load_environment, environment)
     known = [parse_instance(instance)] if instance is not None else read_dataset(loaded)
     data = known[:instances]
-    with tempfile.TemporaryDirectory(prefix="rollout-audit-") as state:
-        secrets = HostSecrets(settings.secrets)
-        provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
-        try:
-            more = f" of {len(known)}; --instances {len(known)} for all" if len(data) < len(known) else ""
-            common.err().print(f"Auditing {common.count(len(data), 'instance')}{more}")
-            async with pools.opened(Path(state)) as models:
-                report = await audit_environment(
-                    loaded,
-                    SandboxSource(provider, secrets=secrets),
-                    list(enumerate(data)),
-                    runs=runs,
-                    at_once=at_once,
-                    models=models,
-                )
-        finally:
-            await provider.close()
+    more = f" of {len(known)}; --instances {len(known)} for all" if len(data) < len(known) else ""
+    common.err().print(f"Auditing {common.count(len(data), 'instance')}{more}")
+    async with pools.trial(load_settings()) as (sandboxes, models):
+        report = await audit_environment(
+            loaded, sandboxes, list(enumerate(data)), runs=runs, at_once=at_once, models=models
+        )
     if backend is not None:
         await _ask_policy(report, environment, data, runs, backend, pools)
     if as_json:

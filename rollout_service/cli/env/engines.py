@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
 import structlog
 from prometheus_client import CollectorRegistry
@@ -30,11 +32,15 @@ from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.serving.policies import PolicyServing, PoolModel, backend_id_of_spec
 from rollout_service.engines.serving.text_sampler import PoolTextSampler
 from rollout_service.engines.shipped import model_folder, policy_folder
+from rollout_service.environments.secrets import HostSecrets
 from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
+from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import OtherModels
+from rollout_service.settings import Settings
 from rollout_service.store.file_backends import FileBackends
 from rollout_service.testing import Replies, ScriptedEngine
+from sandboxes import make_provider
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,12 @@ class PoolModels:
         ]
 
     @asynccontextmanager
+    async def trial(self, settings: Settings) -> AsyncIterator[tuple[SandboxSource, OtherModels]]:
+        """Yield the sandboxes that the settings configure, and the models of these pools."""
+        async with configured_sandboxes(settings) as (sandboxes, state), self.opened(state) as models:
+            yield sandboxes, models
+
+    @asynccontextmanager
     async def opened(self, state: Path) -> AsyncIterator[OtherModels]:
         """Yield the models of these pools for a trial; `state` is a folder for the time of the block."""
         with _quiet():
@@ -112,6 +124,18 @@ class PoolModels:
                 sampler = PoolTextSampler(serving)
                 judge = PoolJudge(sampler, JudgeMetrics(CollectorRegistry()))
                 yield OtherModels(judge, sampler, serving)
+
+
+@asynccontextmanager
+async def configured_sandboxes(settings: Settings) -> AsyncIterator[tuple[SandboxSource, Path]]:
+    """Yield the sandboxes that the settings configure, and a folder for the time of the block."""
+    with tempfile.TemporaryDirectory(prefix="rollout-trial-") as state:
+        provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
+        try:
+            yield SandboxSource(provider, secrets=HostSecrets(settings.secrets)), Path(state)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await provider.close()
 
 
 @contextmanager

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import termios
 import tty
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import anyio
@@ -26,16 +24,15 @@ from api_schemas.rollouts import StopReason
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.check import load_environment, read_dataset
+from rollout_service.cli.env.engines import configured_sandboxes
 from rollout_service.cli.env.run import parse_instance
 from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.lint import Solving
-from rollout_service.environments.secrets import HostSecrets
 from rollout_service.episodes import Episode, Score
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.settings import load_settings
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import BashSession, ExecResult, PythonSession, Sandbox, make_provider
+from sandboxes import BashSession, ExecResult, PythonSession, Sandbox
 from sandboxes.sessions.terminal import SandboxTerminal, open_terminal
 from sandboxes.task_groups import open_task_group
 
@@ -186,15 +183,9 @@ async def _cancel_at_hang_up(scope: anyio.CancelScope) -> None:
 
 async def _play(shell: _WithShell, instance: dict[str, JsonValue]) -> None:
     """Run an episode up to the shell, in a sandbox of the configured provider."""
-    settings = load_settings()
-    with tempfile.TemporaryDirectory(prefix="rollout-shell-") as state:
-        provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
-        try:
-            source = SandboxSource(provider, secrets=HostSecrets(settings.secrets))
-            with shell.episode_scope:
-                await play(shell, instance, ScriptedPolicy([]), source)
-        finally:
-            await provider.close()
+    async with configured_sandboxes(load_settings()) as (sandboxes, _):
+        with shell.episode_scope:
+            await play(shell, instance, ScriptedPolicy([]), sandboxes)
 
 
 # Connects this process's terminal to one in a sandbox: keys, output, and the size of the window.

@@ -6,7 +6,6 @@ Guarantee: a task is good only if its solution gets 1 and nothing gets less; eac
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,12 +19,10 @@ from rollout_service.base.errors import describe, format_failure
 from rollout_service.cli.env.engines import PoolModels
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.lint import Solving
-from rollout_service.environments.secrets import HostSecrets
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
 from rollout_service.settings import Settings
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import make_provider
 
 IDLE_TURNS = ["I do nothing."] * 1_000
 """One for each step that a task may have."""
@@ -119,21 +116,8 @@ async def try_environment(
 ) -> list[TriedTask]:
     """Try the first tasks of an environment in the sandboxes that the settings configure."""
     instances = (await anyio.to_thread.run_sync(environment.dataset))[:limit]
-    with tempfile.TemporaryDirectory(prefix="rollout-check-") as state:
-        secrets = HostSecrets(settings.secrets)
-        provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
-        try:
-            async with pools.opened(Path(state)) as models:
-                return await try_tasks(
-                    environment,
-                    instances,
-                    SandboxSource(provider, secrets=secrets),
-                    at_once=at_once,
-                    models=models,
-                    done=done,
-                )
-        finally:
-            await provider.close()
+    async with pools.trial(settings) as (sandboxes, models):
+        return await try_tasks(environment, instances, sandboxes, at_once=at_once, models=models, done=done)
 
 
 def write_good(tried: Sequence[TriedTask], path: Path) -> int:
