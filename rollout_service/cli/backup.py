@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollout_service.cli import common
-from rollout_service.cli.common import AsJson, CommandError
+from rollout_service.cli.common import AsJson, CommandError, Config
 from rollout_service.cli.slurm.jobs import JOBS, Folder
 
 if TYPE_CHECKING:
     from rollout_service.backup import Manifest, Places
 
 EXAMPLE = "Example: rollout-service backup /backups/monday --config rollout.toml"
-Config = Annotated[Path | None, typer.Option(help="Settings file; by default, rollout.toml if it exists.")]
 StateDir = Annotated[Path | None, typer.Option(help="State folder, in place of the settings'.")]
 SlurmJob = Annotated[
     str | None, typer.Option(help="A job of Slurm, by name, folder or id, in place of the settings.")

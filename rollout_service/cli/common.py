@@ -12,6 +12,7 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial, wraps
 from inspect import iscoroutinefunction
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
@@ -31,6 +32,7 @@ Key = Annotated[
     str | None,
     typer.Option("--key", envvar="ROLLOUT_KEY", help="The server's bearer key.", show_default=False),
 ]
+Config = Annotated[Path | None, typer.Option(help="Settings file; by default, rollout.toml if it exists.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

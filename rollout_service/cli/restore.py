@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from rollout_service.cli import common
-from rollout_service.cli.backup import Config, SlurmJob, StateDir, opened_places, report
-from rollout_service.cli.common import AsJson
+from rollout_service.cli.backup import SlurmJob, StateDir, opened_places, report
+from rollout_service.cli.common import AsJson, Config
 from rollout_service.cli.slurm.jobs import JOBS, Folder
 
 EXAMPLE = "Example: rollout-service restore /backups/monday --config rollout.toml"

@@ -45,9 +45,7 @@ def command(
     environment: Annotated[
         list[Path] | None, typer.Option(help="Folder with an environment.toml; may be repeated.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Settings file; by default, rollout.toml if it exists.")
-    ] = None,
+    config: common.Config = None,
     state_dir: Annotated[Path | None, typer.Option(help="Folder for the store, on a local disk.")] = None,
     keys_file: Annotated[
         Path | None, typer.Option(help="TOML file with the API's keys; may change while the server runs.")

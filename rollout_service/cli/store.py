@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollout_service.cli import common
-from rollout_service.cli.common import AsJson, CommandError
+from rollout_service.cli.common import AsJson, CommandError, Config
 
 if TYPE_CHECKING:
     from rollout_service.store.redis import RedisConnection
@@ -24,7 +24,6 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Config = Annotated[Path | None, typer.Option(help="Settings file; by default, rollout.toml if it exists.")]
 SHOWN = 20
 """The most rollouts that are named without --json."""
 

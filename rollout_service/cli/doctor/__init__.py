@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollout_service.cli import common
-from rollout_service.cli.common import AsJson, CommandError, Key, Url
+from rollout_service.cli.common import AsJson, CommandError, Config, Key, Url
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,9 +26,7 @@ STYLES = {"ok": "green", "missing": "bold red", "limited": "yellow"}
 
 @common.command
 def command(
-    config: Annotated[
-        Path | None, typer.Option(help="Settings file; by default, rollout.toml if it exists.")
-    ] = None,
+    config: Config = None,
     batch: Annotated[
         Path | None, typer.Option(help="A leased batch, as arrays, to compare with --model.")
     ] = None,

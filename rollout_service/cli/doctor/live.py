@@ -1,36 +1,116 @@
 """`rollout-service doctor --live`: the problems of a service that runs, and their causes.
 
-Guarantee: it answers even if the service's event loop is blocked: the service's watchdog has then written its last
-report to the state folder, which is read if the service does not answer within `ANSWER_SECONDS`.
+Guarantees: it says that all is well exactly if there is nothing that a person on call has to look at. It answers even
+if the service's event loop is blocked: the service's watchdog has then written its last report to the state folder,
+which is read if the service does not answer within `ANSWER_SECONDS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import anyio
+from rich.console import Console, RenderableType
 from rich.text import Text
 
+from api_schemas.inference import BackendState, BackendView
+from api_schemas.nodes import HoldView
+from api_schemas.rollouts import RolloutState
+from api_schemas.rollouts.steps import StepKind
+from api_schemas.views.hangs import HangFinding, HangReport, HangVerdict, StageWait
+from api_schemas.views.overview import Overview
+from rollout_client.client import RolloutClient, UnreachableError
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError, count
 from rollout_service.cli.console import HANG_STYLES, id_column, table
-from rollout_service.cli.doctor.live_report import LiveReport
+from rollout_service.server.hangs.heartbeat import STACKS, read_last_report
+from rollout_service.settings import load_settings
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-    from api_schemas.views.hangs import HangFinding, HangReport, StageWait
-    from api_schemas.views.overview import Overview
-    from rollout_client.client import RolloutClient
-    from rollout_service.cli.doctor.live_report import LiveReport
+FLAPPING = timedelta(minutes=5)
+"""For how long an engine that serves again is shown for a failure; errors are kept for as long."""
+FRESH = timedelta(minutes=1)
+"""For how long its failure counts as one of now."""
 
 
-# `doctor --live` as text: the problems first, and then where each rollout waits.
-#
-# Guarantee: it says that all is well only if the exit code does.
+@dataclass(frozen=True, slots=True)
+class LiveReport:
+    """The state of a service, as far as it answers."""
+
+    hangs: HangReport
+    overview: Overview | None = None
+    """None if the service does not answer."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a person has to look at something."""
+        if any(map(is_wrong, self.hangs.findings)):
+            return True
+        return self.overview is not None and (
+            not self.overview.ready
+            or bool(self.overview.warnings)
+            or any(self._is_failing(view) for view in self._backends())
+            or any(hold.resource == "disk" for hold in self.holds())
+            or _mostly_fails(self.overview.outcomes)
+        )
+
+    def failing(self) -> list[BackendView]:
+        """Return the engines that are out of service, or failed within the last minutes."""
+        return [view for view in self._backends() if self._is_failing(view, FLAPPING)]
+
+    def _is_failing(self, view: BackendView, within: timedelta = FRESH) -> bool:
+        has_failed = view.failed_at is not None and self.hangs.at - view.failed_at < within
+        return has_failed or view.state is BackendState.FAILED
+
+    def _backends(self) -> list[BackendView]:
+        return [] if self.overview is None else [one.backend for one in self.overview.backends]
+
+    def holds(self) -> list[HoldView]:
+        """Return why nodes start no further sandbox."""
+        return [] if self.overview is None else [hold for node in self.overview.nodes for hold in node.holds]
+
+    def disks(self) -> dict[str, int]:
+        """Return the free bytes of the file systems of all nodes, by node and folder."""
+        nodes = [] if self.overview is None else self.overview.nodes
+        return {
+            f"{node.node}:{folder}": free
+            for node in nodes
+            if node.pressure is not None
+            for folder, free in node.pressure.disk_free_bytes.items()
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON: the report of hangs with `wrong`, and `service`, null if it does not answer."""
+        return self.hangs.model_dump(mode="json") | {"wrong": self.is_wrong, "service": self._service()}
+
+    def _service(self) -> dict[str, Any] | None:
+        if self.overview is None:
+            return None
+        names = {"ready", "reasons", "warnings", "outcomes", "errors"}
+        return self.overview.model_dump(mode="json", include=names) | {
+            "engines": [view.model_dump(mode="json") for view in self.failing()],
+            "holds": [hold.model_dump(mode="json") for hold in self.holds()],
+            "disk_free_bytes": self.disks(),
+        }
+
+
+def _mostly_fails(outcomes: dict[str, int]) -> bool:
+    """Return whether more rollouts failed than completed."""
+    completed = outcomes.get(RolloutState.COMPLETED, 0)
+    return sum(outcomes.values()) - outcomes.get(RolloutState.CANCELLED, 0) > 2 * completed
+
+
+def is_wrong(finding: HangFinding) -> bool:
+    """Return whether a finding needs a person: not if it moves, is meant to wait, or may be a command that sleeps."""
+    if finding.verdict is HangVerdict.IDLE:
+        return finding.kind is StepKind.GRADER
+    return finding.verdict is HangVerdict.STUCK or finding.kind not in tuple(StepKind)
+
+
+# The report as text: the problems first, and then where each rollout waits.
 
 GIBIBYTE = 1 << 30
 
@@ -154,8 +234,6 @@ def check_live(
 
 def _ask(url: str, key: str | None) -> LiveReport | None:
     """Return the service's own answer, or None if none comes."""
-    from rollout_client.client import UnreachableError
-    from rollout_service.cli.doctor.live_report import LiveReport
 
     async def ask() -> tuple[HangReport, Overview]:
         async with common.connect(url, key) as client:
@@ -173,16 +251,11 @@ async def _both(client: RolloutClient) -> tuple[HangReport, Overview]:
 
 
 def _folder(state_dir: Path | None, config: Path | None) -> Path:
-    from rollout_service.settings import load_settings
-
     return (state_dir or load_settings(config).state_dir).expanduser()
 
 
 def _read(state_dir: Path | None, config: Path | None) -> LiveReport | None:
     """Return the report in the state folder, if it is not an old one."""
-    from rollout_service.cli.doctor.live_report import LiveReport
-    from rollout_service.server.hangs.heartbeat import read_last_report
-
     report = read_last_report(_folder(state_dir, config))
     if report is None or (datetime.now(UTC) - report.at).total_seconds() > STALE_SECONDS:
         return None
@@ -190,8 +263,6 @@ def _read(state_dir: Path | None, config: Path | None) -> LiveReport | None:
 
 
 def _nothing_to_read(url: str, state_dir: Path | None, config: Path | None) -> CommandError:
-    from rollout_service.server.hangs.heartbeat import STACKS
-
     folder = _folder(state_dir, config)
     return CommandError(
         f"the service at {url} does not answer, and there is no report of the last {STALE_SECONDS:g} s in {folder}",

@@ -24,6 +24,11 @@ Environment = Annotated[
         autocompletion=completion.environments,
     ),
 ]
+Bases = Annotated[
+    list[str] | None, typer.Option(help="NAME=PATH for a base of the Dockerfiles; may be repeated.")
+]
+Index = Annotated[int, typer.Option(min=0, help="Index of the instance in the data set, from 0.")]
+Instance = Annotated[str | None, typer.Option(help="Instance to use instead, as JSON.")]
 PoolModel = Annotated[
     list[str] | None,
     typer.Option(
@@ -116,9 +121,7 @@ def add(
 @common.command
 def build(
     environment: Environment,
-    base: Annotated[
-        list[str] | None, typer.Option(help="NAME=PATH for a base of the Dockerfiles; may be repeated.")
-    ] = None,
+    base: Bases = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Images built at once; by default, half as many as CPUs.")
     ] = None,
@@ -126,11 +129,10 @@ def build(
     as_json: AsJson = False,
 ) -> int:
     """Build the images of an environment's tasks from their Dockerfiles; unchanged ones are not built again."""
-    from rollout_service.cli.common import name_value_pairs
-    from rollout_service.cli.env.images import ImageBuild, build_images
+    from rollout_service.cli.env.prepare import build_images
 
-    bases = name_value_pairs(base or [], "--base")
-    return build_images(environment, ImageBuild(bases, jobs, force), as_json=as_json)
+    bases = common.name_value_pairs(base or [], "--base")
+    return build_images(environment, bases=bases, jobs=jobs, force=force, as_json=as_json)
 
 
 @app.command("prepare", epilog="Example: rollout-service env prepare tasks.jsonl --environment swe --jobs 4")
@@ -150,9 +152,7 @@ def prepare(
     split: Annotated[
         str | None, typer.Option(help="With an environment: the part of the data set; by default, all.")
     ] = None,
-    base: Annotated[
-        list[str] | None, typer.Option(help="NAME=PATH for a base of the Dockerfiles; may be repeated.")
-    ] = None,
+    base: Bases = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Images made at once; by default, half as many as CPUs.")
     ] = None,
@@ -165,7 +165,6 @@ def prepare(
     Each image is made once, and those that are there are skipped, so a second call goes on after an interruption. No
     image is begun that would leave too little space. Failures are listed at the end, and make the exit code 1.
     """
-    from rollout_service.cli.common import name_value_pairs
     from rollout_service.cli.env.dataset_part import FILES, part_of_environment, part_of_file, part_of_run
     from rollout_service.cli.env.prepare import prepare as make_images
 
@@ -175,7 +174,7 @@ def prepare(
         part = part_of_file(Path(what), environment)
     else:
         part = part_of_environment(what, split)
-    bases = name_value_pairs(base or [], "--base")
+    bases = common.name_value_pairs(base or [], "--base")
     return make_images(part, bases=bases, jobs=jobs, as_json=as_json)
 
 
@@ -304,8 +303,8 @@ async def audit(
 @common.command
 async def run(
     environment: Environment,
-    index: Annotated[int, typer.Option(min=0, help="Index of the instance in the data set, from 0.")] = 0,
-    instance: Annotated[str | None, typer.Option(help="Instance to use instead, as JSON.")] = None,
+    index: Index = 0,
+    instance: Instance = None,
     backend: Annotated[
         str | None, typer.Option(help="URL of an engine; by default, the embedded one with a small policy.")
     ] = None,
@@ -338,8 +337,8 @@ async def run(
 @common.command
 async def shell(
     environment: Environment,
-    index: Annotated[int, typer.Option(min=0, help="Index of the instance in the data set, from 0.")] = 0,
-    instance: Annotated[str | None, typer.Option(help="Instance to use instead, as JSON.")] = None,
+    index: Index = 0,
+    instance: Instance = None,
     stage: Annotated[
         Literal["rollout", "evaluate"],
         typer.Option(

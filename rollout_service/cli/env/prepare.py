@@ -1,6 +1,6 @@
-"""`rollout-service env prepare`: makes the images of a data set's instances ahead of a run.
+"""`rollout-service env prepare` and `env build`: make the images of a data set's instances, or of Dockerfiles alone.
 
-Guarantees:
+Guarantees of `env prepare`:
 - An image is made once, however many instances use it.
 - One that is there is skipped at once, so a second call goes on where an interrupted one ended.
 - An image that cannot be made, or an instance that cannot be used, stops no other, and is listed with its cause.
@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from rollout_service.agents.harnesses.registry import harness_image
 from rollout_service.base.errors import ServiceError
 from rollout_service.cli import common
-from rollout_service.cli.env.check import instance_name
+from rollout_service.cli.env.check import instance_name, load_environment
 from rollout_service.cli.env.dataset_part import DatasetPart
-from rollout_service.cli.image.dockerfiles import DockerfileFlags, build_dockerfiles
+from rollout_service.cli.image.dockerfiles import DockerfileFlags, build_dockerfiles, failure_as_dict
 from rollout_service.environments.contract import Environment
 from rollout_service.settings import Settings, load_settings
 from sandboxes.errors import ImageBuildError, ImageError
@@ -87,6 +87,31 @@ def prepare(part: DatasetPart, *, bases: Mapping[str, str], jobs: int | None, as
     else:
         done.show()
     return 1 if done.failures else 0
+
+
+def build_images(
+    name_or_path: str, *, bases: Mapping[str, str], jobs: int | None, force: bool, as_json: bool
+) -> int:
+    """Build the images of an environment from its Dockerfiles, and return the exit code: 1 if one failed."""
+    settings = load_settings()
+    builder = ApptainerBuilder(settings.layers_dir)
+    store = ImageStore(settings.images_dir, builder)
+    sources = {
+        name: dockerfile_at(path) for name, path in load_environment(name_or_path).dockerfiles().items()
+    }
+    flags = DockerfileFlags(bases=bases, jobs=jobs, every=True)
+    outcomes: Sequence[BuildOutcome] = ()
+    if sources:
+        outcomes = build_dockerfiles(store, builder, sources, flags, force=force)
+    made = [outcome.image for outcome in outcomes if outcome.image is not None]
+    failed = [outcome for outcome in outcomes if outcome.image is None]
+    if as_json:
+        images = [{"name": image.name, "path": str(image.path)} for image in made]
+        common.print_json([*images, *map(failure_as_dict, failed)])
+    else:
+        told = f"{common.count(len(made), 'image')} ready, {len(failed)} failed"
+        common.err().print(told, soft_wrap=True)
+    return 1 if failed else 0
 
 
 @dataclass(frozen=True, slots=True)

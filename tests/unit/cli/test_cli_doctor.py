@@ -22,8 +22,7 @@ from api_schemas.views.summaries import ErrorGroup
 from rollout_service.cli import app
 from rollout_service.cli.console import SafeConsole
 from rollout_service.cli.doctor.checks import check_engine, check_mounts, check_open_files
-from rollout_service.cli.doctor.live import show
-from rollout_service.cli.doctor.live_report import LiveReport
+from rollout_service.cli.doctor.live import LiveReport, show
 from rollout_service.settings import Settings
 from sandboxes import ApptainerConfig, LimitDefaults, LocalConfig
 from sandboxes.host.facts import HostFacts, read_host_facts
