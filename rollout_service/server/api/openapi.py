@@ -35,7 +35,7 @@ from rollout_service.base.errors import (
     UnavailableError,
 )
 from rollout_service.server.api.middleware import PROBES
-from rollout_service.server.api.openapi_responses import add_error
+from rollout_service.server.api.routes.support.route import add_error
 
 # Serves the OpenAPI document at `/openapi.json`, and Swagger UI at `/docs`.
 #

@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 from rollout_service.base.errors import TooManyBytesError
 from rollout_service.http.requests import BodiesInFlight, HeldBytes
 from rollout_service.server.api.app import create_app
+from rollout_service.server.api.routes.support.route import MAX_CONTAINERS
 from rollout_service.server.api.routes.support.shared_answers import MAX_BUFFERED_CHUNKS, BufferedResponse
-from rollout_service.server.api.routes.support.strict import MAX_CONTAINERS
 from rollout_service.settings import load_settings
 from tests.support.waiting import until
 

@@ -14,7 +14,7 @@ from rollout_service.base.errors import ConflictError, NotFoundError
 from rollout_service.engines.errors import UnknownBackend
 from rollout_service.server.api.app import create_app
 from rollout_service.server.api.openapi import build
-from rollout_service.server.api.openapi_responses import raises
+from rollout_service.server.api.routes.support.route import raises
 from rollout_service.settings import load_settings
 
 pytestmark = pytest.mark.slow

@@ -33,9 +33,7 @@ from rollout_service.engines.errors import (
     WeightsRefused,
     WeightsUnusable,
 )
-from rollout_service.server.api.openapi_responses import raises
-from rollout_service.server.api.routes.support.dependencies import ServiceDep
-from rollout_service.server.api.routes.support.strict import StrictRoute
+from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute, raises
 from rollout_service.tokens.errors import RendererMismatchError
 
 router = APIRouter(prefix="/v1", tags=["inference"], route_class=StrictRoute)

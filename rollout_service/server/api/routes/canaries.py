@@ -11,9 +11,7 @@ from api_schemas.base import Name
 from api_schemas.sessions import Canary, FeedbackByVersion
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.engines.errors import NoBackendError
-from rollout_service.server.api.openapi_responses import raises
-from rollout_service.server.api.routes.support.dependencies import ServiceDep
-from rollout_service.server.api.routes.support.strict import StrictRoute
+from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute, raises
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], route_class=StrictRoute)
 

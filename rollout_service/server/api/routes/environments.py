@@ -12,9 +12,7 @@ from api_schemas.base import MAX_INT, Name
 from api_schemas.environments import EnvironmentView
 from rollout_service.base.errors import InvalidFieldError, NotFoundError
 from rollout_service.environments.dataset_files import select_split
-from rollout_service.server.api.openapi_responses import raises
-from rollout_service.server.api.routes.support.dependencies import ServiceDep
-from rollout_service.server.api.routes.support.strict import StrictRoute
+from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute, raises
 
 router = APIRouter(prefix="/v1/environments", tags=["environments"], route_class=StrictRoute)
 

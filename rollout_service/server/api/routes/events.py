@@ -27,10 +27,8 @@ from api_schemas.errors import FieldError
 from rollout_service.base.errors import InvalidFieldError, StoreError
 from rollout_service.base.shutdown import ShuttingDownError
 from rollout_service.base.signals import first_of
-from rollout_service.server.api.openapi_responses import media_response
-from rollout_service.server.api.routes.support.dependencies import ServiceDep
+from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute, media_response
 from rollout_service.server.api.routes.support.shared_answers import EVENT_STREAM, STREAM_HEADERS
-from rollout_service.server.api.routes.support.strict import StrictRoute
 from rollout_service.server.events import EventSelection
 from rollout_service.server.lifecycle import Service
 from rollout_service.store.contract import StoreShard

@@ -14,9 +14,7 @@ from api_schemas.base import RolloutId
 from api_schemas.views.hangs import HangReport, RolloutActivity
 from rollout_service.base.errors import ConflictError, NotFoundError, UnavailableError
 from rollout_service.server.api.node_proxy import ask_node, pass_on
-from rollout_service.server.api.openapi_responses import raises
-from rollout_service.server.api.routes.support.dependencies import ServiceDep
-from rollout_service.server.api.routes.support.strict import StrictRoute
+from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute, raises
 
 router = APIRouter(prefix="/v1", tags=["hangs"], route_class=StrictRoute)
 

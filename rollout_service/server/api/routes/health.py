@@ -14,8 +14,7 @@ from api_schemas.nodes import Health, Readiness
 from rollout_service import __version__
 from rollout_service.base.errors import UnavailableError
 from rollout_service.base.shutdown import Shutdown
-from rollout_service.server.api.openapi_responses import extra_response, media_response, raises
-from rollout_service.server.api.routes.support.dependencies import ServiceDep
+from rollout_service.server.api.routes.support.route import ServiceDep, extra_response, media_response, raises
 
 router = APIRouter(tags=["health"])
 

@@ -15,8 +15,7 @@ from api_schemas.runs import RunId
 from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.views.summaries import SummaryOrder, SummaryPage, SummaryQuery
 from rollout_service.base.errors import InvalidFieldError, NotFoundError
-from rollout_service.server.api.openapi_responses import raises
-from rollout_service.server.api.routes.support.dependencies import ServiceDep, as_json
+from rollout_service.server.api.routes.support.route import ServiceDep, as_json, raises
 from rollout_service.server.api.routes.support.shared_answers import SharedRoute
 from rollout_service.store.lists_contract import GroupSelection
 

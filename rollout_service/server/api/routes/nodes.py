@@ -8,9 +8,7 @@ from fastapi import APIRouter
 
 from api_schemas.nodes import NodeConcurrency, NodePatch, NodeView
 from rollout_service.base.errors import ConflictError, NotFoundError
-from rollout_service.server.api.openapi_responses import raises
-from rollout_service.server.api.routes.support.dependencies import ServiceDep
-from rollout_service.server.api.routes.support.strict import StrictRoute
+from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute, raises
 
 router = APIRouter(prefix="/v1", tags=["nodes"], route_class=StrictRoute)
 

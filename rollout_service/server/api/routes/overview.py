@@ -15,10 +15,14 @@ from fastapi.responses import StreamingResponse
 
 from api_schemas.views.overview import Overview
 from rollout_service.base.shutdown import ShuttingDownError
-from rollout_service.server.api.openapi_responses import media_response
-from rollout_service.server.api.routes.support.dependencies import ServiceDep, as_json, role_of
+from rollout_service.server.api.routes.support.route import (
+    ServiceDep,
+    StrictRoute,
+    as_json,
+    media_response,
+    role_of,
+)
 from rollout_service.server.api.routes.support.shared_answers import EVENT_STREAM, STREAM_HEADERS
-from rollout_service.server.api.routes.support.strict import StrictRoute
 from rollout_service.server.lifecycle import Service
 
 router = APIRouter(prefix="/v1", tags=["overview"], route_class=StrictRoute)

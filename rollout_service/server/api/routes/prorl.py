@@ -32,10 +32,8 @@ from rollout_service.engines.errors import (
     NoBackendError,
 )
 from rollout_service.http.requests import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
-from rollout_service.server.api.openapi_responses import raises
-from rollout_service.server.api.routes.support.dependencies import ServiceDep
 from rollout_service.server.api.routes.support.prorl_answers import ProcessAnswer, process_answer
-from rollout_service.server.api.routes.support.strict import StrictRoute
+from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute, raises
 from rollout_service.server.lifecycle import Service
 from rollout_service.tokens import ToolSpec
 from rollout_service.tokens.errors import RendererMismatchError

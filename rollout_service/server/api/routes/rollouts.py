@@ -34,9 +34,16 @@ from rollout_service.engines.errors import NoBackendError
 from rollout_service.http.keyring import Role
 from rollout_service.http.requests import cancel_on_disconnect
 from rollout_service.server.api.node_proxy import pass_on, wait_for_access
-from rollout_service.server.api.openapi_responses import extra_response, media_response, raises
-from rollout_service.server.api.routes.support.dependencies import ServiceDep, as_json, role_of, trace_of
-from rollout_service.server.api.routes.support.strict import StrictRoute
+from rollout_service.server.api.routes.support.route import (
+    ServiceDep,
+    StrictRoute,
+    as_json,
+    extra_response,
+    media_response,
+    raises,
+    role_of,
+    trace_of,
+)
 from rollout_service.server.lifecycle import Service
 
 router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)

@@ -35,10 +35,17 @@ from rollout_service.engines.errors import NoBackendError
 from rollout_service.http.requests import cancel_on_disconnect
 from rollout_service.runs.delivery import RunOverError, RunWithoutBatchesError
 from rollout_service.runs.planning import RunStoppedError
-from rollout_service.server.api.openapi_responses import extra_response, media_response, raises
-from rollout_service.server.api.routes.support.dependencies import ServiceDep, as_json, role_of, trace_of
+from rollout_service.server.api.routes.support.route import (
+    ServiceDep,
+    StrictRoute,
+    as_json,
+    extra_response,
+    media_response,
+    raises,
+    role_of,
+    trace_of,
+)
 from rollout_service.server.api.routes.support.shared_answers import BufferedResponse
-from rollout_service.server.api.routes.support.strict import StrictRoute
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 
 router = APIRouter(prefix="/v1", tags=["runs"], route_class=StrictRoute)

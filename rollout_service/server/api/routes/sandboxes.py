@@ -7,8 +7,7 @@ from dataclasses import asdict
 from fastapi import APIRouter
 
 from api_schemas.nodes import SandboxView
-from rollout_service.server.api.routes.support.dependencies import ServiceDep
-from rollout_service.server.api.routes.support.strict import StrictRoute
+from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute
 
 router = APIRouter(prefix="/v1", tags=["sandboxes"], route_class=StrictRoute)
 

@@ -20,9 +20,7 @@ from api_schemas.sessions import (
 from rollout_service.base.errors import ConflictError, NotFoundError
 from rollout_service.engines.errors import NoBackendError
 from rollout_service.live.register import RateLimitedError
-from rollout_service.server.api.openapi_responses import raises
-from rollout_service.server.api.routes.support.dependencies import ServiceDep
-from rollout_service.server.api.routes.support.strict import StrictRoute
+from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute, raises
 
 router = APIRouter(prefix="/v1", tags=["sessions"], route_class=StrictRoute)
 

@@ -16,10 +16,8 @@ from fastapi.responses import Response
 from api_schemas.base import MAX_INT32, RolloutId
 from api_schemas.rollouts.tokens import TokenRange, TrajectoryOutline
 from rollout_service.base.errors import NotFoundError
-from rollout_service.server.api.openapi_responses import media_response, raises
-from rollout_service.server.api.routes.support.dependencies import ServiceDep
+from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute, media_response, raises
 from rollout_service.server.api.routes.support.saved_rollout import saved_rollout
-from rollout_service.server.api.routes.support.strict import StrictRoute
 from rollout_service.server.trajectories import MAX_RANGE
 
 router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)

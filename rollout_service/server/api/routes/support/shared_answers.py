@@ -19,7 +19,7 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Send
 
-from rollout_service.server.api.routes.support.strict import StrictRoute
+from rollout_service.server.api.routes.support.route import StrictRoute
 
 MAX_AGE_SECONDS = 10.0
 MAX_ANSWERS = 32

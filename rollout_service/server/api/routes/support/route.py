@@ -1,0 +1,177 @@
+"""The class of all routes, the declarations of their responses, and what their functions share.
+
+Guarantees: values that cannot be stored and unknown parameters are refused before a route runs. A body is JSON that can
+be written again (no lone surrogates, no NaN, bounded nesting) and does not take many times its size; the route knows
+every query parameter.
+
+A route names the errors that it raises, as in `responses=raises(NotFoundError, ConflictError)`; their classes give the
+status, and their docstrings the description. `openapi` adds the errors that any route can answer with, such as a
+missing key.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Coroutine, Iterable
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import anyio.to_thread
+from fastapi import Depends, HTTPException, Request, Response
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from api_schemas.base import TraceContext
+from api_schemas.errors import FieldError
+from rollout_service.base import strict_json
+from rollout_service.base.errors import InvalidFieldError, ServiceError, TooLargeError, did_you_mean
+from rollout_service.http.keyring import Role
+from rollout_service.http.problems import MEDIA_TYPE
+from rollout_service.server.lifecycle import Service
+
+INLINE_BYTES = 64 * 1024
+"""Larger bodies are parsed in a thread."""
+MAX_CONTAINERS = 250_000
+"""The most lists and objects of a body; each takes up to a hundred times its two brackets."""
+PROBLEM_SCHEMA = "#/components/schemas/Problem"
+BINARY = {"type": "string", "format": "binary"}
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def get_service(request: Request) -> Service:
+    """Return the service that the app's lifespan opened."""
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceDep = Annotated[Service, Depends(get_service)]
+
+
+def role_of(request: Request) -> Role:
+    """Return the role of the request's key; a server without keys lets everyone do everything."""
+    role: Role = request.scope.get("state", {}).get("role", Role.ADMIN)
+    return role
+
+
+def as_json(model: BaseModel, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    """Serialize a model that is already valid, since validating a long trajectory again takes time."""
+    return Response(model.model_dump_json(), status_code=status, media_type="application/json")
+
+
+# The trace that a request's headers name.
+#
+# Guarantee: headers that are missing or malformed, which any proxy may have written, are as if they were not there.
+
+
+def trace_of(request: Request) -> TraceContext | None:
+    """Return the caller's span, as the headers `traceparent` and `tracestate` say it; None if they do not."""
+    traceparent = request.headers.get("traceparent")
+    if traceparent is None:
+        return None
+    try:
+        return TraceContext(traceparent=traceparent, tracestate=request.headers.get("tracestate", ""))
+    except ValidationError:
+        return None
+
+
+# Strict reading of requests.
+
+
+class StrictRequest(Request):
+    """A request whose body is parsed strictly."""
+
+    async def json(self) -> JsonValue:
+        body = await self.body()
+        if strict_json.has_more(body, b"{[", MAX_CONTAINERS):
+            error = TooLargeError(
+                f"the body has more than {MAX_CONTAINERS} lists and objects", hint="Send less at once."
+            )
+            raise HTTPException(error.status) from error
+        try:
+            if len(body) <= INLINE_BYTES:
+                return strict_json.parse(body)
+            return await anyio.to_thread.run_sync(strict_json.parse, body)
+        except ValueError as error:
+            raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+class StrictRoute(APIRoute):
+    """A route that refuses unknown query parameters, and bodies that could not be stored."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        known = _query_names(self.dependant)
+
+        async def strict(request: Request) -> Response:
+            _refuse_unknown(request, known)
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return strict
+
+
+def _query_names(dependant: Dependant) -> set[str]:
+    own = {
+        name for field in dependant.query_params for name in _names(field.alias, field.field_info.annotation)
+    }
+    return own.union(*map(_query_names, dependant.dependencies))
+
+
+def _names(alias: str, annotation: object) -> Iterable[str]:
+    """Return the names of the parameters that a query parameter, or a model of several, stands for."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [info.alias or name for name, info in annotation.model_fields.items()]
+    return [alias]
+
+
+def _refuse_unknown(request: Request, known: set[str]) -> None:
+    unknown = [name for name in request.query_params if name not in known]
+    if unknown:
+        raise InvalidFieldError(
+            [
+                FieldError(
+                    path=f"query.{name}", message=f"unknown query parameter{did_you_mean(name, known)}"
+                )
+                for name in unknown
+            ]
+        )
+
+
+# Declarations of a route's responses, for the OpenAPI document.
+
+
+def raises(*errors: type[ServiceError]) -> Responses:
+    """Return the `responses` of a route that raises these errors."""
+    declared: Responses = {}
+    for error in errors:
+        add_error(declared.setdefault(int(error.status), {}), error)
+    return declared
+
+
+def extra_response(status: HTTPStatus, model: type[BaseModel] | None, description: str) -> Responses:
+    """Return the `responses` of a route for a further status; without a model the response has no body."""
+    body = {} if model is None else {"model": model}
+    return {int(status): {"description": description, **body}}
+
+
+def media_response(
+    media_type: str,
+    description: str,
+    *,
+    status: HTTPStatus = HTTPStatus.OK,
+    schema: dict[str, Any] | None = None,
+) -> Responses:
+    """Return the `responses` of a route for a media type other than JSON; without a schema it is binary."""
+    content = {media_type: {"schema": BINARY if schema is None else schema}}
+    return {int(status): {"description": description, "content": content}}
+
+
+def add_error(answer: dict[str, Any], error: type[ServiceError]) -> None:
+    summary = (inspect.getdoc(error) or "").partition("\n")[0]
+    reason = f"`{error.code}`: {summary}"
+    description = answer.get("description", "")
+    if reason not in description:
+        answer["description"] = f"{description}\n\n{reason}".strip()
+    answer["content"] = {MEDIA_TYPE: {"schema": {"$ref": PROBLEM_SCHEMA}}}
