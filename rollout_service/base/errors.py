@@ -1,33 +1,5 @@
 """The errors of the service, each named for the boundary that it crossed.
 
-ServiceError
- |- RequestError                  the request cannot be carried out as it is             4xx
- |   |- MalformedBodyError        400
- |   |- InvalidFieldError         422, with the path of the field
- |   |- NotFoundError             404
- |   |- ConflictError             409, such as the same id with another body
- |   |- TooLargeError             413
- |   |- UnauthorizedError         401
- |   |- ForbiddenError            403, by the key's role or the page's origin
- |   |- MediaTypeError            415
- |   |- MisdirectedError          421, the request names another host
- |   |- MalformedRequestError     400, not HTTP, or ambiguous
- |   |- HeadTooLargeError         431
- |   `- RequestTimeoutError       408
- |- EnvironmentFailedError        an environment's own code, or its grader, failed
- |   `- SecretMissingError        a secret of an environment cannot be read on this host
- |       `- SecretTooShortError   ... or is so short that masking it would mask other texts
- |- StoreError                    the durable store cannot be read or written           503
- |   `- LeadershipLostError       another service now does what one alone may do          503
- |- RecordLostError               one record of the store is gone or damaged            500
- |- UnavailableError              the service cannot do this now                        503
- |   `- TryLaterError             ... but will; `Retry-After` says when
- |       |- TooManyBytesError     ... since the bodies of too many requests are being read       429
- |       `- TooManySandboxesError ... since there is no place for another sandbox of a program   429
- |- StageTimeoutError             a stage's deadline passed
- |- AttemptsExhaustedError        the service crashed while running the rollout, too often
- |- ConfigurationError            the service cannot run as it is configured
- `- DefectError                   any exception outside this family                     500
 Inference and token errors (`engines/errors.py`, `tokens/errors.py`) are ServiceErrors too. Those of the package
 `sandboxes` are not, since that package does not know this one; `describe` takes both.
 
