@@ -18,9 +18,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rollout_service.base import private_files
 from rollout_service.http.keyring import KEY_COMMAND, check_unique
-from rollout_service.settings.e2b import E2BApiSettings
 from rollout_service.settings.engines import DefaultEngine, EmbeddedSettings, PoolSettings
-from rollout_service.settings.http import GatewaySettings, HttpSettings
+from rollout_service.settings.http import E2BApiSettings, GatewaySettings, HttpSettings
 from rollout_service.settings.live import LiveSettings
 from rollout_service.settings.pipeline import (
     HarborSettings,

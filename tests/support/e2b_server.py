@@ -24,7 +24,7 @@ from rollout_service.http.keyring import ApiKey, Keyring
 from rollout_service.server.e2b.app import E2BApp
 from rollout_service.server.e2b.boxes import Boxes
 from rollout_service.server.e2b.control import ControlApi
-from rollout_service.settings.e2b import E2BApiSettings
+from rollout_service.settings.http import E2BApiSettings
 from sandboxes import make_provider
 from sandboxes.config import LimitDefaults, PressureConfig, ProviderConfig
 from sandboxes.scheduling.admission import AdmissionController

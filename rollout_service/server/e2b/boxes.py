@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_service.base.errors import ForbiddenError, NotFoundError, TooManySandboxesError
 from rollout_service.base.shutdown import ShuttingDownError
-from rollout_service.settings.e2b import E2BApiSettings
+from rollout_service.settings.http import E2BApiSettings
 from sandboxes import ImageNotFoundError, Sandbox, SandboxProvider, SandboxSpec
 from sandboxes.image_names import read_image_name
 from sandboxes.scheduling.admission import AdmissionController, Ticket
