@@ -1,7 +1,8 @@
 """The ids that the service makes for the parts of a run.
 
-Guarantees: `parse` accepts exactly the texts that `str` makes. Callers may choose ids of their own for other rollouts,
-so a rollout belongs to a run because the store says so, not because its id looks like it.
+Guarantees: `parse` accepts exactly the texts that `str` makes, and raises ValueError for all others. Callers may choose
+ids of their own for other rollouts, so a rollout belongs to a run because the store says so, not because its id looks
+like it.
 """
 
 from __future__ import annotations

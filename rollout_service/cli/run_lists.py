@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rollout_service.cli import common
+from rollout_service.cli import common, completion
 from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
 
 if TYPE_CHECKING:
     from api_schemas.runs.history import GroupRow, RunHistory
 
 GroupState = Literal["open", "ready", "batched", "acknowledged", "dropped"]
-RunId = Annotated[str, typer.Argument(help="The run's id, from `runs list`.")]
+RunId = Annotated[str, typer.Argument(help="The run's id, from `runs list`.", autocompletion=completion.runs)]
 
 
 def register(app: typer.Typer) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from rollout_service.cli import common, completion, run_lists
 from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
+from rollout_service.cli.run_lists import RunId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,7 +34,6 @@ RUN_HINT = (
     '"batch_size": 8}. A server\'s /docs page lists every field, under RunRequest.'
 )
 
-RunId = Annotated[str, typer.Argument(help="The run's id, from `runs list`.", autocompletion=completion.runs)]
 BatchId = Annotated[str, typer.Argument(help="The batch's id, as `runs lease` printed it.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")]
 

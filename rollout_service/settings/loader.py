@@ -43,6 +43,11 @@ def load_own_settings(config: Path | None = None, /, **flags: Any) -> Settings:
 
 
 def read_sources(config: Path | None = None, /, **flags: Any) -> Sources:
+    """Read the flags, variables, and file that settings come from.
+
+    Raises:
+        ConfigurationError: A source cannot be read, or a variable is unknown.
+    """
     path = config or Path(os.environ.get(f"{ENV_PREFIX}CONFIG", "rollout.toml"))
     must_exist = config is not None or f"{ENV_PREFIX}CONFIG" in os.environ
     given = {name: value for name, value in flags.items() if value is not None}
@@ -52,6 +57,12 @@ def read_sources(config: Path | None = None, /, **flags: Any) -> Sources:
 
 
 def build_settings(sources: Sources) -> Settings:
+    """Validate the sources, and build the settings from them.
+
+    Raises:
+        ConfigurationError: A value is invalid; the message says where each one was set.
+    """
+
     class _Layered(Settings):
         @classmethod
         def settings_customise_sources(

@@ -82,6 +82,11 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
 
 
 def load_certificate(settings: Settings) -> Certificate | None:
+    """Return the certificate that the settings name, if any.
+
+    Raises:
+        ConfigurationError: The certificate cannot be used.
+    """
     if settings.tls_certificate is None:
         return None
     password = settings.tls_key_password

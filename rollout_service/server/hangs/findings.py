@@ -172,7 +172,7 @@ class Judged:
             return ""
         if self.signs.responds is False:
             return "what it waits for no longer answers"
-        limit = self.wait.own_limit
+        limit = self.wait.step.limit
         if limit is not None and self.wait.seconds > limit + OVERRUN_SECONDS:
             return f"it should have ended at its time limit of {limit:g} s"
         if self.verdict is HangVerdict.SLOW:
@@ -196,7 +196,7 @@ class Judged:
             return self.holder.hint
         is_gone = self.wait.sandbox is not None and self.signs.responds is False
         hint = _GONE_SANDBOX if is_gone else _HINTS.get(self.kind, _HINT)
-        if not is_gone and (limit := self.wait.own_limit) is not None:
+        if not is_gone and (limit := self.wait.step.limit) is not None:
             return f"Its time limit of {limit:g} s ends it. {hint}"
         left = seconds_left(self.wait)
         return hint if left is None else f"{hint} The limit of the stage ends it in {left:.0f} s."

@@ -140,7 +140,7 @@ class Verdicts:
             quiet=wait.quiet,
             usual=usual,
             limit=wait.activity.limit_seconds,
-            own_limit=wait.own_limit,
+            own_limit=wait.step.limit,
             signs=signs,
         )
         if verdict is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from api_schemas.rollouts.stages import Stage
@@ -29,15 +30,13 @@ _IN_SANDBOX = frozenset(
 """The kinds of steps that the attempt's sandbox works on; tools say themselves whether they use it."""
 
 
+@dataclass(eq=False, slots=True)
 class StepWait:
     """One step that waits, at one moment."""
 
-    __slots__ = ("activity", "now", "step")
-
-    def __init__(self, activity: Activity, step: OpenStep, now: float) -> None:
-        self.activity = activity
-        self.step = step
-        self.now = now
+    activity: Activity
+    step: OpenStep
+    now: float
 
     @property
     def seconds(self) -> float:
@@ -57,10 +56,6 @@ class StepWait:
         lane, started = self.step.lane, self.step.started
         inside = any(each.lane != lane and each.started > started for each in self.activity.open)
         return self.step.kind in _CONTAINERS or inside
-
-    @property
-    def own_limit(self) -> float | None:
-        return self.step.limit
 
     @property
     def sandbox(self) -> Sandbox | None:

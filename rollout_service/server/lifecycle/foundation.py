@@ -54,6 +54,12 @@ class Foundation:
 
 
 async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Metrics) -> Foundation:
+    """Open the store, the environments and the node.
+
+    Raises:
+        ConfigurationError: The state folder, the store's settings, or an environment that they name cannot be used.
+        StoreError: The store cannot be opened.
+    """
     state_dir = open_state_folder(settings.state_dir.expanduser())
     owner = str(ServiceIdentity.create())
     secrets = HostSecrets(settings.secrets)

@@ -127,6 +127,11 @@ class Service:
         return specific
 
     async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
+        """Return a rollout in its present state.
+
+        Raises:
+            NotFoundError: There is no rollout with this id.
+        """
         rollout = await self.store.get(rollout_id)
         if rollout is None:
             raise NotFoundError(
@@ -297,6 +302,11 @@ async def check_environment_here(
 
 
 async def check_image(sandboxes: SandboxSource, spec: EnvironmentSpec) -> None:
+    """Check that the image of an environment can be used.
+
+    Raises:
+        InvalidFieldError: The image cannot be used.
+    """
     try:
         await sandboxes.check(spec)
     except (ImageError, SandboxConfigError) as error:
