@@ -35,7 +35,6 @@ MEDIA_TYPE = "application/problem+json"
 
 
 def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a response that carries a problem."""
     return Response(
         problem.model_dump_json(exclude_defaults=False),
         status_code=problem.status,
@@ -45,7 +44,6 @@ def problem_response(problem: Problem, headers: Mapping[str, str] | None = None)
 
 
 def to_problem(error: BaseException) -> Problem:
-    """Return the problem that describes an exception."""
     info = describe(error)
     status = error.status if isinstance(error, ServiceError) else HTTPStatus.INTERNAL_SERVER_ERROR
     if isinstance(error, SandboxError):

@@ -333,7 +333,6 @@ def _example(rollouts: Sequence[Rollout]) -> Rollout | None:
 
 
 def required_successes(rollouts: int) -> int:
-    """Return how many rollouts of the tuned policy must succeed."""
     return max(1, int(REQUIRED_SUCCESS_RATE * rollouts) - 1)
 
 
@@ -356,7 +355,6 @@ GIBIBYTE = 2**30
 
 
 def machine() -> dict[str, JsonValue]:
-    """Describe the machine that the figures depend on."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpus": len(os.sched_getaffinity(0)),

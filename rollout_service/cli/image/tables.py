@@ -75,7 +75,6 @@ def show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
 
 
 def show_pruned(decided: Sequence[EvictionCandidate], *, dry_run: bool, as_json: bool) -> None:
-    """Show which items were removed or kept, and why."""
     from dataclasses import asdict
     from datetime import UTC, datetime
 
@@ -110,7 +109,6 @@ def image_store(settings: Settings) -> ImageStore:
 
 
 def image_builder(settings: Settings) -> ApptainerBuilder:
-    """Return the builder of the store, with the layers of Dockerfiles that the settings name."""
     from sandboxes.images.build import ApptainerBuilder
 
     return ApptainerBuilder(settings.layers_dir)

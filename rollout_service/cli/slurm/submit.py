@@ -145,7 +145,6 @@ def _spec(given: dict[str, Any]) -> JobSpec:
 
 
 def problems_of(error: ValidationError) -> str:
-    """Return what is wrong with the options of a job."""
     return "; ".join(
         f"{'.'.join(map(str, one['loc'])) or 'job'}: {one['msg'].removeprefix('Value error, ')}"
         for one in error.errors()

@@ -219,6 +219,8 @@ HISTOGRAMS: Final = (STAGE_DURATION, QUEUE_DURATION, ACQUIRE_DURATION)
 
 
 class Metrics:
+    """The metrics of one service. What `watch_*` is given is read whenever the metrics are."""
+
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._counters = {
@@ -254,7 +256,6 @@ class Metrics:
         self._counters[REFUSED_CONNECTIONS].labels(reason).inc()
 
     def watch_connections(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Read the open connections by state from `counts` whenever the metrics are read."""
         for state in counts():
             self._gauges[CONNECTIONS].labels(state).set_function(partial(_read, counts, state))
 
@@ -280,23 +281,19 @@ class Metrics:
             yield
 
     def watch_stage(self, stage: Stage, limits: Mapping[str, Callable[[], float]]) -> None:
-        """Read a stage's limits from these functions whenever the metrics are read."""
         for kind, limit in limits.items():
             self._gauges[STAGE_LIMIT].labels(stage, kind).set_function(limit)
 
     # --- sandboxes ---
 
     def watch_sandboxes(self, counts: Mapping[str, Callable[[], float]]) -> None:
-        """Read the number of sandboxes in each state from these functions whenever the metrics are read."""
         for state, count in counts.items():
             self._gauges[SANDBOXES].labels(state).set_function(count)
 
     def watch_egress(self, counts: Callable[[], EgressCounts]) -> None:
-        """Read the traffic of sandboxes with allow-lists from `counts` whenever the metrics are read."""
         self.registry.register(EgressCollector(counts))
 
     def watch_use(self, seconds: Callable[[], float]) -> None:
-        """Read the time of sandboxes on servers from `seconds` whenever the metrics are read."""
         self.registry.register(UseCollector(seconds))
 
     def acquired(self, *, warm: bool, seconds: float) -> None:
@@ -335,7 +332,6 @@ class Metrics:
         backlog: int = 0,
         dropped_in_a_row: int = 0,
     ) -> None:
-        """Show how many groups of a run are in each state, and how many of its rollouts wait to be begun."""
         for state, count in groups.items():
             self._gauges[RUN_GROUPS].labels(run, state).set(count)
         self._gauges[RUN_ACCEPTANCE].labels(run).set(acceptance_rate)
@@ -376,7 +372,6 @@ class Metrics:
                 self._counters[FINISHED].labels(environment, *end)
 
     def count_finished(self, rollout: Rollout) -> None:
-        """Count a rollout that reached its terminal state, and its cost."""
         labels = (rollout.task.environment, rollout.state, rollout.stop_reason or "")
         self._counters[FINISHED].labels(*labels).inc()
         self._counters[TURNS].inc(rollout.usage.turns)

@@ -233,5 +233,4 @@ class LoopHeartbeat:
 
 
 def lines_of(stack: list[StackFrame]) -> list[str]:
-    """Return a stack as lines for the log."""
     return [f"{frame.file}:{frame.line} {frame.function}" for frame in stack]

@@ -233,7 +233,6 @@ class AttemptTrace:
 
 
 def traceparent_of(span: Span) -> str:
-    """Return a span as the header `traceparent`."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
