@@ -116,11 +116,6 @@ class MonotonicCounter:
         self.value = value
         self._advanced = ChangeSignal()
 
-    @property
-    def next_change(self) -> anyio.Event:
-        """The event of the next change; take it before looking at `value`, to miss no change in between."""
-        return self._advanced.next
-
     def advance(self, value: int) -> None:
         """Raise the counter to a value; a lower or equal value changes nothing."""
         if value > self.value:

@@ -156,16 +156,10 @@ def extra_response(status: HTTPStatus, model: type[BaseModel] | None, descriptio
     return {int(status): {"description": description, **body}}
 
 
-def media_response(
-    media_type: str,
-    description: str,
-    *,
-    status: HTTPStatus = HTTPStatus.OK,
-    schema: dict[str, Any] | None = None,
-) -> Responses:
+def media_response(media_type: str, description: str, *, schema: dict[str, Any] | None = None) -> Responses:
     """Return the `responses` of a route for a media type other than JSON; without a schema it is binary."""
     content = {media_type: {"schema": BINARY if schema is None else schema}}
-    return {int(status): {"description": description, "content": content}}
+    return {int(HTTPStatus.OK): {"description": description, "content": content}}
 
 
 def add_error(answer: dict[str, Any], error: type[ServiceError]) -> None:
