@@ -175,7 +175,6 @@ class PinnedDatabases:
             )
 
     def count(self, source: Path, table: str) -> int:
-        """Return the number of rows of a table."""
         (count,) = self._readers[source].execute(f"SELECT count(*) FROM {table}").fetchone()  # noqa: S608 - a constant
         return int(count)
 

@@ -1,7 +1,8 @@
 """The list of a backup's contents, with the hash of each file.
 
 Guarantees: a folder has a manifest only once everything else in it is complete and on the disk; nothing is restored
-from one whose files are not exactly those that were written.
+from one whose files are not exactly those that were written. Functions on files raise OSError if one cannot be read or
+written.
 """
 
 from __future__ import annotations
@@ -68,15 +69,9 @@ class Manifest(BaseModel):
 
     @property
     def bytes(self) -> int:
-        """The size of all files."""
         return sum(file.bytes for file in self.files.values())
 
     def write(self, backup: Path) -> None:
-        """Complete a backup.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
         write_private(backup / MANIFEST, self.model_dump_json(indent=2).encode())
 
     @classmethod
@@ -114,11 +109,7 @@ class Manifest(BaseModel):
 
 
 def describe(path: Path) -> BackedUpFile:
-    """Return the size and the hash of a file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return the size and the hash of a file."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while part := file.read(_READ_BYTES):
@@ -128,11 +119,7 @@ def describe(path: Path) -> BackedUpFile:
 
 
 def describe_all(backup: Path) -> dict[str, BackedUpFile]:
-    """Return all files below a folder, by their paths; each is on the disk afterwards.
-
-    Raises:
-        OSError: One cannot be read.
-    """
+    """Return all files below a folder, by their paths; each is on the disk afterwards."""
     return {_name(backup, path): _flushed(path) for path in sorted(_files(backup))}
 
 
@@ -165,11 +152,7 @@ def _damaged(why: str) -> ConfigurationError:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file.
-
-    Raises:
-        OSError: It cannot be read or written.
-    """
+    """Copy a file."""
     make_private(target)
     with source.open("rb") as read, target.open("r+b") as write:
         shutil.copyfileobj(read, write, 1 << 20)
@@ -179,11 +162,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def copy_shared(source: SegmentFiles, target: SegmentFiles) -> None:
-    """Copy the files of trajectories that the target lacks, or has less of.
-
-    Raises:
-        OSError: One cannot be read or written.
-    """
+    """Copy the files of trajectories that the target lacks, or has less of."""
     target.prepare()
     copied = target.sizes()
     for name, size in shared_files(source).items():
@@ -195,11 +174,7 @@ def copy_shared(source: SegmentFiles, target: SegmentFiles) -> None:
 
 
 def shared_files(files: SegmentFiles) -> dict[str, int]:
-    """Return the sizes of the files that a store keeps in its shared folder or bucket.
-
-    Raises:
-        OSError: The place cannot be read.
-    """
+    """Return the sizes of the files that a store keeps in its shared folder or bucket."""
     try:
         found = files.sizes()
     except FileNotFoundError:  # there is no such folder

@@ -185,7 +185,6 @@ class _Dump:
             yield from _scan(self._client, self._config)
 
     def note_changes(self) -> None:
-        """Note which keys have changed."""
         with _explained(self._config):
             execute(self._client, "PING")
             self._changed |= self._changes()
@@ -215,13 +214,19 @@ class _Dump:
 
     @contextmanager
     def without_writes(self) -> Iterator[None]:
-        """Have Redis take no writes within the block.
-
-        Raises:
-            StoreError: The block took too long, so that there were writes after all.
-        """
-        with _explained(self._config), _without_writes(self._config, self._client):
-            yield
+        """Have Redis take no writes within the block; raise StoreError if it took so long that there were some."""
+        with _explained(self._config):
+            execute(self._client, "CLIENT PAUSE", int(PAUSE_SECONDS * 1_000), "WRITE")
+            began = time.monotonic()
+            try:
+                yield
+            finally:
+                execute(self._client, "CLIENT UNPAUSE")
+            if time.monotonic() - began >= PAUSE_SECONDS:
+                raise StoreError(
+                    f"the Redis at {self._config.address} is too busy to be read within {PAUSE_SECONDS:g} s",
+                    hint="Make the backup while less is written.",
+                )
 
     def counts(self) -> Counter[str]:
         """Return how many keys there are of each of `KINDS`."""
@@ -279,26 +284,6 @@ def _changes(config: RedisConfig, client: redis.Redis) -> Iterator[Callable[[], 
 
         with closing(pubsub):
             yield changes
-
-
-@contextmanager
-def _without_writes(config: RedisConfig, client: redis.Redis) -> Iterator[None]:
-    """Have Redis take no writes within the block.
-
-    Raises:
-        StoreError: The block took too long, so that there were writes after all.
-    """
-    execute(client, "CLIENT PAUSE", int(PAUSE_SECONDS * 1_000), "WRITE")
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        execute(client, "CLIENT UNPAUSE")
-    if time.monotonic() - began >= PAUSE_SECONDS:
-        raise StoreError(
-            f"the Redis at {config.address} is too busy to be read within {PAUSE_SECONDS:g} s",
-            hint="Make the backup while less is written.",
-        )
 
 
 @contextmanager
