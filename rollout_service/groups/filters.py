@@ -210,7 +210,6 @@ class SampleOutcome:
 
     @property
     def usable(self) -> bool:
-        """Whether the sample counts."""
         return self.masked is None
 
 
@@ -224,7 +223,6 @@ class GroupOutcome:
 
     @cached_property
     def usable(self) -> tuple[SampleOutcome, ...]:
-        """The samples that are not masked."""
         return tuple(sample for sample in self.samples if sample.usable)
 
     def without_older_than(self, bound: int | None) -> GroupOutcome:
@@ -312,7 +310,6 @@ class FilterRegistry:
 
     @property
     def names(self) -> list[str]:
-        """The names of all registered filters."""
         return sorted(self._kinds)
 
     def make(

@@ -69,7 +69,6 @@ class FairScheduler:
         return granted
 
     def forget(self, run: str) -> None:
-        """Forget a run that is over."""
         self._accounts.pop(run, None)
         self._claiming -= {run}
 

@@ -49,7 +49,6 @@ class GroupStatistics:
 
 
 def group_statistics(group: GroupOutcome) -> GroupStatistics:
-    """Return the statistics of a group."""
     rewards = group.rewards
     mean, std = _moments(rewards) if rewards else (None, None)
     return GroupStatistics(

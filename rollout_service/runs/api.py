@@ -102,11 +102,7 @@ class RunService:
         return view, new
 
     async def _find(self, name: str) -> Environment:
-        """Return an environment whose image and whose sub-agents' pool can be used.
-
-        Raises:
-            InvalidFieldError: There is none; the error's field is `environment`.
-        """
+        """Return an environment whose image and whose sub-agents' pool can be used."""
         environment = await self._check_environment(name)
         check_subagent_pool(environment.spec, self._check_pool)
         return environment
@@ -144,11 +140,7 @@ class RunService:
     async def _require(
         self, environments: Mapping[str, str], why_not: Callable[[Environment], str | None], hint: str
     ) -> None:
-        """Refuse environments for a reason.
-
-        Raises:
-            InvalidFieldError: `why_not` gives a reason for one of them.
-        """
+        """Refuse environments for a reason."""
         problems = [
             FieldError(path=path, message=why)
             for name, path in environments.items()
@@ -206,7 +198,6 @@ class RunService:
         return self.view(await self._runs.get(run_id), parallel=parallel)
 
     async def list(self) -> list[Run]:
-        """Return all runs, oldest first."""
         return [self.view(run) for run in await self._runs.list()]
 
     def view(self, run: RunRecord, *, parallel: bool = False) -> Run:

@@ -47,7 +47,10 @@ class RunWithoutBatchesError(RunOverError):
 
 
 class Delivery:
-    """Delivers the batches of all runs."""
+    """Delivers the batches of all runs.
+
+    `renew`, `acknowledge` and `give_back` do what `RunStore` says of a batch, given its id.
+    """
 
     def __init__(self, runs: RunStore, manager_of: ManagerOf) -> None:
         self._runs = runs
@@ -112,31 +115,13 @@ class Delivery:
         return await anyio.to_thread.run_sync(BatchFile, _batch(leased, heads), heads, read)
 
     async def renew(self, run_id: str, batch_id: str, *, key: str | None, seconds: float) -> datetime:
-        """Renew the lease of a batch; return when it expires.
-
-        Raises:
-            NotFoundError: There is no such batch.
-            ConflictError: The batch is no longer leased, or is leased under another key.
-        """
         number = batch_number(run_id, batch_id)
         return await self._runs.renew_batch(run_id, number, key=key, seconds=seconds)
 
     async def acknowledge(self, run_id: str, batch_id: str) -> None:
-        """Acknowledge a batch, so that it is never delivered again; idempotent.
-
-        Raises:
-            NotFoundError: There is no such batch.
-            ConflictError: The batch was dissolved.
-        """
         await self._runs.acknowledge(run_id, batch_number(run_id, batch_id))
 
     async def give_back(self, run_id: str, batch_id: str) -> None:
-        """Return a batch, so that it can be leased again at once.
-
-        Raises:
-            NotFoundError: There is no such batch.
-            ConflictError: The batch is acknowledged.
-        """
         await self._runs.give_back(run_id, batch_number(run_id, batch_id))
 
 

@@ -143,7 +143,6 @@ class RunManager:
         return FilterChain(made, request.min_usable)
 
     def resize(self, places: int) -> None:
-        """Change the most rollouts of all runs under way at once."""
         self._places = places
 
     async def sync_version(self, run: RunRecord) -> RunRecord:
@@ -225,11 +224,7 @@ class RunManager:
             self._metrics.clear_run(gone)
 
     async def _guarded(self, run: RunRecord) -> ActiveRun | None:
-        """Settle one run, and pause it if that fails.
-
-        Raises:
-            StoreError: The store failed.
-        """
+        """Settle one run, and pause it if that fails."""
         if self._stuck.get(run.run_id) is run.state:
             return None
         try:

@@ -374,11 +374,7 @@ class GroupsUnderWay:
         await runs.extend_group(run.run_id, group.number, first, requests)
 
     async def _samples(self, group: OpenGroup, *, whole: bool = True) -> list[tuple[GroupMember, Rollout]]:
-        """Return the rollouts of a group that has ended; without `whole`, omit those that are lost.
-
-        Raises:
-            RecordLostError: With `whole`, the record of a rollout is missing or damaged.
-        """
+        """Return the rollouts of a group that has ended; without `whole`, omit those that are lost."""
         if whole:
             _check_complete(group)
         samples: list[tuple[GroupMember, Rollout]] = []

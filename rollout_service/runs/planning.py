@@ -123,7 +123,6 @@ def filter_counts(run: RunRecord) -> tuple[int, int]:
 
 
 def group_progress(group: OpenGroup) -> GroupProgress:
-    """Return how far an open group has come."""
     ended = [member for member in group.members if member.state.terminal]
     rewards = {member.reward for member in ended if member.reward is not None}
     return GroupProgress(len(ended), len(rewards) > 1)

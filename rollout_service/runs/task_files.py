@@ -125,11 +125,7 @@ class Parquet(Rows):
 
 
 def _as_json(row: dict[str, Any]) -> bytes:
-    """Return a row as JSON.
-
-    Raises:
-        ValueError: JSON cannot represent a value; the message names its column.
-    """
+    """Return a row as JSON."""
     columns = []
     for name, value in row.items():
         try:
@@ -177,12 +173,7 @@ def _open_regular(path: Path, folders: Sequence[Path] | None) -> BufferedReader:
     """Open a regular file for reading; with `folders`, only one below them.
 
     The path alone is checked first, so that nobody learns which other files there are. The file is then found, which
-    does nothing to a FIFO or a device, and is checked, and opened.
-
-    Raises:
-        InvalidFieldError: It is below none of the folders.
-        OSError: The path is not a regular file, or there is none.
-    """
+    does nothing to a FIFO or a device, and is checked, and opened."""
     _require_below(folders, Path(os.path.realpath(path)), path)
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:

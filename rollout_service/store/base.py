@@ -133,8 +133,7 @@ class BaseStore(StoreShard):
         )
 
     @abstractmethod
-    async def _tokens(self, rollout_id: str) -> bytes | None:
-        """Return the record of a rollout's tokens, if there is one."""
+    async def _tokens(self, rollout_id: str) -> bytes | None: ...
 
     @abstractmethod
     async def _summaries(
@@ -236,17 +235,14 @@ class BaseRuns(ShardRuns):
 
 
 def unknown_run(run_id: str) -> NotFoundError:
-    """Return the error for a run that was never created."""
     return NotFoundError(f"there is no run {run_id}", hint="GET /v1/runs lists all runs.")
 
 
 def unknown_group(run_id: str, number: int) -> NotFoundError:
-    """Return the error for a group that is not closed, or not known."""
     return NotFoundError(f"the run {run_id} has no closed group {number}")
 
 
 def unknown_batch(run_id: str, number: int) -> NotFoundError:
-    """Return the error for a batch that was never leased."""
     return NotFoundError(
         f"there is no batch {BatchId(run_id, number)}",
         hint="The answer to a lease contains the batch's id.",

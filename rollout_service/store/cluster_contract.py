@@ -49,19 +49,16 @@ class NameTakenError(ConfigurationError):
 
 
 def unknown_node(name: str) -> NotFoundError:
-    """Return the error for a name that no node has."""
     return NotFoundError(f"there is no node {name!r}", hint="List the nodes with GET /v1/nodes.")
 
 
 def dead_node(name: str) -> ConflictError:
-    """Return the error for a command to a dead node."""
     return ConflictError(
         f"the node {name!r} is dead", hint="Start it again, or remove it with DELETE /v1/nodes/{node}."
     )
 
 
 def live_node(name: str) -> ConflictError:
-    """Return the error for the removal of a live node."""
     return ConflictError(f"the node {name!r} is alive", hint="Stop its service; it then removes itself.")
 
 

@@ -30,7 +30,6 @@ MAX_BATCH = 256
 
 
 def commit_histogram() -> Histogram:
-    """Return an empty record of how long writes took."""
     return Histogram(
         "rollout_store_commit_seconds",
         "Time to make the writes that waited together durable",
@@ -155,16 +154,14 @@ class JobThread(ABC, Generic[J]):
     # -- in the thread -----------------------------------------------------------
 
     @abstractmethod
-    def _open(self) -> None:
-        """Open the database."""
+    def _open(self) -> None: ...
 
     @abstractmethod
     def _run_batch(self, batch: list[J]) -> None:
         """Do jobs, and have their results delivered."""
 
     @abstractmethod
-    def _disconnect(self) -> None:
-        """Close the database."""
+    def _disconnect(self) -> None: ...
 
     def _next_job(self) -> J | None:
         """Wait for a job; None ends the thread."""

@@ -98,7 +98,6 @@ def _with_trajectory(rollout: Rollout, row: Row) -> Rollout:
 
 
 def _with_nodes(rollout: Rollout, row: Row) -> Rollout:
-    """Return a rollout with the trajectories of the sub-agents that it asked for."""
     if not rollout.nodes:
         return rollout
     with rollout_codec.reading(rollout.rollout_id):

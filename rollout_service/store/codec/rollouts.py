@@ -214,7 +214,6 @@ def _decode_rollout(row: Row, shown: Shown) -> Rollout:
 
 
 def encode_spans(spans: Sequence[Span]) -> str:
-    """Return spans as a JSON list."""
     return _SPANS.dump_json(list(spans)).decode()
 
 
@@ -241,7 +240,6 @@ def decode_lease(row: Row) -> Lease:
 
 
 def decode_event(row: Row) -> Event:
-    """Return an event from its row."""
     return Event(
         event_id=row["event_id"],
         time=when(row["time"]),
@@ -260,13 +258,11 @@ _LEVEL = 1
 
 
 def encode_turn_marks(marks: Sequence[TurnMark]) -> str:
-    """Return marks as text."""
     text = _MARKS.dump_json(list(marks))
     return base64.b64encode(zstandard.ZstdCompressor(level=_LEVEL).compress(text)).decode()
 
 
 def decode_turn_marks(text: str) -> list[TurnMark]:
-    """Return the marks that `encode_turn_marks` wrote."""
     return _MARKS.validate_json(zstandard.ZstdDecompressor().decompress(base64.b64decode(text)))
 
 
@@ -309,7 +305,6 @@ def encode(nodes: Sequence[AgentNode]) -> str:
 
 
 def decode(text: str) -> list[AgentNode]:
-    """Return the sub-agents that `encode` wrote."""
     return _NODES.validate_json(zstandard.ZstdDecompressor().decompress(base64.b64decode(text)))
 
 
@@ -334,7 +329,6 @@ def count_tokens(rollout: Rollout, request: RolloutRequest) -> int:
 
 
 def _recorded(rollout: Rollout, request: RolloutRequest) -> Sequence[AgentNode]:
-    """Return the sub-agents whose trajectories are to be stored."""
     return rollout.nodes if request.exports.nodes is NodeDetail.TOKENS else ()
 
 

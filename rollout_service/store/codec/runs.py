@@ -46,7 +46,6 @@ def encode_request(request: RunRequest) -> str:
 
 
 def decode_tasks(texts: Iterable[str | bytes]) -> list[Task]:
-    """Return inline tasks, which are stored one by one as JSON."""
     return [Task.model_validate_json(text) for text in texts]
 
 
@@ -70,13 +69,11 @@ def decode_run(row: Row, counters: Mapping[str, int], *, request: RunRequest | N
 
 
 def encode_samples(samples: Sequence[ClosedSample]) -> str:
-    """Return the samples of a closed group as a JSON list."""
     is_owned = any(sample.owner is not None for sample in samples)
     return _SAMPLES.dump_json(list(samples), exclude=None if is_owned else _OWNERS).decode()
 
 
 def decode_samples(text: str) -> list[ClosedSample]:
-    """Return the samples that `encode_samples` wrote."""
     return _SAMPLES.validate_json(text)
 
 
@@ -86,7 +83,6 @@ def owners_of(text: str) -> list[Owner]:
 
 
 def rollouts_of(text: str, user: str) -> set[str]:
-    """Return the rollouts of the samples that are parts of a user's sessions."""
     samples = decode_samples(text)
     return {one.rollout_id for one in samples if one.owner is not None and one.owner.user == user}
 
@@ -177,7 +173,6 @@ def decode_exported(row: Row, group: Group, members: Mapping[str, Row]) -> list[
 
 
 def decode_batch(row: Row, run_id: str, groups: Sequence[int]) -> BatchLease:
-    """Return a leased batch from its row and the numbers of its groups."""
     until: datetime = codec.when(row["lease_until"])
     return BatchLease(
         batch_id=str(BatchId(run_id, row["number"])),
@@ -297,14 +292,12 @@ class _Sums:
         self.groups = np.diff(np.append(edges, len(records))).astype(float)
 
     def add(self, values: NDArray[Any]) -> NDArray[np.float64]:
-        """Return the sum of these values in each interval."""
         if not len(self._edges):
             return np.zeros(0)
         added: NDArray[np.float64] = np.add.reduceat(values.astype(float), self._edges, axis=0)
         return added
 
     def of(self, name: str) -> NDArray[np.float64]:
-        """Return the sum of a field in each interval."""
         return self.add(self._records[name])
 
     def means(self, name: str) -> list[float | None]:

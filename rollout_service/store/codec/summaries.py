@@ -28,11 +28,6 @@ def figures(result: Rollout) -> dict[str, int | float | None]:
 
 
 def decode_summary(row: Row) -> RolloutSummary:
-    """Return a rollout from its row.
-
-    Raises:
-        RecordLostError: The record is damaged.
-    """
     with reading(row["rollout_id"]):
         return RolloutSummary(
             rollout_id=row["rollout_id"],
@@ -59,7 +54,6 @@ def count_states(counts: Mapping[RolloutState, int], states: Collection[RolloutS
 
 
 def encode_cursor(order: SummaryOrder, position: int | None) -> str | None:
-    """Return the cursor of the page after a position; None without one."""
     return None if position is None else f"{order[0]}{position}"
 
 

@@ -59,7 +59,6 @@ class CompressedColumn:
 
 
 def encode(trajectory: Trajectory) -> bytes:
-    """Return a trajectory as bytes."""
     pack = zstandard.ZstdCompressor(level=_LEVEL).compress
     try:
         columns = [_arrays(segment) for segment in (*trajectory.segments, *trajectory.untrained)]
@@ -78,7 +77,6 @@ def encode(trajectory: Trajectory) -> bytes:
 
 
 def decode(data: bytes) -> Trajectory:
-    """Return the trajectory that `encode` wrote."""
     data = own_part(data)
     if not data.startswith(_COLUMNAR):
         return Trajectory.model_validate_json(_unpack(data))
@@ -152,23 +150,14 @@ def _unpack(data: bytes | memoryview) -> bytes:
 
 
 def _unpack_into(data: memoryview, target: memoryview) -> None:
-    """Unpack into memory of the right size.
-
-    Raises:
-        ValueError: The column has another size.
-    """
+    """Unpack into memory of the right size."""
     with _decompressors.own.stream_reader(data) as reader:
         if reader.readinto(target) != len(target) or reader.read(1):
             raise ValueError(f"a column does not have the expected {len(target)} bytes")
 
 
 def _arrays(segment: Segment, *, strict: bool = True) -> dict[str, NDArray[Any]]:
-    """Return a segment's columns.
-
-    Raises:
-        ValueError: With `strict`, the columns differ in length.
-        OverflowError: A number does not fit its column.
-    """
+    """Return a segment's columns."""
     arrays = {name: _array(getattr(segment, name), dtype) for name, dtype in COLUMNS.items()}
     if strict and len({len(array) for array in arrays.values()}) > 1:
         raise ValueError("the columns differ in length")

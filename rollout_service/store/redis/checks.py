@@ -61,7 +61,6 @@ def library_name(listed: Any) -> str:
 
 @cache
 def function_library() -> FunctionLibrary:
-    """Return the library of this release."""
     folder = resources.files(__package__) / "lua"
     body = "\n".join((folder / f"{name}.lua").read_text() for name in FILES)
     digest = sha256(body.encode()).hexdigest()[:_DIGITS]
@@ -312,11 +311,7 @@ def _check_schema(client: redis.Redis, config: RedisConfig, library: FunctionLib
 
 
 def _check_shard(config: RedisConfig, shard: str, shards: str, home: str) -> None:
-    """Check that the settings spread the store as those that began it; runs are found by the number of shards.
-
-    Raises:
-        StoreError: They do not, or it is part of another store.
-    """
+    """Check that the settings spread the store as those that began it; runs are found by the number of shards."""
     if (shard, shards) != (str(config.shard), str(config.shards)):
         why = f"has shard {shard} of {shards}, and by the settings it is shard {config.shard} of {config.shards}"
         hint = (

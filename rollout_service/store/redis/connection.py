@@ -54,6 +54,11 @@ class RedisConnection(JobThread[_RedisJob]):
 
     `call` runs a function that writes, `read` one that does not, and `command` any other command that does not.
     `topics` passes on the changes that somebody here waits for. Answers are those of redis-py: texts are bytes.
+
+    Raises:
+        StoreError: Redis does not answer or refuses, or the store is closed; every call can raise it. Whether a
+            function has run is unknown if the connection was lost.
+        DefectError: The function or the command is wrong; every call can raise it.
     """
 
     def __init__(
@@ -118,7 +123,6 @@ class RedisConnection(JobThread[_RedisJob]):
 
     @property
     def errors(self) -> int:
-        """The number of failed calls."""
         return self.health.errors
 
     def size_bytes(self) -> int:
@@ -126,53 +130,27 @@ class RedisConnection(JobThread[_RedisJob]):
         return self._used_memory
 
     async def call(self, function: str, *arguments: Argument) -> Any:
-        """Run a function that writes, and return its answer; cancelling the caller does not stop it.
-
-        Raises:
-            StoreError: Redis does not answer or refuses, or the store is closed. Whether the function has run is
-                unknown if the connection was lost.
-            DefectError: The function is wrong.
-        """
+        """Run a function that writes, and return its answer; cancelling the caller does not stop it."""
         return await self._run(self._function(function, arguments), writes=True)
 
     async def read(self, function: str, *arguments: Argument) -> Any:
-        """Run a function that only reads, and return its answer.
-
-        Raises:
-            StoreError: Redis does not answer or refuses, or the store is closed.
-            DefectError: The function is wrong.
-        """
         return await self._run(self._function(function, arguments), writes=False)
 
     async def command(self, *command: Argument) -> Any:
-        """Run a command that only reads, and return its answer; `key` has the full names of keys.
-
-        Raises:
-            StoreError: Redis does not answer or refuses, or the store is closed.
-            DefectError: The command is wrong.
-        """
+        """Run a command that only reads, and return its answer; `key` has the full names of keys."""
         return await self._run(command, writes=False)
 
     @property
     def library_name(self) -> str:
-        """The name of the library with the functions of this release."""
         return self._library.name
 
     async def libraries(self) -> set[str]:
-        """Return the names of the libraries of other releases in this Redis.
-
-        Raises:
-            StoreError: Redis does not answer or refuses, or the store is closed.
-        """
+        """Return the names of the libraries of other releases in this Redis."""
         found = await self.command("FUNCTION LIST", "LIBRARYNAME", LIBRARY_NAMES)
         return {library_name(each) for each in found} - {self._library.name}
 
     async def delete_library(self, name: str) -> None:
-        """Delete a library, if it is there.
-
-        Raises:
-            StoreError: Redis does not answer or refuses, or the store is closed.
-        """
+        """Delete a library, if it is there."""
         try:
             await self._run(("FUNCTION DELETE", name), writes=True)
         except DefectError as error:

@@ -145,7 +145,6 @@ async def _span(connection: RedisConnection, which: SummaryFilter) -> tuple[int,
 
 
 async def _members(connection: RedisConnection, run: str, group: int) -> Sequence[str]:
-    """Return the ids of the rollouts of a group."""
     keys = RunKeys(connection.config.root, run)
     started = await connection.command("HGET", keys.open, group)
     closed = await connection.command("HGET", keys.closed, group)

@@ -67,7 +67,6 @@ def decode_row(reply: Sequence[Any]) -> RolloutRow:
 
 
 def decode_counts(reply: Sequence[int]) -> dict[RolloutState, int]:
-    """Return how many rollouts are in each state that has any."""
     return {state: count for state, count in zip(STATES, reply, strict=True) if count}
 
 

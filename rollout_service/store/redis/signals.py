@@ -27,11 +27,9 @@ class NewsSignal:
 
     @property
     def is_news(self) -> bool:
-        """Whether something happened after the last look."""
         return self._newest > self._seen
 
     def happened(self, number: int) -> None:
-        """Record what happened."""
         self._newest = max(self._newest, number)
         self.changed.notify()
 
@@ -84,11 +82,9 @@ class RolloutSignals:
 
     @property
     def may_be_work(self) -> bool:
-        """Whether there may be work."""
         return self.work.is_news or self._clock() >= self._due
 
     async def wait_for_work(self) -> None:
-        """Wait until there may be work."""
         while not self.may_be_work:
             with anyio.move_on_after(self._due - self._clock()):
                 await self.work.changed.wait()

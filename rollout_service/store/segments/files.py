@@ -89,7 +89,6 @@ class SharedFiles(SegmentFiles):
             self.delete(source)
 
     def write(self, descriptor: int, parts: Sequence[bytes], offset: int) -> None:
-        """Write all parts, one after the other."""
         remaining = memoryview(b"".join(parts))
         while remaining:
             written = os.pwrite(descriptor, remaining, offset)

@@ -173,7 +173,6 @@ class SegmentFolder:
         return deleted
 
     async def totals(self) -> SegmentTotals:
-        """Return the totals of the segment files."""
         return await self.ledger.totals()
 
     async def close(self) -> None:

@@ -70,9 +70,7 @@ class SegmentLedger(Protocol):
         """Return those of the files that are neither open, nor referenced, nor garbage."""
         ...
 
-    async def totals(self) -> SegmentTotals:
-        """Return the totals of the segment files."""
-        ...
+    async def totals(self) -> SegmentTotals: ...
 
 
 # Records in segment files, and the references to them.

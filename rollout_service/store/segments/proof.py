@@ -110,11 +110,7 @@ async def _prove(files: SegmentFiles, ledger: SegmentLedger, store: str, *, may_
 
 
 def _look(files: SegmentFiles, store: str, may_create: bool) -> tuple[FolderMark | None, bool]:
-    """Return the folder's mark, and whether it was written now.
-
-    Raises:
-        ConfigurationError: The folder cannot be used.
-    """
+    """Return the folder's mark, and whether it was written now."""
     try:
         if may_create:
             files.prepare()
@@ -145,11 +141,7 @@ def _probe(files: SegmentFiles) -> None:
 
 
 def _read(files: SegmentFiles) -> FolderMark | None:
-    """Return the mark, or None if there is none.
-
-    Raises:
-        ConfigurationError: The file is damaged.
-    """
+    """Return the mark, or None if there is none."""
     try:
         text = files.read(MARK_FILE, 0, _MARK_BYTES)
     except FileNotFoundError:

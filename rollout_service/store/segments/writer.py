@@ -205,11 +205,7 @@ class SegmentWriter:
     async def _write_batch(
         self, batch: Sequence[_PendingWrite]
     ) -> tuple[_OpenSegment, list[list[SegmentReference]]]:
-        """Write records to the current file; return it, and the references of each write.
-
-        Raises:
-            StoreError: The folder or the ledger fails.
-        """
+        """Write records to the current file; return it, and the references of each write."""
         for _ in range(FILES_PER_WRITE):
             segment = await self._current()
             try:
@@ -236,11 +232,7 @@ class SegmentWriter:
             )
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do something in the folder, and tell if it fails.
-
-        Raises:
-            StoreError: The folder fails.
-        """
+        """Do something in the folder, and tell if it fails."""
         try:
             return await anyio.to_thread.run_sync(work, *arguments, limiter=self._thread)
         except OSError as error:
@@ -288,13 +280,7 @@ class SegmentWriter:
         return found
 
     def _flush(self, segment: _OpenSegment, parts: Sequence[bytes]) -> None:
-        """Write to the disk, and see that it is where readers will look for it.
-
-        Raises:
-            OSError: It cannot be written.
-            StoreError: The folder is not the store's any more.
-            _SegmentGoneError: The file is not in the folder any more.
-        """
+        """Write to the disk, and see that it is where readers will look for it."""
         segment.file.append(parts, segment.end)
         self._proof.check()
         if not segment.file.is_there():

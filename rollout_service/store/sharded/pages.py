@@ -102,11 +102,7 @@ def _merge(source: PageSource[P, R], pages: dict[int, P]) -> Sequence[R]:
 
 
 def _parse(cursor: str | None, shards: int) -> list[str]:
-    """Return the cursor of each shard: `_BEGIN` before its first page, `_END` after its last.
-
-    Raises:
-        InvalidFieldError: It is not a cursor.
-    """
+    """Return the cursor of each shard: `_BEGIN` before its first page, `_END` after its last."""
     if cursor is None:
         return [_BEGIN] * shards
     places = cursor.split(_BETWEEN)

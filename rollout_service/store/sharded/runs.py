@@ -93,5 +93,4 @@ class ShardedRuns(RunStore):
 
 
 def _by_age(answers: ShardAnswers[Sequence[RunRecord]]) -> Sequence[RunRecord]:
-    """Return the runs of all shards that answered, oldest first."""
     return sorted((run for some in answers.some() for run in some), key=lambda run: run.created_at)

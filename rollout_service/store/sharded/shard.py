@@ -204,7 +204,6 @@ async def ask_each(shards: Iterable[Shard], call: Callable[[Shard], Awaitable[T]
 
 
 def divided(items: Iterable[T], shard_of: Callable[[T], int]) -> Mapping[int, list[T]]:
-    """Return items by the numbers of their shards."""
     found: defaultdict[int, list[T]] = defaultdict(list)
     for item in items:
         found[shard_of(item)].append(item)

@@ -1,4 +1,7 @@
-"""The statements on batches; each function runs inside one transaction, in the database's thread."""
+"""The statements on batches; each function runs inside one transaction, in the database's thread.
+
+A function with the name of a method of `RunStore` does what that promises.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +171,6 @@ def _new_batch(
 
 
 def ready_groups(db: sqlite3.Connection, run_id: str) -> list[ReadyGroup]:
-    """Return the groups that wait for a batch."""
     row = row_of(db, run_id)
     return _ready(db, row["seq"], record_of(db, row))
 
@@ -189,7 +191,6 @@ def _batch(db: sqlite3.Connection, row: sqlite3.Row, run_id: str) -> BatchLease:
 
 
 def acknowledge(db: sqlite3.Connection, run_id: str, number: int, now: float) -> None:
-    """Settle a batch for good; repeating it changes nothing."""
     run, batch = row_of(db, run_id)["seq"], _row(db, run_id, number)
     if not rules.check_acknowledge(str(BatchId(run_id, number)), BatchState(batch["state"])):
         return
@@ -200,7 +201,6 @@ def acknowledge(db: sqlite3.Connection, run_id: str, number: int, now: float) ->
 
 
 def renew(db: sqlite3.Connection, run_id: str, number: int, key: str | None, until: float) -> None:
-    """Extend the lease of a batch."""
     batch = _row(db, run_id, number)
     name, state = str(BatchId(run_id, number)), BatchState(batch["state"])
     rules.check_renewal(name, state, holder=batch["lease_key"], key=key)
@@ -208,7 +208,6 @@ def renew(db: sqlite3.Connection, run_id: str, number: int, key: str | None, unt
 
 
 def give_back(db: sqlite3.Connection, run_id: str, number: int, now: float) -> None:
-    """Return a batch, so that it can be leased again at once; repeating it changes nothing."""
     batch = _row(db, run_id, number)
     if rules.check_return(str(BatchId(run_id, number)), BatchState(batch["state"])):
         db.execute(_SETTLE, {"batch": batch["seq"], "state": BatchState.RETURNED, "now": now})
@@ -267,15 +266,12 @@ def read_trajectories(db: sqlite3.Connection, run_id: str, number: int) -> list[
 
 
 def read_rollouts(db: sqlite3.Connection, rollout_ids: Sequence[str]) -> list[sqlite3.Row]:
-    """Return the rows of these rollouts with their requests and results."""
     return db.execute(_GROUP_ROLLOUTS, (json.dumps(list(rollout_ids)),)).fetchall()
 
 
 def closed_groups(db: sqlite3.Connection, run_id: str) -> list[int]:
-    """Return the numbers of a run's closed groups."""
     return [row["number"] for row in db.execute(_CLOSED_GROUPS, (row_of(db, run_id)["seq"],))]
 
 
 def rollout_ids(db: sqlite3.Connection, run_id: str) -> list[str]:
-    """Return the ids of the rollouts of a run's closed groups."""
     return [row["id"] for row in db.execute(_ROLLOUT_IDS, (row_of(db, run_id)["seq"],))]

@@ -43,7 +43,6 @@ def _code(error: sqlite3.Error) -> int:
 
 
 def explain(error: sqlite3.Error) -> StoreError:
-    """Return the StoreError for an error of SQLite, with a hint."""
     code = _code(error)
     hint = _HINTS.get(code, "See the service's log for details. The database was not changed.")
     return StoreError(f"the store failed: {error}", hint=hint)
@@ -119,7 +118,6 @@ class FileClaim:
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Release the file for other processes."""
         os.close(self._descriptor)
 
 

@@ -45,7 +45,6 @@ _DROP = "UPDATE groups SET state = 'dropped', reason = ?, changed_at = ? WHERE s
 
 
 def rollouts_of(db: sqlite3.Connection, user: str) -> list[str]:
-    """Return the first rollouts of the samples that are parts of a user's sessions."""
     found = {row["rollout_id"] for row in db.execute(_OPEN_OF_USER, {"user": user})}
     for row in db.execute(_CLOSED_OF_USER, {"user": user}):
         found |= run_codec.rollouts_of(row["samples"], user)
@@ -53,7 +52,6 @@ def rollouts_of(db: sqlite3.Connection, user: str) -> list[str]:
 
 
 def overwrite_deleted(db: sqlite3.Connection) -> None:
-    """Overwrite whatever this connection deletes from now on."""
     db.execute("PRAGMA secure_delete = ON")
 
 
@@ -141,7 +139,6 @@ _COUNT = "UPDATE counts SET count = count - 1 WHERE state = ?"
 
 
 def delete_expired(db: sqlite3.Connection, keep: RetentionSettings, now: float) -> int:
-    """Delete some of the records that have expired; return 0 once none is left."""
     deleted = 0
     if keep.ended_run_seconds is not None:
         deleted += _delete_run(db, now - keep.ended_run_seconds)

@@ -170,11 +170,6 @@ def submission(
 
 
 def submit(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[Rollout, bool]:
-    """Insert a rollout; return it and whether it is new.
-
-    Raises:
-        ConflictError: The id is taken by a different request.
-    """
     added = db.execute(_SUBMIT, values).fetchall()
     if added:
         db.execute(_ADD_REQUEST, (added[0]["seq"], values["request"]))
@@ -239,7 +234,6 @@ def advance(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
 
 
 def finish(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
-    """Write a result; return whether the lease was held."""
     ended = db.execute(_FINISH, values).fetchall()
     if ended:
         db.execute(_ADD_RESULT, values | {"seq": ended[0]["seq"]})
@@ -263,7 +257,6 @@ def cancel(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[RolloutState
 def get(
     db: sqlite3.Connection, rollout_id: str, shown: codec.Shown = codec.Shown.REQUESTED
 ) -> Rollout | None:
-    """Return a rollout in its current state."""
     row = db.execute(_GET, (rollout_id,)).fetchone()
     return codec.decode_rollout(row, shown) if row else None
 
@@ -276,19 +269,16 @@ def tree(db: sqlite3.Connection, rollout_id: str, *, with_trajectories: bool) ->
 
 
 def page(db: sqlite3.Connection, state: RolloutState | None, after: int, limit: int) -> RolloutPage:
-    """Return up to `limit` rollouts with numbers above `after`, only those in `state` if that is set."""
     values = {"state": state, "after": after, "limit": limit}
     rows = db.execute(_PAGE if state is None else _PAGE_IN_STATE, values).fetchall()
     return codec.make_page(rows, limit, counts(db))
 
 
 def counts(db: sqlite3.Connection) -> dict[RolloutState, int]:
-    """Return the number of rollouts in each state that has any."""
     return {RolloutState(row["state"]): row["count"] for row in db.execute(_COUNTS)}
 
 
 def newest_event(db: sqlite3.Connection) -> int:
-    """Return the id of the newest event, 0 if there was none."""
     row = db.execute(_NEWEST_EVENT).fetchone()
     return row["seq"] if row else 0
 
@@ -328,7 +318,6 @@ RETURNING rollout_id, state
 
 
 def save(db: sqlite3.Connection, owner: str, turns: Sequence[UnsavedTurn]) -> int:
-    """Save turns; return how many were saved."""
     return sum(
         db.execute(
             _SAVE,
@@ -345,7 +334,6 @@ def save(db: sqlite3.Connection, owner: str, turns: Sequence[UnsavedTurn]) -> in
 
 
 def saved(db: sqlite3.Connection, rollout_id: str) -> list[bytes]:
-    """Return the data of a rollout's turns, in order."""
     return [row["data"] for row in db.execute(_SAVED, (rollout_id,))]
 
 
@@ -363,7 +351,6 @@ def restart(db: sqlite3.Connection, values: dict[str, Any]) -> list[sqlite3.Row]
 
 
 def save_steps(db: sqlite3.Connection, attempts: Sequence[EncodedSteps]) -> int:
-    """Store the steps of attempts; return how many were stored."""
     return sum(
         db.execute(_SAVE_STEPS, {"id": one.rollout_id, "data": one.data, "most": MAX_RECORDS}).rowcount
         for one in attempts
@@ -371,7 +358,6 @@ def save_steps(db: sqlite3.Connection, attempts: Sequence[EncodedSteps]) -> int:
 
 
 def saved_steps(db: sqlite3.Connection, rollout_ids: Sequence[str]) -> dict[str, list[bytes]]:
-    """Return the stored steps of rollouts."""
     found: dict[str, list[bytes]] = {}
     for row in db.execute(_SAVED_STEPS, (json.dumps(list(rollout_ids)),)):
         found.setdefault(row["rollout_id"], []).append(row["data"])

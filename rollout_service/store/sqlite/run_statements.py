@@ -1,4 +1,7 @@
-"""The statements on runs and groups; each function runs inside one transaction, in the database's thread."""
+"""The statements on runs and groups; each function runs inside one transaction, in the database's thread.
+
+A function with the name of a method of `RunStore` does what that promises.
+"""
 
 from __future__ import annotations
 
@@ -129,11 +132,6 @@ _PRUNED = "UPDATE groups SET pruned = 1 WHERE run = :run AND number = :number"
 
 
 def row_of(db: sqlite3.Connection, run_id: str) -> sqlite3.Row:
-    """Return the row of a run.
-
-    Raises:
-        NotFoundError: There is no such run.
-    """
     row: sqlite3.Row | None = db.execute(_BY_ID, (run_id,)).fetchone()
     if row is None:
         raise unknown_run(run_id)
@@ -141,7 +139,6 @@ def row_of(db: sqlite3.Connection, run_id: str) -> sqlite3.Row:
 
 
 def record_of(db: sqlite3.Connection, row: sqlite3.Row) -> RunRecord:
-    """Return a run with its counters."""
     counters = {row["name"]: row["count"] for row in db.execute(_COUNTERS, (row["seq"],))}
     return run_codec.decode_run(row, counters)
 
@@ -153,16 +150,10 @@ def seq_and_counters(db: sqlite3.Connection, run_id: str) -> tuple[int, dict[str
 
 
 def add_to_counter(db: sqlite3.Connection, run: int, name: str, count: int = 1) -> None:
-    """Add to a counter of a run."""
     db.execute(_ADD_TO_COUNTER, (run, name, count))
 
 
 def create(db: sqlite3.Connection, values: dict[str, Any], request: RunRequest) -> tuple[RunRecord, bool]:
-    """Insert a run; return it and whether it is new.
-
-    Raises:
-        ConflictError: The id is taken by a different request.
-    """
     new = db.execute(_CREATE, values).rowcount > 0
     row = row_of(db, values["id"])
     if row["fingerprint"] != values["fingerprint"]:
@@ -178,17 +169,14 @@ def _add_tasks(db: sqlite3.Connection, run: int, first: int, tasks: Sequence[Tas
 
 
 def get(db: sqlite3.Connection, run_id: str) -> RunRecord:
-    """Return a run in its current state."""
     return record_of(db, row_of(db, run_id))
 
 
 def list_runs(db: sqlite3.Connection) -> list[RunRecord]:
-    """Return all runs."""
     return [record_of(db, row) for row in db.execute(_ALL).fetchall()]
 
 
 def active_runs(db: sqlite3.Connection) -> list[RunRecord]:
-    """Return the runs that still need work."""
     return [record_of(db, row) for row in db.execute(_ACTIVE).fetchall()]
 
 
@@ -202,11 +190,6 @@ def update(
     request: RunRequest | None,
     problem: ErrorInfo | None,
 ) -> RunRecord:
-    """Change the given fields; a run that is over stays over.
-
-    Raises:
-        ConflictError: The run is over and cannot be paused or resumed.
-    """
     row = row_of(db, run_id)
     before = record_of(db, row)
     kept = None if state is RunState.RUNNING else row["problem"]
@@ -234,7 +217,6 @@ def announce(db: sqlite3.Connection, run_id: str, now: float) -> None:
 def append(
     db: sqlite3.Connection, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool, now: float
 ) -> RunRecord:
-    """Append tasks; repeating the same tasks at the same offset changes nothing, anything else there is a conflict."""
     row = row_of(db, run_id)
     run = record_of(db, row)
     first = run.tasks if offset is None else offset
@@ -251,7 +233,6 @@ def append(
 
 
 def inline_tasks(db: sqlite3.Connection, run_id: str, *, first: int, limit: int) -> list[Task]:
-    """Return tasks by their number in the epoch."""
     return _tasks(db, row_of(db, run_id)["seq"], first, limit)
 
 
@@ -260,7 +241,6 @@ def _tasks(db: sqlite3.Connection, run: int, first: int, limit: int) -> list[Tas
 
 
 def start_groups(db: sqlite3.Connection, run_id: str, groups: Sequence[NewGroup], now: float) -> int:
-    """Start groups that follow the cursor; return how many were started."""
     row = row_of(db, run_id)
     if not rules.can_start(record_of(db, row), groups):
         return 0
@@ -278,7 +258,6 @@ def _submit(db: sqlite3.Connection, run: int, number: int, request: RolloutReque
 
 
 def open_groups(db: sqlite3.Connection, run_id: str, now: float) -> list[OpenGroup]:
-    """Return the open groups with their rollouts."""
     return _groups(db.execute(_OPEN, (row_of(db, run_id)["seq"],)).fetchall(), now)
 
 
@@ -319,7 +298,6 @@ def _member(row: sqlite3.Row, now: float) -> GroupMember:
 
 
 def group_states(db: sqlite3.Connection, run_id: str) -> dict[int, str]:
-    """Return the state of every group by its number."""
     rows = db.execute(_GROUP_STATES, (row_of(db, run_id)["seq"],))
     return {row["number"]: row["state"] for row in rows}
 
@@ -332,7 +310,6 @@ def extend_group(
     requests: Sequence[RolloutRequest],
     now: float,
 ) -> None:
-    """Add samples to an open group that has `first` of them."""
     run = row_of(db, run_id)["seq"]
     ids = json.dumps([request.rollout_id for request in requests])
     values = {"run": run, "number": number, "first": first, "ids": ids, "now": now}
@@ -344,7 +321,6 @@ def extend_group(
 def retry_sample(
     db: sqlite3.Connection, run_id: str, number: int, sample: int, request: RolloutRequest, now: float
 ) -> None:
-    """Replace a failed rollout by another one."""
     run = row_of(db, run_id)["seq"]
     values = {"run": run, "number": number, "sample": sample, "id": request.rollout_id, "now": now}
     if db.execute(_REPLACE_MEMBER, values).rowcount:
@@ -353,20 +329,17 @@ def retry_sample(
 
 
 def mark_stragglers(db: sqlite3.Connection, run_id: str, number: int, samples: Sequence[int]) -> None:
-    """Record which samples are being cut off."""
     run = row_of(db, run_id)["seq"]
     db.execute(_MARK_STRAGGLERS, {"run": run, "number": number, "cut": json.dumps(sorted(samples))})
 
 
 def cancel_groups(db: sqlite3.Connection, run_id: str, reason: str) -> None:
-    """Record why the open groups are being cancelled."""
     db.execute(_CANCEL_GROUPS, {"run": row_of(db, run_id)["seq"], "reason": reason})
 
 
 def close_group(
     db: sqlite3.Connection, run_id: str, closure: GroupClosure, head: Mapping[str, Any] | None, now: float
 ) -> None:
-    """Keep or drop an open group."""
     if _uses_erased(db, closure):
         return
     row = row_of(db, run_id)
@@ -388,7 +361,6 @@ def close_group(
 def reclose_group(
     db: sqlite3.Connection, run_id: str, closure: GroupClosure, head: Mapping[str, Any] | None, now: float
 ) -> None:
-    """Close a group that waits for a batch again."""
     if _uses_erased(db, closure):
         return
     row = row_of(db, run_id)
@@ -443,7 +415,6 @@ def finish_if_done(db: sqlite3.Connection, run_id: str, now: float) -> None:
 def prune(
     db: sqlite3.Connection, run_id: str, *, seconds: float | None, max_bytes: int | None, now: float
 ) -> int:
-    """Delete the trajectories of settled groups beyond these limits, the oldest first; return how many groups."""
     run = row_of(db, run_id)["seq"]
     rows = db.execute(_PRUNABLE, (run,)).fetchall()
     settled = [SettledGroup(row["number"], row["bytes"], row["changed_at"]) for row in rows]

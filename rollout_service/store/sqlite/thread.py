@@ -218,11 +218,7 @@ def writes(statement: Statement[P, T]) -> Callable[Concatenate[Any, P], Coroutin
 
 
 def _attempt(connection: sqlite3.Connection, job: _DatabaseJob) -> JobResult[_DatabaseJob]:
-    """Run one job in a savepoint.
-
-    Raises:
-        sqlite3.Error: The job's failure ended the whole transaction.
-    """
+    """Run one job in a savepoint."""
     if job.writes:
         connection.execute("SAVEPOINT job")
     try:

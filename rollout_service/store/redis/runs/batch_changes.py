@@ -100,7 +100,6 @@ def _new_batch(
 
 
 def _take(change: RunTransaction, number: int, status: GroupStatus) -> None:
-    """Remove a group from those that wait."""
     change.do("HDEL", change.keys.ready, number)
     change.move_group(number, run_changes.READY.counter, status)
 
@@ -132,12 +131,6 @@ def dissolve_returned(
 
 
 def acknowledge(change: RunTransaction, replies: Replies, number: int) -> None:
-    """Settle a batch for good; repeating it changes nothing.
-
-    Raises:
-        NotFoundError: There is no such batch.
-        ConflictError: The batch was dissolved.
-    """
     batch, state = _batch(change, replies, number)
     name = str(BatchId(change.keys.run_id, number))
     if not rules.check_acknowledge(name, state) or batch is None:
@@ -168,12 +161,6 @@ def renew(change: RunTransaction, replies: Replies, number: int, *, key: str | N
 
 
 def give_back(change: RunTransaction, replies: Replies, number: int) -> None:
-    """Return a batch, so that it can be leased again at once; repeating it changes nothing.
-
-    Raises:
-        NotFoundError: There is no such batch.
-        ConflictError: The batch is acknowledged.
-    """
     batch, state = _batch(change, replies, number)
     if rules.check_return(str(BatchId(change.keys.run_id, number)), state) and batch is not None:
         batch.state, batch.lease_until = BatchState.RETURNED, 0.0
@@ -193,10 +180,8 @@ def _batch(change: RunTransaction, replies: Replies, number: int) -> tuple[Batch
 
 
 def read_batches(reply: Sequence[bytes]) -> dict[int, BatchRecord]:
-    """Return the batches that are out from the reply to HGETALL."""
     return {number: BatchRecord.decode(data) for number, data in by_number(reply).items()}
 
 
 def read_waiting(reply: Sequence[bytes]) -> dict[int, WaitingGroup]:
-    """Return the groups that wait from the reply to HGETALL."""
     return {number: WaitingGroup.decode(number, data) for number, data in by_number(reply).items()}

@@ -63,7 +63,6 @@ class RunDraft:
                 self._fields[name] = repr(value) if isinstance(value, float) else str(value)
 
     def count(self, name: str, added: int = 1) -> None:
-        """Add to a counter."""
         left = int(self._fields.get(_COUNTER + name, 0)) + added
         self.set(**{_COUNTER + name: left or None})
 
@@ -79,7 +78,6 @@ class RunDraft:
 
     @property
     def record(self) -> RunRecord:
-        """The run with the changes so far."""
         counters = {
             name.removeprefix(_COUNTER): int(value)
             for name, value in self._fields.items()
@@ -94,12 +92,10 @@ class RunDraft:
 
     @property
     def was_active(self) -> bool:
-        """Whether the run needed work before the changes."""
         return bool(self._before) and RunDraft(self.run_id, self._before).is_active
 
     @property
     def changed_state(self) -> RunState | None:
-        """The new state, if it changed."""
         return None if self._before.get("state") == self._fields["state"] else RunState(self["state"])
 
     def written(self) -> list[str]:
@@ -108,7 +104,6 @@ class RunDraft:
         return [part for pair in changed.items() for part in pair]
 
     def removed(self) -> list[str]:
-        """Return the names of the fields to remove."""
         return [name for name in self._before if name not in self._fields]
 
 

@@ -95,7 +95,6 @@ class RunPages(BaseRuns):
         return [_stored_group(number, status, *stored) for (number, status), *stored in parts]
 
     async def _rows(self, rollout_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the rollouts that exist, by id."""
         root, found = self._database.root, {}
         for some in chunks(rollout_ids, MEMBERS_AT_ONCE):
             reads: list[Command] = [("HMGET", f"{root}:r:{name}", *_FIELDS) for name in some]

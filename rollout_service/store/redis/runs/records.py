@@ -38,12 +38,10 @@ class OpenRecord:
     """Why the group is being cancelled; None if it is not."""
 
     def encode(self) -> bytes:
-        """Return the record as JSON."""
         return _json(asdict(self))
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Return the record that `encode` wrote."""
         return cls(**json.loads(data))
 
 
@@ -78,7 +76,6 @@ class ClosedRecord:
         )
 
     def reclose(self, closure: GroupClosure) -> Self:
-        """Return the record after the group was closed again."""
         return replace(
             self,
             samples=run_codec.encode_samples(closure.samples),
@@ -91,7 +88,6 @@ class ClosedRecord:
         return [*self.members, *self.earlier]
 
     def row(self, run_id: str, number: int) -> dict[str, Any]:
-        """Return the record in the form that the codecs read."""
         return {
             "run_id": run_id,
             "number": number,
@@ -101,12 +97,10 @@ class ClosedRecord:
         }
 
     def encode(self) -> bytes:
-        """Return the record as compressed JSON."""
         return zstandard.ZstdCompressor(level=_LEVEL).compress(_json(asdict(self)))
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Return the record that `encode` wrote."""
         return cls(**json.loads(zstandard.ZstdDecompressor().decompress(data)))
 
 
@@ -152,16 +146,13 @@ class WaitingGroup:
     """The bytes of its encoded trajectories."""
 
     def ready(self, owners: Sequence[Owner] = ()) -> ReadyGroup:
-        """Return the group as the rules read it."""
         return ReadyGroup(self.number, self.oldest_version, owners)
 
     def encode(self) -> bytes:
-        """Return all but the number as JSON."""
         return _json([self.oldest_version, self.size])
 
     @classmethod
     def decode(cls, number: int, data: bytes) -> Self:
-        """Return the group that `encode` wrote."""
         oldest, size = json.loads(data)
         return cls(number, oldest, size)
 
@@ -186,17 +177,14 @@ class BatchRecord:
         return min(versions, default=None)
 
     def row(self) -> dict[str, Any]:
-        """Return the record in the form that the codecs read."""
         return asdict(self) | {"dropped": json.dumps(self.dropped)}
 
     def encode(self) -> bytes:
-        """Return the record as JSON."""
         groups = [[group.number, group.oldest_version, group.size] for group in self.groups]
         return _json(asdict(self) | {"groups": groups})
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Return the record that `encode` wrote."""
         fields = json.loads(data)
         fields["state"] = BatchState(fields["state"])
         fields["groups"] = [WaitingGroup(*group) for group in fields["groups"]]

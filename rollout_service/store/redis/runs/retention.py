@@ -49,8 +49,6 @@ class RunRetention:
         self._rollouts = rollouts
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
-        """Erase the contents of rollouts, and of those that replaced them; return the ids of the batches that had
-        them."""
         batches: dict[str, str] = {}
         for rollout_id in rollout_ids:
             sample = SampleId.parse(rollout_id)
@@ -78,7 +76,6 @@ class RunRetention:
         return batch
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
-        """Delete the trajectories of settled groups beyond these limits, the oldest first; return how many groups."""
         keys, total = self._database.keys(run_id), 0
 
         async def plan(change: RunTransaction, replies: Replies) -> int:
@@ -91,7 +88,6 @@ class RunRetention:
         return total
 
     async def delete_expired(self, keep: RetentionSettings) -> int:
-        """Delete some runs and groups that have expired; return 0 once none is left."""
         deleted = 0
         if keep.ended_run_seconds is not None:
             deleted += await self._delete_expired_run(keep.ended_run_seconds)

@@ -133,7 +133,6 @@ _FIELDS = ("s", "w", "H", "v", "V", "B", "Y")
 
 
 def member_read(root: str, rollout_id: str) -> Command:
-    """Return the command that reads a member."""
     return ("HMGET", f"{root}:r:{rollout_id}", *_FIELDS)
 
 

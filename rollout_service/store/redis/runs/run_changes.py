@@ -31,11 +31,6 @@ def update(
     request: RunRequest | None,
     problem: ErrorInfo | None,
 ) -> RunRecord:
-    """Change what is given; a run that is over stays over.
-
-    Raises:
-        ConflictError: The run is over and cannot be paused or resumed.
-    """
     run = change.run
     before = run.record
     run.set(state=rules.next_state(before, state).value)
@@ -59,11 +54,6 @@ def update(
 def append(
     change: RunTransaction, there: Sequence[bytes], tasks: Sequence[Task], *, offset: int | None, close: bool
 ) -> RunRecord:
-    """Append tasks, unless the same tasks are already there at the offset, if one was given.
-
-    Raises:
-        ConflictError: The run takes no more tasks, or has another number of them.
-    """
     run = change.run.record
     first = run.tasks if offset is None else offset
     if rules.is_appended(run, run_codec.decode_tasks(there), tasks, close=close):
@@ -79,7 +69,6 @@ def append(
 
 
 def start_groups(change: RunTransaction, groups: Sequence[NewGroup]) -> int:
-    """Start groups that follow the cursor; return how many were started."""
     if not rules.can_start(change.run.record, groups):
         return 0
     for group in groups:
@@ -95,7 +84,6 @@ def start_groups(change: RunTransaction, groups: Sequence[NewGroup]) -> int:
 def extend_group(
     change: RunTransaction, stored: bytes | None, number: int, first: int, requests: Sequence[RolloutRequest]
 ) -> None:
-    """Add samples to an open group that has `first` of them."""
     if stored is None or len((group := OpenRecord.decode(stored)).members) != first:
         return
     group.members += [change.submit(request, number) for request in requests]
@@ -105,7 +93,6 @@ def extend_group(
 def retry_sample(
     change: RunTransaction, stored: bytes | None, number: int, sample: int, request: RolloutRequest
 ) -> None:
-    """Replace the rollout of a sample by another one, if the group is open."""
     if stored is None:
         return
     group = OpenRecord.decode(stored)
@@ -118,7 +105,6 @@ def retry_sample(
 def mark_stragglers(
     change: RunTransaction, stored: bytes | None, number: int, samples: Sequence[int]
 ) -> None:
-    """Record which samples of an open group are being cut off."""
     if stored is None:
         return
     group = OpenRecord.decode(stored)

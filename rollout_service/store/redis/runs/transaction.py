@@ -51,12 +51,10 @@ class RunTransaction:
         self.commands.append(command)
 
     def event(self, kind: str, subject: str, data: Mapping[str, JsonValue]) -> None:
-        """Append an event."""
         given = {name: value for name, value in data.items() if value is not None}
         self.do("event", kind, subject, json.dumps(given, separators=(",", ":")))
 
     def touch(self) -> None:
-        """Record the time of a change of the run itself."""
         self.run.set(changed_at=self.now)
 
     def announce(self) -> None:
@@ -95,7 +93,6 @@ class RunTransaction:
         self.run.set(settled_at=self.now, held_bytes=self.run["held_bytes"] + size)
 
     def write_history(self, closure: GroupClosure) -> None:
-        """Write what the run's history says of a group that is closed."""
         if closure.number < runs.MAX_GROUPS:
             record = runs.encode_record(closure, version=self.run["version"], now=self.now)
             self.do("SETRANGE", self.keys.history, closure.number * runs.SIZE, record)
@@ -107,11 +104,9 @@ class RunTransaction:
             self.do("SETRANGE", self.keys.history, place, runs.encode_reason(reason))
 
     def wait_for_batch(self, group: WaitingGroup) -> None:
-        """Put a kept group among those that wait for a batch."""
         self.do("HSET", self.keys.ready, group.number, group.encode())
 
     def group_closed(self, number: int, status: GroupStatus) -> None:
-        """Report that a group was kept or dropped."""
         data: dict[str, JsonValue] = {"run": self.keys.run_id, "state": status.state, "reason": status.reason}
         self.event("group.closed", str(GroupId(self.keys.run_id, number)), data)
 
@@ -137,16 +132,13 @@ class RunTransaction:
     # -- batches ---------------------------------------------------------------
 
     def put_batch(self, batch: BatchRecord) -> None:
-        """Write a batch that is out."""
         self.do("HSET", self.keys.out, batch.number, batch.encode())
 
     def batch_moved(self, batch: BatchRecord, state: BatchState) -> None:
-        """Report the state of a batch."""
         data: dict[str, JsonValue] = {"run": self.keys.run_id, "delivery": batch.deliveries}
         self.event(f"batch.{state}", str(BatchId(self.keys.run_id, batch.number)), data)
 
     def settle_batch(self, batch: BatchRecord, state: BatchState) -> None:
-        """Move a batch to one of its final states."""
         self.do("HDEL", self.keys.out, batch.number)
         self.do("HSET", self.keys.batches, batch.number, state.value)
         self.batch_moved(batch, state)
@@ -154,7 +146,6 @@ class RunTransaction:
     # -- runs ------------------------------------------------------------------
 
     def append_tasks(self, tasks: Sequence[Task]) -> None:
-        """Append inline tasks."""
         for some in chunks(tasks, TASKS_AT_ONCE):
             self.do("RPUSH", self.keys.tasks, *(task.model_dump_json() for task in some))
 

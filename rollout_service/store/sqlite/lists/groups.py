@@ -31,7 +31,6 @@ def look_at_groups(
     after: int | None,
     limit: int,
 ) -> StoredGroups:
-    """Return the next groups that match, with their rollouts."""
     run = row_of(db, run_id)["seq"]
     low, high = 0, _NEWEST
     if after is not None:

@@ -28,7 +28,6 @@ _SOME = "SELECT part, records FROM group_history WHERE run = ? AND part IN (SELE
 
 
 def write(db: sqlite3.Connection, run: int, number: int, record: bytes) -> None:
-    """Write the record of a group."""
     _patch(db, run, number, 0, record)
 
 
