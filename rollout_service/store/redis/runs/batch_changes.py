@@ -118,16 +118,13 @@ def dissolve(change: RunTransaction, batch: BatchRecord) -> Sequence[WaitingGrou
     return batch.groups
 
 
-def dissolve_returned(
-    change: RunTransaction, batches: Mapping[int, BatchRecord], bound: int
-) -> Sequence[WaitingGroup]:
-    """Dissolve the returned batches with samples older than this version; return their groups."""
-    stale = [
-        batch
-        for batch in batches.values()
-        if batch.state is BatchState.RETURNED and rules.is_stale(batch.oldest_version, bound)
-    ]
-    return [group for batch in stale for group in dissolve(change, batch)]
+def stale_groups(change: RunTransaction, replies: Replies, bound: int) -> list[int]:
+    """Return the groups that wait and are older than this version, after dissolving returned batches with such."""
+    waiting = read_waiting(replies[1])
+    for batch in read_batches(replies[0]).values():
+        if batch.state is BatchState.RETURNED and rules.is_stale(batch.oldest_version, bound):
+            waiting |= {group.number: group for group in dissolve(change, batch)}
+    return [number for number in sorted(waiting) if rules.is_stale(waiting[number].oldest_version, bound)]
 
 
 def acknowledge(change: RunTransaction, replies: Replies, number: int) -> None:
@@ -144,12 +141,7 @@ def acknowledge(change: RunTransaction, replies: Replies, number: int) -> None:
 
 
 def renew(change: RunTransaction, replies: Replies, number: int, *, key: str | None, seconds: float) -> float:
-    """Extend the lease of a batch; return when it expires, in Unix seconds.
-
-    Raises:
-        NotFoundError: There is no such batch.
-        ConflictError: The batch is no longer leased, or is leased under another key.
-    """
+    """Extend the lease of a batch; return when it expires, in Unix seconds."""
     batch, state = _batch(change, replies, number)
     name, holder = str(BatchId(change.keys.run_id, number)), batch.lease_key if batch else None
     rules.check_renewal(name, state, holder=holder, key=key)

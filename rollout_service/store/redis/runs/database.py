@@ -8,7 +8,8 @@ another. A fenced change is refused once another service leads.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from copy import copy
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import anyio
@@ -24,6 +25,7 @@ from rollout_service.store.redis.runs.rollouts import RunKeys
 from rollout_service.store.redis.runs.transaction import RunTransaction
 from rollout_service.store.runs_contract import RunRecord
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 Replies = Sequence[Any]
@@ -37,11 +39,18 @@ class RunDatabase:
         """`fence` is the leadership that changes need, if any."""
         self._connection = connection
         self._fence = fence
+        self._drains = False
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
 
     def fenced(self, fence: RoleLease) -> RunDatabase:
         """Return the same database, whose changes need this leadership."""
         return RunDatabase(self._connection, fence=fence)
+
+    def draining(self) -> RunDatabase:
+        """Return the same database, whose changes free memory, so that they are applied although Redis is full."""
+        other = copy(self)
+        other._drains = True
+        return other
 
     @property
     def root(self) -> str:
@@ -85,13 +94,13 @@ class RunDatabase:
         self,
         run_id: str,
         commands: Sequence[Command],
-        plan: Callable[[RunTransaction, Replies], T],
-        *,
-        drains: bool = False,
+        plan: Callable[Concatenate[RunTransaction, Replies, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
         """Read a run and the replies to these commands, apply what `plan` makes of them, and return its result.
 
-        `drains` says that the change is needed to free memory, so it is applied although Redis is full.
+        `plan` also gets the remaining arguments.
 
         Raises:
             NotFoundError: There is no such run.
@@ -100,47 +109,34 @@ class RunDatabase:
         """
 
         async def step(transaction: RunTransaction, replies: Replies) -> T:
-            return plan(transaction, replies)
+            return plan(transaction, replies, *args, **kwargs)
 
-        return await self.change_in_steps(run_id, commands, step, drains=drains)
+        return await self.change_in_steps(run_id, commands, step)
 
     async def change_in_steps(
         self,
         run_id: str,
         commands: Sequence[Command],
         plan: Callable[[RunTransaction, Replies], Awaitable[T]],
-        *,
-        drains: bool = False,
     ) -> T:
-        """Do as `change` does, for a plan that reads more of the run.
-
-        Raises:
-            NotFoundError: There is no such run.
-            LeadershipLostError: The change is fenced, and another service leads.
-            ConflictError: A rollout to submit exists with a different request.
-        """
+        """Do as `change` does, for a plan that reads more of the run."""
         lock = self._locks.setdefault(run_id, anyio.Lock())
         async with lock:  # so that the changes of one service do not repeat each other
             while True:
                 run, now, replies = await self.look(run_id, commands)
                 transaction = RunTransaction(self.keys(run_id), run, now)
                 result = await plan(transaction, replies)
-                if await self.commit(transaction, drains=drains):
+                if await self.commit(transaction):
                     return result
 
-    async def commit(self, transaction: RunTransaction, *, drains: bool = False) -> bool:
-        """Apply a change; return False, with nothing written, if the run has changed since it was read.
-
-        Raises:
-            LeadershipLostError: The change is fenced, and another service leads.
-            ConflictError: A rollout to submit exists with a different request.
-        """
+    async def commit(self, transaction: RunTransaction) -> bool:
+        """Apply a change; return False, with nothing written, if the run has changed since it was read."""
         if not (commands := transaction.finish()):
             return True
         run, fence = transaction.run, self._fence
         leader = (fence.role, fence.owner, fence.token) if fence else ("", "", "")
         outcome, detail = await self._connection.call(
-            "runs_drain" if drains else "runs_commit", run.run_id, run.revision, *leader, pack(commands)
+            "runs_drain" if self._drains else "runs_commit", run.run_id, run.revision, *leader, pack(commands)
         )
         if outcome == b"led":
             raise LeadershipLostError(

@@ -45,7 +45,7 @@ class RunRetention:
     """Prunes and deletes runs and groups, and erases rollouts."""
 
     def __init__(self, database: RunDatabase, rollouts: RedisRollouts) -> None:
-        self._database = database
+        self._database = database.draining()
         self._rollouts = rollouts
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
@@ -71,7 +71,7 @@ class RunRetention:
             return run_changes.erase_sample(change, closed, sample.number, results)
 
         reads = [("HGET", key, sample.number) for key in (keys.open, keys.closed, keys.states)]
-        batch = await self._database.change_in_steps(sample.run, reads, plan, drains=True)
+        batch = await self._database.change_in_steps(sample.run, reads, plan)
         await self._rollouts.overwrite(erased)
         return batch
 
@@ -83,7 +83,7 @@ class RunRetention:
             records = await self._records(keys, list(oldest))
             return _prune(change, oldest, records, seconds=seconds, max_bytes=max_bytes)
 
-        while pruned := await self._change(run_id, [_oldest(keys.held)], plan):
+        while pruned := await self._database.change_in_steps(run_id, [_oldest(keys.held)], plan):
             total += pruned
         return total
 
@@ -118,7 +118,7 @@ class RunRetention:
                 return 1
             return _delete_groups(change, *await self._deletable(keys, numbers))
 
-        return await self._change(run_id, [_oldest(keys.settled)], plan)
+        return await self._database.change_in_steps(run_id, [_oldest(keys.settled)], plan)
 
     async def _delete_settled_groups(self, age: float) -> int:
         """Delete the rollouts of settled groups of this age, but keep the record that the groups existed."""
@@ -140,15 +140,7 @@ class RunRetention:
             numbers = [number for number, settled_at in _scores(replies[0]).items() if settled_at <= before]
             return _delete_groups(change, *await self._deletable(keys, numbers)) if numbers else 0
 
-        return await self._change(run_id, [_oldest(keys.settled)], plan)
-
-    async def _change(
-        self,
-        run_id: str,
-        commands: Sequence[Command],
-        plan: Callable[[RunTransaction, Replies], Awaitable[int]],
-    ) -> int:
-        return await self._database.change_in_steps(run_id, commands, plan, drains=True)
+        return await self._database.change_in_steps(run_id, [_oldest(keys.settled)], plan)
 
     def _keys(self, run_id: str) -> RunKeys:
         return self._database.keys(run_id)

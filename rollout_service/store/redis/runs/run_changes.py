@@ -15,7 +15,7 @@ from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.redis.runs.database import Replies
 from rollout_service.store.redis.runs.records import ClosedRecord, GroupStatus, OpenRecord, WaitingGroup
-from rollout_service.store.redis.runs.transaction import RunTransaction
+from rollout_service.store.redis.runs.transaction import RunTransaction, open_records
 from rollout_service.store.runs_contract import GroupClosure, NewGroup, RunRecord
 
 OPEN = GroupStatus("open")
@@ -25,6 +25,7 @@ BATCHED = "batched"
 
 def update(
     change: RunTransaction,
+    _: Replies,
     *,
     state: RunState | None,
     version: int | None,
@@ -52,9 +53,10 @@ def update(
 
 
 def append(
-    change: RunTransaction, there: Sequence[bytes], tasks: Sequence[Task], *, offset: int | None, close: bool
+    change: RunTransaction, replies: Replies, tasks: Sequence[Task], *, offset: int | None, close: bool
 ) -> RunRecord:
     run = change.run.record
+    there = replies[0] if replies else ()
     first = run.tasks if offset is None else offset
     if rules.is_appended(run, run_codec.decode_tasks(there), tasks, close=close):
         return run
@@ -68,7 +70,7 @@ def append(
     return change.run.record
 
 
-def start_groups(change: RunTransaction, groups: Sequence[NewGroup]) -> int:
+def start_groups(change: RunTransaction, _: Replies, groups: Sequence[NewGroup]) -> int:
     if not rules.can_start(change.run.record, groups):
         return 0
     for group in groups:
@@ -82,39 +84,40 @@ def start_groups(change: RunTransaction, groups: Sequence[NewGroup]) -> int:
 
 
 def extend_group(
-    change: RunTransaction, stored: bytes | None, number: int, first: int, requests: Sequence[RolloutRequest]
+    change: RunTransaction, replies: Replies, number: int, first: int, requests: Sequence[RolloutRequest]
 ) -> None:
-    if stored is None or len((group := OpenRecord.decode(stored)).members) != first:
+    group = _open_group(replies)
+    if group is None or len(group.members) != first:
         return
     group.members += [change.submit(request, number) for request in requests]
     change.do("HSET", change.keys.open, number, group.encode())
 
 
 def retry_sample(
-    change: RunTransaction, stored: bytes | None, number: int, sample: int, request: RolloutRequest
+    change: RunTransaction, replies: Replies, number: int, sample: int, request: RolloutRequest
 ) -> None:
-    if stored is None:
+    if (group := _open_group(replies)) is None:
         return
-    group = OpenRecord.decode(stored)
     group.earlier.append(group.members[sample])
     group.members[sample] = change.submit(request, number)
     change.do("HSET", change.keys.open, number, group.encode())
     change.run.count("retried")
 
 
-def mark_stragglers(
-    change: RunTransaction, stored: bytes | None, number: int, samples: Sequence[int]
-) -> None:
-    if stored is None:
+def mark_stragglers(change: RunTransaction, replies: Replies, number: int, samples: Sequence[int]) -> None:
+    if (group := _open_group(replies)) is None:
         return
-    group = OpenRecord.decode(stored)
     group.cut = sorted(samples)
     change.do("HSET", change.keys.open, number, group.encode())
 
 
-def cancel_groups(change: RunTransaction, groups: Mapping[int, OpenRecord], reason: str) -> None:
+def _open_group(replies: Replies) -> OpenRecord | None:
+    return None if replies[0] is None else OpenRecord.decode(replies[0])
+
+
+def cancel_groups(change: RunTransaction, replies: Replies, reason: str) -> None:
     """Record why the open groups are being cancelled; a reason that is recorded stays."""
-    for number, group in groups.items():
+    for number, group in open_records(replies[0]).items():
         if group.reason is None:
             group.reason = reason
             change.do("HSET", change.keys.open, number, group.encode())

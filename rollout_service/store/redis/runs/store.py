@@ -27,10 +27,10 @@ from rollout_service.store.redis.runs import batch_changes, run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.reading import GroupReader
-from rollout_service.store.redis.runs.records import ClosedRecord, Command, OpenRecord
+from rollout_service.store.redis.runs.records import ClosedRecord, Command
 from rollout_service.store.redis.runs.retention import RunRetention
 from rollout_service.store.redis.runs.rollouts import active_runs, all_runs, erased_read
-from rollout_service.store.redis.runs.transaction import RunTransaction, by_number, chunks
+from rollout_service.store.redis.runs.transaction import RunTransaction, chunks
 from rollout_service.store.redis.topics import TopicReader
 from rollout_service.store.runs_contract import (
     BatchLease,
@@ -143,10 +143,9 @@ class RedisRuns(GroupReader):
         request: RunRequest | None = None,
         problem: ErrorInfo | None = None,
     ) -> RunRecord:
-        def plan(change: RunTransaction, _: Replies) -> RunRecord:
-            return run_changes.update(change, state=state, version=version, request=request, problem=problem)
-
-        return await self._database.change(run_id, [], plan)
+        return await self._database.change(
+            run_id, [], run_changes.update, state=state, version=version, request=request, problem=problem
+        )
 
     async def append(
         self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool
@@ -154,12 +153,9 @@ class RedisRuns(GroupReader):
         key, reads = self._database.keys(run_id).tasks, list[tuple[str | int, ...]]()
         if offset is not None and tasks:
             reads.append(("LRANGE", key, offset, offset + len(tasks) - 1))
-
-        def plan(change: RunTransaction, replies: Replies) -> RunRecord:
-            there = replies[0] if replies else ()
-            return run_changes.append(change, there, tasks, offset=offset, close=close)
-
-        return await self._database.change(run_id, reads, plan)
+        return await self._database.change(
+            run_id, reads, run_changes.append, tasks, offset=offset, close=close
+        )
 
     async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
         if limit <= 0:
@@ -173,11 +169,7 @@ class RedisRuns(GroupReader):
     async def start_groups(self, run_id: str, groups: Sequence[NewGroup]) -> int:
         started = 0
         for some in _of_size(groups, ROLLOUTS_AT_ONCE):
-
-            def plan(change: RunTransaction, _: Replies, some: Sequence[NewGroup] = some) -> int:
-                return run_changes.start_groups(change, some)
-
-            added = await self._database.change(run_id, [], plan)
+            added = await self._database.change(run_id, [], run_changes.start_groups, some)
             started += added
             if added < len(some):
                 break
@@ -186,37 +178,25 @@ class RedisRuns(GroupReader):
     async def extend_group(
         self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]
     ) -> None:
-        def plan(change: RunTransaction, replies: Replies) -> None:
-            run_changes.extend_group(change, replies[0], number, first, requests)
-
-        await self._database.change(run_id, [self._open(run_id, number)], plan)
+        read = self._open(run_id, number)
+        await self._database.change(run_id, [read], run_changes.extend_group, number, first, requests)
 
     async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
-        def plan(change: RunTransaction, replies: Replies) -> None:
-            run_changes.retry_sample(change, replies[0], number, sample, request)
-
-        await self._database.change(run_id, [self._open(run_id, number)], plan)
+        read = self._open(run_id, number)
+        await self._database.change(run_id, [read], run_changes.retry_sample, number, sample, request)
 
     async def mark_stragglers(self, run_id: str, number: int, samples: Sequence[int]) -> None:
-        def plan(change: RunTransaction, replies: Replies) -> None:
-            run_changes.mark_stragglers(change, replies[0], number, samples)
-
-        await self._database.change(run_id, [self._open(run_id, number)], plan)
+        read = self._open(run_id, number)
+        await self._database.change(run_id, [read], run_changes.mark_stragglers, number, samples)
 
     async def cancel_groups(self, run_id: str, reason: str) -> None:
-        def plan(change: RunTransaction, replies: Replies) -> None:
-            run_changes.cancel_groups(change, _open_records(replies[0]), reason)
-
-        await self._database.change(run_id, [("HGETALL", self._database.keys(run_id).open)], plan)
+        read = ("HGETALL", self._database.keys(run_id).open)
+        await self._database.change(run_id, [read], run_changes.cancel_groups, reason)
 
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
         size, head = await self._closing(run_id, closure)
-
-        def plan(change: RunTransaction, replies: Replies) -> None:
-            run_changes.close_group(change, replies, closure, size=size, head=head)
-
         reads = [self._open(run_id, closure.number), *self._erased(closure)]
-        await self._database.change(run_id, reads, plan)
+        await self._database.change(run_id, reads, run_changes.close_group, closure, size=size, head=head)
 
     def _erased(self, closure: GroupClosure) -> Iterator[Command]:
         """Yield a command for each usable sample, which reads whether it was erased."""
@@ -237,14 +217,8 @@ class RedisRuns(GroupReader):
 
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
         keys = self._database.keys(run_id)
-
-        def plan(change: RunTransaction, replies: Replies) -> list[int]:
-            waiting = batch_changes.read_waiting(replies[1])
-            freed = batch_changes.dissolve_returned(change, batch_changes.read_batches(replies[0]), bound)
-            waiting |= {group.number: group for group in freed}
-            return [n for n in sorted(waiting) if rules.is_stale(waiting[n].oldest_version, bound)]
-
-        numbers = await self._database.change(run_id, [("HGETALL", keys.out), ("HGETALL", keys.ready)], plan)
+        reads = [("HGETALL", keys.out), ("HGETALL", keys.ready)]
+        numbers = await self._database.change(run_id, reads, batch_changes.stale_groups, bound)
         if not numbers:
             return []
         _, (records,) = await self._database.read([("HMGET", keys.closed, *numbers)])
@@ -256,12 +230,9 @@ class RedisRuns(GroupReader):
     async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
         _, head = await self._closing(run_id, closure)
         keys = self._database.keys(run_id)
-
-        def plan(change: RunTransaction, replies: Replies) -> None:
-            run_changes.reclose_group(change, replies, closure, head=head)
-
         reads: list[Command] = [("HGET", keys.ready, closure.number), ("HGET", keys.closed, closure.number)]
-        await self._database.change(run_id, [*reads, *self._erased(closure)], plan)
+        reads += self._erased(closure)
+        await self._database.change(run_id, reads, run_changes.reclose_group, closure, head=head)
 
     # -- batches ---------------------------------------------------------------
 
@@ -275,35 +246,26 @@ class RedisRuns(GroupReader):
             owners = await self._owners(order.run_id, numbers) if is_live else {}
             leased, cancels_open = batch_changes.lease(change, order, batches, waiting, owners)
             if cancels_open:
-                _, (groups,) = await self._database.read([("HGETALL", keys.open)])
-                run_changes.cancel_groups(change, _open_records(groups), SURPLUS)
+                _, opened = await self._database.read([("HGETALL", keys.open)])
+                run_changes.cancel_groups(change, opened, SURPLUS)
             return leased
 
         reads = [("HGETALL", keys.out), ("HGETALL", keys.ready)]
-        return await self._database.change_in_steps(order.run_id, reads, plan, drains=True)
+        return await self._database.draining().change_in_steps(order.run_id, reads, plan)
 
     async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
-        def plan(change: RunTransaction, replies: Replies) -> float:
-            return batch_changes.renew(change, replies, batch, key=key, seconds=seconds)
-
-        until = await self._database.change(run_id, self._batch(run_id, batch), plan, drains=True)
+        reads = self._batch(run_id, batch)
+        change = self._database.draining().change
+        until = await change(run_id, reads, batch_changes.renew, batch, key=key, seconds=seconds)
         return rollout_codec.when(until)
 
     async def acknowledge(self, run_id: str, batch: int) -> None:
-        await self._database.change(
-            run_id,
-            self._batch(run_id, batch),
-            lambda change, replies: batch_changes.acknowledge(change, replies, batch),
-            drains=True,
-        )
+        reads = self._batch(run_id, batch)
+        await self._database.draining().change(run_id, reads, batch_changes.acknowledge, batch)
 
     async def give_back(self, run_id: str, batch: int) -> None:
-        await self._database.change(
-            run_id,
-            self._batch(run_id, batch),
-            lambda change, replies: batch_changes.give_back(change, replies, batch),
-            drains=True,
-        )
+        reads = self._batch(run_id, batch)
+        await self._database.draining().change(run_id, reads, batch_changes.give_back, batch)
 
     def _batch(self, run_id: str, number: int) -> Sequence[tuple[str, str, int]]:
         keys = self._database.keys(run_id)
@@ -343,7 +305,3 @@ def _of_size(groups: Sequence[NewGroup], rollouts: int) -> Iterator[Sequence[New
         part.append(group)
     if part:
         yield part
-
-
-def _open_records(reply: Sequence[bytes]) -> dict[int, OpenRecord]:
-    return {number: OpenRecord.decode(data) for number, data in by_number(reply).items()}

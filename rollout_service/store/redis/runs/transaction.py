@@ -25,6 +25,7 @@ from rollout_service.store.redis.runs.records import (
     ClosedRecord,
     Command,
     GroupStatus,
+    OpenRecord,
     WaitingGroup,
     Word,
 )
@@ -178,6 +179,11 @@ def by_number(reply: Sequence[bytes]) -> dict[int, bytes]:
     """Return the values of a hash by their numbers, in order, from the reply to HGETALL."""
     pairs = ((int(name), value) for name, value in zip(reply[::2], reply[1::2], strict=True))
     return dict(sorted(pairs))
+
+
+def open_records(reply: Sequence[bytes]) -> dict[int, OpenRecord]:
+    """Return the records of open groups from the reply to HGETALL."""
+    return {number: OpenRecord.decode(data) for number, data in by_number(reply).items()}
 
 
 def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
