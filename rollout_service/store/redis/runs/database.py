@@ -20,7 +20,7 @@ from rollout_service.store.base import unknown_run
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.runs.draft import RunDraft
-from rollout_service.store.redis.runs.records import Command, pack
+from rollout_service.store.redis.runs.records import ClosedRecord, Command, pack
 from rollout_service.store.redis.runs.rollouts import RunKeys
 from rollout_service.store.redis.runs.transaction import RunTransaction
 from rollout_service.store.runs_contract import RunRecord
@@ -80,6 +80,14 @@ class RunDatabase:
         if run is None:
             raise unknown_run(run_id)
         return run, now, replies
+
+    async def closed_records(self, run_id: str, numbers: Sequence[int]) -> dict[int, ClosedRecord]:
+        """Return the records of those of these groups that are closed and not deleted."""
+        if not numbers:
+            return {}
+        _, (found,) = await self.read([("HMGET", self.keys(run_id).closed, *numbers)])
+        pairs = zip(numbers, found, strict=True)
+        return {number: ClosedRecord.decode(data) for number, data in pairs if data is not None}
 
     async def create(self, run_id: str, fields: Mapping[str, Any], tasks: Sequence[Task]) -> RunRecord | None:
         """Create a run with its inline tasks; return None, with nothing written, if there is one of this id."""

@@ -5,12 +5,12 @@ Guarantees: decoding happens in threads. A group that retention has deleted is a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
+from api_schemas.rollouts import RolloutState
 from api_schemas.views.summaries import SummaryOrder
 from rollout_service.groups.shares import Owner
 from rollout_service.store import rules
@@ -24,9 +24,9 @@ from rollout_service.store.codec.runs import SIZE
 from rollout_service.store.lists_contract import LOOKED_AT, GroupSelection
 from rollout_service.store.redis.runs.database import RunDatabase
 from rollout_service.store.redis.runs.records import ClosedRecord, Command, GroupStatus, OpenRecord
-from rollout_service.store.redis.runs.rollouts import MemberRecord, decode_member, member_read
-from rollout_service.store.redis.runs.transaction import by_number, chunks
-from rollout_service.store.runs_contract import GroupClosure, GroupHead, OpenGroup
+from rollout_service.store.redis.runs.rollouts import decode_member, member_read, size_read
+from rollout_service.store.redis.runs.transaction import by_number, chunks, open_records
+from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupHead, OpenGroup
 
 if TYPE_CHECKING:
     from rollout_service.store.redis.rollout_changes import RedisRollouts
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 STATES_AT_ONCE = 2_000
 """The most states of groups that one read returns."""
-"""The most rollouts that one read looks at."""
 RECORDS_AT_ONCE = 10_000
 """The most records of a history that one read returns, 0.8 MB."""
 _FIELDS = ("s", "w", "k", "N", "e")
@@ -159,21 +158,23 @@ class GroupReader(RunPages):
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
         keys = self._database.keys(run_id)
         _, _, (reply,) = await self._database.look(run_id, [("HGETALL", keys.open)])
-        groups = {number: OpenRecord.decode(data) for number, data in by_number(reply).items()}
-        return await self._with_members(groups)
+        return await self._with_members(open_records(reply))
 
     async def _with_members(self, groups: Mapping[int, OpenRecord | ClosedRecord]) -> Sequence[OpenGroup]:
         """Return groups with the present states of their rollouts."""
-        ids = [rollout_id for group in groups.values() for rollout_id in group.members]
-        found = dict(zip(ids, await self._members(ids), strict=True))
+        root, found = self._database.root, dict[str, tuple[Sequence[bytes | None], float]]()
+        for some in chunks([one for group in groups.values() for one in group.members], MEMBERS_AT_ONCE):
+            now, replies = await self._database.read([member_read(root, one) for one in some])
+            found |= {rollout_id: (reply, now) for rollout_id, reply in zip(some, replies, strict=True)}
         made = []
         for number, group in groups.items():
-            members = [
-                record.member(sample, rollout_id, is_straggler=sample in group.cut)
+            decoded = [
+                decode_member(sample, rollout_id, *found[rollout_id], is_straggler=sample in group.cut)
                 for sample, rollout_id in enumerate(group.members)
-                if (record := found[rollout_id]) is not None
             ]
-            lost = [rollout_id for rollout_id in group.members if found[rollout_id] is None]
+            members = [member for member in decoded if member is not None]
+            pairs = zip(group.members, decoded, strict=True)
+            lost = [rollout_id for rollout_id, member in pairs if member is None]
             if isinstance(group, OpenRecord):
                 made.append(OpenGroup(number, members, group.reason, lost))
             else:
@@ -181,30 +182,21 @@ class GroupReader(RunPages):
                 made.append(OpenGroup(number, members, None, lost, weights))
         return made
 
-    async def _members(self, rollout_ids: Sequence[str]) -> Sequence[MemberRecord | None]:
-        """Return rollouts in this order; None stands for one that is gone."""
-        found: list[MemberRecord | None] = []
-        for some in chunks(rollout_ids, MEMBERS_AT_ONCE):
-            now, replies = await self._database.read([member_read(self._database.root, one) for one in some])
-            found += (decode_member(reply, now) for reply in replies)
-        return found
-
     async def _closing(self, run_id: str, closure: GroupClosure) -> tuple[int, bytes | None]:
         """Return the bytes of the trajectories of a group that is about to be closed, and the head to store.
 
         There is no head for a group that is dropped, while a rollout of it could change, or if it would be too large.
         """
         keys, ids = self._database.keys(run_id), [sample.rollout_id for sample in closure.samples]
-        now, (started, closed, *replies) = await self._database.read(
+        _, (started, closed, *replies) = await self._database.read(
             [
                 ("HGET", keys.open, closure.number),
                 ("HGET", keys.closed, closure.number),
-                *(member_read(self._database.root, one) for one in ids),
+                *(size_read(self._database.root, one) for one in ids),
             ]
         )
-        members = [member for reply in replies if (member := decode_member(reply, now)) is not None]
-        size = sum(member.trajectory_bytes for member in members)
-        is_final = len(members) == len(ids) and all(member.state.terminal for member in members)
+        size = sum(int(stored or 0) for _, stored in replies)
+        is_final = all(state is not None and RolloutState(state.decode()).terminal for state, _ in replies)
         epoch = _epoch(started, closed)
         if closure.reason is not None or not is_final or epoch is None:
             return size, None
@@ -219,16 +211,18 @@ class GroupReader(RunPages):
         return size, await anyio.to_thread.run_sync(_pack_head, row, rows)
 
     async def _group(self, run_id: str, number: int) -> tuple[Row, Sequence[Row]]:
-        closed = await self._closed(run_id, number)
-        return closed.row, await self._whole_rows(closed.sample_ids)
+        row = await self._closed(run_id, number)
+        ids = [sample.rollout_id for sample in run_codec.decode_samples(row["samples"])]
+        return row, await self._whole_rows(ids)
 
     async def _whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
         return await self._rollouts.whole_rows(rollout_ids)
 
     async def _trajectories(self, run_id: str, number: int) -> Sequence[bytes]:
-        closed = await self._closed(run_id, number)
-        kept = rules.delivered_rollouts(run_codec.decode_samples(closed.row["samples"]))
-        found = {row["rollout_id"]: row["trajectory"] for row in await self._rollouts.whole_rows(kept)}
+        row = await self._closed(run_id, number)
+        kept = rules.delivered_rollouts(run_codec.decode_samples(row["samples"]))
+        rows = await self._rollouts.whole_rows(kept)
+        found = {row["rollout_id"]: row["trajectory"] for row in rows}
         return [found[one] for one in kept if found.get(one) is not None]
 
     async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead | None]:
@@ -241,16 +235,20 @@ class GroupReader(RunPages):
                 raise unknown_group(run_id, number)
         return await anyio.to_thread.run_sync(_unpack_heads, run_id, numbers, closed, heads)
 
-    async def _closed(self, run_id: str, number: int) -> _ClosedGroup:
+    async def _closed(self, run_id: str, number: int) -> Mapping[str, Any]:
+        """Return a closed group as the codecs read it."""
         keys = self._database.keys(run_id)
         _, (data, status) = await self._database.read(
             [("HGET", keys.closed, number), ("HGET", keys.states, number)]
         )
         if data is None or status is None:
             raise unknown_group(run_id, number)
-        return _ClosedGroup.make(
-            run_id, number, ClosedRecord.decode(data), GroupStatus.parse(status.decode())
-        )
+        state = GroupStatus.parse(status.decode())
+        return ClosedRecord.decode(data).row(run_id, number) | {
+            "state": state.state,
+            "reason": state.reason,
+            "batch_number": state.batch,
+        }
 
     async def closed_groups(self, run_id: str) -> Sequence[int]:
         keys = self._database.keys(run_id)
@@ -262,46 +260,40 @@ class GroupReader(RunPages):
         _, _, (reply,) = await self._database.look(run_id, [("HGETALL", keys.states)])
         return {number: GroupStatus.parse(text.decode()).counter for number, text in by_number(reply).items()}
 
+    async def _samples(
+        self, run_id: str, numbers: Sequence[int]
+    ) -> AsyncIterator[tuple[int, list[ClosedSample]]]:
+        """Yield the samples of those of these groups that are closed and not deleted."""
+        for some in chunks(numbers, GROUPS_AT_ONCE):
+            _, (records,) = await self._database.read([("HMGET", self._database.keys(run_id).closed, *some)])
+            for pair in await anyio.to_thread.run_sync(_decode_samples, some, records):
+                yield pair
+
     async def rollout_ids(self, run_id: str) -> Sequence[str]:
-        keys, found = self._database.keys(run_id), list[str]()
-        for numbers in chunks(await self.closed_groups(run_id), GROUPS_AT_ONCE):
-            _, (records,) = await self._database.read([("HMGET", keys.closed, *numbers)])
-            found += await anyio.to_thread.run_sync(_sample_ids, records)
-        return found
+        groups = self._samples(run_id, await self.closed_groups(run_id))
+        return [sample.rollout_id async for _, samples in groups for sample in samples]
 
     async def _owners(self, run_id: str, numbers: Sequence[int]) -> Mapping[int, Sequence[Owner]]:
         """Return whose sessions the samples of closed groups are parts of."""
-        found: dict[int, Sequence[Owner]] = {}
-        for some in chunks(numbers, GROUPS_AT_ONCE):
-            _, (records,) = await self._database.read([("HMGET", self._database.keys(run_id).closed, *some)])
-            found |= await anyio.to_thread.run_sync(_owners, some, records)
-        return found
+        return {
+            number: [sample.owner for sample in samples if sample.owner is not None]
+            async for number, samples in self._samples(run_id, numbers)
+        }
 
     async def _rollouts_of(self, run_id: str, user: str) -> Sequence[str]:
         """Return the first rollouts of the samples of a run that are parts of a user's sessions."""
-        keys, found = self._database.keys(run_id), set[str]()
-        for numbers in chunks(await self.closed_groups(run_id), GROUPS_AT_ONCE):
-            _, (records,) = await self._database.read([("HMGET", keys.closed, *numbers)])
-            found |= await anyio.to_thread.run_sync(_sample_ids_of_user, records, user)
+        groups = self._samples(run_id, await self.closed_groups(run_id))
+        found = {
+            sample.rollout_id
+            async for _, samples in groups
+            for sample in samples
+            if sample.owner is not None and sample.owner.user == user
+        }
         members = [member.rollout_id for group in await self.open_groups(run_id) for member in group.members]
         for row in await self._rollouts.rows(members):
             session = rollout_codec.decode_rollout(row, rollout_codec.Shown.WORK).session
             found |= {row["rollout_id"]} if session is not None and session.user == user else set()
         return rules.first_rollouts(found)
-
-
-@dataclass(frozen=True, slots=True)
-class _ClosedGroup:
-    """A closed group as the codecs read it."""
-
-    row: Mapping[str, Any]
-    sample_ids: Sequence[str]
-
-    @classmethod
-    def make(cls, run_id: str, number: int, record: ClosedRecord, status: GroupStatus) -> _ClosedGroup:
-        """Return a group from its record and its state."""
-        state = {"state": status.state, "reason": status.reason, "batch_number": status.batch}
-        return cls(record.row(run_id, number) | state, _sample_ids_of(record))
 
 
 def _epoch(started: bytes | None, closed: bytes | None) -> int | None:
@@ -311,27 +303,15 @@ def _epoch(started: bytes | None, closed: bytes | None) -> int | None:
     return None if closed is None else ClosedRecord.decode(closed).epoch
 
 
-def _sample_ids_of(record: ClosedRecord) -> list[str]:
-    return [sample.rollout_id for sample in run_codec.decode_samples(record.samples)]
-
-
-def _sample_ids(records: Sequence[bytes | None]) -> list[str]:
-    found = (ClosedRecord.decode(data) for data in records if data is not None)
-    return [rollout_id for record in found for rollout_id in _sample_ids_of(record)]
-
-
-def _owners(numbers: Sequence[int], records: Sequence[bytes | None]) -> dict[int, Sequence[Owner]]:
+def _decode_samples(
+    numbers: Sequence[int], records: Sequence[bytes | None]
+) -> list[tuple[int, list[ClosedSample]]]:
     pairs = zip(numbers, records, strict=True)
-    return {
-        number: run_codec.owners_of(ClosedRecord.decode(data).samples)
+    return [
+        (number, run_codec.decode_samples(ClosedRecord.decode(data).samples))
         for number, data in pairs
         if data is not None
-    }
-
-
-def _sample_ids_of_user(records: Sequence[bytes | None], user: str) -> set[str]:
-    closed = (ClosedRecord.decode(data) for data in records if data is not None)
-    return {one for record in closed for one in run_codec.rollouts_of(record.samples, user)}
+    ]
 
 
 def _pack_head(row: Row, members: Sequence[Row]) -> bytes | None:

@@ -76,14 +76,14 @@ class RunRetention:
         return batch
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
-        keys, total = self._database.keys(run_id), 0
+        read, total = _oldest(self._keys(run_id).held), 0
 
         async def plan(change: RunTransaction, replies: Replies) -> int:
             oldest = _scores(replies[0])
-            records = await self._records(keys, list(oldest))
+            records = await self._database.closed_records(run_id, list(oldest))
             return _prune(change, oldest, records, seconds=seconds, max_bytes=max_bytes)
 
-        while pruned := await self._database.change_in_steps(run_id, [_oldest(keys.held)], plan):
+        while pruned := await self._database.change_in_steps(run_id, [read], plan):
             total += pruned
         return total
 
@@ -107,8 +107,6 @@ class RunRetention:
         return 0
 
     async def _delete(self, run_id: str, before: float) -> int:
-        keys = self._keys(run_id)
-
         async def plan(change: RunTransaction, replies: Replies) -> int:
             if not _is_expired(change.run, before):
                 return 0
@@ -116,9 +114,9 @@ class RunRetention:
             if not numbers:
                 change.delete_run()
                 return 1
-            return _delete_groups(change, *await self._deletable(keys, numbers))
+            return _delete_groups(change, *await self._deletable(run_id, numbers))
 
-        return await self._database.change_in_steps(run_id, [_oldest(keys.settled)], plan)
+        return await self._database.change_in_steps(run_id, [_oldest(self._keys(run_id).settled)], plan)
 
     async def _delete_settled_groups(self, age: float) -> int:
         """Delete the rollouts of settled groups of this age, but keep the record that the groups existed."""
@@ -134,13 +132,11 @@ class RunRetention:
         return deleted
 
     async def _delete_groups_of(self, run_id: str, before: float) -> int:
-        keys = self._keys(run_id)
-
         async def plan(change: RunTransaction, replies: Replies) -> int:
             numbers = [number for number, settled_at in _scores(replies[0]).items() if settled_at <= before]
-            return _delete_groups(change, *await self._deletable(keys, numbers)) if numbers else 0
+            return _delete_groups(change, *await self._deletable(run_id, numbers)) if numbers else 0
 
-        return await self._database.change_in_steps(run_id, [_oldest(keys.settled)], plan)
+        return await self._database.change_in_steps(run_id, [_oldest(self._keys(run_id).settled)], plan)
 
     def _keys(self, run_id: str) -> RunKeys:
         return self._database.keys(run_id)
@@ -149,20 +145,13 @@ class RunRetention:
         now, (names,) = await self._database.read([("ZRANGE", all_runs(self._database.root), 0, -1)])
         return now, [name.decode() for name in names]
 
-    async def _records(self, keys: RunKeys, numbers: Sequence[int]) -> dict[int, ClosedRecord]:
-        if not numbers:
-            return {}
-        _, (found,) = await self._database.read([("HMGET", keys.closed, *numbers)])
-        pairs = zip(numbers, found, strict=True)
-        return {number: ClosedRecord.decode(data) for number, data in pairs if data is not None}
-
     async def _deletable(
-        self, keys: RunKeys, numbers: Sequence[int]
+        self, run_id: str, numbers: Sequence[int]
     ) -> tuple[dict[int, ClosedRecord], set[int]]:
         """Return the records of these groups, and which of them still have trajectories."""
-        _, (scores,) = await self._database.read([("ZMSCORE", keys.held, *numbers)])
+        _, (scores,) = await self._database.read([("ZMSCORE", self._keys(run_id).held, *numbers)])
         held = {number for number, score in zip(numbers, scores, strict=True) if score is not None}
-        return await self._records(keys, numbers), held
+        return await self._database.closed_records(run_id, numbers), held
 
 
 def _rollouts_of(sample: SampleId, opened: bytes | None, closed: bytes | None) -> list[str]:

@@ -27,7 +27,7 @@ from rollout_service.store.redis.runs import batch_changes, run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase
 from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.reading import GroupReader
-from rollout_service.store.redis.runs.records import ClosedRecord, Command
+from rollout_service.store.redis.runs.records import Command
 from rollout_service.store.redis.runs.retention import RunRetention
 from rollout_service.store.redis.runs.rollouts import active_runs, all_runs, erased_read
 from rollout_service.store.redis.runs.transaction import RunTransaction, chunks
@@ -219,13 +219,7 @@ class RedisRuns(GroupReader):
         keys = self._database.keys(run_id)
         reads = [("HGETALL", keys.out), ("HGETALL", keys.ready)]
         numbers = await self._database.change(run_id, reads, batch_changes.stale_groups, bound)
-        if not numbers:
-            return []
-        _, (records,) = await self._database.read([("HMGET", keys.closed, *numbers)])
-        pairs = zip(numbers, records, strict=True)
-        return await self._with_members(
-            {number: ClosedRecord.decode(data) for number, data in pairs if data is not None}
-        )
+        return await self._with_members(await self._database.closed_records(run_id, numbers))
 
     async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
         _, head = await self._closing(run_id, closure)
