@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Self
 
 import anyio.to_thread
 from prometheus_client import Histogram
@@ -32,6 +32,7 @@ from rollout_service.store.codec.record import Row
 from rollout_service.store.codec.runs import make_history
 from rollout_service.store.codec.trajectories import Columns
 from rollout_service.store.contract import StoreShard
+from rollout_service.store.jobs import JobThread
 from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.runs_contract import GroupHead, ShardRuns
 
@@ -41,29 +42,10 @@ _INLINE_BYTES = 16_384
 """A trajectory of up to this many compressed bytes is decoded on the event loop, a larger one in a thread."""
 
 
-class StoreDatabase(Protocol):
-    """The database of a store, which `Store` describes."""
-
-    @property
-    def problem(self) -> StoreError | None: ...
-
-    @property
-    def errors(self) -> int: ...
-
-    @property
-    def commit_seconds(self) -> Histogram: ...
-
-    def size_bytes(self) -> int: ...
-
-    async def failed(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 class BaseStore(StoreShard):
     """A store of rollouts, to be entered once it is open."""
 
-    def __init__(self, database: StoreDatabase) -> None:
+    def __init__(self, database: JobThread[Any]) -> None:
         self._database = database
 
     async def __aenter__(self) -> Self:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,15 @@ from typing import Any, Final, Generic, TypeVar
 
 import anyio
 import anyio.to_thread
+import structlog
 from prometheus_client import Histogram
 
 from rollout_service.base.errors import StoreError
 
+log = structlog.get_logger(__name__)
+
+PROBLEM_SECONDS = 3.0
+"""The shortest time for which `problem` reports a failure."""
 COMMIT_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 MAX_BATCH = 256
 """The most jobs that are done as one, so that the first does not wait for too many others."""
@@ -71,8 +77,11 @@ class JobResult(Generic[J]):
 class JobThread(ABC, Generic[J]):
     """A thread that does jobs from `start` to `close`; create it on the event loop."""
 
-    def __init__(self, name: str, commit_seconds: Histogram | None = None) -> None:
-        """`commit_seconds` has the times of several threads together; without it, this one has its own."""
+    def __init__(self, name: str, address: str, commit_seconds: Histogram | None = None) -> None:
+        """`address` is where the database is, for the log.
+
+        `commit_seconds` has the times of several threads together; without it, this one has its own.
+        """
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[J | None] = SimpleQueue()
         self._opened: asyncio.Future[None] = self._loop.create_future()
@@ -81,6 +90,21 @@ class JobThread(ABC, Generic[J]):
         self._failure: StoreError | None = None
         self._died = anyio.Event()
         self.commit_seconds = commit_seconds or commit_histogram()
+        self.health = StoreHealth(address)
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why the database cannot be used at the moment; None if no reason is known."""
+        return self._failure or self.health.problem
+
+    @property
+    def errors(self) -> int:
+        """The number of calls that failed because of the database."""
+        return self.health.errors
+
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Return the size of the database."""
 
     async def start(self) -> None:
         """Start the thread and open the database.
@@ -198,3 +222,47 @@ class JobThread(ABC, Generic[J]):
         if batch:
             self._jobs.put(None)  # the end comes after this batch
         return batch
+
+
+@dataclass(slots=True)
+class StoreHealth:
+    """The failures of a database and of what belongs to it, as they were last seen; used on the event loop alone.
+
+    The log says once that it fails, and once that it works again.
+    """
+
+    address: str
+    """Where it is, for the log."""
+    errors: int = 0
+    """The number of calls that failed."""
+    _open: dict[str, StoreError] = field(default_factory=dict)
+    _last: StoreError | None = None
+    _failed_at: float = 0.0
+    _is_reported: bool = False
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why the store cannot be used, or None. One success does not end the problem of a disk that is full."""
+        if self._open:
+            return next(iter(self._open.values()))
+        return self._last if time.monotonic() - self._failed_at < PROBLEM_SECONDS else None
+
+    def failed(self, part: str, error: StoreError, *, calls: int = 0) -> None:
+        """Record a failure of a part, with the number of calls that it failed."""
+        self._open[part] = self._last = error
+        self._failed_at = time.monotonic()
+        self.errors += calls
+        self._report()
+
+    def succeeded(self, part: str) -> None:
+        """Record that a part works."""
+        self._open.pop(part, None)
+        self._report()
+
+    def _report(self) -> None:
+        problem = self.problem
+        if problem is not None and not self._is_reported:
+            log.error("the store fails", path=self.address, error=str(problem), hint=problem.hint)
+        elif problem is None and self._is_reported:
+            log.info("the store works again", path=self.address)
+        self._is_reported = problem is not None

@@ -27,7 +27,6 @@ from rollout_service.store.redis import checks
 from rollout_service.store.redis.checks import LIBRARY_NAMES, function_library, library_name
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.problems import (
-    RedisHealth,
     breaks_connection,
     explain,
     is_away,
@@ -69,7 +68,7 @@ class RedisConnection(JobThread[_RedisJob]):
         commit_seconds: Histogram | None = None,
         may_be_away: bool = False,
     ) -> None:
-        super().__init__("store-redis", commit_seconds)
+        super().__init__("store-redis", config.address, commit_seconds)
         self.config = config
         self._clock = clock
         self._library = function_library()
@@ -77,7 +76,6 @@ class RedisConnection(JobThread[_RedisJob]):
         self._was_connected = False
         self.reconnects = 0
         """How often it has connected again: the Redis there may then be another, which lacks the last writes."""
-        self.health = RedisHealth(config.address)
         self._identity = checks.StoreIdentity()
         self.topics = TopicReader(config, self._library, self._identity, self.health, self._die)
         self._used_memory, self._looked_at = 0, -LOOK_SECONDS
@@ -115,15 +113,6 @@ class RedisConnection(JobThread[_RedisJob]):
     def store_id(self) -> str:
         """The random id of the store that was found there."""
         return self._identity.store or ""
-
-    @property
-    def problem(self) -> StoreError | None:
-        """Why the Redis cannot be used at the moment; None if no reason is known."""
-        return self._failure or self.health.problem
-
-    @property
-    def errors(self) -> int:
-        return self.health.errors
 
     def size_bytes(self) -> int:
         """Return the memory that Redis uses for all its data, as of a few seconds ago."""

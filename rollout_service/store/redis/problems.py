@@ -1,24 +1,14 @@
-"""The meaning of Redis's errors: a StoreError with a hint, or a DefectError if this program is at fault.
-
-The health of a store is the errors that it still has.
-"""
+"""The meaning of Redis's errors: a StoreError with a hint, or a DefectError if this program is at fault."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import redis
-import structlog
 
 from rollout_service.base.errors import DefectError, ServiceError, StoreError
 from rollout_service.store.redis.config import RedisConfig
 
-log = structlog.get_logger(__name__)
-
-PROBLEM_SECONDS = 3.0
-"""The shortest time for which `problem` reports a failure."""
 _REPORT = "Report it with the log's traceback; the store was not changed."
 _BY_PREFIX = {
     "MISCONF": "Redis cannot write to its disk: free space there, and see its log. No restart is needed.",
@@ -120,46 +110,3 @@ def _hint(error: BaseException, text: str) -> str | None:
     if word in _BY_PREFIX:
         return _BY_PREFIX[word]
     return None if isinstance(error, redis.ResponseError) else _BY_TYPE[-1][1]
-
-
-@dataclass(slots=True)
-class RedisHealth:
-    """The failures of a Redis and of the folder beside it, as they were last seen; used on the event loop alone.
-
-    The log says once that it fails, and once that it works again.
-    """
-
-    address: str
-    errors: int = 0
-    """The number of calls that failed."""
-    _open: dict[str, StoreError] = field(default_factory=dict)
-    _last: StoreError | None = None
-    _failed_at: float = 0.0
-    _is_reported: bool = False
-
-    @property
-    def problem(self) -> StoreError | None:
-        """Why the store cannot be used, or None. One success does not end the problem of a memory that is full."""
-        if self._open:
-            return next(iter(self._open.values()))
-        return self._last if time.monotonic() - self._failed_at < PROBLEM_SECONDS else None
-
-    def failed(self, part: str, error: StoreError, *, calls: int = 0) -> None:
-        """Record a failure of a part, with the number of calls that it failed."""
-        self._open[part] = self._last = error
-        self._failed_at = time.monotonic()
-        self.errors += calls
-        self._report()
-
-    def succeeded(self, part: str) -> None:
-        """Record that a part works."""
-        self._open.pop(part, None)
-        self._report()
-
-    def _report(self) -> None:
-        problem = self.problem
-        if problem is not None and not self._is_reported:
-            log.error("the store fails", path=self.address, error=str(problem), hint=problem.hint)
-        elif problem is None and self._is_reported:
-            log.info("the store works again", path=self.address)
-        self._is_reported = problem is not None

@@ -27,10 +27,11 @@ import redis
 
 from rollout_service.base.errors import ServiceError, StoreError
 from rollout_service.base.signals import MonotonicCounter
+from rollout_service.store.jobs import StoreHealth
 from rollout_service.store.redis import checks
 from rollout_service.store.redis.checks import FunctionLibrary
 from rollout_service.store.redis.config import RedisConfig
-from rollout_service.store.redis.problems import RedisHealth, explain
+from rollout_service.store.redis.problems import explain
 
 PING_SECONDS = 5.0
 """After how long a silence Redis is asked whether it is still there."""
@@ -67,7 +68,7 @@ class TopicReader:
         config: RedisConfig,
         library: FunctionLibrary,
         identity: checks.StoreIdentity,
-        health: RedisHealth,
+        health: StoreHealth,
         on_defect: Callable[[BaseException], None],
     ) -> None:
         self._config = config

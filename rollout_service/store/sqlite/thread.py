@@ -20,14 +20,10 @@ from pathlib import Path
 from queue import Empty
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import structlog
-
 from rollout_service.base.errors import StoreError
 from rollout_service.store.jobs import Job, JobResult, JobThread
 from rollout_service.store.sqlite.connection import Database, FileLostError, explain_job
 from rollout_service.store.sqlite.schema import STORE, DatabaseSchema
-
-log = structlog.get_logger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,8 +31,6 @@ T = TypeVar("T")
 Statement = Callable[Concatenate[sqlite3.Connection, P], T]
 """A function that runs in the database's thread, as a whole or not at all."""
 
-PROBLEM_SECONDS = 3.0
-"""The shortest time for which `problem` reports a failure."""
 LOOK_SECONDS = 2.0
 """How often the thread looks whether the file is still there, besides each time it writes."""
 
@@ -55,27 +49,11 @@ class DatabaseThread(JobThread[_DatabaseJob]):
         self, path: Path | str, on_commit: Callable[[int], None], schema: DatabaseSchema = STORE
     ) -> None:
         """`on_commit` is called on the event loop after each commit, with the id of the newest event."""
-        super().__init__("store")
+        super().__init__("store", str(path))
         self._path = path
         self._schema = schema
         self._on_commit = on_commit
-        self._failed_at = 0.0
-        self._recovered = True
-        self._is_lost = False
-        """Whether the file is not where it was opened."""
         self._look_at = 0.0
-        self._is_reported = False
-        """Whether the log reports that writing fails, and not yet that it works again."""
-        self.errors = 0
-        """The number of jobs that failed because of the database."""
-
-    @property
-    def problem(self) -> StoreError | None:
-        """Why writes fail, or None. On a full disk small writes succeed, so one success does not end the problem."""
-        failing = (
-            self._died.is_set() or not self._recovered or time.monotonic() - self._failed_at < PROBLEM_SECONDS
-        )
-        return self._failure if failing else None
 
     def size_bytes(self) -> int:
         """Return the size of the database with its write-ahead log; 0 in memory."""
@@ -166,11 +144,11 @@ class DatabaseThread(JobThread[_DatabaseJob]):
     def _deliver(self, outcomes: list[JobResult[_DatabaseJob]], newest: int | None) -> None:
         failed = [outcome.error for outcome in outcomes if isinstance(outcome.error, StoreError)]
         if failed:
-            self._failure, self._failed_at = failed[0], time.monotonic()
-            self._is_lost = isinstance(failed[0], FileLostError)
-        self.errors += len(failed)
-        self._recovered = not failed and (self._recovered or newest is not None)
-        self._report()
+            part = "file" if isinstance(failed[0], FileLostError) else "database"
+            self.health.failed(part, failed[0], calls=len(failed))
+        elif newest is not None:
+            self.health.succeeded("file")
+            self.health.succeeded("database")
         for outcome in outcomes:
             outcome.deliver()
         if newest is not None:
@@ -178,20 +156,9 @@ class DatabaseThread(JobThread[_DatabaseJob]):
 
     def _looked(self, lost: FileLostError | None) -> None:
         if lost is not None:
-            self._failure, self._failed_at, self._recovered = lost, time.monotonic(), False
-        elif self._is_lost:
-            self._recovered = True
-        self._is_lost = lost is not None
-        self._report()
-
-    def _report(self) -> None:
-        """Log once that writing fails, and once that it works again."""
-        problem = self.problem
-        if problem is not None and not self._is_reported:
-            log.error("the store fails", path=str(self._path), error=str(problem), hint=problem.hint)
-        elif problem is None and self._is_reported:
-            log.info("the store works again", path=str(self._path))
-        self._is_reported = problem is not None
+            self.health.failed("file", lost)
+        else:
+            self.health.succeeded("file")
 
 
 def reads(statement: Statement[P, T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:

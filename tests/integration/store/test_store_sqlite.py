@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.base.errors import DefectError, StoreError
+from rollout_service.store import jobs
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.sqlite import SqliteStore, thread
 from rollout_service.store.sqlite.connection import Database
@@ -250,7 +251,7 @@ async def test_a_file_that_was_lost_takes_no_write(path, lose):
 
 async def test_work_goes_on_once_a_lost_file_is_back(path, monkeypatch):
     monkeypatch.setattr(thread, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(thread, "PROBLEM_SECONDS", 0.0)
+    monkeypatch.setattr(jobs, "PROBLEM_SECONDS", 0.0)
     async with await SqliteStore.open(path) as store:
         await store.submit(order(0))
         move(path)
