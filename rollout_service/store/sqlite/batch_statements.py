@@ -9,12 +9,14 @@ import json
 import math
 import sqlite3
 from collections.abc import Sequence
+from datetime import datetime
 
 from rollout_service.base.ids import BatchId
 from rollout_service.groups import SURPLUS
 from rollout_service.store import rules
 from rollout_service.store.base import unknown_batch, unknown_group
 from rollout_service.store.codec import runs as run_codec
+from rollout_service.store.codec.rollouts import when
 from rollout_service.store.rules import BatchState
 from rollout_service.store.runs_contract import (
     BatchLease,
@@ -131,7 +133,7 @@ def _dissolve_if_stale(db: sqlite3.Connection, batch: sqlite3.Row, bound: int | 
     return True
 
 
-def stale_groups(db: sqlite3.Connection, run_id: str, bound: int, now: float) -> list[OpenGroup]:
+def stale_groups(db: sqlite3.Connection, now: float, run_id: str, bound: int) -> list[OpenGroup]:
     """Return the ready groups with samples older than this version, after dissolving returned batches with such."""
     run = row_of(db, run_id)["seq"]
     for batch in db.execute(_RETURNED, (run,)).fetchall():
@@ -190,27 +192,30 @@ def _batch(db: sqlite3.Connection, row: sqlite3.Row, run_id: str) -> BatchLease:
     return run_codec.decode_batch(row, run_id, groups)
 
 
-def acknowledge(db: sqlite3.Connection, run_id: str, number: int, now: float) -> None:
-    run, batch = row_of(db, run_id)["seq"], _row(db, run_id, number)
-    if not rules.check_acknowledge(str(BatchId(run_id, number)), BatchState(batch["state"])):
+def acknowledge(db: sqlite3.Connection, now: float, run_id: str, batch: int) -> None:
+    run, row = row_of(db, run_id)["seq"], _row(db, run_id, batch)
+    if not rules.check_acknowledge(str(BatchId(run_id, batch)), BatchState(row["state"])):
         return
-    db.execute(_SETTLE, {"batch": batch["seq"], "state": BatchState.ACKNOWLEDGED, "now": now})
-    db.execute(_ACKNOWLEDGE_GROUPS, {"batch": batch["seq"], "now": now})
+    db.execute(_SETTLE, {"batch": row["seq"], "state": BatchState.ACKNOWLEDGED, "now": now})
+    db.execute(_ACKNOWLEDGE_GROUPS, {"batch": row["seq"], "now": now})
     add_to_counter(db, run, "batches:acknowledged")
     finish_if_done(db, run_id, now)
 
 
-def renew(db: sqlite3.Connection, run_id: str, number: int, key: str | None, until: float) -> None:
-    batch = _row(db, run_id, number)
-    name, state = str(BatchId(run_id, number)), BatchState(batch["state"])
-    rules.check_renewal(name, state, holder=batch["lease_key"], key=key)
-    db.execute(_EXTEND, {"batch": batch["seq"], "until": until}).fetchall()
+def renew_batch(
+    db: sqlite3.Connection, now: float, run_id: str, batch: int, *, key: str | None, seconds: float
+) -> datetime:
+    row, until = _row(db, run_id, batch), now + seconds
+    name, state = str(BatchId(run_id, batch)), BatchState(row["state"])
+    rules.check_renewal(name, state, holder=row["lease_key"], key=key)
+    db.execute(_EXTEND, {"batch": row["seq"], "until": until}).fetchall()
+    return when(until)
 
 
-def give_back(db: sqlite3.Connection, run_id: str, number: int, now: float) -> None:
-    batch = _row(db, run_id, number)
-    if rules.check_return(str(BatchId(run_id, number)), BatchState(batch["state"])):
-        db.execute(_SETTLE, {"batch": batch["seq"], "state": BatchState.RETURNED, "now": now})
+def give_back(db: sqlite3.Connection, now: float, run_id: str, batch: int) -> None:
+    row = _row(db, run_id, batch)
+    if rules.check_return(str(BatchId(run_id, batch)), BatchState(row["state"])):
+        db.execute(_SETTLE, {"batch": row["seq"], "state": BatchState.RETURNED, "now": now})
 
 
 def _row(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:

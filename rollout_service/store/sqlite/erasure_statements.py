@@ -138,7 +138,7 @@ _DELETE_ROWS = (
 _COUNT = "UPDATE counts SET count = count - 1 WHERE state = ?"
 
 
-def delete_expired(db: sqlite3.Connection, keep: RetentionSettings, now: float) -> int:
+def delete_expired(db: sqlite3.Connection, now: float, keep: RetentionSettings) -> int:
     deleted = 0
     if keep.ended_run_seconds is not None:
         deleted += _delete_run(db, now - keep.ended_run_seconds)

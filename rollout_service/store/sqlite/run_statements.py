@@ -182,13 +182,13 @@ def active_runs(db: sqlite3.Connection) -> list[RunRecord]:
 
 def update(
     db: sqlite3.Connection,
+    now: float,
     run_id: str,
     *,
-    now: float,
-    state: RunState | None,
-    version: int | None,
-    request: RunRequest | None,
-    problem: ErrorInfo | None,
+    state: RunState | None = None,
+    version: int | None = None,
+    request: RunRequest | None = None,
+    problem: ErrorInfo | None = None,
 ) -> RunRecord:
     row = row_of(db, run_id)
     before = record_of(db, row)
@@ -215,7 +215,7 @@ def announce(db: sqlite3.Connection, run_id: str, now: float) -> None:
 
 
 def append(
-    db: sqlite3.Connection, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool, now: float
+    db: sqlite3.Connection, now: float, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool
 ) -> RunRecord:
     row = row_of(db, run_id)
     run = record_of(db, row)
@@ -240,7 +240,7 @@ def _tasks(db: sqlite3.Connection, run: int, first: int, limit: int) -> list[Tas
     return run_codec.decode_tasks(row["task"] for row in db.execute(_TASKS, (run, first, limit)))
 
 
-def start_groups(db: sqlite3.Connection, run_id: str, groups: Sequence[NewGroup], now: float) -> int:
+def start_groups(db: sqlite3.Connection, now: float, run_id: str, groups: Sequence[NewGroup]) -> int:
     row = row_of(db, run_id)
     if not rules.can_start(record_of(db, row), groups):
         return 0
@@ -304,11 +304,11 @@ def group_states(db: sqlite3.Connection, run_id: str) -> dict[int, str]:
 
 def extend_group(
     db: sqlite3.Connection,
+    now: float,
     run_id: str,
     number: int,
     first: int,
     requests: Sequence[RolloutRequest],
-    now: float,
 ) -> None:
     run = row_of(db, run_id)["seq"]
     ids = json.dumps([request.rollout_id for request in requests])
@@ -319,7 +319,7 @@ def extend_group(
 
 
 def retry_sample(
-    db: sqlite3.Connection, run_id: str, number: int, sample: int, request: RolloutRequest, now: float
+    db: sqlite3.Connection, now: float, run_id: str, number: int, sample: int, request: RolloutRequest
 ) -> None:
     run = row_of(db, run_id)["seq"]
     values = {"run": run, "number": number, "sample": sample, "id": request.rollout_id, "now": now}
@@ -413,7 +413,7 @@ def finish_if_done(db: sqlite3.Connection, run_id: str, now: float) -> None:
 
 
 def prune(
-    db: sqlite3.Connection, run_id: str, *, seconds: float | None, max_bytes: int | None, now: float
+    db: sqlite3.Connection, now: float, run_id: str, *, seconds: float | None, max_bytes: int | None
 ) -> int:
     run = row_of(db, run_id)["seq"]
     rows = db.execute(_PRUNABLE, (run,)).fetchall()

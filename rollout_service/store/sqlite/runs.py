@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 import anyio.to_thread
 
-from api_schemas.errors import ErrorInfo
-from api_schemas.rollouts import RolloutRequest, RolloutState
-from api_schemas.runs import RunRequest, RunState
-from api_schemas.tasks import Task
+from api_schemas.rollouts import RolloutState
+from api_schemas.runs import RunRequest
 from rollout_service.base.signals import MonotonicCounter
-from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
 from rollout_service.store.base import BaseRuns
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec import groups as group_codec
-from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.record import fingerprint
 from rollout_service.store.runs_contract import (
@@ -26,7 +21,6 @@ from rollout_service.store.runs_contract import (
     BatchLeaseRequest,
     GroupClosure,
     GroupHead,
-    NewGroup,
     NoBatch,
     OpenGroup,
     RunRecord,
@@ -34,20 +28,7 @@ from rollout_service.store.runs_contract import (
 from rollout_service.store.sqlite import batch_statements, erasure_statements, run_statements
 from rollout_service.store.sqlite.lists import history
 from rollout_service.store.sqlite.lists.groups import look_at_groups
-from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes
-
-
-class RunSignals:
-    """Wakes those who wait for runs."""
-
-    def __init__(self) -> None:
-        self.changes = MonotonicCounter(1)
-        self.deliveries = MonotonicCounter(1)
-
-    def changed(self) -> None:
-        """Wake everyone: what a lease returns may have changed."""
-        self.changes.increment()
-        self.deliveries.increment()
+from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes, writes_now
 
 
 class SqliteRuns(BaseRuns):
@@ -57,21 +38,30 @@ class SqliteRuns(BaseRuns):
         self, thread: DatabaseThread, clock: Callable[[], float], work_added: Callable[[], None]
     ) -> None:
         """`work_added` is called after rollouts were queued."""
-        self._signals = RunSignals()
+        self._changes = MonotonicCounter(1)
+        self._deliveries = MonotonicCounter(1)
         self._thread = thread
         self._clock = clock
         self._work_added = work_added
 
+    def _changed(self) -> None:
+        """Wake everyone: what a lease returns may have changed."""
+        self._changes.increment()
+        self._deliveries.increment()
+
+    def _added(self) -> None:
+        self._work_added()
+
     def deliveries(self, run_id: str) -> int:
         del run_id  # who waits for another run looks once too often
-        return self._signals.deliveries.value
+        return self._deliveries.value
 
     async def wait_for_delivery(self, run_id: str, after: int) -> int:
         del run_id
-        return await self._signals.deliveries.wait_above(after)
+        return await self._deliveries.wait_above(after)
 
     async def wait_for_change(self, after: int) -> int:
-        return await self._signals.changes.wait_above(after)
+        return await self._changes.wait_above(after)
 
     async def create(
         self, request: RunRequest, *, tasks: int, digest: str | None, version: int
@@ -89,63 +79,22 @@ class SqliteRuns(BaseRuns):
             "now": self._clock(),
         }
         created = await self._thread.write(run_statements.create, values, request)
-        self._signals.changed()
+        self._changed()
         return created
 
     get = reads(run_statements.get)
     list = reads(run_statements.list_runs)
     active = reads(run_statements.active_runs)
 
-    async def update(
-        self,
-        run_id: str,
-        *,
-        state: RunState | None = None,
-        version: int | None = None,
-        request: RunRequest | None = None,
-        problem: ErrorInfo | None = None,
-    ) -> RunRecord:
-        record = await self._thread.write(
-            run_statements.update,
-            run_id,
-            now=self._clock(),
-            state=state,
-            version=version,
-            request=request,
-            problem=problem,
-        )
-        self._signals.changed()
-        return record
-
-    async def append(
-        self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool
-    ) -> RunRecord:
-        record = await self._thread.write(
-            run_statements.append, run_id, tasks, offset=offset, close=close, now=self._clock()
-        )
-        self._signals.changed()
-        return record
-
+    update = writes_now(run_statements.update, _changed)
+    append = writes_now(run_statements.append, _changed)
     inline_tasks = reads(run_statements.inline_tasks)
-
-    async def start_groups(self, run_id: str, groups: Sequence[NewGroup]) -> int:
-        started = await self._thread.write(run_statements.start_groups, run_id, groups, self._clock())
-        self._work_added()
-        return started
+    start_groups = writes_now(run_statements.start_groups, _added)
+    extend_group = writes_now(run_statements.extend_group, _added)
+    retry_sample = writes_now(run_statements.retry_sample, _added)
 
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
         return await self._thread.read(run_statements.open_groups, run_id, self._clock())
-
-    async def extend_group(
-        self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]
-    ) -> None:
-        now = self._clock()
-        await self._thread.write(run_statements.extend_group, run_id, number, first, requests, now)
-        self._work_added()
-
-    async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
-        await self._thread.write(run_statements.retry_sample, run_id, number, sample, request, self._clock())
-        self._work_added()
 
     mark_stragglers = writes(run_statements.mark_stragglers)
     cancel_groups = writes(run_statements.cancel_groups)
@@ -153,17 +102,15 @@ class SqliteRuns(BaseRuns):
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
         head = await self._head_at_close(run_id, closure)
         await self._thread.write(run_statements.close_group, run_id, closure, head, self._clock())
-        self._signals.changed()
+        self._changed()
 
     ready_groups = reads(batch_statements.ready_groups)
-
-    async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
-        return await self._thread.write(batch_statements.stale_groups, run_id, bound, self._clock())
+    stale_groups = writes_now(batch_statements.stale_groups)
 
     async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
         head = await self._head_at_close(run_id, closure)
         await self._thread.write(run_statements.reclose_group, run_id, closure, head, self._clock())
-        self._signals.changed()
+        self._changed()
 
     async def _head_at_close(self, run_id: str, closure: GroupClosure) -> Mapping[str, Any] | None:
         """Return the head to store with a group that is about to be kept; None while a rollout of it could change."""
@@ -178,22 +125,12 @@ class SqliteRuns(BaseRuns):
     async def lease(self, order: BatchLeaseRequest) -> BatchLease | NoBatch:
         leased = await self._thread.write(batch_statements.lease, order, self._clock())
         if isinstance(leased, BatchLease):
-            self._signals.changes.increment()
+            self._changes.increment()
         return leased
 
-    async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
-        until = self._clock() + seconds
-        await self._thread.write(batch_statements.renew, run_id, batch, key, until)
-        return codec.when(until)
-
-    async def acknowledge(self, run_id: str, batch: int) -> None:
-        await self._thread.write(batch_statements.acknowledge, run_id, batch, self._clock())
-        self._signals.changed()
-
-    async def give_back(self, run_id: str, batch: int) -> None:
-        await self._thread.write(batch_statements.give_back, run_id, batch, self._clock())
-        self._signals.changed()
-
+    renew_batch = writes_now(batch_statements.renew_batch)
+    acknowledge = writes_now(batch_statements.acknowledge, _changed)
+    give_back = writes_now(batch_statements.give_back, _changed)
     group_states = reads(run_statements.group_states)
 
     async def _history(self, run_id: str) -> tuple[Sequence[bytes], Mapping[str, int]]:
@@ -214,27 +151,20 @@ class SqliteRuns(BaseRuns):
     _trajectories = reads(batch_statements.read_trajectories)
     closed_groups = reads(batch_statements.closed_groups)
     rollout_ids = reads(batch_statements.rollout_ids)
-
-    async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
-        return await self._thread.write(
-            run_statements.prune, run_id, seconds=seconds, max_bytes=max_bytes, now=self._clock()
-        )
-
+    prune = writes_now(run_statements.prune)
+    delete_expired = writes_now(erasure_statements.delete_expired)
     rollouts_of = reads(erasure_statements.rollouts_of)
     overwrite_deleted = writes(erasure_statements.overwrite_deleted)
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
         batches = await self._thread.write(erasure_statements.erase, rollout_ids, self._clock())
         await self._thread.truncate_log()
-        self._signals.changed()
+        self._changed()
         return batches
-
-    async def delete_expired(self, keep: RetentionSettings) -> int:
-        return await self._thread.write(erasure_statements.delete_expired, keep, self._clock())
 
     def fenced(self, lease: RoleLease) -> SqliteRuns:  # noqa: ARG002 - of the contract
         return self  # no other service can have the file open
 
     def rollout_ended(self) -> None:
         """Wake those who wait for changes, since a rollout has ended."""
-        self._signals.changes.increment()
+        self._changes.increment()

@@ -84,11 +84,7 @@ class DatabaseThread(JobThread[_DatabaseJob]):
         return result
 
     async def truncate_log(self) -> None:
-        """Merge the write-ahead log into the file and empty it, so that the log keeps nothing that was deleted.
-
-        Raises:
-            StoreError: The database failed, or the store is closed.
-        """
+        """Merge the write-ahead log into the file and empty it, so that the log keeps nothing that was deleted."""
         await self._submit(_DatabaseJob(run=_truncate_log, writes=False, alone=True))
 
     def _open(self) -> None:
@@ -180,6 +176,24 @@ def writes(statement: Statement[P, T]) -> Callable[Concatenate[Any, P], Coroutin
     async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         thread: DatabaseThread = self._thread
         return await thread.write(statement, *args, **kwargs)
+
+    return method
+
+
+def writes_now(
+    statement: Callable[Concatenate[sqlite3.Connection, float, P], T],
+    after: Callable[[Any], None] = lambda _: None,
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Return the method that runs a statement which writes at a time, that of the object's `_clock`; see `reads`.
+
+    Once the statement is durable, `after` is called with the object.
+    """
+
+    async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        thread: DatabaseThread = self._thread
+        result = await thread.write(statement, self._clock(), *args, **kwargs)
+        after(self)
+        return result
 
     return method
 
