@@ -155,12 +155,7 @@ class PinnedDatabases:
         self._readers = readers
 
     def copy(self, source: Path, target: Path) -> None:
-        """Copy a database to a new file.
-
-        Raises:
-            StoreError: It is damaged, or cannot be read or copied.
-            OSError: The file cannot be created.
-        """
+        """Copy a database to a new file."""
         make_private(target)
         try:
             with closing(sqlite3.connect(target, isolation_level=None)) as copy:
@@ -181,11 +176,7 @@ class PinnedDatabases:
 
 @contextmanager
 def pinned(databases: Sequence[Path]) -> Iterator[PinnedDatabases]:
-    """Pin databases at one moment, until the end of the block; nothing is written to any of them at that moment.
-
-    Raises:
-        StoreError: One cannot be read.
-    """
+    """Pin databases at one moment, until the end of the block; nothing is written to any of them at that moment."""
     readers: dict[Path, sqlite3.Connection] = {}
     locks: list[sqlite3.Connection] = []
     try:

@@ -7,6 +7,9 @@ lasts for a few milliseconds, however large the store is. Only keys with the sto
 A dump begins with HEADER. A record is the lengths of a key and of its value (uint32 each, little-endian) and its time
 to live in milliseconds (uint64, 0: without end), then the key without its prefix, then the value as Redis's DUMP writes
 it; one without a value says that the key is gone. Of several records with one key, the last one counts.
+
+Every function raises StoreError if a Redis fails or does not allow it, ConfigurationError if the password cannot be
+read, and OSError if a file cannot be used.
 """
 
 from __future__ import annotations
@@ -49,11 +52,6 @@ def dump(stores: Sequence[tuple[RedisConfig, Path]], at_the_moment: Callable[[],
     """Write a store, or its shards, each to a file; return how many keys of each of `KINDS` there are.
 
     `at_the_moment` is called at the moment whose state the dumps have: no Redis takes writes until it returns.
-
-    Raises:
-        StoreError: A Redis fails, or does not allow it.
-        ConfigurationError: The password cannot be read.
-        OSError: A file cannot be written.
     """
     with ExitStack() as stack:
         dumps = [stack.enter_context(_Dump.begun(config, path)) for config, path in stores]
@@ -95,9 +93,7 @@ def load(config: RedisConfig, path: Path) -> None:
     """Write a dump into a Redis that has nothing of the store.
 
     Raises:
-        StoreError: The Redis fails.
-        ConfigurationError: The Redis is too old for the dump, or the password cannot be read.
-        OSError: The file cannot be read.
+        ConfigurationError: The Redis is too old for the dump.
     """
     with _explained(config), closing(open_owner(config)) as client:
         _remove(client, config)
@@ -114,12 +110,7 @@ def load(config: RedisConfig, path: Path) -> None:
 
 
 def check_empty(config: RedisConfig) -> None:
-    """Check that a Redis has nothing of the store, so that a dump can be written there.
-
-    Raises:
-        ConfigurationError: It has, or the password cannot be read.
-        StoreError: The Redis fails.
-    """
+    """Raise ConfigurationError unless a Redis has nothing of the store, so that a dump can be written there."""
     with _explained(config), closing(open_owner(config)) as client:
         prefix = config.root.encode() + b":"
         for keys in _scan(client, config):
@@ -132,12 +123,7 @@ def check_empty(config: RedisConfig) -> None:
 
 
 def remove(config: RedisConfig) -> None:
-    """Delete all keys of the store.
-
-    Raises:
-        StoreError: The Redis fails.
-        ConfigurationError: The password cannot be read.
-    """
+    """Delete all keys of the store."""
     with _explained(config), closing(open_owner(config)) as client:
         _remove(client, config)
 

@@ -40,11 +40,7 @@ MAX_NODES_BYTES = 1 << 20
 
 
 def decode_group(row: Row, members: Sequence[Row]) -> Group:
-    """Return a group as a trainer gets it: without the tokens of stale samples.
-
-    Raises:
-        RecordLostError: A rollout of the group is missing or damaged.
-    """
+    """Return a group as a trainer gets it: without the tokens of stale samples."""
     kept = _delivered(row)
     rollouts = (
         decode_whole(member) if member["rollout_id"] in kept else rollout_codec.decode_rollout(member)
@@ -54,11 +50,7 @@ def decode_group(row: Row, members: Sequence[Row]) -> Group:
 
 
 def decode_exported(row: Row, members: Sequence[Row]) -> list[ExportedSample]:
-    """Return the samples of a group for an export; none if all its rollouts were lost before it was cancelled.
-
-    Raises:
-        RecordLostError: A rollout of the group is missing or damaged.
-    """
+    """Return the samples of a group for an export; none if all its rollouts were lost before it was cancelled."""
     if not members:
         return []
     by_id = {member["rollout_id"]: member for member in members}
@@ -67,11 +59,7 @@ def decode_exported(row: Row, members: Sequence[Row]) -> list[ExportedSample]:
 
 
 def decode_recorded(rows: Sequence[Row]) -> dict[str, RecordedRollout]:
-    """Return rollouts by id, with everything needed to score them again.
-
-    Raises:
-        RecordLostError: A record is damaged.
-    """
+    """Return rollouts by id, with everything needed to score them again."""
     return {
         row["rollout_id"]: without_tokens(
             RolloutRequest.model_validate_json(row["request"]),
@@ -82,11 +70,7 @@ def decode_recorded(rows: Sequence[Row]) -> dict[str, RecordedRollout]:
 
 
 def decode_whole(row: Row) -> Rollout:
-    """Return a rollout with its trajectory, and those of its sub-agents if it asked for them, as far as they are left.
-
-    Raises:
-        RecordLostError: The record is damaged.
-    """
+    """Return a rollout with its trajectory, and those of the sub-agents that it asked for, as far as they are left."""
     return _with_trajectory(_with_nodes(rollout_codec.decode_rollout(row), row), row)
 
 

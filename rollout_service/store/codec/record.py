@@ -34,20 +34,12 @@ def join(own: bytes, others: Sequence[bytes]) -> bytes:
 
 
 def own_part(record: bytes) -> bytes:
-    """Return the rollout's own encoded trajectory.
-
-    Raises:
-        ValueError: The record was cut off.
-    """
+    """Return the rollout's own encoded trajectory; raise ValueError if the record was cut off."""
     return _parts(record)[0] if record.startswith(_JOINED) else record
 
 
 def other_parts(record: bytes) -> list[bytes] | None:
-    """Return the encoded trajectories of the sub-agents, empty for those without; None if the record has none.
-
-    Raises:
-        ValueError: The record was cut off.
-    """
+    """Return the encoded trajectories of the sub-agents, empty for those without; None if the record has none."""
     return _parts(record)[1:] if record.startswith(_JOINED) else None
 
 

@@ -1,8 +1,8 @@
 """Rollouts, leases and events as stored records.
 
 A rollout's result is stored without the facts that the store keeps elsewhere (the request's fields, the state, the
-attempt, the retries, the times), so each fact has one place. Trajectories have a
-codec of their own.
+attempt, the retries, the times), so each fact has one place. Trajectories have a codec of their own. Decoding a damaged
+record raises RecordLostError, which names its rollout.
 """
 
 from __future__ import annotations
@@ -66,11 +66,7 @@ def when(seconds: float) -> datetime:
 
 @contextmanager
 def reading(rollout_id: str) -> Iterator[None]:
-    """Turn the errors of decoding a damaged record of this rollout into RecordLostError.
-
-    Raises:
-        RecordLostError: The block could not decode the record.
-    """
+    """Turn the errors of decoding a damaged record of this rollout into RecordLostError."""
     try:
         yield
     except _UNREADABLE as error:
@@ -79,11 +75,7 @@ def reading(rollout_id: str) -> Iterator[None]:
 
 
 def encode_result(result: Rollout) -> str:
-    """Return the part of a result that the store does not keep elsewhere, as JSON.
-
-    Raises:
-        FrozenTokensError: A frozen sub-agent has tokens to train on.
-    """
+    """Return the part of a result that the store does not keep elsewhere, as JSON."""
     check_frozen(result.nodes)
     text = result.model_dump_json(include=_RESULT_FIELDS)
     if result.nodes:
@@ -143,11 +135,7 @@ class Shown(Enum):
 
 
 def decode_rollout(row: Row, shown: Shown = Shown.REQUESTED) -> Rollout:
-    """Return a rollout from its row, joined with its request and, if there is one, its result.
-
-    Raises:
-        RecordLostError: The record is damaged.
-    """
+    """Return a rollout from its row, joined with its request and, if there is one, its result."""
     with reading(row["rollout_id"]):
         return _decode_rollout(row, shown)
 
@@ -162,11 +150,7 @@ def make_page(rows: Sequence[Row], limit: int, counts: dict[RolloutState, int]) 
 
 
 def decode_tree(row: Row) -> RolloutNodes | None:
-    """Return the sub-agents of a rollout, with their trajectories if the row has the record of its tokens.
-
-    Raises:
-        RecordLostError: The record is damaged.
-    """
+    """Return the sub-agents of a rollout, with their trajectories if the row has the record of its tokens."""
     if row["result"] is None:
         return None
     with reading(row["rollout_id"]):
@@ -218,11 +202,7 @@ def encode_spans(spans: Sequence[Span]) -> str:
 
 
 def decode_lease(row: Row) -> Lease:
-    """Return a lease from a claimed row joined with its request.
-
-    Raises:
-        RecordLostError: The record is damaged.
-    """
+    """Return a lease from a claimed row joined with its request."""
     with reading(row["rollout_id"]):
         return Lease(
             rollout_id=row["rollout_id"],

@@ -42,12 +42,7 @@ async def find_summaries(
     after: int | None,
     limit: int,
 ) -> tuple[list[RolloutSummary], int | None]:
-    """Return rollouts after a number, and the number after which to go on, None if nothing is left.
-
-    Raises:
-        StoreError: The Redis fails.
-        RecordLostError: A record is damaged.
-    """
+    """Return rollouts after a number, and the number after which to go on, None if nothing is left."""
     bounds = await _span(connection, which)
     if bounds is None:
         return [], None

@@ -57,11 +57,7 @@ class FolderReport:
 
 
 async def look(connection: RedisConnection, files: SegmentFiles) -> FolderReport:
-    """Compare the trajectories that a store refers to with the files in its folder.
-
-    Raises:
-        StoreError: The Redis fails.
-    """
+    """Compare the trajectories that a store refers to with the files in its folder."""
     ledger = RedisSegmentLedger(connection)
     proof = FolderProof(files, FolderMark(*await ledger.mark(None)))
     problem = await anyio.to_thread.run_sync(_problem, proof)

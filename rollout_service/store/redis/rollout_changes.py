@@ -251,19 +251,11 @@ class RedisRollouts(RolloutReads):
         return deleted
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """Overwrite trajectories that no rollout has any more, given their records in Redis.
-
-        Raises:
-            StoreError: The folder fails.
-        """
+        """Overwrite trajectories that no rollout has any more, given their records in Redis."""
         await self._place.overwrite(stored)
 
     async def collect_garbage(self) -> None:
-        """Delete the files of trajectories that are gone. Call it from one service at a time.
-
-        Raises:
-            StoreError: The Redis or the folder fails.
-        """
+        """Delete the files of trajectories that are gone. Call it from one service at a time."""
         await self._place.collect()
 
     # -- parts -------------------------------------------------------------------

@@ -257,11 +257,7 @@ class RedisCluster(ClusterStore):
     async def delete_unused_libraries(self) -> int:
         """Delete the functions of other releases that no member calls any more; return how many libraries that was.
 
-        A service that still calls one of them, under another prefix for example, loads it again.
-
-        Raises:
-            StoreError: The Redis fails.
-        """
+        A service that still calls one of them, under another prefix for example, loads it again."""
         used = {name.decode() for name in await self._connection.read("cluster_libraries")}
         unused = await self._connection.libraries() - used
         for name in unused:
@@ -370,11 +366,7 @@ class RedisStore(RedisRollouts):
         return self._connection.reconnects
 
     async def collect_garbage(self) -> None:
-        """Delete the files of trajectories that are gone and, now and then, the functions that no node calls.
-
-        Raises:
-            StoreError: The Redis or the folder fails.
-        """
+        """Delete the files of trajectories that are gone and, now and then, the functions that no node calls."""
         await super().collect_garbage()
         if time.monotonic() >= self._look_at_libraries:
             self._look_at_libraries = time.monotonic() + LIBRARIES_SECONDS

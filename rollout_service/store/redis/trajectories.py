@@ -19,7 +19,12 @@ _MARK = b"@"
 
 
 class TrajectoryPlace(Protocol):
-    """Keeps encoded trajectories."""
+    """Keeps encoded trajectories.
+
+    Raises:
+        StoreError: The place fails; every method can raise it.
+        RecordLostError: A trajectory that is read is gone or damaged.
+    """
 
     @property
     def problem(self) -> StoreError | None:
@@ -27,11 +32,7 @@ class TrajectoryPlace(Protocol):
         ...
 
     def keep(self, data: bytes) -> AbstractAsyncContextManager[bytes]:
-        """Make a trajectory durable; yield the record for Redis to store within the block.
-
-        Raises:
-            StoreError: It cannot be written.
-        """
+        """Make a trajectory durable; yield the record for Redis to store within the block."""
         ...
 
     async def abandon(self, stored: bytes) -> None:
@@ -39,28 +40,15 @@ class TrajectoryPlace(Protocol):
         ...
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """Overwrite trajectories to which Redis no longer refers; those that are gone are no error.
-
-        Raises:
-            StoreError: The place fails.
-        """
+        """Overwrite trajectories to which Redis no longer refers; those that are gone are no error."""
         ...
 
     async def collect(self) -> int:
-        """Delete what belongs to no rollout any more; return how many files.
-
-        Raises:
-            StoreError: The store or the place fails.
-        """
+        """Delete what belongs to no rollout any more; return how many files."""
         ...
 
     async def read(self, stored: Mapping[str, bytes]) -> Sequence[bytes]:
-        """Return trajectories, by the ids of their rollouts, from their records in Redis; in this order.
-
-        Raises:
-            StoreError: The place cannot be read.
-            RecordLostError: A trajectory is gone or damaged.
-        """
+        """Return trajectories, by the ids of their rollouts, from their records in Redis; in this order."""
         ...
 
 

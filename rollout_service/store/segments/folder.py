@@ -46,7 +46,11 @@ TIDY_SECONDS = 60.0
 
 
 class SegmentFolder:
-    """One service's view of the folder: `async with await SegmentFolder.open(...) as segments:`."""
+    """One service's view of the folder: `async with await SegmentFolder.open(...) as segments:`.
+
+    Raises:
+        StoreError: The store or the folder fails at the moment; every method can raise it.
+    """
 
     def __init__(
         self,
@@ -131,11 +135,7 @@ class SegmentFolder:
         return await self._reader.read_all(references)
 
     async def overwrite(self, references: Sequence[str]) -> None:
-        """Overwrite records to which nothing refers any more; those that are gone, or damaged, are left.
-
-        Raises:
-            StoreError: The folder cannot be written at the moment.
-        """
+        """Overwrite records to which nothing refers any more; those that are gone, or damaged, are left."""
         try:
             await anyio.to_thread.run_sync(self._overwrite, references)
         except OSError as error:
@@ -160,11 +160,7 @@ class SegmentFolder:
     async def collect(self) -> int:
         """Delete garbage and, once a day, old files that the ledger does not know; return how many files.
 
-        Only the leader of `retention` calls this. See `collect` and `sweep`.
-
-        Raises:
-            StoreError: The store fails, or the folder is not the store's any more: its files are not ours to delete.
-        """
+        Only the leader of `retention` calls this. See `collect` and `sweep`."""
         await anyio.to_thread.run_sync(self._proof.check)
         deleted = await collect(self._files, self.ledger)
         if time.monotonic() >= self._sweep_at:
@@ -207,11 +203,7 @@ class SegmentReader:
         return found
 
     async def read_all(self, references: Mapping[str, str]) -> Sequence[bytes | RecordLostError]:
-        """Return many records by their subjects, in this order; each that is lost is an error in its place.
-
-        Raises:
-            StoreError: The folder cannot be read at the moment.
-        """
+        """Return many records by their subjects, in this order; each that is lost is an error in its place."""
         pairs = list(references.items())
         found: list[bytes | RecordLostError] = [b""] * len(pairs)
 
@@ -343,11 +335,7 @@ UNKNOWN_SECONDS = 86_400.0
 async def collect(files: SegmentFiles, ledger: SegmentLedger) -> int:
     """Seal the files of services that have left or died, and delete garbage; return how many files.
 
-    A service that was only taken for dead writes to another file when it goes on.
-
-    Raises:
-        StoreError: The store or the folder fails.
-    """
+    A service that was only taken for dead writes to another file when it goes on."""
     if orphans := await ledger.orphans():
         await ledger.seal(orphans)
     deleted = 0
@@ -359,11 +347,7 @@ async def collect(files: SegmentFiles, ledger: SegmentLedger) -> int:
 
 
 async def sweep(files: SegmentFiles, ledger: SegmentLedger, *, age: float = UNKNOWN_SECONDS) -> int:
-    """Delete files that the ledger does not know, and forgotten probes, older than `age` seconds; return how many.
-
-    Raises:
-        StoreError: The store or the folder fails.
-    """
+    """Delete files that the ledger does not know, and forgotten probes, older than `age` seconds; return how many."""
     ages = await _in_thread(files, files.ages)
     old = sorted(name for name, seconds in ages.items() if FILE_NAME.fullmatch(name) and seconds >= age)
     probes = [name for name, seconds in ages.items() if PROBE_NAME.fullmatch(name) and seconds >= age]

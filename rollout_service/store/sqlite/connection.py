@@ -72,11 +72,7 @@ class FilePlace:
         self._known: dict[Path, os.stat_result] = {path: path.stat()}
 
     def check(self) -> None:
-        """Check that the paths lead to the open files.
-
-        Raises:
-            FileLostError: One of them was deleted, moved or replaced, or cannot be reached.
-        """
+        """Raise FileLostError unless the paths lead to the open files."""
         for path in self._paths:
             try:
                 found = path.stat()
@@ -163,11 +159,7 @@ class Database:
             raise
 
     def check_place(self) -> None:
-        """Check that the file is where it was opened.
-
-        Raises:
-            FileLostError: It is not.
-        """
+        """Raise FileLostError unless the file is where it was opened."""
         if self._place is not None:
             self._place.check()
 

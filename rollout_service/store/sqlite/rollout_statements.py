@@ -220,11 +220,7 @@ def _fail_damaged(db: sqlite3.Connection, row: sqlite3.Row, error: RecordLostErr
 
 
 def advance(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
-    """Record a stage; return whether the lease is held.
-
-    Raises:
-        ValueError: The attempt has already reached a later stage.
-    """
+    """Record a stage; return whether the lease is held."""
     if db.execute(_ADVANCE, values).rowcount:
         return True
     held = db.execute(_HELD_STATE, values).fetchone()

@@ -33,7 +33,12 @@ Replies = Sequence[Any]
 
 
 class RunDatabase:
-    """The runs of one store, as records."""
+    """The runs of one store, as records.
+
+    Raises:
+        StoreError: The store fails; every method can raise it.
+        NotFoundError: There is no such run; every method that takes one can raise it.
+    """
 
     def __init__(self, connection: RedisConnection, *, fence: RoleLease | None = None) -> None:
         """`fence` is the leadership that changes need, if any."""
@@ -61,20 +66,12 @@ class RunDatabase:
         return RunKeys(self.root, run_id)
 
     async def read(self, commands: Sequence[Command]) -> tuple[float, Replies]:
-        """Return the time in Unix seconds, and the replies to these commands, all of one moment.
-
-        Raises:
-            StoreError: The store fails.
-        """
+        """Return the time in Unix seconds, and the replies to these commands, all of one moment."""
         now, *replies = await self._connection.read("runs_read", pack(commands))
         return float(now), replies
 
     async def look(self, run_id: str, commands: Sequence[Command] = ()) -> tuple[RunDraft, float, Replies]:
-        """Return a run, the time, and the replies to these commands.
-
-        Raises:
-            NotFoundError: There is no such run.
-        """
+        """Return a run, the time, and the replies to these commands."""
         now, (fields, *replies) = await self.read([("HGETALL", self.keys(run_id).run), *commands])
         run = RunDraft.from_reply(run_id, fields)
         if run is None:
@@ -111,7 +108,6 @@ class RunDatabase:
         `plan` also gets the remaining arguments.
 
         Raises:
-            NotFoundError: There is no such run.
             LeadershipLostError: The change is fenced, and another service leads.
             ConflictError: A rollout to submit exists with a different request.
         """
