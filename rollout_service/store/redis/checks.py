@@ -47,10 +47,7 @@ class FunctionLibrary:
     name: str
     text: str
     suffix: str
-
-    def function(self, name: str) -> str:
-        """Return the name under which Redis knows a function."""
-        return name + self.suffix
+    """What the names under which Redis knows its functions end with."""
 
 
 def library_name(listed: Any) -> str:
@@ -119,7 +116,7 @@ class StoreIdentity:
             )
 
 
-def connect(config: RedisConfig, library: FunctionLibrary, identity: StoreIdentity) -> redis.Redis:
+def connect(config: RedisConfig, identity: StoreIdentity) -> redis.Redis:
     """Return a checked connection that raises every failure at once.
 
     Raises:
@@ -129,7 +126,7 @@ def connect(config: RedisConfig, library: FunctionLibrary, identity: StoreIdenti
     """
     client = open_owner(config, identity)
     try:
-        _check(client, config, library, identity)
+        _check(client, config, identity)
     except BaseException:
         client.close()
         raise
@@ -231,26 +228,22 @@ def execute(client: redis.Redis, *command: Any) -> Any:
     return client.execute_command(*command)  # type: ignore[no-untyped-call]
 
 
-def load(client: redis.Redis, library: FunctionLibrary) -> None:
-    """Load the library, unless another service has."""
+def load(client: redis.Redis) -> None:
+    """Load the library of this release, unless another service has."""
     try:
-        execute(client, "FUNCTION LOAD", library.text)
+        execute(client, "FUNCTION LOAD", function_library().text)
     except redis.ResponseError as error:
         if "already exists" not in str(error):
             raise
 
 
-def call_arguments(
-    config: RedisConfig, library: FunctionLibrary, name: str, now: float | None, *arguments: Any
-) -> tuple[Any, ...]:
+def call_arguments(config: RedisConfig, name: str, now: float | None, *arguments: Any) -> tuple[Any, ...]:
     """Return the command that calls a function; `now` is in Unix seconds, None for Redis's clock."""
     clock = "" if now is None else repr(now)
-    return ("FCALL", library.function(name), 1, config.root, clock, *arguments)
+    return ("FCALL", name + function_library().suffix, 1, config.root, clock, *arguments)
 
 
-def _check(
-    client: redis.Redis, config: RedisConfig, library: FunctionLibrary, identity: StoreIdentity
-) -> None:
+def _check(client: redis.Redis, config: RedisConfig, identity: StoreIdentity) -> None:
     info: dict[str, Any] = execute(client, "INFO", "everything")
     version = str(info.get("redis_version", "0"))
     if int(version.split(".")[0]) < _OLDEST:
@@ -258,8 +251,8 @@ def _check(
     if info.get("role") != "master":
         raise _refusal(config, "is a replica", "Point [store] url to the primary.")
     _check_settings(client, config, info)
-    load(client, library)
-    _check_schema(client, config, library)
+    load(client)
+    _check_schema(client, config)
     identity.check(store_id(client, config), config)
 
 
@@ -297,9 +290,9 @@ def store_id(client: redis.Redis, config: RedisConfig) -> str:
     return "" if found is None else _text(found)
 
 
-def _check_schema(client: redis.Redis, config: RedisConfig, library: FunctionLibrary) -> None:
+def _check_schema(client: redis.Redis, config: RedisConfig) -> None:
     part = (config.shard, config.shards, config.home)
-    call = call_arguments(config, library, "schema_open", None, uuid4().hex, *part)
+    call = call_arguments(config, "schema_open", None, uuid4().hex, *part)
     application, version, supported, *found = execute(client, *call)
     if _text(application) != APPLICATION:
         why = f"holds something of another program under the prefix {config.prefix!r}"

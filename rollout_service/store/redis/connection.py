@@ -71,13 +71,12 @@ class RedisConnection(JobThread[_RedisJob]):
         super().__init__("store-redis", config.address, commit_seconds)
         self.config = config
         self._clock = clock
-        self._library = function_library()
         self._client: redis.Redis | None = None
         self._was_connected = False
         self.reconnects = 0
         """How often it has connected again: the Redis there may then be another, which lacks the last writes."""
         self._identity = checks.StoreIdentity()
-        self.topics = TopicReader(config, self._library, self._identity, self.health, self._die)
+        self.topics = TopicReader(config, self._identity, self.health, self._die)
         self._used_memory, self._looked_at = 0, -LOOK_SECONDS
         self._may_be_away = may_be_away
 
@@ -131,12 +130,12 @@ class RedisConnection(JobThread[_RedisJob]):
 
     @property
     def library_name(self) -> str:
-        return self._library.name
+        return function_library().name
 
     async def libraries(self) -> set[str]:
         """Return the names of the libraries of other releases in this Redis."""
         found = await self.command("FUNCTION LIST", "LIBRARYNAME", LIBRARY_NAMES)
-        return {library_name(each) for each in found} - {self._library.name}
+        return {library_name(each) for each in found} - {self.library_name}
 
     async def delete_library(self, name: str) -> None:
         """Delete a library, if it is there."""
@@ -164,7 +163,7 @@ class RedisConnection(JobThread[_RedisJob]):
 
     def _function(self, name: str, arguments: Sequence[Argument]) -> tuple[Any, ...]:
         now = self._clock() if self._clock is not None else None
-        return checks.call_arguments(self.config, self._library, name, now, *arguments)
+        return checks.call_arguments(self.config, name, now, *arguments)
 
     async def _run(self, command: tuple[Any, ...], *, writes: bool) -> Any:
         return await self._submit(_RedisJob(command=command, writes=writes))
@@ -204,7 +203,7 @@ class RedisConnection(JobThread[_RedisJob]):
         if lost:
             if any(isinstance(answers[n], redis.exceptions.MovedError) for n in lost):
                 self._disconnect()
-            checks.load(self._connect(), self._library)
+            checks.load(self._connect())
             again = self._pipeline([batch[n] for n in lost])
             for n, answer in zip(lost, again, strict=True):
                 answers[n] = answer
@@ -238,7 +237,7 @@ class RedisConnection(JobThread[_RedisJob]):
 
     def _connect(self) -> redis.Redis:
         if self._client is None:
-            self._client = checks.connect(self.config, self._library, self._identity)
+            self._client = checks.connect(self.config, self._identity)
             if self._was_connected:
                 self._call(self._connected_again)
             self._was_connected = True

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any, Self
 from uuid import uuid4
 
 import anyio
 from prometheus_client import Histogram
-from pydantic_core import from_json, to_json
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
-from api_schemas.inference import BackendSpec
 from api_schemas.nodes import NodeState
 from rollout_service.base.errors import StoreError
 from rollout_service.base.signals import ChangeSignal, MonotonicCounter
@@ -46,6 +45,8 @@ from rollout_service.store.segments import SegmentFiles, SegmentFolder
 #
 # Guarantees beyond the contract: changes are published on a topic, so nobody polls.
 
+_BACKEND = TypeAdapter(SharedBackend)
+
 
 class RedisEngines(EnginesStore):
     """The engines of all services with the same prefix in one Redis."""
@@ -70,22 +71,14 @@ class RedisEngines(EnginesStore):
     # ---- backends
 
     async def put(self, backend: SharedBackend) -> None:
-        record = {
-            "backend_id": backend.backend_id,
-            "spec": backend.spec.model_dump(mode="json"),
-            "loopback_of": backend.loopback_of,
-            "exports": backend.exports,
-            "is_draining": backend.is_draining,
-            "lease_until": backend.lease_until,
-        }
-        await self._connection.call("engines_put", backend.backend_id, to_json(record))
+        await self._connection.call("engines_put", backend.backend_id, _BACKEND.dump_json(backend))
 
     async def remove(self, backend_id: str) -> bool:
         return bool(await self._connection.call("engines_remove", backend_id))
 
     async def backends(self) -> Sequence[SharedBackend]:
         found: list[bytes | None] = await self._connection.read("engines_list")
-        return [_backend(record) for record in found if record]
+        return [_BACKEND.validate_json(record) for record in found if record]
 
     # ---- commands
 
@@ -113,18 +106,6 @@ class RedisEngines(EnginesStore):
         return found.decode() if found is not None else None
 
 
-def _backend(record: bytes) -> SharedBackend:
-    fields = from_json(record)
-    return SharedBackend(
-        backend_id=fields["backend_id"],
-        spec=BackendSpec.model_validate(fields["spec"]),
-        loopback_of=fields["loopback_of"],
-        exports=tuple(fields["exports"]),
-        is_draining=fields["is_draining"],
-        lease_until=fields["lease_until"],
-    )
-
-
 def _record(pool: bytes, fields: Sequence[bytes | None], held: Sequence[bytes]) -> PoolRecord:
     number, kind, request, is_open, state, revision = ((field or b"").decode() for field in fields)
     return PoolRecord(
@@ -139,9 +120,6 @@ def _record(pool: bytes, fields: Sequence[bytes | None], held: Sequence[bytes]) 
     )
 
 
-__all__ = ["RedisEngines"]
-
-
 LIBRARIES_SECONDS = 3_600.0
 """How often the service that collects looks for functions of other releases."""
 
@@ -151,7 +129,7 @@ LIBRARIES_SECONDS = 3_600.0
 # Guarantees beyond the contract: all times are Redis's own. A leader that let its lease expire keeps its token if
 # nobody else led meanwhile, since nothing can have happened that it would write over.
 
-_FIELDS = tuple(field.name for field in fields(NodeReport))
+_REPORT = TypeAdapter(NodeReport)
 
 
 class RedisCluster(ClusterStore):
@@ -214,7 +192,7 @@ class RedisCluster(ClusterStore):
     async def nodes(self) -> Sequence[NodeRecord]:
         found = await self._connection.read("cluster_nodes")
         return [
-            NodeRecord(_decoded(report), NodeState(state.decode()), float(silent))
+            NodeRecord(_REPORT.validate_json(report), NodeState(state.decode()), float(silent))
             for report, state, silent in found
         ]
 
@@ -266,14 +244,8 @@ class RedisCluster(ClusterStore):
 
 
 def _encoded(report: NodeReport) -> tuple[bytes, int, bytes, bytes]:
-    whole = to_json({name: getattr(report, name) for name in _FIELDS})
     environments, images = (to_json(sorted(names)) for names in (report.environments, report.images))
-    return whole, report.places, environments, images
-
-
-def _decoded(report: bytes) -> NodeReport:
-    given: dict[str, Any] = from_json(report)
-    return NodeReport(**{name: given[name] for name in _FIELDS if name in given})
+    return _REPORT.dump_json(report), report.places, environments, images
 
 
 def _counts(pairs: Any) -> dict[str, int]:

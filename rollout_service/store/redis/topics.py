@@ -29,7 +29,6 @@ from rollout_service.base.errors import ServiceError, StoreError
 from rollout_service.base.signals import MonotonicCounter
 from rollout_service.store.jobs import StoreHealth
 from rollout_service.store.redis import checks
-from rollout_service.store.redis.checks import FunctionLibrary
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.problems import explain
 
@@ -66,13 +65,11 @@ class TopicReader:
     def __init__(
         self,
         config: RedisConfig,
-        library: FunctionLibrary,
         identity: checks.StoreIdentity,
         health: StoreHealth,
         on_defect: Callable[[BaseException], None],
     ) -> None:
         self._config = config
-        self._library = library
         self._identity = identity
         self._health = health
         self._on_defect = on_defect
@@ -227,7 +224,7 @@ class TopicReader:
         """Connect, and subscribe to everything that was subscribed to before."""
         self._is_moving.clear()
         self._ending.clear()
-        self._client = checks.connect(self._config, self._library, self._identity)
+        self._client = checks.connect(self._config, self._identity)
         self._connection = self._client.connection_pool.get_connection()
         if self._closing.is_set():  # `close` may have missed this connection
             raise StoreError("the store is closed")
