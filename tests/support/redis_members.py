@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from api_schemas.events import Event
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.redis import RedisConfig, RedisConnection
-from rollout_service.store.redis.rollout_reading import event_row
+from rollout_service.store.redis.rollouts import event_row
 from rollout_service.store.redis.store import RedisCluster
 
 

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.replies import decode_row
-from rollout_service.store.redis.rollout_reading import ROWS_AT_ONCE
+from rollout_service.store.redis.rollouts import ROWS_AT_ONCE
 from rollout_service.store.redis.trajectories import RedisSegmentLedger, referred
 from rollout_service.store.segments.contract import SegmentFiles
 from rollout_service.store.segments.ledger import SegmentReference

@@ -36,7 +36,7 @@ from rollout_service.store.cluster_contract import (
 from rollout_service.store.engines_contract import CommandKind, EnginesStore, PoolRecord, SharedBackend
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.connection import RedisConnection
-from rollout_service.store.redis.rollout_changes import RedisRollouts
+from rollout_service.store.redis.rollouts import RedisRollouts
 from rollout_service.store.redis.runs.store import RedisRuns
 from rollout_service.store.redis.trajectories import InSharedFolder, RedisSegmentLedger, TrajectoryPlace
 from rollout_service.store.segments import SegmentFiles, SegmentFolder

@@ -29,7 +29,7 @@ from rollout_service.store.redis.runs.transaction import by_number, chunks, open
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupHead, OpenGroup
 
 if TYPE_CHECKING:
-    from rollout_service.store.redis.rollout_changes import RedisRollouts
+    from rollout_service.store.redis.rollouts import RedisRollouts
 
 
 # The groups of a run as rows, and its history, from Redis.

@@ -28,7 +28,7 @@ from rollout_service.store.redis.runs.transaction import RunTransaction, chunks
 from rollout_service.store.rules import SettledGroup
 
 if TYPE_CHECKING:
-    from rollout_service.store.redis.rollout_changes import RedisRollouts
+    from rollout_service.store.redis.rollouts import RedisRollouts
 
 DELETED_AT_ONCE = 64
 """The most rollouts that one call deletes, each in 25 µs of Redis's thread, so that no other call waits for long; a

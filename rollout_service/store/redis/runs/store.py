@@ -44,7 +44,7 @@ from rollout_service.store.runs_contract import (
 )
 
 if TYPE_CHECKING:
-    from rollout_service.store.redis.rollout_changes import RedisRollouts
+    from rollout_service.store.redis.rollouts import RedisRollouts
 
 RUNS_AT_ONCE = 128
 """The most runs that one read returns."""
