@@ -19,7 +19,7 @@ import structlog
 from rollout_service.base.signals import BatchQueue, until_all_done
 from rollout_service.engines.serving.saved_turns import SavedTurn, encode
 from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.store.contract import Lease, Store, TurnStore, UnsavedTurn
+from rollout_service.store.contract import Lease, Store, UnsavedTurn
 from rollout_service.store.retrying import retry_until_stored
 
 log = structlog.get_logger(__name__)
@@ -79,11 +79,11 @@ class TurnWriter:
         """Wait until everything that was added is saved; the lease must still be held."""
         await until_all_done(self._queues)
 
-    async def _save_forever(self, queue: BatchQueue[_WaitingTurn], shard: TurnStore) -> None:
+    async def _save_forever(self, queue: BatchQueue[_WaitingTurn], shard: Store) -> None:
         while True:
             await self._save(await queue.next_batch(), shard)
 
-    async def _save(self, batch: list[_WaitingTurn], shard: TurnStore) -> None:
+    async def _save(self, batch: list[_WaitingTurn], shard: Store) -> None:
         turns = await anyio.to_thread.run_sync(_encode_all, batch)
         saved = await retry_until_stored("save turns", partial(shard.save_turns, self._owner, turns))
         self._metrics.count_saved_turns("saved", saved)

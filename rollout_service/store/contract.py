@@ -8,6 +8,12 @@ Guarantees:
 - An attempt counts once it enters its first stage, so a crash costs nothing that had not begun.
 - Every change of state is an event, with an id that grows by one in its shard.
 - A call completes even if its caller is cancelled, so no lease is taken unnoticed.
+- Only the holder of the current lease can save turns, numbered 0, 1, 2, ... without a gap. They outlive the lease,
+  whatever ended it, until the rollout ends, fails an attempt, or is restarted; they are deleted in the transaction that
+  writes this.
+- The steps of an attempt are kept however it ended, also if it was handed back or lost its lease, for the first
+  `MAX_RECORDS` attempts of a rollout. They are deleted or erased with the rollout, and none is stored afterward.
+- The store does not look into a turn's or an attempt's data.
 
 A store is one shard, or spread over several that share nothing, so one that fails takes only its own runs with it:
 calls for these raise a StoreError, all others go on. A run is in one shard with all of its rollouts, groups and
@@ -75,14 +81,6 @@ class Lease:
     """The number of its group in that run."""
 
 
-# The contract of stored steps: what the attempts at a rollout did and waited for, once each has ended.
-#
-# Guarantees: - The steps of a rollout are deleted with it, and what it contains is erased with them; none is stored
-# afterward. - An attempt may end and be stored in any way: one that was handed back or that lost its lease has steps,
-# too. - A rollout keeps those of its first `MAX_RECORDS` attempts.
-#
-# The store does not look into an attempt's data.
-
 MAX_RECORDS = 64
 """The most attempts whose steps a rollout keeps: more than can fail, and few of those that may be handed back."""
 
@@ -93,35 +91,6 @@ class EncodedSteps:
 
     rollout_id: str
     data: bytes
-
-
-class StepStore(Protocol):
-    """The steps of attempts that have ended.
-
-    Raises:
-        StoreError: The store fails; every method can raise it.
-    """
-
-    async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
-        """Store the steps of attempts, after those of earlier ones; return how many were stored.
-
-        The others are of rollouts that were deleted or erased, or that have enough.
-        """
-        ...
-
-    async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
-        """Return the stored steps of these rollouts, the earliest stored first; those without any are left out."""
-        ...
-
-
-# The contract of saved turns: what a leased rollout has sampled, so that its next lease can continue from there.
-#
-# Guarantees: - Only the holder of the current lease can save turns. - The turns of a rollout have the numbers 0, 1,
-# 2, ... without a gap: a turn whose predecessor is missing is not saved. - Saved turns outlive the lease, whatever
-# ended it, until the rollout ends, fails an attempt, or is restarted; they are deleted in the transaction that writes
-# this.
-#
-# The store does not look into a turn's data.
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,26 +105,7 @@ class UnsavedTurn:
     data: bytes
 
 
-class TurnStore(Protocol):
-    """The saved turns of rollouts that have not ended.
-
-    Raises:
-        StoreError: The store fails; every method can raise it.
-    """
-
-    async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
-        """Make turns of any rollouts durable; return how many were saved.
-
-        The others have lost their lease, have a gap before them, or are saved already.
-        """
-        ...
-
-    async def saved_turns(self, rollout_id: str) -> list[bytes]:
-        """Return the data of a rollout's saved turns, in order; empty if there are none."""
-        ...
-
-
-class Store(TurnStore, StepStore, SummaryStore, Protocol):
+class Store(SummaryStore, Protocol):
     """Rollouts, results, events, the turns of rollouts that have not ended, and the steps of those that were tried.
 
     Raises:
@@ -319,6 +269,28 @@ class Store(TurnStore, StepStore, SummaryStore, Protocol):
             ValueError: The result's state is not terminal, or its id is not the lease's.
             FrozenTokensError: A frozen sub-agent has tokens to train on.
         """
+        ...
+
+    async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
+        """Make turns of any rollouts durable; return how many were saved.
+
+        The others have lost their lease, have a gap before them, or are saved already.
+        """
+        ...
+
+    async def saved_turns(self, rollout_id: str) -> list[bytes]:
+        """Return the data of a rollout's saved turns, in order; empty if there are none."""
+        ...
+
+    async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
+        """Store the steps of attempts, after those of earlier ones; return how many were stored.
+
+        The others are of rollouts that were deleted or erased, or that have enough.
+        """
+        ...
+
+    async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
+        """Return the stored steps of these rollouts, the earliest stored first; those without any are left out."""
         ...
 
     async def cancel(self, rollout_id: str) -> RolloutState | None:

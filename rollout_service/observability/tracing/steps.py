@@ -26,7 +26,7 @@ from rollout_service.base.errors import RecordLostError
 from rollout_service.base.ids import SampleId
 from rollout_service.base.signals import BatchQueue, until_all_done
 from rollout_service.store.codec.rollouts import RESTORE, reading
-from rollout_service.store.contract import EncodedSteps, StepStore, Store
+from rollout_service.store.contract import EncodedSteps, Store
 from rollout_service.store.retrying import retry_until_stored
 
 ROLLOUTS_AT_ONCE = 64
@@ -180,14 +180,14 @@ class StepWriter(StepObserver):
         """Wait until the steps of all attempts that have ended are saved."""
         await until_all_done(self._queues)
 
-    async def _save_forever(self, queue: BatchQueue[Activity], shard: StepStore) -> None:
+    async def _save_forever(self, queue: BatchQueue[Activity], shard: Store) -> None:
         while True:
             await self._save(await queue.next_batch(), shard)
             if self.dropped:
                 log.warning("the steps of some attempts were dropped", attempts=self.dropped)
                 self.dropped = 0
 
-    async def _save(self, batch: list[Activity], shard: StepStore) -> None:
+    async def _save(self, batch: list[Activity], shard: Store) -> None:
         attempts = await anyio.to_thread.run_sync(_encode_all, batch)
         await retry_until_stored("save steps", partial(shard.save_steps, attempts))
 
