@@ -152,7 +152,6 @@ def _damaged(why: str) -> ConfigurationError:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file."""
     make_private(target)
     with source.open("rb") as read, target.open("r+b") as write:
         shutil.copyfileobj(read, write, 1 << 20)
@@ -197,17 +196,14 @@ class SharedStore:
 
     @property
     def folder(self) -> Path:
-        """The folder that it has in a backup."""
         return Path(f"shard-{self.redis.shard}" if self.redis.shards > 1 else "")
 
     @property
     def dump(self) -> Path:
-        """The dump of the Redis, in a backup."""
         return self.folder / REDIS_DUMP
 
     @property
     def copied(self) -> Path:
-        """The copy of the shared folder, in a backup."""
         return self.folder / FOLDER
 
 

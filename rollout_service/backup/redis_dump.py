@@ -166,7 +166,6 @@ class _Dump:
         return len(self._changed)
 
     def scan(self) -> Iterator[list[bytes]]:
-        """Yield the keys of the store, some at a time."""
         with _explained(self._config):
             yield from _scan(self._client, self._config)
 

@@ -81,7 +81,6 @@ def schedule_start(request: RunRequest, auxiliary: Auxiliary) -> int:
 
 
 def is_annealed(auxiliary: Auxiliary) -> bool:
-    """Return whether a weight changes at all."""
     weights = (auxiliary.lambda1, auxiliary.lambda2)
     return any(weight is not None and weight.init != weight.end for weight in weights)
 
@@ -108,7 +107,6 @@ def weighted_parts(weights: RewardWeights) -> dict[RewardPart, float]:
 
 
 def weighted_total(weights: RewardWeights, parts: Mapping[RewardPart, float]) -> float:
-    """Return the total of these parts."""
     return reduce(add, (weight * parts[part] for part, weight in weighted_parts(weights).items()))
 
 

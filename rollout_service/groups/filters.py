@@ -144,7 +144,6 @@ class FilterChain:
         return list(dict.fromkeys(one.part for one in self.filters if isinstance(one, RewardFilter)))
 
     def judge(self, group: GroupOutcome) -> Verdict:
-        """Return the first verdict that drops the group, or `KEEP`."""
         if len(group.usable) < max(1, self.min_usable):
             return Verdict(keep=False, reason=TOO_FEW_USABLE)
         verdicts = (one.judge(group) for one in self.filters)
@@ -250,13 +249,11 @@ class GroupOutcome:
 
     @cached_property
     def oldest_version(self) -> int | None:
-        """The lowest version of a token in a usable sample."""
         versions = (sample.oldest_version for sample in self.usable)
         return min((version for version in versions if version is not None), default=None)
 
     @cached_property
     def newest_version(self) -> int | None:
-        """The highest version of a token in a usable sample."""
         versions = (sample.newest_version for sample in self.usable)
         return max((version for version in versions if version is not None), default=None)
 

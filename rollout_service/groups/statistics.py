@@ -137,7 +137,6 @@ class GroupFigures:
 
 
 def group_figures(rollouts: Iterable[Rollout]) -> GroupFigures:
-    """Return the sums over rollouts that have ended."""
     ended = list(rollouts)
     seconds = dict.fromkeys(PHASES, 0.0)
     for rollout in ended:

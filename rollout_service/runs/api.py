@@ -140,7 +140,6 @@ class RunService:
     async def _require(
         self, environments: Mapping[str, str], why_not: Callable[[Environment], str | None], hint: str
     ) -> None:
-        """Refuse environments for a reason."""
         problems = [
             FieldError(path=path, message=why)
             for name, path in environments.items()

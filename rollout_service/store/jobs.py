@@ -103,8 +103,7 @@ class JobThread(ABC, Generic[J]):
         return self.health.errors
 
     @abstractmethod
-    def size_bytes(self) -> int:
-        """Return the size of the database."""
+    def size_bytes(self) -> int: ...
 
     async def start(self) -> None:
         """Start the thread and open the database.
@@ -132,7 +131,6 @@ class JobThread(ABC, Generic[J]):
             await anyio.to_thread.run_sync(self._thread.join)
 
     def _refuse(self) -> None:
-        """Accept no more jobs."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -181,8 +179,7 @@ class JobThread(ABC, Generic[J]):
     def _open(self) -> None: ...
 
     @abstractmethod
-    def _run_batch(self, batch: list[J]) -> None:
-        """Do jobs, and have their results delivered."""
+    def _run_batch(self, batch: list[J]) -> None: ...
 
     @abstractmethod
     def _disconnect(self) -> None: ...
@@ -255,7 +252,6 @@ class StoreHealth:
         self._report()
 
     def succeeded(self, part: str) -> None:
-        """Record that a part works."""
         self._open.pop(part, None)
         self._report()
 

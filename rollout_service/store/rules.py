@@ -108,7 +108,6 @@ def _batch(run: RunRecord, ready: Sequence[ReadyGroup], *, is_last: bool) -> Seq
 
 
 def dropped_counts(counters: Mapping[str, int]) -> dict[str, int]:
-    """Return how many groups were dropped, by reason."""
     return _with_prefix(counters, DROPPED)
 
 
@@ -119,7 +118,6 @@ def group_counts(counters: Mapping[str, int]) -> dict[str, int]:
 
 
 def work_counts(counters: Mapping[str, int]) -> dict[str, int]:
-    """Return the sums of how a run's rollouts used sub-agents."""
     return _with_prefix(counters, WORK)
 
 
@@ -249,7 +247,6 @@ def next_state(run: RunRecord, requested: RunState | None) -> RunState:
 
 
 def can_start(run: RunRecord, groups: Sequence[NewGroup]) -> bool:
-    """Return whether these groups may start: the run is running, and the first group is the one at its cursor."""
     return run.state is RunState.RUNNING and bool(groups) and groups[0].number == run.cursor
 
 

@@ -70,7 +70,6 @@ def fingerprint(request: BaseModel) -> bytes:
 
 
 def id_taken(noun: str, name: str) -> ConflictError:
-    """Return the error for a rollout or a run whose id another request has."""
     return ConflictError(
         f"the {noun} {name} already exists with a different request",
         hint=f"Choose another {noun}_id, or send exactly the same request again.",

@@ -41,7 +41,6 @@ def without_tasks(request: RunRequest) -> RunRequest:
 
 
 def encode_request(request: RunRequest) -> str:
-    """Return a request as JSON, without its inline tasks."""
     return without_tasks(request).model_dump_json()
 
 
@@ -78,7 +77,6 @@ def decode_samples(text: str) -> list[ClosedSample]:
 
 
 def owners_of(text: str) -> list[Owner]:
-    """Return whose sessions the samples are parts of that `encode_samples` wrote."""
     return [sample.owner for sample in decode_samples(text) if sample.owner is not None]
 
 

@@ -110,7 +110,6 @@ class RedisConnection(JobThread[_RedisJob]):
 
     @property
     def store_id(self) -> str:
-        """The random id of the store that was found there."""
         return self._identity.store or ""
 
     def size_bytes(self) -> int:
@@ -151,7 +150,6 @@ class RedisConnection(JobThread[_RedisJob]):
 
     @property
     def root(self) -> str:
-        """The prefix of all keys of this store, without the colon that follows it."""
         return self.config.root
 
     async def close(self) -> None:

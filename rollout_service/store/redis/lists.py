@@ -70,7 +70,6 @@ class _RowSearch:
 
     @property
     def wanted(self) -> int:
-        """How many more rows the page has room for."""
         return self._limit - len(self.rows)
 
     @property

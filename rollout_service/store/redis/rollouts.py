@@ -396,7 +396,6 @@ def _held(lease: Lease, owner: str) -> tuple[str, str, int]:
 
 
 def event_row(entry: Any) -> dict[str, Any]:
-    """Return the event of an entry of the stream, as redis-py reads it."""
     name, fields = entry
     return {
         "event_id": int(name.split(b"-")[0]),

@@ -95,7 +95,6 @@ class SharedFiles(SegmentFiles):
             remaining, offset = remaining[written:], offset + written
 
     def sync(self, descriptor: int) -> None:
-        """Wait until the written bytes are on the disk."""
         os.fdatasync(descriptor)
 
     def close(self, descriptor: int) -> None:
@@ -176,7 +175,6 @@ class SharedFiles(SegmentFiles):
         )
 
     def _server_time(self) -> float:
-        """Return the time of the file server, in Unix seconds."""
         name = f"probe-{uuid4().hex}"
         try:
             self.store(name, b"")
@@ -185,7 +183,6 @@ class SharedFiles(SegmentFiles):
             self.delete(name)
 
     def sync_folder(self) -> None:
-        """Wait until the names of new files are on the disk."""
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)

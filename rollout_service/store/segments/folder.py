@@ -127,11 +127,9 @@ class SegmentFolder:
         await self._writer.abandon(reference)
 
     async def read(self, reference: str, subject: str) -> bytes:
-        """Return a record. See `SegmentReader.read`."""
         return await self._reader.read(reference, subject)
 
     async def read_all(self, references: Mapping[str, str]) -> Sequence[bytes | RecordLostError]:
-        """Return many records. See `SegmentReader.read_all`."""
         return await self._reader.read_all(references)
 
     async def overwrite(self, references: Sequence[str]) -> None:

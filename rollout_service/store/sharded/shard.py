@@ -68,7 +68,6 @@ class Shard:
 
     @property
     def problem(self) -> StoreError | None:
-        """Why it cannot be used, or None."""
         return self.away or self.store.problem
 
     @property

@@ -59,7 +59,6 @@ class RunDatabase:
 
     @property
     def root(self) -> str:
-        """The prefix of all keys."""
         return self._connection.config.root
 
     def keys(self, run_id: str) -> RunKeys:
@@ -71,7 +70,6 @@ class RunDatabase:
         return float(now), replies
 
     async def look(self, run_id: str, commands: Sequence[Command] = ()) -> tuple[RunDraft, float, Replies]:
-        """Return a run, the time, and the replies to these commands."""
         now, (fields, *replies) = await self.read([("HGETALL", self.keys(run_id).run), *commands])
         run = RunDraft.from_reply(run_id, fields)
         if run is None:

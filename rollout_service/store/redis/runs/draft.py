@@ -30,7 +30,6 @@ class RunDraft:
 
     @classmethod
     def from_reply(cls, run_id: str, reply: Sequence[bytes]) -> Self | None:
-        """Return the run from the reply to HGETALL; None if there is none."""
         pairs = zip(reply[::2], reply[1::2], strict=True)
         fields = {name.decode(): value.decode() for name, value in pairs}
         return cls(run_id, fields) if fields else None

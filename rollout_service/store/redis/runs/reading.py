@@ -236,7 +236,6 @@ class GroupReader(RunPages):
         return await anyio.to_thread.run_sync(_unpack_heads, run_id, numbers, closed, heads)
 
     async def _closed(self, run_id: str, number: int) -> Mapping[str, Any]:
-        """Return a closed group as the codecs read it."""
         keys = self._database.keys(run_id)
         _, (data, status) = await self._database.read(
             [("HGET", keys.closed, number), ("HGET", keys.states, number)]

@@ -121,13 +121,11 @@ class GroupStatus:
 
     @property
     def batch(self) -> int | None:
-        """The number of its batch; None if it is in none."""
         in_batch = self.state in ("batched", "acknowledged") and self.detail is not None
         return int(self.detail) if in_batch and self.detail is not None else None
 
     @property
     def reason(self) -> str | None:
-        """Why it was dropped; None if it was not."""
         return self.detail if self.state == "dropped" else None
 
     @property

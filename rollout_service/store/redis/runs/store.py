@@ -62,7 +62,6 @@ class RedisRuns(GroupReader):
 
     @classmethod
     def of_store(cls, connection: RedisConnection, rollouts: RedisRollouts) -> Self:
-        """Return the runs of a store, with the rollouts of the same store."""
         return cls(RunDatabase(connection), rollouts, connection.topics)
 
     def fenced(self, lease: RoleLease) -> RedisRuns:
@@ -122,7 +121,6 @@ class RedisRuns(GroupReader):
         return await self._listed(active_runs(self._database.root))
 
     async def _listed(self, key: str) -> Sequence[RunRecord]:
-        """Return the runs of a sorted set, in its order."""
         _, (found,) = await self._database.read([("ZRANGE", key, 0, -1)])
         names = [name.decode() for name in found]
         drafts: list[RunDraft | None] = []

@@ -151,7 +151,6 @@ class RunTransaction:
             self.do("RPUSH", self.keys.tasks, *(task.model_dump_json() for task in some))
 
     def delete_run(self) -> None:
-        """Delete the run, which has no groups left."""
         self.do("ZREM", all_runs(self.keys.root), self.keys.run_id)
         self.do("UNLINK", *self.keys.all)
 
@@ -182,7 +181,6 @@ def by_number(reply: Sequence[bytes]) -> dict[int, bytes]:
 
 
 def open_records(reply: Sequence[bytes]) -> dict[int, OpenRecord]:
-    """Return the records of open groups from the reply to HGETALL."""
     return {number: OpenRecord.decode(data) for number, data in by_number(reply).items()}
 
 
