@@ -82,11 +82,6 @@ def shuffled(size: int, seed: int, epoch: int) -> list[int]:
     return sorted(range(size), key=lambda position: hashlib.blake2b(key + b"%d" % position).digest())
 
 
-def task_of(source: FileTasks | DatasetTasks, rows: Rows, position: TaskPosition) -> Task:
-    """Return the task at a position of a file or data set."""
-    return Task(environment=source.environment, instance=rows.read(position.row))
-
-
 class RunTasks:
     """The tasks of one run."""
 
@@ -121,7 +116,8 @@ class RunTasks:
 def _read(
     source: FileTasks | DatasetTasks, rows: Rows, positions: Sequence[TaskPosition]
 ) -> list[tuple[TaskPosition, Task]]:
-    return [(position, task_of(source, rows, position)) for position in positions]
+    name = source.environment
+    return [(one, Task(environment=name, instance=rows.read(one.row))) for one in positions]
 
 
 EnvironmentOf = Callable[[str], Environment]

@@ -97,17 +97,16 @@ class Parquet(Rows):
         try:
             from pyarrow import ArrowException, memory_map, parquet
         except ImportError as error:
-            message = f"{path} is a Parquet file, but pyarrow is not installed"
-            raise InvalidFieldError(
-                [FieldError(path=f"{FIELD}.path", message=message)],
-                hint="Install it with the service: pip install 'rollout-service[parquet]'. Or write JSONL instead.",
+            raise _invalid_path(
+                f"{path} is a Parquet file, but pyarrow is not installed",
+                "Install it with the service: pip install 'rollout-service[parquet]'. Or write JSONL instead.",
             ) from error
         self.digest = hashlib.file_digest(file, "sha256").hexdigest()
         try:
             self._table: Any = parquet.read_table(memory_map(_opened(file.fileno())))
         except ArrowException as error:
-            problem = FieldError(path=f"{FIELD}.path", message=f"{path} is not a whole Parquet file: {error}")
-            raise InvalidFieldError([problem], hint="Write the file again.") from error
+            message = f"{path} is not a whole Parquet file: {error}"
+            raise _invalid_path(message, "Write the file again.") from error
         number = 0
         for batch in self._table.to_batches(max_chunksize=_ROWS_AT_ONCE):
             for row in batch.to_pylist():
@@ -145,6 +144,10 @@ def _plain(value: Any) -> str:
     raise TypeError(f"an instance cannot contain {type(value).__name__}: write it as text or a number")
 
 
+def _invalid_path(message: str, hint: str = "") -> InvalidFieldError:
+    return InvalidFieldError([FieldError(path=f"{FIELD}.path", message=message)], hint=hint)
+
+
 def check_row(path: Path, where: str, row: R, check: Callable[[R], None]) -> None:
     """Raise an error that names the row, unless it is an instance that the environment accepts.
 
@@ -154,8 +157,7 @@ def check_row(path: Path, where: str, row: R, check: Callable[[R], None]) -> Non
     try:
         check(row)
     except (ValueError, InvalidFieldError) as error:
-        problem = FieldError(path=f"{FIELD}.path", message=f"{path}, {where}: {error}")
-        raise InvalidFieldError([problem]) from error
+        raise _invalid_path(f"{path}, {where}: {error}") from error
 
 
 _KINDS: dict[str, Callable[[BufferedReader, Path, Callable[[dict[str, JsonValue]], None]], Rows]] = {
@@ -188,10 +190,9 @@ def _open_regular(path: Path, folders: Sequence[Path] | None) -> BufferedReader:
 def _require_below(folders: Sequence[Path] | None, real: Path, path: Path) -> None:
     if folders is None or any(real.is_relative_to(one.expanduser().resolve()) for one in folders):
         return
-    message = f"{path} is in none of the folders that runs may read"
-    raise InvalidFieldError(
-        [FieldError(path=f"{FIELD}.path", message=message)],
-        hint="An administrator adds its folder to the setting `data_dirs`, or creates the run with a key of the role "
+    raise _invalid_path(
+        f"{path} is in none of the folders that runs may read",
+        "An administrator adds its folder to the setting `data_dirs`, or creates the run with a key of the role "
         "admin, which may name any file. Or send the tasks in the request, as a source of the kind inline.",
     )
 
@@ -215,18 +216,16 @@ def open_file(
     path = Path(source.path)
     kind = _KINDS.get(path.suffix)
     if kind is None:
-        problem = FieldError(path=f"{FIELD}.path", message=f"{path} is neither .jsonl nor .parquet")
-        raise InvalidFieldError([problem])
+        raise _invalid_path(f"{path} is neither .jsonl nor .parquet")
     try:
         path = path.expanduser()
         with _open_regular(path, folders) as file:
             rows = kind(file, path, check)
     except (OSError, ValueError, RuntimeError) as error:  # a NUL in the path; the home of nobody
         why = f"{path}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
-        problem = FieldError(path=f"{FIELD}.path", message=why)
-        raise InvalidFieldError([problem], hint="The path is on the service's machine.") from error
+        raise _invalid_path(why, "The path is on the service's machine.") from error
     if not len(rows):
-        raise InvalidFieldError([FieldError(path=f"{FIELD}.path", message=f"{path} contains no instances")])
+        raise _invalid_path(f"{path} contains no instances")
     return rows
 
 
