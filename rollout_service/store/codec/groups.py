@@ -108,7 +108,8 @@ def make_head(row: Row, members: Sequence[Row]) -> GroupHead:
             rollout = _with_nodes(rollout.model_copy(update={"trajectory": trajectory}), member)
         rollouts.append(rollout)
     group = _delivered_group(row, rollouts)
-    return make(row, group, [columns[sample.rollout.rollout_id] for sample in group.samples])
+    tokens = [[len(segment) for segment in columns[sample.rollout.rollout_id]] for sample in group.samples]
+    return _head(row, group_json(group), tokens)
 
 
 def encode_head(row: Row, members: Sequence[Row]) -> Mapping[str, Any] | None:
@@ -217,11 +218,6 @@ def group_json(group: Group) -> bytes:
     samples = b",".join(sample.model_dump_json().encode() for sample in group.samples)
     rest = group.model_dump_json(exclude={"samples"}).encode()
     return b'{"samples":[' + samples + b"]," + rest[1:]
-
-
-def make(row: Row, group: Group, columns: Sequence[Sequence[Columns]]) -> GroupHead:
-    """Return the head of a group without tokens, from its row and the columns of its samples' segments."""
-    return _head(row, group_json(group), [[len(segment) for segment in sample] for sample in columns])
 
 
 def encode(head: GroupHead) -> dict[str, Any]:

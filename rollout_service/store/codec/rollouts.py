@@ -237,13 +237,20 @@ _MARKS = TypeAdapter(list[TurnMark])
 _LEVEL = 1
 
 
-def encode_turn_marks(marks: Sequence[TurnMark]) -> str:
-    text = _MARKS.dump_json(list(marks))
+def _packed(text: bytes) -> str:
     return base64.b64encode(zstandard.ZstdCompressor(level=_LEVEL).compress(text)).decode()
 
 
+def _unpacked(text: str) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(base64.b64decode(text))
+
+
+def encode_turn_marks(marks: Sequence[TurnMark]) -> str:
+    return _packed(_MARKS.dump_json(list(marks)))
+
+
 def decode_turn_marks(text: str) -> list[TurnMark]:
-    return _MARKS.validate_json(zstandard.ZstdDecompressor().decompress(base64.b64decode(text)))
+    return _MARKS.validate_json(_unpacked(text))
 
 
 # The sub-agents of a stored rollout.
@@ -280,12 +287,11 @@ def check_frozen(nodes: Sequence[AgentNode]) -> None:
 
 def encode(nodes: Sequence[AgentNode]) -> str:
     """Return the descriptions of sub-agents, without their trajectories, as text."""
-    text = _NODES.dump_json(list(nodes), exclude=_WITHOUT_TRAJECTORY)
-    return base64.b64encode(zstandard.ZstdCompressor(level=_LEVEL).compress(text)).decode()
+    return _packed(_NODES.dump_json(list(nodes), exclude=_WITHOUT_TRAJECTORY))
 
 
 def decode(text: str) -> list[AgentNode]:
-    return _NODES.validate_json(zstandard.ZstdDecompressor().decompress(base64.b64decode(text)))
+    return _NODES.validate_json(_unpacked(text))
 
 
 def encode_tokens(rollout: Rollout, request: RolloutRequest) -> bytes | None:

@@ -37,6 +37,7 @@ from rollout_service.store.engines_contract import CommandKind, EnginesStore, Po
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.rollouts import RedisRollouts
+from rollout_service.store.redis.runs.database import RunDatabase
 from rollout_service.store.redis.runs.store import RedisRuns
 from rollout_service.store.redis.trajectories import InSharedFolder, RedisSegmentLedger, TrajectoryPlace
 from rollout_service.store.segments import SegmentFiles, SegmentFolder
@@ -276,7 +277,7 @@ class RedisStore(RedisRollouts):
         self._cluster = RedisCluster(connection)
         self._engines = RedisEngines(connection)
         self._look_at_libraries = time.monotonic()
-        self._runs = RedisRuns.of_store(connection, self)
+        self._runs = RedisRuns(RunDatabase(connection), self, connection.topics)
 
     @classmethod
     async def open(

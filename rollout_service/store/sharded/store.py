@@ -8,6 +8,7 @@ wait, and its own runs; the runs of other shards go on.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -277,7 +278,10 @@ class ShardedStore(Store):
 
     async def counts(self) -> dict[RolloutState, int]:
         answers = await ask_each(self._shards, lambda shard: shard.store.counts())
-        return _sum(answers.some())
+        counts = Counter[RolloutState]()
+        for some in answers.some():
+            counts.update(some)
+        return dict(counts)
 
     async def list(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
@@ -355,11 +359,3 @@ async def _take_in_turns(
         if len(leases) < limit:
             await claim(shard, limit - len(leases))
     return leases
-
-
-def _sum(counts: Sequence[Mapping[RolloutState, int]]) -> dict[RolloutState, int]:
-    found: dict[RolloutState, int] = {}
-    for one in counts:
-        for state, number in one.items():
-            found[state] = found.get(state, 0) + number
-    return found

@@ -241,10 +241,7 @@ class SqliteStore(BaseStore):
     async def _requeue(self, statement: str, owner: str, rollout_ids: Sequence[str] | None) -> int:
         ids = None if rollout_ids is None else to_json(rollout_ids).decode()
         values = {"owner": owner, "ids": ids, "now": self._clock()}
-        rows = await self._thread.write(lambda db: db.execute(statement, values).fetchall())
-        self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
-        self._work.set()
-        return len(rows)
+        return self._requeued(await self._thread.write(lambda db: db.execute(statement, values).fetchall()))
 
     async def held(self, owner: str, *, believed: Mapping[str, int] | None = None) -> Mapping[str, int]:  # noqa: ARG002 - it knows better
         rows = await self._thread.read(lambda db: db.execute(statements.HELD, {"owner": owner}).fetchall())
@@ -277,18 +274,19 @@ class SqliteStore(BaseStore):
                 statements.delete(db, values)
             return rows
 
-        return self._requeued(await self._thread.write(retry))
+        return self._requeued(await self._thread.write(retry)) > 0
 
     async def restart(
         self, lease: Lease, owner: str, *, spans: Sequence[Span] = (), kept_turns: int = 0
     ) -> bool:
         values = self._held(lease, owner) | {"spans": codec.encode_spans(spans), "kept": kept_turns}
-        return self._requeued(await self._thread.write(statements.restart, values))
+        return self._requeued(await self._thread.write(statements.restart, values)) > 0
 
-    def _requeued(self, rows: Sequence[sqlite3.Row]) -> bool:
+    def _requeued(self, rows: Sequence[sqlite3.Row]) -> int:
+        """Wake those whom these rollouts concern; return how many there are."""
         self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
         self._work.set()
-        return bool(rows)
+        return len(rows)
 
     save_turns = writes(statements.save)
     saved_turns = reads(statements.saved)

@@ -32,23 +32,28 @@ if TYPE_CHECKING:
     from rollout_service.store.redis.rollouts import RedisRollouts
 
 
-# The groups of a run as rows, and its history, from Redis.
-#
-# A page goes through the states of groups by their numbers, which have no gaps, in calls that take Redis a millisecond.
+# A page of groups goes through their states by their numbers, which have no gaps, in calls that take Redis a millisecond.
 
 STATES_AT_ONCE = 2_000
 """The most states of groups that one read returns."""
 RECORDS_AT_ONCE = 10_000
 """The most records of a history that one read returns, 0.8 MB."""
+GROUPS_AT_ONCE = 512
+"""The most records of groups that one read of a listing returns; each has about 0.3 KB."""
+MEMBERS_AT_ONCE = 1_000
+"""The most rollouts that one read looks at, which takes Redis about a millisecond."""
+MAX_HEAD_BYTES = 65_536
+"""A larger head is not kept in memory of Redis, but made again when its group is delivered."""
 _FIELDS = ("s", "w", "k", "N", "e")
 """The fields of a rollout's hash that a row of a group has, as `rollouts.lua` names them."""
 
 
-class RunPages(BaseRuns):
-    """The lists of the runs of one store."""
+class GroupReader(BaseRuns):
+    """The groups of one store."""
 
-    def __init__(self, database: RunDatabase) -> None:
+    def __init__(self, database: RunDatabase, rollouts: RedisRollouts) -> None:
         self._database = database
+        self._rollouts = rollouts
 
     async def _groups(
         self, run_id: str, which: GroupSelection, order: SummaryOrder, after: int | None, limit: int
@@ -118,42 +123,7 @@ class RunPages(BaseRuns):
             parts.append(data)
         return parts, run.record.counters
 
-
-def _is_wanted(status: GroupStatus, which: GroupSelection) -> bool:
-    return which.state in (None, status.state) and which.reason in (None, status.reason)
-
-
-def _stored_group(
-    number: int, status: GroupStatus, started: bytes | None, closed: bytes | None, record: bytes
-) -> StoredGroup:
-    opened = None if started is None else OpenRecord.decode(started)
-    ended = None if closed is None else ClosedRecord.decode(closed)
-    group = opened or ended
-    return StoredGroup(
-        number=number,
-        state=status.state,
-        reason=status.reason,
-        batch=status.batch,
-        members=[] if group is None else group.members,
-        summary=None if ended is None else ended.summary,
-        record=record,
-    )
-
-
-GROUPS_AT_ONCE = 512
-"""The most records of groups that one read of a listing returns; each has about 0.3 KB."""
-MEMBERS_AT_ONCE = 1_000
-"""The most rollouts that one read looks at, which takes Redis about a millisecond."""
-MAX_HEAD_BYTES = 65_536
-"""A larger head is not kept in memory of Redis, but made again when its group is delivered."""
-
-
-class GroupReader(RunPages):
-    """The groups of one store."""
-
-    def __init__(self, database: RunDatabase, rollouts: RedisRollouts) -> None:
-        super().__init__(database)
-        self._rollouts = rollouts
+    # -- single groups -----------------------------------------------------------
 
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
         keys = self._database.keys(run_id)
@@ -293,6 +263,27 @@ class GroupReader(RunPages):
             session = rollout_codec.decode_rollout(row, rollout_codec.Shown.WORK).session
             found |= {row["rollout_id"]} if session is not None and session.user == user else set()
         return rules.first_rollouts(found)
+
+
+def _is_wanted(status: GroupStatus, which: GroupSelection) -> bool:
+    return which.state in (None, status.state) and which.reason in (None, status.reason)
+
+
+def _stored_group(
+    number: int, status: GroupStatus, started: bytes | None, closed: bytes | None, record: bytes
+) -> StoredGroup:
+    opened = None if started is None else OpenRecord.decode(started)
+    ended = None if closed is None else ClosedRecord.decode(closed)
+    group = opened or ended
+    return StoredGroup(
+        number=number,
+        state=status.state,
+        reason=status.reason,
+        batch=status.batch,
+        members=[] if group is None else group.members,
+        summary=None if ended is None else ended.summary,
+        record=record,
+    )
 
 
 def _epoch(started: bytes | None, closed: bytes | None) -> int | None:

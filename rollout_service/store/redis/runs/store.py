@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest
@@ -22,7 +22,6 @@ from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.record import fingerprint, id_taken
-from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.runs import batch_changes, run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase
 from rollout_service.store.redis.runs.draft import RunDraft
@@ -59,10 +58,6 @@ class RedisRuns(GroupReader):
         super().__init__(database, rollouts)
         self._retention = RunRetention(database, rollouts)
         self._topics = topics
-
-    @classmethod
-    def of_store(cls, connection: RedisConnection, rollouts: RedisRollouts) -> Self:
-        return cls(RunDatabase(connection), rollouts, connection.topics)
 
     def fenced(self, lease: RoleLease) -> RedisRuns:
         return RedisRuns(self._database.fenced(lease), self._rollouts, self._topics)
