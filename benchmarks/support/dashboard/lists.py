@@ -45,7 +45,7 @@ from rollout_service.groups.statistics import PHASES, GroupFigures
 from rollout_service.store.codec.runs import encode_record, encode_request, encode_samples, encode_summary
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure
 from rollout_service.store.sqlite.connection import Database
-from rollout_service.store.sqlite.lists.history import RECORDS_IN_ROW
+from rollout_service.store.sqlite.history import RECORDS_IN_ROW
 from sandboxes.host.children import start_process
 
 ROLLOUTS = 1_000_000

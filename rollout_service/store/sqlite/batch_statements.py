@@ -27,8 +27,7 @@ from rollout_service.store.runs_contract import (
     ReadyGroup,
     RunRecord,
 )
-from rollout_service.store.sqlite import run_statements
-from rollout_service.store.sqlite.lists import history
+from rollout_service.store.sqlite import history, run_statements
 from rollout_service.store.sqlite.run_statements import (
     add_to_counter,
     cancel_groups,

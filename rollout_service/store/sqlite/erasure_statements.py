@@ -18,7 +18,7 @@ from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.sqlite.lists import history
+from rollout_service.store.sqlite import history
 from rollout_service.store.sqlite.run_statements import add_to_counter, announce, finish_if_done, get
 
 _ROLLOUTS = """

@@ -29,8 +29,8 @@ from rollout_service.store.runs_contract import (
     OpenGroup,
     RunRecord,
 )
+from rollout_service.store.sqlite import history
 from rollout_service.store.sqlite import rollout_statements as statements
-from rollout_service.store.sqlite.lists import history
 
 _CREATE = """
 INSERT INTO runs (run_id, fingerprint, request, state, version, first_version, tasks, total, digest,

@@ -25,9 +25,8 @@ from rollout_service.store.runs_contract import (
     OpenGroup,
     RunRecord,
 )
-from rollout_service.store.sqlite import batch_statements, erasure_statements, run_statements
-from rollout_service.store.sqlite.lists import history
-from rollout_service.store.sqlite.lists.groups import look_at_groups
+from rollout_service.store.sqlite import batch_statements, erasure_statements, history, run_statements
+from rollout_service.store.sqlite.lists import look_at_groups
 from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes, writes_now
 
 

@@ -42,7 +42,7 @@ from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.contract import Lease
 from rollout_service.store.lists_contract import LOOKED_AT
 from rollout_service.store.sqlite import rollout_statements as statements
-from rollout_service.store.sqlite.lists.summaries import ROWS_AT_ONCE, SummarySearch, look
+from rollout_service.store.sqlite.lists import ROWS_AT_ONCE, SummarySearch, look
 from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.store.sqlite.schema import STORE, Disk
 from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes

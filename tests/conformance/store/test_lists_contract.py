@@ -179,7 +179,7 @@ async def test_a_run_that_is_unknown_has_no_rollouts(store):
 
 
 async def test_a_search_that_finds_little_ends_and_goes_on(store, monkeypatch):
-    for module in ("sqlite.store", "sqlite.lists.summaries", "redis.lists"):
+    for module in ("sqlite.store", "sqlite.lists", "redis.lists"):
         monkeypatch.setattr(f"rollout_service.store.{module}.ROWS_AT_ONCE", 3)
     for module in ("sqlite.store", "redis.lists"):
         monkeypatch.setattr(f"rollout_service.store.{module}.LOOKED_AT", 9)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rollout_service.store.redis.rollouts import RedisRollouts
 
 
-# A page of groups goes through their states by their numbers, which have no gaps, in calls that take Redis a millisecond.
+# A page goes through the states of groups by their numbers, which have no gaps, in calls that take Redis a millisecond.
 
 STATES_AT_ONCE = 2_000
 """The most states of groups that one read returns."""

@@ -1,6 +1,6 @@
-"""The statements that list rollouts; each function runs in the database's thread.
+"""The statements that list rollouts and the groups of runs; each function runs in the database's thread.
 
-A search goes along one index, the one with the fewest rows that may match, in the order of the rollouts' numbers. It
+A search for rollouts goes along one index, the one with the fewest rows that may match, in the order of their numbers. It
 looks at a bounded number of rows, so that other jobs do not wait for long, and says how far it came.
 """
 
@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from api_schemas.views.summaries import SummaryFilter, SummaryOrder
-from rollout_service.store.lists_contract import CLOCK_STEP_SECONDS
+from rollout_service.store.codec.groups import StoredGroup, StoredGroups
+from rollout_service.store.lists_contract import CLOCK_STEP_SECONDS, LOOKED_AT, GroupSelection
+from rollout_service.store.sqlite.history import records_of
+from rollout_service.store.sqlite.run_statements import row_of
 
 ROWS_AT_ONCE = 10_000
 """The most rows that one job looks at, which takes about 10 ms."""
@@ -211,3 +214,78 @@ def _number_at(db: sqlite3.Connection, time: float) -> int:
         else:
             low = found["seq"] + 1
     return int(low)
+
+
+# -- the groups of a run --------------------------------------------------------
+
+_GROUP_COLUMNS = """
+groups.number, groups.state, groups.reason, groups.members, groups.summary, batches.number AS batch_number
+"""
+_GROUP_ROLLOUTS = """
+SELECT rollout_id, state, reward, code, tokens, environment FROM rollouts
+WHERE rollout_id IN (SELECT value FROM json_each(?))
+"""
+
+
+def look_at_groups(
+    db: sqlite3.Connection,
+    run_id: str,
+    which: GroupSelection,
+    order: SummaryOrder,
+    after: int | None,
+    limit: int,
+) -> StoredGroups:
+    run = row_of(db, run_id)["seq"]
+    low, high = 0, _NEWEST
+    if after is not None:
+        low, high = (0, after - 1) if order == "newest" else (after + 1, _NEWEST)
+    values: dict[str, Any] = {"run": run, "state": which.state, "reason": which.reason}
+    values |= {"low": low, "high": high, "wanted": limit + 1, "looked": LOOKED_AT}
+    looked = _looked_groups(which, "DESC" if order == "newest" else "ASC")
+    rows = db.execute(_group_page(looked, which), values).fetchall()
+    if len(rows) > limit:
+        return _stored_groups(db, run, rows[:limit], rows[limit - 1]["number"])
+    edge = "min" if order == "newest" else "max"
+    last = f"SELECT {edge}(number) AS number, count(*) AS rows FROM ({looked})"  # noqa: S608
+    end = db.execute(last, values).fetchone()
+    return _stored_groups(db, run, rows, end["number"] if end["rows"] == LOOKED_AT else None)
+
+
+def _looked_groups(which: GroupSelection, direction: str) -> str:
+    """Return the statement for the next groups in the order of their numbers."""
+    source = "groups" if which.state is None else "groups INDEXED BY groups_by_state"
+    in_state = "" if which.state is None else "AND state = :state"
+    return f"""
+SELECT seq, number, reason FROM {source} WHERE run = :run {in_state} AND number BETWEEN :low AND :high
+ORDER BY number {direction} LIMIT :looked
+"""  # noqa: S608 - made of constants
+
+
+def _group_page(looked: str, which: GroupSelection) -> str:
+    condition = "true" if which.reason is None else "looked.reason = :reason"
+    return f"""
+SELECT {_GROUP_COLUMNS} FROM ({looked}) AS looked CROSS JOIN groups ON groups.seq = looked.seq
+    LEFT JOIN batches ON batches.seq = groups.batch
+WHERE {condition} LIMIT :wanted
+"""  # noqa: S608 - made of constants
+
+
+def _stored_groups(
+    db: sqlite3.Connection, run: int, rows: Sequence[sqlite3.Row], next_after: int | None
+) -> StoredGroups:
+    records = records_of(db, run, [row["number"] for row in rows])
+    groups = [
+        StoredGroup(
+            number=row["number"],
+            state=row["state"],
+            reason=row["reason"],
+            batch=row["batch_number"],
+            members=json.loads(row["members"]),
+            summary=row["summary"],
+            record=records[row["number"]],
+        )
+        for row in rows
+    ]
+    ids = json.dumps([name for group in groups for name in group.members])
+    found = {row["rollout_id"]: row for row in db.execute(_GROUP_ROLLOUTS, (ids,))}
+    return StoredGroups(groups, found, next_after)
