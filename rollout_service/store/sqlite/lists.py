@@ -1,6 +1,6 @@
 """The statements that list rollouts and the groups of runs; each function runs in the database's thread.
 
-A search for rollouts goes along one index, the one with the fewest rows that may match, in the order of their numbers. It
+A search for rollouts goes along one index, the one with the fewest rows that may match, in the order of numbers. It
 looks at a bounded number of rows, so that other jobs do not wait for long, and says how far it came.
 """
 
