@@ -234,7 +234,7 @@ class Places:
         if not with_store:
             return cls(states, owns_store=False)
         from rollout_service.store.redis import RedisConfig
-        from rollout_service.store.segments.places import files_of
+        from rollout_service.store.segments.files import files_of
 
         configs = RedisConfig.of(settings.store)
         shared = [SharedStore(one, files_of(settings.store, one.shard)) for one in configs]

@@ -71,7 +71,7 @@ async def new_folder(
 async def _opened(config: Path | None) -> AsyncIterator[Sequence[tuple[RedisConnection, SegmentFiles]]]:
     """Open the shards of the store, mostly one, for the block."""
     from rollout_service.settings import load_settings
-    from rollout_service.store.segments.places import files_of
+    from rollout_service.store.segments.files import files_of
 
     settings = load_settings(config).store
     if not settings.url or (settings.folder is None and settings.objects is None):

@@ -178,7 +178,7 @@ async def _opened(settings: Settings, owner: str, clock: Callable[[], float]) ->
 async def _opened_redis(settings: StoreSettings, owner: str) -> AsyncIterator[Store]:
     # Redis's client takes a tenth of the CPU time of a start, so a service without Redis does not import it.
     from rollout_service.store.redis import RedisConfig, RedisStore
-    from rollout_service.store.segments.places import files_of
+    from rollout_service.store.segments.files import files_of
     from rollout_service.store.sharded import ShardedStore
 
     configs = RedisConfig.of(settings)

@@ -26,8 +26,7 @@ except ModuleNotFoundError as error:
         hint="Install the extra: pip install 'rollout-service[s3]'.",
     ) from error
 
-from rollout_service.store.segments.object_errors import KEYS_HINT
-from rollout_service.store.segments.objects import ObjectFiles
+from rollout_service.store.segments.objects import KEYS_HINT, ObjectFiles
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config, S3Credential

@@ -148,7 +148,6 @@ _COUNTS = "SELECT state, count FROM counts WHERE count > 0"
 
 RECORD = "INSERT INTO events (time, kind, subject, data) VALUES (:now, :kind, :subject, :data)"
 EVENTS = "SELECT * FROM events WHERE event_id > ? ORDER BY event_id LIMIT ?"
-_NEWEST_EVENT = "SELECT seq FROM sqlite_sequence WHERE name = 'events'"
 
 
 def submission(
@@ -272,11 +271,6 @@ def page(db: sqlite3.Connection, state: RolloutState | None, after: int, limit: 
 
 def counts(db: sqlite3.Connection) -> dict[RolloutState, int]:
     return {RolloutState(row["state"]): row["count"] for row in db.execute(_COUNTS)}
-
-
-def newest_event(db: sqlite3.Connection) -> int:
-    row = db.execute(_NEWEST_EVENT).fetchone()
-    return row["seq"] if row else 0
 
 
 # A turn is saved only while its lease is held and if it is the next of its rollout. A trigger deletes the turns of a

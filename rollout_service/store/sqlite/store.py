@@ -45,7 +45,7 @@ from rollout_service.store.sqlite import rollout_statements as statements
 from rollout_service.store.sqlite.lists import ROWS_AT_ONCE, SummarySearch, look
 from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.store.sqlite.schema import STORE, Disk
-from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes
+from rollout_service.store.sqlite.thread import DatabaseThread, newest_event, reads, writes
 
 # The nodes of a store that only one process can have open: that process.
 #
@@ -364,7 +364,7 @@ class SqliteStore(BaseStore):
             lambda db: [codec.decode_event(row) for row in db.execute(statements.EVENTS, (after, limit))]
         )
 
-    last_event = reads(statements.newest_event)
+    last_event = reads(newest_event)
 
     async def wait_for_work(self) -> None:
         with anyio.move_on_after(max(0.0, self._due - self._clock())):

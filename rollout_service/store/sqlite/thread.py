@@ -123,7 +123,7 @@ class DatabaseThread(JobThread[_DatabaseJob]):
                 self._database.check_place()
                 connection.execute("BEGIN IMMEDIATE")
             outcomes = [_attempt(connection, job) for job in batch if not job.alone]
-            newest = _newest_event(connection) if writes and self._schema.has_events else 0
+            newest = newest_event(connection) if writes and self._schema.has_events else 0
             if writes:
                 self._database.check_place()
                 connection.execute("COMMIT")
@@ -226,6 +226,7 @@ def _truncate_log(connection: sqlite3.Connection) -> None:
         )
 
 
-def _newest_event(connection: sqlite3.Connection) -> int:
+def newest_event(connection: sqlite3.Connection) -> int:
+    """Return the id of the newest event; 0 if there is none."""
     row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
     return row[0] if row else 0

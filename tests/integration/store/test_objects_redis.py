@@ -15,8 +15,8 @@ from rollout_service.settings import StoreSettings
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.redis.lost_trajectories import begin_again, look
 from rollout_service.store.segments import s3
+from rollout_service.store.segments.files import files_of
 from rollout_service.store.segments.objects import ObjectFiles
-from rollout_service.store.segments.places import files_of
 from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.store.object_server import READER, SERVICE, STRANGER, ObjectServer, keys, object_server
 from tests.support.store.rollouts import TRAJECTORY, completed, finish, leased

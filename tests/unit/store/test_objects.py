@@ -14,10 +14,9 @@ from pydantic import ValidationError
 from rollout_service.base.errors import ConfigurationError, RecordLostError, StoreError
 from rollout_service.settings import StoreSettings
 from rollout_service.store.segments import objects
+from rollout_service.store.segments.files import files_of
 from rollout_service.store.segments.ledger import SegmentReference
-from rollout_service.store.segments.object_errors import RequestFailedError, explained
-from rollout_service.store.segments.objects import ObjectFiles
-from rollout_service.store.segments.places import files_of
+from rollout_service.store.segments.objects import ObjectFiles, RequestFailedError, explained
 from rollout_service.store.segments.s3 import open_objects
 from tests.support.store.segments import MemoryLedger, keep, opened, segment_files
 
