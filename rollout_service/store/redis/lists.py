@@ -8,7 +8,7 @@ others in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import islice
 from operator import and_, or_
@@ -172,44 +172,30 @@ def _filter(which: SummaryFilter) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+_COLUMNS: Mapping[str, Callable[[bytes], Any]] = {
+    "seq": int,
+    "state": bytes.decode,
+    "attempt": int,
+    "pool": bytes.decode,
+    "environment": bytes.decode,
+    "run_id": bytes.decode,
+    "group_number": int,
+    "reward": float,
+    "stop_reason": bytes.decode,
+    "code": bytes.decode,
+    "created_at": float,
+    "changed_at": float,
+    "turns": int,
+    "tokens": int,
+    "worked": float,
+}
+"""The fields of a row in the order of `lists.lua`, and how they are read."""
+
+
 def _row(rollout_id: bytes, values: Sequence[bytes | None]) -> RolloutRow:
-    texts = [None if value is None else value.decode() for value in values]
-    (
-        _,
-        state,
-        attempt,
-        pool,
-        environment,
-        run,
-        group,
-        reward,
-        stop_reason,
-        code,
-        created,
-        changed,
-        turns,
-        tokens,
-        worked,
-    ) = texts
-    return RolloutRow(
-        {
-            "rollout_id": rollout_id.decode(),
-            "state": state,
-            "attempt": int(attempt or 0),
-            "pool": pool,
-            "environment": environment,
-            "run_id": run,
-            "group_number": None if group is None else int(group),
-            "reward": None if reward is None else float(reward),
-            "stop_reason": stop_reason,
-            "code": code,
-            "created_at": float(created or 0),
-            "changed_at": float(changed or 0),
-            "turns": None if turns is None else int(turns),
-            "tokens": None if tokens is None else int(tokens),
-            "worked": None if worked is None else float(worked),
-        }
-    )
+    pairs = zip(_COLUMNS.items(), values, strict=True)
+    row = {name: None if value is None else read(value) for (name, read), value in pairs}
+    return row | {"rollout_id": rollout_id.decode()}
 
 
 # The index of rollouts in Redis, which `index.lua` writes: the numbers that a search finds in it.

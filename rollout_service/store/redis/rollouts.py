@@ -33,6 +33,7 @@ from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.lists import find_summaries
 from rollout_service.store.redis.replies import RolloutRow, decode_counts, decode_row
 from rollout_service.store.redis.runs.retention import DELETED_AT_ONCE
+from rollout_service.store.redis.runs.transaction import chunks
 from rollout_service.store.redis.signals import RolloutSignals
 from rollout_service.store.redis.trajectories import InRedis, TrajectoryPlace
 
@@ -124,8 +125,7 @@ class RedisRollouts(BaseStore):
 
     async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> list[str]:
         lost: list[str] = []
-        for start in range(0, len(rollout_ids), ROWS_AT_ONCE):
-            some = rollout_ids[start : start + ROWS_AT_ONCE]
+        for some in chunks(rollout_ids, ROWS_AT_ONCE):
             answer = await self._connection.call("rollouts_renew", owner, lease_seconds, *some)
             lost += [rollout_id.decode() for rollout_id in answer]
         return sorted(lost)
@@ -175,9 +175,9 @@ class RedisRollouts(BaseStore):
 
     async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
         saved = 0
-        for start in range(0, len(turns), ROWS_AT_ONCE):
+        for some in chunks(turns, ROWS_AT_ONCE):
             values: list[str | int | bytes] = []
-            for turn in turns[start : start + ROWS_AT_ONCE]:
+            for turn in some:
                 values += [turn.rollout_id, turn.token, turn.number, turn.data]
             saved += await self._connection.call("rollouts_save_turns", owner, *values)
         return saved
@@ -186,9 +186,9 @@ class RedisRollouts(BaseStore):
         # In Redis itself, also where trajectories are in files: a record of one or two kilobytes would keep a whole
         # file of trajectories alive after these were pruned.
         saved = 0
-        for start in range(0, len(attempts), ROWS_AT_ONCE):
+        for some in chunks(attempts, ROWS_AT_ONCE):
             values: list[str | bytes] = []
-            for attempt in attempts[start : start + ROWS_AT_ONCE]:
+            for attempt in some:
                 values += [attempt.rollout_id, attempt.data]
             saved += await self._connection.call("rollouts_save_steps", MAX_RECORDS, *values)
         return saved
@@ -303,8 +303,7 @@ class RedisRollouts(BaseStore):
 
     async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
         found: dict[str, list[bytes]] = {}
-        for start in range(0, len(rollout_ids), ROWS_AT_ONCE):
-            some = rollout_ids[start : start + ROWS_AT_ONCE]
+        for some in chunks(rollout_ids, ROWS_AT_ONCE):
             answer = await self._connection.read("rollouts_saved_steps", *some)
             found |= {name: records for name, records in zip(some, answer, strict=True) if records}
         return found
@@ -326,8 +325,7 @@ class RedisRollouts(BaseStore):
     async def rows(self, rollout_ids: Sequence[str], *, trajectories: bool = False) -> Sequence[RolloutRow]:
         """Return the rows of the rollouts that exist, in this order, with Redis's records of their trajectories."""
         found: list[RolloutRow] = []
-        for start in range(0, len(rollout_ids), ROWS_AT_ONCE):
-            some = rollout_ids[start : start + ROWS_AT_ONCE]
+        for some in chunks(rollout_ids, ROWS_AT_ONCE):
             answer = await self._connection.read("rollouts_rows", int(trajectories), *some)
             found += [decode_row(row) for row in answer if row is not None]
         return found
@@ -341,7 +339,7 @@ class RedisRollouts(BaseStore):
         rows = await self.rows(rollout_ids, trajectories=True)
         stored = {row["rollout_id"]: row["trajectory"] for row in rows if row["trajectory"] is not None}
         found = dict(zip(stored, await self._place.read(stored), strict=True))
-        return [row.with_trajectory(found.get(row["rollout_id"])) for row in rows]
+        return [row | {"trajectory": found.get(row["rollout_id"])} for row in rows]
 
     # -- parts -------------------------------------------------------------------
 
