@@ -51,7 +51,13 @@ _CHANGEABLE = {"priority", "weight", "max_concurrent", "max_failed_in_a_row", "m
 
 
 class RunService:
-    """The operations that callers may perform on runs."""
+    """The operations that callers may perform on runs.
+
+    Raises:
+        NotFoundError: There is no such run; every method that takes an id can raise it.
+        ConflictError: The run is in a state that does not allow the change.
+        StoreError: The store fails; every method can raise it.
+    """
 
     def __init__(
         self,
@@ -78,7 +84,6 @@ class RunService:
             InvalidFieldError: The request is invalid; the error has the paths at fault.
             NoBackendError: The pool has no backend.
             ConflictError: The id is taken by a different request.
-            StoreError: The store failed.
         """
         self._manager_of(request.run_id or "").chain(request)
         check_trained_pool(request.pool)
@@ -153,7 +158,6 @@ class RunService:
 
         Raises:
             InvalidFieldError: A task is invalid; the error has the paths at fault.
-            NotFoundError: There is no such run.
             ConflictError: The run takes no more tasks, or has another number of them.
         """
         run = await self._runs.get(run_id)
@@ -168,12 +172,7 @@ class RunService:
         return self.view(record)
 
     async def patch(self, run_id: str, patch: RunPatch) -> Run:
-        """Pause, resume or end a run, set the trainer's version, or change the run's share.
-
-        Raises:
-            NotFoundError: There is no such run.
-            ConflictError: The run is over and cannot be paused or resumed.
-        """
+        """Pause, resume or end a run, set the trainer's version, or change the run's share."""
         run = await self._runs.get(run_id)
         changes = patch.model_dump(include=_CHANGEABLE, exclude_none=True)
         request = run.request.model_copy(update=changes) if changes else None
@@ -189,11 +188,7 @@ class RunService:
         return self.view(ended)
 
     async def get(self, run_id: str, *, parallel: bool = False) -> Run:
-        """Return a run in its current state, with its use of sub-agents if `parallel`.
-
-        Raises:
-            NotFoundError: There is no such run.
-        """
+        """Return a run in its current state, with its use of sub-agents if `parallel`."""
         return self.view(await self._runs.get(run_id), parallel=parallel)
 
     async def list(self) -> list[Run]:

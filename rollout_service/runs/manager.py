@@ -153,11 +153,7 @@ class RunManager:
     async def mask_stale(self, run_id: str, *, strict: bool = True) -> None:
         """Mask samples that have become too old for a run's trainer, now and whenever its version changes.
 
-        Without `strict`, mask none from now on, as for a trainer that accepts stale samples.
-
-        Raises:
-            StoreError: The store failed.
-        """
+        Without `strict`, mask none from now on, as for a trainer that accepts stale samples."""
         self._groups.refuse_stale(run_id, strict)
         if not strict:
             return
@@ -174,11 +170,7 @@ class RunManager:
             active = await retry_until_stored("work on runs", self.step)
 
     async def step(self) -> bool:
-        """Advance every run as far as possible; return whether any run is active.
-
-        Raises:
-            StoreError: The store failed. If it failed for single runs, the other runs were advanced first.
-        """
+        """Advance every run as far as possible; return whether any run is active."""
         active: list[ActiveRun] = []
         failure: StoreError | None = None
         runs = await self._runs.active()

@@ -287,12 +287,7 @@ class GroupsUnderWay:
             self._strict.discard(run_id)
 
     async def settle(self, runs: RunStore, active: ActiveRun) -> None:
-        """Settle every open group of a run, and bring `active` up to date.
-
-        Raises:
-            StoreError: The store failed.
-            RecordLostError: The store lost a rollout of a group.
-        """
+        """Settle every open group of a run, and bring `active` up to date."""
         run = active.run
         for group in active.groups:
             cancel_reason = CANCELLED if run.state is RunState.ENDED else group.cancel_reason

@@ -251,11 +251,7 @@ def can_start(run: RunRecord, groups: Sequence[NewGroup]) -> bool:
 
 
 def check_append(run: RunRecord, offset: int) -> None:
-    """Raise an error unless tasks can be appended to a run at this offset.
-
-    Raises:
-        ConflictError: The run takes no more tasks, or has another number of them.
-    """
+    """Raise ConflictError unless tasks can be appended to a run at this offset."""
     source = run.request.source
     is_open = isinstance(source, InlineTasks) and source.open
     if not is_open or run.total is not None or run.state in OVER:
@@ -280,11 +276,7 @@ def is_appended(run: RunRecord, there: Sequence[Task], tasks: Sequence[Task], *,
 
 
 def check_acknowledge(batch_id: str, state: BatchState) -> bool:
-    """Return whether to acknowledge a batch; False if it is acknowledged already.
-
-    Raises:
-        ConflictError: The batch was dissolved.
-    """
+    """Return whether to acknowledge a batch, not if it is already; raise ConflictError if it was dissolved."""
     if state is BatchState.DISSOLVED:
         raise ConflictError(
             f"the batch {batch_id} was dissolved: its lease had expired or been returned, "
@@ -295,11 +287,7 @@ def check_acknowledge(batch_id: str, state: BatchState) -> bool:
 
 
 def check_renewal(batch_id: str, state: BatchState, *, holder: str | None, key: str | None) -> None:
-    """Raise an error unless the lease of a batch can be renewed with this key; None stands for any key.
-
-    Raises:
-        ConflictError: The batch is no longer leased, or is leased under another key.
-    """
+    """Raise ConflictError unless the lease of a batch can be renewed with this key; None stands for any key."""
     if state is BatchState.LEASED and key in (None, holder):
         return
     why = "leased by another consumer" if state is BatchState.LEASED else str(state)
@@ -310,11 +298,7 @@ def check_renewal(batch_id: str, state: BatchState, *, holder: str | None, key: 
 
 
 def check_return(batch_id: str, state: BatchState) -> bool:
-    """Return whether to return a batch; False if it is returned or dissolved already.
-
-    Raises:
-        ConflictError: The batch is acknowledged.
-    """
+    """Return whether to return a batch, not if it is free already; raise ConflictError if it is acknowledged."""
     if state is BatchState.ACKNOWLEDGED:
         raise ConflictError(
             f"the batch {batch_id} is acknowledged", hint="An acknowledged batch is never delivered again."

@@ -109,11 +109,7 @@ def decode_weights(summary: str | None) -> RewardWeights | None:
 def decode_group(row: Row, rollouts: Mapping[str, Rollout], *, referred: Collection[str] = ()) -> Group:
     """Return a closed group from its row and its rollouts by id.
 
-    `referred` are the ids of those whose sub-agents were left out.
-
-    Raises:
-        RecordLostError: A rollout of the group is missing.
-    """
+    `referred` are the ids of those whose sub-agents were left out."""
     closed = decode_samples(row["samples"])
     for gone in (sample.rollout_id for sample in closed if sample.rollout_id not in rollouts):
         raise RecordLostError(f"the rollout {gone} of a group is missing from the store", hint=codec.RESTORE)

@@ -3,6 +3,9 @@
 Guarantees: it is Redis 7 or newer, a primary, durable unless the settings say otherwise, and evicts nothing; its keys
 under the prefix are this program's, of this release's schema; it has this release's functions; and a durable one that
 has lost everything, as with its files, is not used until the service starts again.
+
+A function that connects raises ConfigurationError if the password cannot be read, StoreError if the Redis must not be
+used, and redis.RedisError if it does not answer.
 """
 
 from __future__ import annotations
@@ -117,13 +120,7 @@ class StoreIdentity:
 
 
 def connect(config: RedisConfig, identity: StoreIdentity) -> redis.Redis:
-    """Return a checked connection that raises every failure at once.
-
-    Raises:
-        StoreError: The Redis must not be used.
-        ConfigurationError: The password cannot be read.
-        redis.RedisError: The Redis does not answer, or refuses.
-    """
+    """Return a checked connection that raises every failure at once."""
     client = open_owner(config, identity)
     try:
         _check(client, config, identity)
@@ -137,11 +134,7 @@ def open_client(config: RedisConfig, url: str | None = None) -> redis.Redis:
     """Return a client with one connection, which is made by its first command; once lost, it is not made again.
 
     Its commands then raise ConnectionLostError before they are sent, so that nothing reaches a Redis unchecked. It is a
-    client of the Redis of the settings, unless there is a URL.
-
-    Raises:
-        ConfigurationError: The password cannot be read.
-    """
+    client of the Redis of the settings, unless there is a URL."""
     options: dict[str, Any] = {"redis_connect_func": _OneConnection()}
     if (password := config.password()) is not None:
         options["password"] = password
@@ -158,12 +151,7 @@ def open_client(config: RedisConfig, url: str | None = None) -> redis.Redis:
 
 
 def open_owner(config: RedisConfig, identity: StoreIdentity | None = None) -> redis.Redis:
-    """Return a client of the Redis of the settings or, if that is in a cluster, of the node that has the store's slot.
-
-    Raises:
-        ConfigurationError: The password cannot be read.
-        redis.RedisError: No node answers, or the cluster has no node for the slot.
-    """
+    """Return a client of the Redis of the settings or, in a cluster, of the node that has the store's slot."""
     seeds = list(dict.fromkeys([config.url, *(identity.nodes if identity else ())]))
     for url in seeds[:-1]:
         with suppress(redis.RedisError, OSError):

@@ -189,12 +189,7 @@ class SegmentReader:
         self._threads = anyio.CapacityLimiter(files.reads_at_once)
 
     async def read(self, reference: str, subject: str) -> bytes:
-        """Return a record; `subject` names its owner in errors.
-
-        Raises:
-            RecordLostError: The record is gone or damaged.
-            StoreError: The folder cannot be read at the moment.
-        """
+        """Return a record; `subject` names its owner in errors."""
         found = (await self.read_all({subject: reference}))[0]
         if isinstance(found, RecordLostError):
             raise found

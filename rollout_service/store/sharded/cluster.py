@@ -42,12 +42,7 @@ class ShardedCluster(ClusterStore):
         return True
 
     async def join(self, report: NodeReport, *, replacing: str | None = None) -> None:
-        """Become a member of each shard that answers; the others follow with a heartbeat.
-
-        Raises:
-            NameTakenError: A live node has the name.
-            StoreError: Every shard fails.
-        """
+        """Become a member of each shard that answers; the others follow with a heartbeat."""
 
         async def join(shard: Shard) -> None:
             await shard.store.cluster.join(report, replacing=replacing)
@@ -60,11 +55,7 @@ class ShardedCluster(ClusterStore):
     async def heartbeat(self, report: NodeReport) -> Heartbeat:
         """Report a node to each shard that answers; return what the first of them says of all nodes.
 
-        Where alone it is no member, it joins again; the leases there are lost, which `rejoined` tells.
-
-        Raises:
-            StoreError: Every shard fails.
-        """
+        Where alone it is no member, it joins again; the leases there are lost, which `rejoined` tells."""
         answers = await ask_each(self._shards, lambda shard: shard.store.cluster.heartbeat(report))
         beats = {n: beat for n, beat in sorted(answers.found.items()) if beat.is_member}
         if not beats:
