@@ -50,7 +50,7 @@ class FunctionLibrary:
     name: str
     text: str
     suffix: str
-    """What the names under which Redis knows its functions end with."""
+    """The end of the names by which Redis knows its functions."""
 
 
 def library_name(listed: Any) -> str:
