@@ -174,15 +174,13 @@ def groups_to_start(
     run: AdmissionState,
     under_way: Mapping[GroupProgress, int],
     acceptance: AcceptanceRate,
-    *,
-    confidence: float = CONFIDENCE,
 ) -> int:
     """Return how many groups to start now: those expected to be needed, within the capacity; never negative."""
     needed = groups_needed(
         need=(1 + run.prefetch_batches) * run.batch_size - run.ready,
         under_way=under_way,
         acceptance=acceptance,
-        confidence=confidence,
+        confidence=CONFIDENCE,
     )
     return max(0, min(needed, admission_capacity(run)))
 
