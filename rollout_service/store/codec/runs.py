@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample
-from api_schemas.rollouts import Rollout, RolloutRequest
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.runs import Group, GroupSample, InlineTasks, RunRequest, RunState
 from api_schemas.runs.auxiliary import RewardWeights
 from api_schemas.runs.history import RunHistory
@@ -27,7 +27,7 @@ from rollout_service.groups.statistics import PHASES, GroupFigures
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec.record import Row
 from rollout_service.store.codec.rollouts import when
-from rollout_service.store.runs_contract import BatchLease, ClosedSample, GroupClosure, RunRecord
+from rollout_service.store.runs_contract import BatchLease, ClosedSample, GroupClosure, GroupMember, RunRecord
 
 _SAMPLES = TypeAdapter(list[ClosedSample])
 _OWNERS = {"__all__": {"owner"}}
@@ -64,6 +64,24 @@ def decode_run(row: Row, counters: Mapping[str, int], *, request: RunRequest | N
         problem=ErrorInfo.model_validate_json(row["problem"]) if row["problem"] else None,
         created_at=codec.when(row["created_at"]),
         changed_at=codec.when(row["changed_at"]),
+    )
+
+
+def decode_member(row: Row, now: float, *, sample: int, is_straggler: bool) -> GroupMember | None:
+    """Return a member of a group from the row of its rollout at a time in Unix seconds; None if the rollout is gone."""
+    if row["state"] is None:
+        return None
+    state = RolloutState(row["state"])
+    return GroupMember(
+        sample=sample,
+        rollout_id=row["rollout_id"],
+        state=state,
+        reward=row["reward"],
+        rolling_seconds=now - row["changed_at"] if state is RolloutState.ROLLOUT else None,
+        oldest_version=row["oldest_version"],
+        newest_version=row["newest_version"],
+        is_straggler=is_straggler,
+        is_erased=bool(row["is_erased"]),
     )
 
 

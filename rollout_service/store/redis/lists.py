@@ -8,7 +8,7 @@ others in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import islice
 from operator import and_, or_
@@ -21,7 +21,7 @@ from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOr
 from rollout_service.store.codec.summaries import decode_summary
 from rollout_service.store.lists_contract import CLOCK_STEP_SECONDS
 from rollout_service.store.redis.connection import RedisConnection
-from rollout_service.store.redis.replies import STATES, RolloutRow
+from rollout_service.store.redis.replies import STATES, decode_fields
 from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
 from rollout_service.store.redis.runs.rollouts import RunKeys
 
@@ -86,7 +86,10 @@ class _RowSearch:
         found, last = await self.connection.read(
             "lists_summaries", self.text(**among), low, high, ROWS_AT_ONCE, self.wanted
         )
-        self.rows += [decode_summary(_row(*reply)) for reply in found]
+        self.rows += [
+            decode_summary(decode_fields(_COLUMNS, values) | {"rollout_id": rollout_id.decode()})
+            for rollout_id, values in found
+        ]
         self.after = int(last) if last else None
 
 
@@ -172,30 +175,11 @@ def _filter(which: SummaryFilter) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-_COLUMNS: Mapping[str, Callable[[bytes], Any]] = {
-    "seq": int,
-    "state": bytes.decode,
-    "attempt": int,
-    "pool": bytes.decode,
-    "environment": bytes.decode,
-    "run_id": bytes.decode,
-    "group_number": int,
-    "reward": float,
-    "stop_reason": bytes.decode,
-    "code": bytes.decode,
-    "created_at": float,
-    "changed_at": float,
-    "turns": int,
-    "tokens": int,
-    "worked": float,
-}
-"""The fields of a row in the order of `lists.lua`, and how they are read."""
-
-
-def _row(rollout_id: bytes, values: Sequence[bytes | None]) -> RolloutRow:
-    pairs = zip(_COLUMNS.items(), values, strict=True)
-    row = {name: None if value is None else read(value) for (name, read), value in pairs}
-    return row | {"rollout_id": rollout_id.decode()}
+_COLUMNS = (
+    *("seq", "state", "attempt", "pool", "environment", "run_id", "group_number", "reward", "stop_reason"),
+    *("code", "created_at", "changed_at", "turns", "tokens", "worked"),
+)
+"""The fields of a row in the order of `lists.lua`."""
 
 
 # The index of rollouts in Redis, which `index.lua` writes: the numbers that a search finds in it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from api_schemas.rollouts import RolloutState
@@ -22,12 +22,15 @@ STATES = (
 RolloutRow = dict[str, Any]
 """A stored rollout: its fields by the names that the codecs use, and those of the queue."""
 
-_FIELDS: Mapping[str, tuple[str, Callable[[bytes], Any]]] = {
+FIELDS: Mapping[str, tuple[str, Callable[[bytes], Any]]] = {
     "seq": ("n", int),
     "state": ("s", bytes.decode),
     "attempt": ("a", int),
     "token": ("t", int),
+    "pool": ("p", bytes.decode),
+    "environment": ("e", bytes.decode),
     "reward": ("w", float),
+    "stop_reason": ("S", bytes.decode),
     "code": ("k", bytes.decode),
     "created_at": ("C", float),
     "queued_at": ("Q", float),
@@ -36,6 +39,10 @@ _FIELDS: Mapping[str, tuple[str, Callable[[bytes], Any]]] = {
     "newest_version": ("V", int),
     "run_id": ("R", bytes.decode),
     "group_number": ("G", int),
+    "turns": ("T", int),
+    "tokens": ("N", int),
+    "worked": ("W", float),
+    "is_erased": ("Y", bool),
 }
 """The fields that are in a rollout's hash: their names there, as in `rollouts.lua`, and how they are read."""
 
@@ -45,7 +52,7 @@ def decode_row(reply: Sequence[Any]) -> RolloutRow:
     rollout_id, flat, request, result, retries, spans, turns, *rest = reply
     pairs = iter(flat)
     found = {name.decode(): value for name, value in zip(pairs, pairs, strict=True)}
-    row = {name: read(found[key]) if key in found else None for name, (key, read) in _FIELDS.items()}
+    row = {name: read(found[key]) if key in found else None for name, (key, read) in FIELDS.items()}
     return row | {
         "rollout_id": rollout_id.decode(),
         "request": _text(request) or "",
@@ -55,6 +62,12 @@ def decode_row(reply: Sequence[Any]) -> RolloutRow:
         "saved_turns": turns,
         "trajectory": rest[0] if rest else None,
     }
+
+
+def decode_fields(names: Iterable[str], values: Sequence[bytes | None]) -> RolloutRow:
+    """Return these of `FIELDS` from the values in Redis, which are in the same order."""
+    pairs = zip(names, values, strict=True)
+    return {name: None if value is None else FIELDS[name][1](value) for name, value in pairs}
 
 
 def decode_counts(reply: Sequence[int]) -> dict[RolloutState, int]:

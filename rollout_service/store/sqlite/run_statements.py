@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from api_schemas.errors import ErrorInfo
-from api_schemas.rollouts import RolloutRequest, RolloutState
+from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
 from rollout_service.store import rules
@@ -24,7 +24,6 @@ from rollout_service.store.codec.runs import encode_record
 from rollout_service.store.rules import SettledGroup
 from rollout_service.store.runs_contract import (
     GroupClosure,
-    GroupMember,
     NewGroup,
     OpenGroup,
     RunRecord,
@@ -273,27 +272,17 @@ def _groups(rows: Sequence[sqlite3.Row], now: float) -> list[OpenGroup]:
 def _group(rows: Sequence[sqlite3.Row], now: float) -> OpenGroup:
     """Return a group from its rows, one for each of its rollouts."""
     first = rows[0]
+    cut = json.loads(first["cut"])
+    members = (
+        run_codec.decode_member(row, now, sample=row["sample"], is_straggler=row["sample"] in cut)
+        for row in rows
+    )
     return OpenGroup(
         number=first["number"],
-        members=[_member(row, now) for row in rows if row["state"] is not None],
+        members=[member for member in members if member is not None],
         cancel_reason=first["reason"],
         lost=[row["rollout_id"] for row in rows if row["state"] is None],
         reward_weights=run_codec.decode_weights(first["summary"]),
-    )
-
-
-def _member(row: sqlite3.Row, now: float) -> GroupMember:
-    state = RolloutState(row["state"])
-    return GroupMember(
-        sample=row["sample"],
-        rollout_id=row["rollout_id"],
-        state=state,
-        reward=row["reward"],
-        rolling_seconds=now - row["changed_at"] if state is RolloutState.ROLLOUT else None,
-        oldest_version=row["oldest_version"],
-        newest_version=row["newest_version"],
-        is_straggler=row["sample"] in json.loads(row["cut"]),
-        is_erased=bool(row["is_erased"]),
     )
 
 

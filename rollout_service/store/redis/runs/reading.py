@@ -22,9 +22,10 @@ from rollout_service.store.codec.groups import StoredGroup, StoredGroups
 from rollout_service.store.codec.record import Row
 from rollout_service.store.codec.runs import SIZE
 from rollout_service.store.lists_contract import LOOKED_AT, GroupSelection
+from rollout_service.store.redis.replies import RolloutRow, decode_fields
 from rollout_service.store.redis.runs.database import RunDatabase
 from rollout_service.store.redis.runs.records import ClosedRecord, Command, GroupStatus, OpenRecord
-from rollout_service.store.redis.runs.rollouts import decode_member, member_read, size_read
+from rollout_service.store.redis.runs.rollouts import fields_read, size_read
 from rollout_service.store.redis.runs.transaction import by_number, chunks, open_records
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupHead, OpenGroup
 
@@ -44,8 +45,10 @@ MEMBERS_AT_ONCE = 1_000
 """The most rollouts that one read looks at, which takes Redis about a millisecond."""
 MAX_HEAD_BYTES = 65_536
 """A larger head is not kept in memory of Redis, but made again when its group is delivered."""
-_FIELDS = ("s", "w", "k", "N", "e")
-"""The fields of a rollout's hash that a row of a group has, as `rollouts.lua` names them."""
+_ROW = ("state", "reward", "code", "tokens", "environment")
+"""The fields of a rollout that a row of a group has."""
+_MEMBER = ("state", "reward", "changed_at", "oldest_version", "newest_version", "is_erased")
+"""The fields of a rollout that a member of a group has."""
 
 
 class GroupReader(BaseRuns):
@@ -99,19 +102,11 @@ class GroupReader(BaseRuns):
         return [_stored_group(number, status, *stored) for (number, status), *stored in parts]
 
     async def _rows(self, rollout_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        root, found = self._database.root, {}
+        root, found = self._database.root, dict[str, dict[str, Any]]()
         for some in chunks(rollout_ids, MEMBERS_AT_ONCE):
-            reads: list[Command] = [("HMGET", f"{root}:r:{name}", *_FIELDS) for name in some]
-            _, replies = await self._database.read(reads)
-            for name, (state, reward, code, tokens, environment) in zip(some, replies, strict=True):
-                if state is not None:
-                    found[name] = {
-                        "state": state.decode(),
-                        "reward": None if reward is None else float(reward),
-                        "code": None if code is None else code.decode(),
-                        "tokens": None if tokens is None else int(tokens),
-                        "environment": environment.decode(),
-                    }
+            _, replies = await self._database.read([fields_read(root, name, _ROW) for name in some])
+            rows = ((name, decode_fields(_ROW, reply)) for name, reply in zip(some, replies, strict=True))
+            found |= {name: row for name, row in rows if row["state"] is not None}
         return found
 
     async def _history(self, run_id: str) -> tuple[Sequence[bytes], Mapping[str, int]]:
@@ -132,14 +127,15 @@ class GroupReader(BaseRuns):
 
     async def _with_members(self, groups: Mapping[int, OpenRecord | ClosedRecord]) -> Sequence[OpenGroup]:
         """Return groups with the present states of their rollouts."""
-        root, found = self._database.root, dict[str, tuple[Sequence[bytes | None], float]]()
+        root, found = self._database.root, dict[str, tuple[RolloutRow, float]]()
         for some in chunks([one for group in groups.values() for one in group.members], MEMBERS_AT_ONCE):
-            now, replies = await self._database.read([member_read(root, one) for one in some])
-            found |= {rollout_id: (reply, now) for rollout_id, reply in zip(some, replies, strict=True)}
+            now, replies = await self._database.read([fields_read(root, one, _MEMBER) for one in some])
+            rows = (decode_fields(_MEMBER, reply) for reply in replies)
+            found |= {one: (row | {"rollout_id": one}, now) for one, row in zip(some, rows, strict=True)}
         made = []
         for number, group in groups.items():
             decoded = [
-                decode_member(sample, rollout_id, *found[rollout_id], is_straggler=sample in group.cut)
+                run_codec.decode_member(*found[rollout_id], sample=sample, is_straggler=sample in group.cut)
                 for sample, rollout_id in enumerate(group.members)
             ]
             members = [member for member in decoded if member is not None]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from api_schemas.rollouts import RolloutState
+from rollout_service.store.redis.replies import FIELDS
 from rollout_service.store.redis.runs.records import Command
-from rollout_service.store.runs_contract import GroupMember
 
 # The keys of one run in Redis.
 #
@@ -63,12 +62,9 @@ def active_runs(root: str) -> str:
     return f"{root}:runs:active"
 
 
-_FIELDS = ("s", "w", "H", "v", "V", "Y")
-"""The fields of a rollout's hash that a member has, as `rollouts.lua` names them."""
-
-
-def member_read(root: str, rollout_id: str) -> Command:
-    return ("HMGET", f"{root}:r:{rollout_id}", *_FIELDS)
+def fields_read(root: str, rollout_id: str, names: Iterable[str]) -> Command:
+    """Return the command that reads these of `replies.FIELDS` of a rollout, for `replies.decode_fields`."""
+    return ("HMGET", f"{root}:r:{rollout_id}", *(FIELDS[name][0] for name in names))
 
 
 def erased_read(root: str, rollout_id: str) -> Command:
@@ -84,23 +80,3 @@ def result_read(root: str, rollout_id: str) -> Command:
 def size_read(root: str, rollout_id: str) -> Command:
     """Return the command that reads a rollout's state, and the bytes of its encoded trajectory, if it has one."""
     return ("HMGET", f"{root}:r:{rollout_id}", "s", "B")
-
-
-def decode_member(
-    sample: int, rollout_id: str, reply: Sequence[bytes | None], now: float, *, is_straggler: bool
-) -> GroupMember | None:
-    """Return a member from the reply to `member_read` at this time of Redis's; None if the rollout is gone."""
-    state, reward, changed_at, oldest, newest, erased = reply
-    if state is None or changed_at is None:
-        return None
-    return GroupMember(
-        sample=sample,
-        rollout_id=rollout_id,
-        state=RolloutState(state.decode()),
-        reward=None if reward is None else float(reward),
-        rolling_seconds=now - float(changed_at) if state == b"rollout" else None,
-        oldest_version=None if oldest is None else int(oldest),
-        newest_version=None if newest is None else int(newest),
-        is_straggler=is_straggler,
-        is_erased=erased is not None,
-    )
