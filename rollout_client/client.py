@@ -11,7 +11,7 @@ may want to handle.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -44,9 +44,12 @@ from rollout_client.runs import ClientRun, LeasedBatch, send_rescore
 if TYPE_CHECKING:
     import httpx
     from anyio.abc import TaskGroup
+    from anyio.streams.memory import MemoryObjectSendStream
     from typing_extensions import Self
 
-    from rollout_client._run_all import Refused
+    Run = Callable[[wire.RolloutRequest], Awaitable[wire.Rollout]]
+    Refused = Callable[[wire.RolloutRequest, ProblemError], None]
+    """Takes a request that the server refuses, with its reason."""
 
 __all__ = [
     "CaFileError",
@@ -154,9 +157,7 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
         """
         if self._tasks is None:
             raise RuntimeError("open the client first: async with RolloutClient(...) as client")
-        from rollout_client._run_all import run_all
-
-        return run_all(self.run, self._tasks, iter(requests), concurrency, refused)
+        return _run_all(self.run, self._tasks, iter(requests), concurrency, refused)
 
     async def create_run(self, request: wire.RunRequest) -> ClientRun:
         """Create a run, or open the one with this id. It is durable when this returns.
@@ -220,3 +221,58 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
 
         query = {"kind": kinds, "subject": subjects}
         return follow_events(self._connection, query, after=after, follow=follow)
+
+
+async def _run_all(
+    run: Run,
+    tasks: TaskGroup,
+    requests: Iterator[wire.RolloutRequest],
+    concurrency: int,
+    refused: Refused | None,
+) -> AsyncGenerator[wire.Rollout]:
+    """Yield the results of `run` as they come; workers in `tasks` call it until the generator is closed."""
+    results, answers = anyio.create_memory_object_stream[wire.Rollout | Exception](0)
+    scope = anyio.CancelScope()
+    tasks.start_soon(_run_workers, scope, run, requests, results, concurrency, refused)
+    try:
+        async for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+            yield answer
+    finally:
+        scope.cancel()
+        answers.close()
+
+
+async def _run_workers(
+    scope: anyio.CancelScope,
+    run: Run,
+    requests: Iterator[wire.RolloutRequest],
+    results: MemoryObjectSendStream[wire.Rollout | Exception],
+    concurrency: int,
+    refused: Refused | None,
+) -> None:
+    async def work() -> None:
+        try:
+            for request in requests:
+                if (rollout := await _run_unless_refused(run, request, refused)) is not None:
+                    await results.send(rollout)
+        except Exception as error:  # noqa: BLE001 - nothing is hidden: the caller's loop raises it
+            await results.send(error)
+
+    with scope:
+        async with results, anyio.create_task_group() as workers:
+            for _ in range(concurrency):
+                workers.start_soon(work)
+
+
+async def _run_unless_refused(
+    run: Run, request: wire.RolloutRequest, refused: Refused | None
+) -> wire.Rollout | None:
+    try:
+        return await run(request)
+    except (InvalidRequestError, NotFoundError, ConflictError) as error:
+        if refused is None:
+            raise
+        refused(request, error)
+        return None
