@@ -138,12 +138,10 @@ class SandboxSettings(EnvironmentSettings):
 
     @property
     def memory_bytes(self) -> int:
-        """`memory` in bytes."""
         return parse_size(self.memory)
 
     @property
     def disk_bytes(self) -> int | None:
-        """`disk` in bytes."""
         return None if self.disk is None else parse_size(self.disk)
 
 
@@ -333,6 +331,7 @@ class Environment(ABC):
 
         Raises:
             InvalidFieldError: The instance cannot be used; the paths start at `instance`.
+            ConfigurationError: A library that the environment needs is not installed.
         """
         _ = instance  # a working default: everything is accepted
 
@@ -412,5 +411,9 @@ class Environment(ABC):
         """Score the outcome."""
 
     def dataset(self) -> list[dict[str, JsonValue]]:
-        """Return the instances that ship with the environment, for demos and checks."""
+        """Return the instances that ship with the environment, for demos and checks.
+
+        Raises:
+            ConfigurationError: A library that the environment needs is not installed.
+        """
         return []

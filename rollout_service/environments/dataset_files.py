@@ -94,7 +94,6 @@ Instance = dict[str, JsonValue]
 
 
 def get_split(instance: Instance) -> str | None:
-    """Return the split of an instance, or None."""
     name = instance.get(SPLIT)
     return name if isinstance(name, str) else None
 

@@ -14,9 +14,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from rollout_service.base.errors import ConfigurationError
+from rollout_service.environments.dataset_files import read_instances
 from sandboxes.config import default_cache
 
 INSTALL_SECONDS = 1_800.0
@@ -57,7 +61,6 @@ class Library:
 
     @property
     def is_installed(self) -> bool:
-        """Whether the environment is there."""
         return (self.folder / "bin" / "python").exists()
 
     def python(self) -> Path:
@@ -72,6 +75,14 @@ class Library:
                 hint=f"Install them: rollout-service env install {self.name}",
             )
         return self.folder / "bin" / "python"
+
+    def instances(self, file: str) -> list[dict[str, JsonValue]]:
+        """Return the instances in a file that was made when the library was installed.
+
+        Raises:
+            ConfigurationError: The library is not installed.
+        """
+        return [dict(one) for one in _instances(self.python().parents[1] / file)]
 
     def install(self) -> Path:
         """Make the environment unless it is there, and return its folder. It takes seconds, so call it in a thread.
@@ -241,3 +252,8 @@ def _run(command: list[str], folder: Path | None = None) -> None:
             hint="Check that this machine reaches a package index, or set PIP_INDEX_URL or UV_DEFAULT_INDEX. A package "
             "that has to be built needs a C compiler and Python's headers, such as Debian's gcc and python3-dev.",
         )
+
+
+@cache
+def _instances(path: Path) -> list[dict[str, JsonValue]]:
+    return read_instances(path)

@@ -52,7 +52,6 @@ class ResetArguments(BaseModel):
         return options
 
     def for_reset(self) -> dict[str, JsonValue]:
-        """Return the arguments of the reset request."""
         return self.options if self.seed is None else {"seed": self.seed, **self.options}
 
 

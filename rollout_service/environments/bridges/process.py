@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import anyio
 from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from rollout_service.base.errors import EnvironmentFailedError
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from sandboxes import RunningProgram, Sandbox
 from sandboxes.host.children import start_process
+
+T = TypeVar("T")
 
 MAX_REPLY_BYTES: Final = 64 * 1024 * 1024
 LAST_WORDS_CHARS: Final = 1_000
@@ -110,6 +112,18 @@ async def library_process(command: Sequence[str | Path], name: str) -> AsyncIter
         with anyio.CancelScope(shield=True):
             _kill(process)
             await process.aclose()
+
+
+def run_while_installing(work: Callable[[], Awaitable[T]], problem: str) -> T:
+    """Run what a library has to do while it is installed, and return its result.
+
+    Raises:
+        ConfigurationError: The library failed; the message begins with the `problem` that this is.
+    """
+    try:
+        return anyio.run(work)
+    except EnvironmentFailedError as error:
+        raise ConfigurationError(f"{problem}: {error}", hint=error.hint) from error
 
 
 @asynccontextmanager

@@ -57,7 +57,6 @@ class GameReply(BaseModel):
     """Whose turn it is."""
 
     def consequence(self) -> Consequence:
-        """Return its consequence for the player."""
         return Consequence(self.text, self.reward, done=self.done, parts=dict(self.parts))
 
 
@@ -76,19 +75,12 @@ class GamePartner:
         return (await self.reset(request)).text
 
     async def step(self, action: str) -> Consequence:
-        """Make a move.
-
-        Raises:
-            EnvironmentFailedError: The game failed, and not because of the move.
-        """
         return (await self.act(action)).consequence()
 
     async def reset(self, request: dict[str, JsonValue]) -> GameReply:
-        """Begin a game, and return its reply."""
         return await self._ask({"op": "reset", **request}, BEGIN_SECONDS)
 
     async def act(self, action: str) -> GameReply:
-        """Make a move, and return the game's reply."""
         return await self._ask({"op": "step", "action": action}, STEP_SECONDS)
 
     async def _ask(self, request: dict[str, JsonValue], seconds: float) -> GameReply:
@@ -125,12 +117,6 @@ class GameEnvironment(Environment):
         )
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Reject a game that cannot be played here.
-
-        Raises:
-            ConfigurationError: The library is not installed.
-            InvalidFieldError: A field is missing or wrong, or there is no such game.
-        """
         game = read_instance(self.fields, instance).game
         known = self._games.names(self.players)
         if game not in known:
@@ -157,9 +143,4 @@ class GameEnvironment(Environment):
         return score_turns(episode)
 
     def dataset(self) -> list[dict[str, JsonValue]]:
-        """Return the instances that were made when the library was installed.
-
-        Raises:
-            ConfigurationError: The library is not installed.
-        """
         return self._games.tasks(self.players)

@@ -11,11 +11,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
-import anyio
 from pydantic import JsonValue
 
-from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
-from rollout_service.environments.bridges.process import library_process
+from rollout_service.environments.bridges.process import library_process, run_while_installing
 from rollout_service.environments.dataset_files import read_instances
 from rollout_service.environments.libraries import Library
 
@@ -28,7 +26,10 @@ SEEDS: Final = {"train": range(1, 17), "held_out": range(1_001, 1_005)}
 
 @dataclass(frozen=True, slots=True)
 class GameLibrary:
-    """A library of games, and the part of the worker that knows it."""
+    """A library of games, and the part of the worker that knows it.
+
+    `tasks` and `names` raise ConfigurationError if the library is not installed.
+    """
 
     library: Library
     part: Path
@@ -40,23 +41,12 @@ class GameLibrary:
         return options if packages is None else [*options, packages]
 
     def tasks(self, players: int) -> list[dict[str, JsonValue]]:
-        """Return the games for so many players, with their seeds.
-
-        Raises:
-            ConfigurationError: The library is not installed.
-        """
-        return [dict(task) for task in _read(self._path(players))]
+        """Return the games for so many players, with their seeds."""
+        return self.library.instances(_file_name(players))
 
     def names(self, players: int) -> frozenset[str]:
-        """Return the ids of the games for so many players.
-
-        Raises:
-            ConfigurationError: The library is not installed.
-        """
-        return _names(self._path(players))
-
-    def _path(self, players: int) -> Path:
-        return self.library.python().parents[1] / _file_name(players)
+        """Return the ids of the games for so many players."""
+        return _names(self.library.python().parents[1] / _file_name(players))
 
 
 def game_library(name: str, folder: Path, players: tuple[int, ...] = (1,)) -> GameLibrary:
@@ -81,10 +71,7 @@ def write_tasks(name: str, part: Path, players: tuple[int, ...], folder: Path) -
                 for count in players
             }
 
-    try:
-        games = anyio.run(list_games)
-    except EnvironmentFailedError as error:
-        raise ConfigurationError(f"the games of {name} cannot be listed: {error}", hint=error.hint) from error
+    games = run_while_installing(list_games, f"the games of {name} cannot be listed")
     for count, names in games.items():
         (folder / _file_name(count)).write_text("".join(f"{line}\n" for line in _lines(names)))
 
@@ -108,10 +95,5 @@ def _text(path: Path) -> str:
 
 
 @cache
-def _read(path: Path) -> list[dict[str, JsonValue]]:
-    return read_instances(path)
-
-
-@cache
 def _names(path: Path) -> frozenset[str]:
-    return frozenset(str(task["game"]) for task in _read(path))
+    return frozenset(str(task["game"]) for task in read_instances(path))

@@ -35,13 +35,11 @@ class PlayedGame:
         self._step: Step | None = None
 
     def reset(self, request: Request) -> Reply:
-        """Begin a game, and return its first reply."""
         random.seed(request["seed"])
         self._step, text = self._part["begin"]({"options": {}, **request})
         return {"player": 0, **(text if isinstance(text, dict) else {"text": text})}
 
     def step(self, request: Request) -> Reply:
-        """Play an action, and return the game's reply."""
         if self._step is None:
             raise ValueError("no game has begun")
         return {"reward": 0.0, "done": False, "parts": {}, "player": 0, **self._step(request["action"])}
@@ -69,7 +67,6 @@ def _no_network(*_: Any, **__: Any) -> Any:
 
 
 def main(source: str) -> None:
-    """Reply to requests until the input ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that the library prints becomes a reply
     game = PlayedGame(source)

@@ -17,7 +17,6 @@ KIND = "game:"
 
 
 def load() -> Any:
-    """Return the library."""
     listed = ModuleType("reasoning_gym")
     vars(listed)["factory"] = SimpleNamespace(DATASETS={})
     sys.modules.setdefault("reasoning_gym", listed)
@@ -27,7 +26,6 @@ def load() -> Any:
 
 
 def candidates(players: int) -> list[str]:
-    """Return the games."""
     _ = players  # all are for one
     load()
     from gem.envs.registration import ENV_REGISTRY
@@ -36,7 +34,6 @@ def candidates(players: int) -> list[str]:
 
 
 def begin(request: dict[str, Any]) -> tuple[Callable[[str], Reply], str]:
-    """Begin a game."""
     game, seed = request["game"], request["seed"]
     gem = load()
     import numpy
@@ -63,6 +60,5 @@ def begin(request: dict[str, Any]) -> tuple[Callable[[str], Reply], str]:
 
 
 def joined(text: str, info: dict[str, Any]) -> str:
-    """Return a text with its suffix."""
     suffix = str(info.get("suffix", ""))
     return f"{text.rstrip()}\n{suffix}" if suffix else text

@@ -51,17 +51,14 @@ def _place(state: Any, columns: int) -> str:
 
 
 def show_lake(env: Any, state: Any) -> str:
-    """Return the lake with the player's place."""
     return f"{_board(env)}\nYou are at {_place(state, env.unwrapped.ncol)}."
 
 
 def show_cliff(env: Any, state: Any) -> str:
-    """Return the cliff with the player's place."""
     return f"{_board(env)}\nYou are at {_place(state, env.unwrapped.shape[1])}, marked with an x."
 
 
 def show_taxi(env: Any, state: Any) -> str:
-    """Return the streets, and where the taxi, the passenger and the destination are."""
     row, column, passenger, destination = env.unwrapped.decode(int(state))
     waits = f"The passenger is in the taxi. The destination is {STOPS[destination]}."
     if STOPS[passenger] != STOPS[-1]:
@@ -70,7 +67,6 @@ def show_taxi(env: Any, state: Any) -> str:
 
 
 def show_blackjack(env: Any, state: Any) -> str:
-    """Return the player's sum and the dealer's card."""
     _ = env
     total, dealer, ace = (int(value) for value in state)
     return f"Your cards make {total}, with {ACES[ace]}. The dealer shows {dealer}."
@@ -107,13 +103,11 @@ TOY_TEXTS: dict[str, ToyText] = {
 
 
 def candidates(players: int) -> list[str]:
-    """Return the games."""
     _ = players  # all are for one
     return sorted(TOY_TEXTS)
 
 
 def begin(request: dict[str, Any]) -> tuple[Callable[[str], Reply], str]:
-    """Begin a game."""
     import gymnasium
 
     toy = TOY_TEXTS[request["game"]]

@@ -7,8 +7,6 @@ rollout.
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, field_validator
@@ -22,7 +20,7 @@ from rollout_service.environments.bridges.nemo_gym.library import NAME, NEMO_GYM
 from rollout_service.environments.bridges.nemo_gym.server import Beginning, GymServer, GymTool, open_server
 from rollout_service.environments.bridges.turns import score_turns, take_turns
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SandboxSettings
-from rollout_service.environments.dataset_files import read_instance, read_instances
+from rollout_service.environments.dataset_files import read_instance
 from rollout_service.environments.libraries import Library
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.tokens import ToolSpec
@@ -46,12 +44,6 @@ class NemoGym(Environment):
         self.spec = SPEC.model_copy(update={"binds": binds(library)})
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Reject a row that cannot be rolled out.
-
-        Raises:
-            ConfigurationError: The library is not installed.
-            InvalidFieldError: A field is missing or wrong, or there is no such server.
-        """
         known = servers(self._library)
         name = read_instance(GymTask, instance).server
         if name not in known:
@@ -81,12 +73,7 @@ class NemoGym(Environment):
         return score
 
     def dataset(self) -> list[dict[str, JsonValue]]:
-        """Return the rows that were found when the library was installed.
-
-        Raises:
-            ConfigurationError: The library is not installed.
-        """
-        return [dict(one) for one in _tasks(self._library.python().parents[1] / TASKS)]
+        return self._library.instances(TASKS)
 
 
 async def _take_turns(
@@ -113,11 +100,6 @@ def _tools(task: GymTask, server: GymServer, beginning: Beginning) -> list[GymTo
             hint=f"It answers {', '.join(sorted(beginning.tools))}.",
         )
     return [GymTool(server, definition, is_answered=not missing) for definition in definitions]
-
-
-@cache
-def _tasks(path: Path) -> list[dict[str, JsonValue]]:
-    return read_instances(path)
 
 
 environment = NemoGym()

@@ -11,10 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-import anyio
-
-from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
-from rollout_service.environments.bridges.process import library_process
+from rollout_service.environments.bridges.process import library_process, run_while_installing
 from rollout_service.environments.libraries import Library
 
 NAME: Final = "nemo-gym"
@@ -56,10 +53,7 @@ def write_tasks(folder: Path) -> None:
                 await process.ask({"op": "begin", "server": server, "row": row, "config": {}}, BEGIN_SECONDS)
             return await process.ask({"op": "interpreter"}, BEGIN_SECONDS)
 
-    try:
-        python = anyio.run(begin)
-    except EnvironmentFailedError as error:
-        raise ConfigurationError(f"{NAME} does not work here: {error}", hint=error.hint) from error
+    python = run_while_installing(begin, f"{NAME} does not work here")
     (folder / INTERPRETER).write_text(json.dumps(python))
     lines = (json.dumps(task) for server in SERVERS for task in tasks[server])
     (folder / TASKS).write_text("\n".join(lines) + "\n")

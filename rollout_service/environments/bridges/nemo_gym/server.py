@@ -94,11 +94,6 @@ class GymServer:
         return read_verdict(reply["verdict"], self._row)
 
     async def step(self, action: str) -> Consequence:
-        """Give the policy's turn to a server with turns.
-
-        Raises:
-            EnvironmentFailedError: The server failed, or said nothing to go on with.
-        """
         row = self._with_response([Message(role="assistant", content=action)], Usage())
         result = (await self._process.ask({"op": "step", "row": row}, STEP_SECONDS))["step"]
         done = bool(result.get("terminated") or result.get("truncated"))

@@ -96,7 +96,6 @@ class Gym:
         return {"text": said.text, "status": said.status_code}
 
     async def verify(self, request: Request) -> Reply:
-        """Return the server's verdict on the row with its response."""
         return {"verdict": await self._ask("verify", request["row"])}
 
     async def step(self, request: Request) -> Reply:
@@ -119,7 +118,6 @@ class Gym:
         return any(one.matches(scope)[0] == full for one in self._app.router.routes)
 
     def _make(self, name: str, config: Request) -> Any:
-        """Return a server's application."""
         folder = _folder(name)
         sys.path.append(str(folder))  # some servers import what lies beside them
         kind = server_class(importlib.import_module(f"resources_servers.{name}.app"))
@@ -204,7 +202,6 @@ def interpreter() -> Reply:
 
 
 async def main() -> None:
-    """Reply to requests until the input ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a server prints becomes a reply
     loop = asyncio.get_running_loop()

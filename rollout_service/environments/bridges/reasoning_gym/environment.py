@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -26,7 +25,7 @@ from rollout_service.environments.bridges.reasoning_gym.generate import (
     WORKER,
 )
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
-from rollout_service.environments.dataset_files import read_instance, read_instances
+from rollout_service.environments.dataset_files import read_instance
 from rollout_service.environments.libraries import Library
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from sandboxes import ExecResult
@@ -91,12 +90,6 @@ class ReasoningGym(AgentEnvironment):
         super().__init__(spec.model_copy(update={"binds": binds}))
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Reject an instance that the library cannot make again.
-
-        Raises:
-            ConfigurationError: The library is not installed.
-            InvalidFieldError: A field is missing or wrong.
-        """
         self._library.python()
         _read(instance)
         super().check(instance)
@@ -117,12 +110,7 @@ class ReasoningGym(AgentEnvironment):
         return read_score(result)
 
     def dataset(self) -> list[dict[str, JsonValue]]:
-        """Return the instances that were made when the library was installed.
-
-        Raises:
-            ConfigurationError: The library is not installed.
-        """
-        return [dict(one) for one in _tasks(self._library.python().parents[1] / TASKS)]
+        return self._library.instances(TASKS)
 
 
 def final_answer(text: str | None) -> str | None:
@@ -173,11 +161,6 @@ def _read(instance: dict[str, JsonValue]) -> ReasoningTask:
 @cache
 def _worker() -> str:
     return WORKER.read_text()
-
-
-@cache
-def _tasks(path: Path) -> list[dict[str, JsonValue]]:
-    return read_instances(path)
 
 
 environment = ReasoningGym()

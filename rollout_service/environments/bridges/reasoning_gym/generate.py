@@ -15,7 +15,7 @@ from typing import Any, Final
 import anyio
 
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, did_you_mean
-from rollout_service.environments.bridges.process import LibraryProcess, library_process
+from rollout_service.environments.bridges.process import LibraryProcess, library_process, run_while_installing
 from rollout_service.environments.libraries import Library
 
 NAME: Final = "reasoning-gym"
@@ -77,10 +77,7 @@ def write_tasks(folder: Path) -> None:
             async for instance in shipped(folder / "bin" / "python"):
                 await file.write(json.dumps(instance) + "\n")
 
-    try:
-        anyio.run(write)
-    except EnvironmentFailedError as error:
-        raise ConfigurationError(f"the tasks of {NAME} cannot be made: {error}", hint=error.hint) from error
+    run_while_installing(write, f"the tasks of {NAME} cannot be made")
 
 
 REASONING_GYM: Final = Library(NAME, Path(__file__).with_name("requirements.lock"), prepare=write_tasks)

@@ -50,7 +50,6 @@ _LITERAL = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.Load, ast.Una
 
 
 def main() -> None:
-    """Reply to requests until the input ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that the library prints becomes a reply
 
@@ -99,7 +98,6 @@ def score(request: Request, send: Callable[[Reply], None]) -> Reply:
 
 
 def make_dataset(factory: Any, request: Request) -> Any:
-    """Return the data set of a request."""
     options = {"seed": request["seed"], "size": request["size"], **request["config"]}
     return factory.create_dataset(request["task"], **options)
 

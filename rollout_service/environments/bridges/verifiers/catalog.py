@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import anyio
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from api_schemas.trajectories import Message
-from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
-from rollout_service.environments.bridges.process import library_process
+from rollout_service.base.errors import ConfigurationError
+from rollout_service.environments.bridges.process import library_process, run_while_installing
 from rollout_service.environments.bridges.verifiers.declaration import TasksetTable
 from rollout_service.environments.libraries import Library
 from rollout_service.tokens import ToolSpec
@@ -140,10 +139,7 @@ def compile_modules(folder: Path) -> None:
         async with library_process([folder / "bin" / "python", "-I", WORKER], NAME) as process:
             await process.ask({"op": "ready"}, IMPORT_SECONDS)
 
-    try:
-        anyio.run(ready)
-    except EnvironmentFailedError as error:
-        raise ConfigurationError(f"{NAME} cannot be imported: {error}", hint=error.hint) from error
+    run_while_installing(ready, f"{NAME} cannot be imported")
 
 
 VERIFIERS: Final = Library(NAME, Path(__file__).with_name("requirements.lock"), prepare=compile_modules)

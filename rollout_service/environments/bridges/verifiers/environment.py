@@ -101,11 +101,6 @@ class VerifiersEnvironment(Environment):
         return found
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Reject a task that there is not, or that needs more than this bridge has.
-
-        Raises:
-            InvalidFieldError: A field is missing or wrong, or the task cannot be run.
-        """
         self._find(instance)
 
     def for_instance(self, instance: dict[str, JsonValue]) -> Self:

@@ -56,7 +56,6 @@ STOPS = {
 
 
 def main() -> None:
-    """Reply to requests until the input ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that the library prints becomes a reply
     with asyncio.Runner() as runner:
@@ -288,7 +287,6 @@ class ToolServers:
         self._calls: dict[str, Callable[[Request], Any]] = {}
 
     async def open(self, request: Request) -> Reply:
-        """Set the tools up."""
         from verifiers.v1.state import state_cls
         from verifiers.v1.utils import loaders
 
@@ -314,13 +312,11 @@ class ToolServers:
         return {"state": self.read_state().decode()}
 
     def read_state(self) -> bytes:
-        """Return the state as JSON."""
         from pydantic import TypeAdapter
 
         return bytes(TypeAdapter(type(self._state)).dump_json(self._state))
 
     def write_state(self, value: bytes) -> None:
-        """Replace the state by this JSON."""
         from pydantic import TypeAdapter
 
         self._state = TypeAdapter(type(self._state)).validate_json(value)
@@ -352,7 +348,6 @@ class ToolServer:
         return self
 
     async def set_up(self, data: Any, shared: ToolServers) -> None:
-        """Prepare the server for a task."""
         server = self._server
 
         async def pull() -> Any:
