@@ -59,7 +59,6 @@ PASSING = frozenset({408, 429, 502, 503, 504})
 
 
 def error_from(response: httpx.Response) -> ClientError:
-    """Return the error that an unsuccessful response stands for."""
     status, content = response.status_code, response.content
     try:
         problem = Problem.model_validate_json(content)

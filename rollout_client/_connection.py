@@ -181,7 +181,6 @@ class Connection:
                 await patience.wait(error)
 
     def patience(self) -> Patience:
-        """Return the patience for one request."""
         return Patience(self.base_url + self._through, self.patience_seconds)
 
     async def _receive(self, request: httpx.Request, receive: Receive | None) -> httpx.Response:
@@ -196,11 +195,7 @@ class Connection:
 
 
 def _trusting(ca_file: str | Path | None) -> ssl.SSLContext:
-    """Return a context that trusts the system's certificates, and those of a file.
-
-    Raises:
-        CaFileError: The file cannot be used.
-    """
+    """Return a context that trusts the system's certificates, and those of a file."""
     context = httpx.create_ssl_context()
     if ca_file is not None:
         try:

@@ -28,7 +28,6 @@ class LargeBody:
         self.content = bytearray()
 
     async def receive(self, response: httpx.Response) -> None:
-        """Read the body of a response of httpx."""
         self.content = bytearray(int(response.headers.get("content-length", 0)))
         at = 0
         async for piece in response.aiter_bytes():
@@ -100,11 +99,7 @@ def _connection(url: httpx.URL, seconds: float, context: ssl.SSLContext) -> http
 
 
 def _whole(answer: http.client.HTTPResponse) -> bytearray:
-    """Read the body.
-
-    Raises:
-        http.client.IncompleteRead: The connection ends before the body does.
-    """
+    """Read the body."""
     if answer.length is None:
         return bytearray(answer.read())
     length = answer.length

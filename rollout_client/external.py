@@ -71,7 +71,6 @@ class ExternalRollout:
 
     @property
     def model(self) -> str:
-        """The name of the model."""
         return self.access.model
 
     @property

@@ -74,11 +74,7 @@ class RunExport:
 
 
 def _with_nodes(lines: Iterator[ExportLine], path: Path) -> Iterator[ExportLine]:
-    """Yield the other lines, each sample with the sub-agents that follow it; not one that may lack some.
-
-    Raises:
-        BadExportError: A sub-agent is not after its rollout.
-    """
+    """Yield the other lines, each sample with the sub-agents that follow it; not one that may lack some."""
     held: ExportLine | None = None
     nodes: list[AgentNode] = []
     for line in lines:

@@ -66,12 +66,10 @@ class LeasedBatch:
 
     @property
     def batch_id(self) -> str:
-        """The id of the batch."""
         return self.batch.batch_id
 
     @property
     def groups(self) -> Sequence[wire.Group]:
-        """The groups of the batch."""
         return self.batch.groups
 
     async def ack(self) -> None:

@@ -118,12 +118,10 @@ class SyncBatch(Blocking[LeasedBatch]):
 
     @property
     def batch_id(self) -> str:
-        """The id."""
         return self._wrapped.batch_id
 
     @property
     def groups(self) -> Sequence[wire.Group]:
-        """The groups of the batch."""
         return self._wrapped.groups
 
     @property
@@ -151,7 +149,6 @@ class SyncRun(Blocking[ClientRun]):
 
     @property
     def run_id(self) -> str:
-        """The id."""
         return self._wrapped.run_id
 
     def lease(
@@ -193,32 +190,26 @@ class SyncExternalRollout(Blocking[ExternalRollout]):
 
     @property
     def rollout_id(self) -> str:
-        """The id."""
         return self._wrapped.rollout_id
 
     @property
     def task(self) -> wire.Task:
-        """The task to work on."""
         return self._wrapped.task
 
     @property
     def model(self) -> str:
-        """The name of the model."""
         return self._wrapped.model
 
     @property
     def openai(self) -> OpenAIOptions:
-        """The arguments for OpenAI's client."""
         return self._wrapped.openai
 
     @property
     def anthropic(self) -> AnthropicOptions:
-        """The arguments for Anthropic's client."""
         return self._wrapped.anthropic
 
     @property
     def google(self) -> GoogleOptions:
-        """The arguments for Google's client."""
         return self._wrapped.google
 
 

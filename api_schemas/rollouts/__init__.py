@@ -80,7 +80,6 @@ class RolloutState(StrEnum):
 
     @property
     def terminal(self) -> bool:
-        """Whether the state is final."""
         return self in (RolloutState.COMPLETED, RolloutState.FAILED, RolloutState.CANCELLED)
 
 

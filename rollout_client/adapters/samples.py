@@ -41,7 +41,6 @@ class Sample:
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids of the prompt and the response."""
         return self.prompt_ids + self.response_ids
 
     @property

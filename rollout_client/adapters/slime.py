@@ -61,7 +61,6 @@ class Router:
     asking: anyio.Lock = field(default_factory=anyio.Lock)
 
     async def ask(self) -> Sequence[str]:
-        """Return the addresses of the engines."""
         async with self.asking:  # nobody gets the old list while a new one is on its way
             if time.monotonic() - self.asked_at > ROUTER_SECONDS:
                 self.addresses = await self._addresses()

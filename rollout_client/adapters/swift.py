@@ -77,7 +77,6 @@ CACHES = ("/reset_prefix_cache/", "/reset_encoder_cache/", "/reset_mm_cache/", "
 
 
 def rows(tasks: Iterable[Task]) -> list[dict[str, Any]]:
-    """Return rows of a data set for swift."""
     return [{"messages": [{"role": "user", "content": task_text(task)}]} for task in tasks]
 
 

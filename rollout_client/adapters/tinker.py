@@ -108,7 +108,6 @@ class GroupTask:
 
     @property
     def task(self) -> Task:
-        """The task of all its rollouts."""
         task: Task = self.row
         return task
 

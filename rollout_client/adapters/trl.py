@@ -131,7 +131,6 @@ class WeightsFolder:
         self._base = 0
 
     def path(self, step: int) -> Path:
-        """Return the folder for the weights of a step."""
         return self.folder / f"step-{step}"
 
     def push(self, step: int, save: Callable[[str], None]) -> int:

@@ -255,7 +255,6 @@ def run(make: MakeTrainer, submitter: RolloutSubmitter, plan: Plan, say: Callabl
 
 
 def _train(make: MakeTrainer, submitter: RolloutSubmitter, plan: Plan, policy: Policy, number: int) -> Step:
-    """Run a step of training, and compare it."""
     began = time.monotonic()
     recorder = _recorder(submitter)
     trainer = make(recorder, policy.served.model_path, plan.group)
@@ -360,7 +359,6 @@ def _compare(
 
 
 def _is_equal(row: Row, sample: Sample) -> bool:
-    """Return whether a row has the mask and the log-probabilities of a rollout's segment."""
     prompt = [0] * len(sample.prompt_ids)
     mask = prompt + sample.response_mask
     theirs = [value for value, sampled in zip(row.logprobs, row.mask, strict=True) if sampled]

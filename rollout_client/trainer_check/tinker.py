@@ -76,7 +76,6 @@ class _Groups:
         self.groups = groups
 
     def get_batch(self, index: int) -> list[Any]:
-        """Return all groups."""
         del index
         return self.groups
 

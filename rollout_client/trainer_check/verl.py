@@ -34,20 +34,17 @@ class Queue:
         """Do nothing: there is nothing to connect to."""
 
     async def async_kv_put(self, key: str, partition_id: str, tag: Mapping[str, Any]) -> None:
-        """Keep the status of a group."""
         del partition_id
         self.statuses[key] = tag["status"]
 
     async def async_kv_batch_put(
         self, keys: Sequence[str], fields: Any, tags: Any, partition_id: str
     ) -> None:
-        """Keep rows."""
         del tags, partition_id
         for number, key in enumerate(keys):
             self.rows[key] = {name: fields[name][number] for name in FIELDS if name in fields.keys()}  # noqa: SIM118 - a TensorDict iterates over rows
 
     def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> Any:
-        """Return the columns of rows."""
         del partition_id
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
@@ -60,7 +57,6 @@ class Queue:
         )
 
     def kv_batch_put(self, keys: Sequence[str], partition_id: str, fields: Any) -> None:
-        """Add columns to rows."""
         del partition_id
         for number, key in enumerate(keys):
             self.rows[key] |= {name: fields[name][number] for name in fields.keys()}  # noqa: SIM118

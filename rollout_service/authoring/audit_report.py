@@ -37,7 +37,6 @@ class InstanceAudit:
     """The rewards of a policy, if one was asked; None for a rollout that failed."""
 
     def findings(self) -> Iterator[str]:
-        """Yield the defects of this instance."""
         where = f"instance {self.index}"
         for kind, trials in (("an idle agent", self.idle), ("the solution", self.solved)):
             errors = [trial.error for trial in trials if trial.error]
@@ -90,7 +89,6 @@ class AuditReport:
 
     @property
     def findings(self) -> list[str]:
-        """The defects, each with its instance."""
         found = [finding for one in self.instances for finding in one.findings()]
         if self.refused:
             found.append(f"{self.refused} connections were refused by the list of hosts")

@@ -84,13 +84,11 @@ def schemas() -> dict[str, Any]:
 
 
 def observation(seen: TurnObservation, reward: float | None = None, *, done: bool = False) -> dict[str, Any]:
-    """Return an observation as a message."""
     data = {"observation": seen.model_dump(mode="json"), "reward": reward, "done": done}
     return {"type": "observation", "data": data | ({"metadata": seen.metadata} if seen.metadata else {})}
 
 
 def failure(code: str, message: str, **more: Any) -> dict[str, Any]:
-    """Return an error as a message."""
     return {"type": "error", "data": {"code": code, "message": message, **more}}
 
 

@@ -163,7 +163,6 @@ class _Session:
         self._episode: RemoteEpisode | None = None
 
     async def answer(self, text: str) -> dict[str, Any]:
-        """Return the answer to a message."""
         try:
             message = json.loads(text)
         except ValueError as error:
@@ -292,7 +291,6 @@ class RemotePolicy:
             stream.close()
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Show these tools instead."""
         self._tools = list(tools)
 
     def replace(
@@ -306,7 +304,6 @@ class RemotePolicy:
         )
 
     def trajectory(self) -> Trajectory:
-        """Return the messages."""
         return Trajectory(segments=[], messages=list(self.messages), finish_reasons=[], fork_counts={})
 
 
@@ -336,7 +333,6 @@ class RemoteEpisode:
 
     @property
     def state(self) -> EpisodeState:
-        """How far it has come."""
         return EpisodeState(episode_id=self._episode_id, step_count=self._steps)
 
     async def run(self) -> None:

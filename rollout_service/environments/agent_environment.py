@@ -131,7 +131,6 @@ class AgentEnvironment(Environment):
 
 
 def _subagent_tools(spec: EnvironmentSpec) -> list[Tool]:
-    """Return the built-in tools of the sub-agents, if there are any."""
     return [] if spec.parallel is None else builtin_tools(spec.parallel.subagent.tools)
 
 

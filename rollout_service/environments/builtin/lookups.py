@@ -174,7 +174,6 @@ def sample_problems(
 
 
 def as_instance(problem: LookupProblem) -> dict[str, JsonValue]:
-    """Return the data of a task."""
     return {
         "question": problem["question"],
         "names": list(problem["names"]),

@@ -63,7 +63,6 @@ SIZES: Final = (2, 3, 4)
 
 
 def make_problem(rng: random.Random, size: int) -> LookupProblem:
-    """Make a task that asks for `size` values."""
     names = letters(rng, 2 * size)
     keys, pointers = names[:size], [coordinate(rng, letter) for letter in names[size:]]
     held = dict(zip(keys, pointers, strict=True)) | {pointer: value(rng) for pointer in pointers}

@@ -46,7 +46,6 @@ async def _index(arguments: Nothing, context: ToolContext) -> str:  # noqa: ARG0
 
 
 def index_text(names: list[str]) -> str:
-    """Return the answer of the tool `index`."""
     return " ".join(names)
 
 
@@ -81,7 +80,6 @@ QUESTION: Final = "Add all."
 
 
 def make_problem(rng: random.Random, size: int) -> LookupProblem:
-    """Make a task of `size` items."""
     items = [coordinate(rng, letter) for letter in letters(rng, size)]
     return LookupProblem(question=QUESTION, names=items, cells={item: value(rng) for item in items})
 

@@ -58,7 +58,6 @@ class HarborEnvironment(Environment):
         self.for_instance(instance)
 
     def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
-        """Return the environment of the task that the instance names."""
         named = instance.get(KEY)
         if not isinstance(named, str):
             raise _invalid(f"instance.{KEY}", "must be the name of a task")

@@ -172,7 +172,6 @@ class ComposeService(TaskSection):
 
     @property
     def health(self) -> HealthcheckTable | None:
-        """The health check, if there is one."""
         return None if self.healthcheck is None else self.healthcheck.table()
 
 
@@ -232,7 +231,6 @@ class Compose(TaskSection):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The variables of the agent's own service."""
         return self.services[MAIN].environment if MAIN in self.services else {}
 
     @property

@@ -336,11 +336,7 @@ def _unanswered(episode: Episode) -> list[Message]:
 
 
 async def _require_healthy(sandbox: Sandbox, check: HealthcheckTable) -> None:
-    """Run a health check until it succeeds; those that fail in the start period do not count.
-
-    Raises:
-        HealthcheckFailedError: It failed too often.
-    """
+    """Run a health check until it succeeds; those that fail in the start period do not count."""
     starting_until = anyio.current_time() + check.start_period_sec
     failures = 0
     while True:

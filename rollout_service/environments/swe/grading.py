@@ -217,11 +217,7 @@ class SweEvaluation:
         return self._outcome(verdict, planted, log, notes)
 
     async def _prove(self, planted: PlantedScript) -> None:
-        """Run the canary on the repository as it was.
-
-        Raises:
-            EnvironmentFailedError: Its failure is not reported, so no report of this task is to be trusted.
-        """
+        """Run the canary on the repository as it was."""
         log = await self._run(planted.control)
         verdict = await judge_log(self.task, log, planted.canary)
         works = planted.status(verdict.statuses) == "FAILED" if planted.canary else verdict.ran
@@ -233,11 +229,7 @@ class SweEvaluation:
             )
 
     async def _require_unsolved(self, planted: PlantedScript) -> None:
-        """Run the tests on the repository as it was.
-
-        Raises:
-            EnvironmentFailedError: They pass, so every agent would get the reward.
-        """
+        """Run the tests on the repository as it was."""
         verdict = await judge_log(self.task, await self._run(planted.text), planted.canary)
         if verdict.resolved:
             raise EnvironmentFailedError(
@@ -246,11 +238,7 @@ class SweEvaluation:
             )
 
     async def _run(self, script: str) -> str:
-        """Run a script and return its output, both streams as one.
-
-        Raises:
-            EnvironmentFailedError: It did not end in time.
-        """
+        """Run a script and return its output, both streams as one."""
         path = f"/tmp/.rollout-{secrets.token_hex(16)}"  # noqa: S108
         await self.sandbox.write_file(path, script.encode(errors="surrogateescape"))
         result = await self.sandbox.exec(

@@ -32,7 +32,6 @@ class CodeProblem:
 
     @property
     def question(self) -> str:
-        """The question for the agent."""
         text = " ".join((self.solve.__doc__ or "").split())
         if self.kind == "stdio":
             return f"Write a program that reads standard input and writes standard output. {text}"
@@ -64,7 +63,6 @@ class CodeProblem:
 
 
 def problems() -> list[CodeProblem]:
-    """Return all problems."""
     return [
         *(CodeProblem(solve, make, "stdio") for solve, make in programs.PROBLEMS),
         *(CodeProblem(solve, make, "assert") for solve, make in functions.PROBLEMS),

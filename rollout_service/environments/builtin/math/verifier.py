@@ -104,11 +104,7 @@ class _Worker:
         )
 
     def compare(self, gold: str, answer: str, cpu_seconds: int) -> str:
-        """Return the verdict, or why there is none.
-
-        Raises:
-            EnvironmentFailedError: The process ended.
-        """
+        """Return the verdict, or why there is none."""
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the worker was started without pipes")
         try:

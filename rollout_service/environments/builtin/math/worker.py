@@ -51,7 +51,6 @@ class MathVerdict(StrEnum):
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints may become an answer
     for line in sys.stdin:
@@ -100,7 +99,6 @@ def _await_verdict(receiver: Connection, child: Any) -> MathVerdict | str:
 
 
 def _child(sender: Connection, gold: str, answer: str, cpu_seconds: int) -> None:
-    """Run one check, in the fork."""
     _limit_self(cpu_seconds)
     judge(sender.send, gold, answer)
 
