@@ -21,7 +21,8 @@ from api_schemas.rollouts import StopReason
 from rollout_service.authoring.audit_report import AuditReport, InstanceAudit, TrialRecord
 from rollout_service.base.errors import EnvironmentFailedError, describe, format_failure
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.contract import Environment, EnvironmentSpec
+from rollout_service.environments.contract import Environment
+from rollout_service.environments.lint import WrappedEnvironment
 from rollout_service.episodes import Episode, Score
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
@@ -110,16 +111,14 @@ async def _trial(
     return record
 
 
-class _Probe(Environment):
+class _Probe(WrappedEnvironment):
     """An environment whose agent does nothing, or applies the solution, with its stages measured."""
 
     def __init__(self, environment: Environment, *, solves: bool, leaks: list[str] | None = None) -> None:
         """`leaks` gets the paths that the agent can read and should not; None looks for nothing."""
-        self._environment = environment
+        super().__init__(environment)
         self._solves = solves
         self._leaks = leaks
-        self.spec: EnvironmentSpec = environment.spec
-        self.shares_setup = environment.shares_setup
         self.record = TrialRecord()
         self._episode: Episode | None = None
 
@@ -128,9 +127,6 @@ class _Probe(Environment):
         """The process of the sandbox that the trial has now."""
         sandbox = self._episode.sandbox if self._episode is not None else None
         return sandbox.pid if sandbox is not None else None
-
-    def check(self, instance: dict[str, JsonValue]) -> None:
-        self._environment.check(instance)
 
     def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
         self._environment = self._environment.for_instance(instance)
@@ -174,12 +170,6 @@ class _Probe(Environment):
         if episode.sandbox is not None and found:
             leaks += await in_sandbox(episode.sandbox, found)
         return leaks
-
-    async def evaluate_checkpoint(self, episode: Episode, number: int) -> bool:
-        return await self._environment.evaluate_checkpoint(episode, number)
-
-    async def execute(self, episode: Episode) -> None:
-        await self._environment.execute(episode)
 
     async def evaluate(self, episode: Episode) -> Score:
         begun = time.perf_counter()

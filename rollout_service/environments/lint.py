@@ -84,14 +84,13 @@ def _programs(command: str) -> Iterator[str]:
         return
 
 
-# An environment whose agent is the task's own solution, to check the grading.
+# Environments whose agent is another, such as the task's own solution, to check the grading.
 
 
-class Solving(Environment):
-    """Sets up and scores as another environment does, and solves the task in between."""
+class WrappedEnvironment(Environment):
+    """Sets up and scores as another environment does; what its agent does in between is the subclass's."""
 
     def __init__(self, environment: Environment) -> None:
-        """`environment` has a solution."""
         self._environment = environment
         self.spec = environment.spec
         self.shares_setup = environment.shares_setup
@@ -99,17 +98,11 @@ class Solving(Environment):
     def check(self, instance: dict[str, JsonValue]) -> None:
         self._environment.check(instance)
 
-    def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
-        return Solving(self._environment.for_instance(instance))
-
     async def prepare(self, episode: Episode) -> None:
         await self._environment.prepare(episode)
 
     async def init(self, episode: Episode) -> None:
         await self._environment.init(episode)
-
-    async def run(self, episode: Episode) -> StopReason:
-        return await self._environment.solve(episode)
 
     async def execute(self, episode: Episode) -> None:
         await self._environment.execute(episode)
@@ -119,3 +112,13 @@ class Solving(Environment):
 
     async def evaluate(self, episode: Episode) -> Score:
         return await self._environment.evaluate(episode)
+
+
+class Solving(WrappedEnvironment):
+    """Solves the task of an environment that has a solution."""
+
+    def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
+        return Solving(self._environment.for_instance(instance))
+
+    async def run(self, episode: Episode) -> StopReason:
+        return await self._environment.solve(episode)

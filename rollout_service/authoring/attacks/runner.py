@@ -22,7 +22,8 @@ from api_schemas.trajectories import Message
 from rollout_service.authoring.attacks.scripts import CAUSES, PRELUDE, SCRIPTS, Attack
 from rollout_service.base.errors import EnvironmentFailedError, describe, format_failure
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
-from rollout_service.episodes import Episode, PolicyTurn, Score
+from rollout_service.environments.lint import WrappedEnvironment
+from rollout_service.episodes import Episode, PolicyTurn
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
@@ -195,33 +196,13 @@ async def _run_attack(
     return trial.score.reward, ""
 
 
-class _WithoutProgram(Environment):
+class _WithoutProgram(WrappedEnvironment):
     """An environment whose program is left out, so that the attacker alone acts in its sandbox."""
-
-    def __init__(self, environment: Environment) -> None:
-        self._environment = environment
-        self.spec: EnvironmentSpec = environment.spec
-        self.shares_setup = environment.shares_setup
-
-    def check(self, instance: dict[str, JsonValue]) -> None:
-        self._environment.check(instance)
-
-    async def prepare(self, episode: Episode) -> None:
-        await self._environment.prepare(episode)
-
-    async def init(self, episode: Episode) -> None:
-        await self._environment.init(episode)
 
     async def run(self, episode: Episode) -> StopReason:
         turn = await episode.policy.respond([], max_tokens=episode.limits.max_turn_tokens)
         episode.answer = turn.message.content
         return StopReason.FINISHED
-
-    async def execute(self, episode: Episode) -> None:
-        await self._environment.execute(episode)
-
-    async def evaluate(self, episode: Episode) -> Score:
-        return await self._environment.evaluate(episode)
 
 
 class _AgentSandboxRecorder(SandboxSource):
