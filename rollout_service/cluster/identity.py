@@ -45,7 +45,6 @@ class ServiceIdentity:
 
     @classmethod
     def create(cls) -> Self:
-        """Return the identity of a new service in this process."""
         pid = os.getpid()
         return cls(
             host=gethostname(),

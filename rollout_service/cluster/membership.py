@@ -178,11 +178,6 @@ class ClusterNodes:
         return views or [NodeView.model_validate_json(own.view)]
 
     async def get(self, name: str) -> NodeView:
-        """Return a node.
-
-        Raises:
-            NotFoundError: No node has this name.
-        """
         for view in await self.list():
             if view.node == name:
                 return view

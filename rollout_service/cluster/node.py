@@ -101,7 +101,6 @@ class Node:
         return {disk.path: disk.free_bytes for disk in metrics.disks} if metrics else {}
 
     def view(self) -> NodeView:
-        """Return the node's present state."""
         admission, metrics = self.admission, self.admission.host_metrics
         return NodeView(
             node=self.name,
@@ -157,7 +156,6 @@ class Concurrency:
     """Called with the stages' settings after a change."""
 
     def view(self) -> NodeConcurrency:
-        """Return the present concurrency."""
         admission = self.node.admission
         return NodeConcurrency(
             node=self.node.name,

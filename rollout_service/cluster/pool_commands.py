@@ -354,7 +354,6 @@ def _lasting(state: PoolState) -> PoolState:
 
 
 def _error(result: CommandResult) -> InferenceError:
-    """Return the error that another service described."""
     if (info := result.error) is None:
         raise ValueError("the result of a command has neither an outcome nor an error")
     kinds = {kind.code: kind for kind in _family(InferenceError)}

@@ -41,7 +41,6 @@ class ExternalAgents:
         """Given when a program may begin, or has ended."""
 
     def begin(self, episode: Episode, access: GatewayAccess, model: str) -> ExternalAgent:
-        """Let a program begin."""
         agent = ExternalAgent(
             RolloutAccess(url=access.url, key=access.key, model=model, attempt=episode.attempt)
         )

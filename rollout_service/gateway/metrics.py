@@ -122,7 +122,6 @@ class GatewayMetrics:
         self._prompt_seconds.labels(call.dialect).observe(seconds)
 
     def count_report(self, report: CaptureReport) -> None:
-        """Add the counts of an ended rollout's capture."""
         for standing, count in report.standings.items():
             self._standings.labels(standing).inc(count)
         for reason, count in report.forks.items():

@@ -46,7 +46,6 @@ class Canaries:
         self._lock = anyio.Lock()
 
     def list(self) -> Sequence[Canary]:
-        """Return the canaries by pool."""
         return sorted(self._saved.canaries, key=lambda one: one.pool)
 
     def choose(self, pool: str, session_id: str) -> str:

@@ -146,7 +146,6 @@ class LiveFunnel(Collector):
         self._oldest = waiting[0].since if waiting else None
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
         yield GaugeMetricFamily("rollout_live_sessions", "Open sessions", self._open_sessions())
         yield GaugeMetricFamily(
             "rollout_live_judge_queue", "Turns that the judge has in memory", self._judge_queue()

@@ -176,7 +176,6 @@ class SessionRecorder:
             self.parts.followed()
 
     def note_sent(self, turn: int) -> None:
-        """Note that a turn's last token was sent."""
         if turn not in self.sent:
             self.sent.add(turn)
             self.parts.later(partial(self.parts.store.deliver, self.session.session_id, turn))
@@ -228,7 +227,6 @@ class LiveTurn:
         self.turn = turn
 
     def sent(self) -> None:
-        """Note that the client was sent the last token."""
         if self.turn is not None:
             self.recorder.note_sent(self.turn)
 

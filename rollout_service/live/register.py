@@ -66,7 +66,6 @@ class UserHashes:
         return self._digest(b"conversation", client or session_id)
 
     def hash(self, user: str, tenant: str) -> str:
-        """Return the hash of a user of a tenant, by name."""
         return self._digest(b"user", json.dumps([tenant, user]))
 
     def of_session(self, session_id: str) -> str:
@@ -106,7 +105,6 @@ class SessionRegister:
         self.open_sessions = 0
 
     async def count_open(self) -> None:
-        """Count the sessions that are open since before the start."""
         before: tuple[float, str] | None = None
         while page := await self._store.sessions(before=before, limit=PAGE, is_open=True):
             self.open_sessions += len(page)

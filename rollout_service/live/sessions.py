@@ -95,7 +95,6 @@ class LiveSessions:
 
     @property
     def open_sessions(self) -> int:
-        """The number of open sessions."""
         return self._register.open_sessions
 
     @property
@@ -104,7 +103,6 @@ class LiveSessions:
         return self._parts.engines.url
 
     async def start(self) -> None:
-        """Count the sessions that are open."""
         await self._register.count_open()
 
     async def open(self, request: SessionRequest) -> tuple[LiveSession, str | None]:
@@ -161,7 +159,6 @@ class LiveSessions:
         return session.model_copy(update={"turns": turns, "handed_over": parts})
 
     async def show(self, record: SessionRecord) -> LiveSession:
-        """Return a session without its turns."""
         counts = show_counts(await self._store.counts(record.session_id))
         parts = await self._store.parts(session_id=record.session_id)
         return show_session(record, counts, len(parts))

@@ -1,6 +1,6 @@
 """Slurm's commands, as this package uses them: none needs accounting, and all exist since Slurm 22.05.
 
-Guarantee: every failure has Slurm's answer and a hint.
+Guarantee: every failure is a `ConfigurationError` with Slurm's answer and a hint.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class QueuedJob:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has its nodes."""
         return self.state == "RUNNING"
 
     @property
@@ -89,21 +88,13 @@ class PartitionNode:
 
 
 async def submit(script: Path) -> str:
-    """Submit a script, and return the job's id.
-
-    Raises:
-        ConfigurationError: Slurm refuses it.
-    """
+    """Submit a script, and return the job's id."""
     said = await run(["sbatch", "--parsable", str(script)])
     return said.strip().splitlines()[-1].partition(";")[0]
 
 
 async def job_state(job: str) -> JobState:
-    """Return a job's state.
-
-    Raises:
-        ConfigurationError: Slurm does not answer.
-    """
+    """Return a job's state."""
     try:
         said = await run(["scontrol", "--oneliner", "show", "job", job])
     except ConfigurationError as error:
@@ -121,11 +112,7 @@ async def job_state(job: str) -> JobState:
 
 
 async def queued_jobs(script: Path) -> list[QueuedJob]:
-    """Return the tasks of the arrays that were submitted with a script and have not ended.
-
-    Raises:
-        ConfigurationError: Slurm does not answer.
-    """
+    """Return the tasks of the arrays that were submitted with a script and have not ended."""
     said = await run(["squeue", "--me", "--noheader", "--array", "--format=%i|%K|%T|%L|%o"])
     lines = [line.split("|", 4) for line in said.splitlines() if line.count("|") >= 4]
     return [
@@ -144,11 +131,7 @@ def _seconds(time: str) -> float | None:
 
 
 async def partition_nodes() -> list[PartitionNode]:
-    """Return every node of every partition.
-
-    Raises:
-        ConfigurationError: Slurm does not answer.
-    """
+    """Return every node of every partition."""
     said = await run(["sinfo", "-h", "-N", "-o", "%N|%P|%a|%c|%m|%G|%l"])
     return [_partition_node(line) for line in said.splitlines() if line.strip()]
 
@@ -174,38 +157,22 @@ def _gpus(gres: str) -> int:
 
 
 async def host_names(nodes: str) -> list[str]:
-    """Return the nodes of a list such as `n[1-3]`.
-
-    Raises:
-        ConfigurationError: Slurm does not understand it.
-    """
+    """Return the nodes of a list such as `n[1-3]`."""
     return (await run(["scontrol", "show", "hostnames", nodes])).split()
 
 
 async def cancel(job: str, *flags: str) -> None:
-    """End or signal a job.
-
-    Raises:
-        ConfigurationError: Slurm refuses.
-    """
+    """End or signal a job."""
     await run(["scancel", *flags, job])
 
 
 async def end(job: str) -> None:
-    """Let a running job drain and end in order.
-
-    Raises:
-        ConfigurationError: Slurm refuses.
-    """
+    """Let a running job drain and end in order."""
     await cancel(job, "--batch", "--signal=USR2")
 
 
 async def requeue(job: str) -> None:
-    """Put a running job back into the queue.
-
-    Raises:
-        ConfigurationError: Slurm refuses.
-    """
+    """Put a running job back into the queue."""
     await run(["scontrol", "requeue", job])
 
 

@@ -83,7 +83,6 @@ class JobFolder:
 
     @property
     def key_file(self) -> Path:
-        """The file with the API's key."""
         return self.path / "key"
 
     @property
@@ -93,7 +92,6 @@ class JobFolder:
 
     @property
     def key(self) -> str:
-        """The API's key."""
         return self.key_file.read_text()
 
     def state(self, slot: int | None) -> Path:
@@ -104,11 +102,9 @@ class JobFolder:
         return self.path / "state" if slot is None else self.path / "state" / f"node-{slot}"
 
     def log(self, name: str) -> Path:
-        """Return the log of a part."""
         return self.path / "logs" / f"{name}.log"
 
     def save(self, submitted: Submitted) -> None:
-        """Keep the submitted job."""
         write_private(self.path / "job.json", submitted.model_dump_json(indent=2).encode())
 
     def load(self) -> Submitted:
@@ -142,7 +138,6 @@ class JobFolder:
         write_private(self.path / "failures" / f"{failure.name}.json", failure.model_dump_json().encode())
 
     def failures(self) -> list[StartFailure]:
-        """Return why parts do not run, sorted by name."""
         return [StartFailure.model_validate(record) for record in self._records("failures")]
 
     def _records(self, kind: str) -> list[object]:
@@ -176,5 +171,4 @@ def own_address() -> str:
 
 
 def node_name() -> str:
-    """Return this node's name in Slurm."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]

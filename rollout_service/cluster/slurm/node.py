@@ -168,7 +168,6 @@ def _scratch(spec: JobSpec) -> Iterator[Path]:
 
 
 async def _answers(url: str) -> bool:
-    """Return whether a service answers."""
     try:
         async with RolloutClient(url, patience_seconds=0) as client:
             with anyio.fail_after(10):

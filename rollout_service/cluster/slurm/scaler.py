@@ -97,7 +97,6 @@ class Scaler:
             await anyio.sleep(self.interval_seconds)
 
     def folder(self, slot: int) -> JobFolder:
-        """Return the folder of the job in a slot."""
         return JobFolder(self.home.path.parent / f"{self.spec.name}-{slot}")
 
     @property
@@ -184,11 +183,7 @@ class Scaler:
                 await commands.cancel(action.job)
 
     async def _submit(self, slots: Sequence[int], why: str, now: float) -> None:
-        """Submit an array of jobs, one for each slot.
-
-        Raises:
-            NodesDoNotStartError: Slurm refuses it, and it was the last attempt.
-        """
+        """Submit an array of jobs, one for each slot."""
         specs = {slot: self.spec.model_copy(update={"name": f"{self.spec.name}-{slot}"}) for slot in slots}
         for slot, spec in specs.items():
             folder = self.folder(slot)

@@ -57,7 +57,6 @@ class AddedNode:
 
     @property
     def slot(self) -> int:
-        """Its number."""
         return self.job.index
 
     @property

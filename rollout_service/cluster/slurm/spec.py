@@ -223,12 +223,7 @@ def render(spec: JobSpec, folder: Path, *, slots: Sequence[int] = ()) -> str:
 
 
 def _quoted(folder: Path, file: str) -> str:
-    """Return the name of a file in a folder as the value of a directive, in quotes if sbatch needs them.
-
-    Raises:
-        ConfigurationError: The folder has a line break, which ends a directive, or a backslash, after which sbatch puts
-            no number of a job into a name.
-    """
+    """Return the name of a file in a folder as the value of a directive, in quotes if sbatch needs them."""
     if re.search(r"[\r\n\\]", str(folder)):
         raise ConfigurationError(
             f"the folder {str(folder)!r} has a line break or a backslash in its name, which a batch script cannot have",

@@ -62,11 +62,7 @@ class Registrar:
             await anyio.sleep(REGISTER_SECONDS)
 
     async def _register(self, url: str) -> None:
-        """Make a service's list of engines follow the folder's.
-
-        Raises:
-            ClientError: The service does not answer, or refuses an engine.
-        """
+        """Make a service's list of engines follow the folder's."""
         wanted = {engine.url for engine in self.folder.published("engines")}
         async with RolloutClient(url, self.folder.key, patience_seconds=0) as client:
             there = {backend.url.rstrip("/"): backend.backend_id for backend in await client.backends()}
@@ -201,11 +197,7 @@ class Supervisor:
         return KeptProcess(name, srun, output, grace, ends_with_input=True, final_codes=final)
 
     async def _build_images(self) -> None:
-        """Build the images once, on this node, before any service starts.
-
-        Raises:
-            ConfigurationError: An image cannot be built.
-        """
+        """Build the images once, on this node, before any service starts."""
         environment = dict(os.environ)
         if self.spec.images_dir is not None:
             environment["ROLLOUT_IMAGES_DIR"] = str(self.spec.images_dir)

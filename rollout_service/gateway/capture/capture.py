@@ -103,7 +103,6 @@ class PlannedTurn:
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """The ids to send to the engine."""
         return self.prompt.ids
 
     @property
@@ -247,7 +246,6 @@ class TurnCapture:
 
     @property
     def next_id(self) -> int:
-        """The id of the turn that is recorded next."""
         return self._tree.next_id
 
     @property
@@ -283,7 +281,6 @@ class TurnCapture:
         return self._tree.trajectory(messages)
 
     def report(self) -> CaptureReport:
-        """Return the counts so far."""
         roles = self._assign_roles()
         turns = [each.turn for each in self._turns]
         echoes = (standing for each in self._turns for standing in each.echoes.values())

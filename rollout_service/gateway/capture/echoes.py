@@ -39,7 +39,6 @@ class EchoMatch(StrEnum):
 
 
 def compare(sent: SentAnswer, message: ClientMessage) -> EchoMatch:
-    """Return how an answer stands in an assistant's message."""
     if message.text.strip() != sent.text.strip():
         return EchoMatch.TEXT_CHANGED
     calls = _compare_calls(sent.calls, message.calls)
@@ -302,12 +301,10 @@ class TurnHead(Protocol):
     """The properties of a turn that, with the turns before it, show whose conversation it is in."""
 
     @property
-    def head(self) -> Head:
-        """The system prompt and the tools."""
+    def head(self) -> Head: ...
 
     @property
-    def call(self) -> ModelCall:
-        """The request."""
+    def call(self) -> ModelCall: ...
 
 
 def role_of_new(

@@ -37,7 +37,6 @@ class Head:
         return cls(digest(b"", system), blake2b(written, digest_size=_SIZE).digest() if tools else b"")
 
     def key(self) -> bytes:
-        """Return the state of a conversation that has only this head."""
         return blake2b(self.system + self.tools, digest_size=_SIZE).digest()
 
 
@@ -76,7 +75,6 @@ def canonical(arguments: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with whole numbers as integers."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):

@@ -45,13 +45,11 @@ class SentAnswer:
     _events: list[AnswerEvent] = field(default_factory=list)
 
     def add_reasoning(self, text: str) -> None:
-        """Send more reasoning."""
         if text:
             self.reasoning += text
             self._events.append(ReasoningDelta(text))
 
     def add_text(self, text: str) -> None:
-        """Send more text."""
         if text:
             self.text += text
             self._events.append(TextDelta(text))
@@ -62,13 +60,11 @@ class SentAnswer:
         self.calls.append(SentCall(call_id, name, number))
 
     def add_arguments(self, text: str) -> None:
-        """Send more of the last call's arguments."""
         if text:
             self.calls[-1].arguments += text
             self._events.append(CallArguments(len(self.calls) - 1, text))
 
     def end_call(self, error: str | None = None) -> None:
-        """End the last call."""
         self.calls[-1].error, self.calls[-1].ended = error, True
         self._events.append(CallEnd(len(self.calls) - 1, error))
 

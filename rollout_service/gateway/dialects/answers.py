@@ -67,12 +67,10 @@ class WholeAnswer:
 
     @property
     def calls(self) -> list[CallPart]:
-        """The tool calls."""
         return [part for part in self.parts if isinstance(part, CallPart)]
 
     @property
     def finish(self) -> AnswerEnd:
-        """The last event."""
         if self.end is None:
             raise ValueError("the answer has not ended")
         return self.end
@@ -92,7 +90,6 @@ class WholeAnswer:
         yield self.finish
 
     def add(self, event: AnswerEvent) -> None:
-        """Add the next event."""
         match event:
             case ReasoningDelta(text):
                 self._add_text(text, is_reasoning=True)

@@ -100,12 +100,10 @@ class DialectCodec(ABC):
         """Return the body that says how many tokens a prompt has."""
 
     @abstractmethod
-    def models(self, models: Sequence[ListedModel]) -> bytes:
-        """Return the list of models."""
+    def models(self, models: Sequence[ListedModel]) -> bytes: ...
 
     @abstractmethod
-    def model(self, model: ListedModel) -> bytes:
-        """Return the description of one model."""
+    def model(self, model: ListedModel) -> bytes: ...
 
 
 _NOT_IN_FINGERPRINT = frozenset({"stream", "stream_options"})
@@ -247,7 +245,6 @@ def check_tool_choice(fields: Fields) -> None:
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """Return the value of `error`."""
     status, message = describe_failure(error)
     param = error.fields[0].path if isinstance(error, InvalidFieldError) else None
     code = _CODES.get(HTTPStatus(status), "invalid_value")
@@ -261,7 +258,6 @@ def error_object(error: BaseException) -> dict[str, Any]:
 
 
 def error_answer(error: BaseException) -> ErrorAnswer:
-    """Return an exception as the answer to a request."""
     status, _ = describe_failure(error)
     return ErrorAnswer(status, orjson.dumps({"error": error_object(error)}), retry_after(error))
 
@@ -274,12 +270,10 @@ def _overflow(error: ContextOverflowError) -> str:
 
 
 def model_list(models: Sequence[ListedModel]) -> bytes:
-    """Return the body of `GET /v1/models`."""
     return orjson.dumps({"object": "list", "data": [_model_object(model) for model in models]})
 
 
 def model_body(model: ListedModel) -> bytes:
-    """Return the body of `GET /v1/models/{model}`."""
     return orjson.dumps(_model_object(model))
 
 

@@ -67,7 +67,6 @@ def _as_bytes(content: bytes | str) -> bytes:
 
 
 def dump_json(value: object) -> str:
-    """Return a value that `parse_json` returned as compact JSON."""
     return orjson.dumps(value).decode()
 
 
@@ -84,7 +83,6 @@ class Fields:
     path: str = ""
 
     def at(self, name: str) -> str:
-        """Return the path of a field."""
         return f"{self.path}.{name}" if self.path else name
 
     def text(self, name: str) -> str | None:
@@ -173,7 +171,6 @@ def read_body(body: bytes) -> Fields:
 
 
 def kind(value: JsonValue) -> str:
-    """Return the name of a value's type in JSON."""
     kinds: dict[type, str] = {str: "a string", bool: "a boolean", list: "a list", dict: "an object"}
     return "null" if value is None else kinds.get(type(value), "a number")
 

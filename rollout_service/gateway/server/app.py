@@ -93,12 +93,7 @@ class GatewayApp:
                 raise NotFoundError(f"there is no route {request.method} {request.path}")
 
     async def _find(self, request: GatewayRequest, scope: Scope) -> GatewaySession:
-        """Return the session of a request.
-
-        Raises:
-            UnauthorizedError: No session has its key.
-            RolloutEndedError: Its session has ended.
-        """
+        """Return the session of a request."""
         _ = scope
         return self._sessions.find(request.key)
 
@@ -148,12 +143,7 @@ class GatewayApp:
         return call
 
     async def _body(self, request: GatewayRequest, receive: Receive, held: HeldBytes) -> bytes:
-        """Read a body, once there is room for it.
-
-        Raises:
-            TooLargeError: It is larger than the settings allow; no more of it is read.
-            TooManyBytesError: There was no room in time.
-        """
+        """Read a body, once there is room for it."""
         announced = request.headers.get("content-length", "")
         await self._make_room(held, int(announced) if announced.isdecimal() else 0)
         parts: list[bytes] = []
@@ -175,11 +165,7 @@ class GatewayApp:
         await held.grow_to(size)
 
     def _check_model(self, model: str, session: GatewaySession) -> None:
-        """Check the name of the model that a program asks for.
-
-        Raises:
-            UnknownModelError: It is not the policy's, and the settings refuse others.
-        """
+        """Check the name of the model that a program asks for."""
         if self._settings.unknown_model == "refuse" and model != session.model.name:
             raise UnknownModelError(model, session.model.name)
 

@@ -66,7 +66,6 @@ class GatewayRequest:
 
     @classmethod
     def of(cls, scope: Scope) -> GatewayRequest:
-        """Read the head of a request."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         method, path, query = scope["method"], scope["path"], scope["query_string"].decode("latin-1")
         path_key = ""

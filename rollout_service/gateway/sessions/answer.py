@@ -63,7 +63,6 @@ class LiveAnswer:
 
     @property
     def is_read(self) -> bool:
-        """Whether a client is waiting for it."""
         return self._readers > 0
 
     @property
@@ -98,7 +97,6 @@ class LiveAnswer:
         self._add(events)
 
     def feed(self, chunk: TokenChunk) -> None:
-        """Add newly sampled tokens."""
         if self.planned is not None:
             self._sampled.add(chunk)
             if (
@@ -122,7 +120,6 @@ class LiveAnswer:
         return self._sampled.generation(len(planned.prompt_ids)) if planned is not None else None
 
     async def until_read(self) -> None:
-        """Wait until there is a reader."""
         while not self.is_read:
             await self._changed.wait()
 
@@ -198,7 +195,6 @@ class SampledSoFar:
         return len(self._ids)
 
     def add(self, chunk: TokenChunk) -> None:
-        """Add the next tokens."""
         self._is_exact = self._is_exact and chunk.versions is not None
         self._ids.extend(chunk.ids)
         self._logprobs.extend(chunk.logprobs)

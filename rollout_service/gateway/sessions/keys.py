@@ -43,7 +43,6 @@ class GatewaySessions:
         return len(self._open)
 
     def add(self, session: GatewaySession) -> None:
-        """Make a session's key valid."""
         self._open[_hash(session.key)] = session
 
     def remove(self, session: GatewaySession) -> bool:
@@ -56,12 +55,7 @@ class GatewaySessions:
         return True
 
     def find(self, key: str) -> GatewaySession:
-        """Return the session of a key.
-
-        Raises:
-            UnauthorizedError: No rollout has this key.
-            RolloutEndedError: Its rollout has ended.
-        """
+        """Return the session of a key."""
         digest = _hash(key)
         if (session := self._open.get(digest)) is not None:
             return session
@@ -96,7 +90,6 @@ class OneSession:
 
 
 def unknown_key() -> UnauthorizedError:
-    """Return the error for a key that no rollout has."""
     return UnauthorizedError(
         "the key is missing or wrong", hint="Send the rollout's key where clients of this API send theirs."
     )

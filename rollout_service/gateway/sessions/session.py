@@ -331,12 +331,10 @@ class GatewaySession(UndrivenPolicy):
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation at its end, for reading."""
         return self.trajectory().messages
 
     @property
     def usage(self) -> Usage:
-        """The cost of the recorded turns."""
         return self._usage
 
     @property
@@ -345,7 +343,6 @@ class GatewaySession(UndrivenPolicy):
         return self._engine_seconds
 
     def trajectory(self) -> Trajectory:
-        """Return everything recorded so far."""
         return self._capture.trajectory()
 
     def serve(self, listener: socket) -> AbstractAsyncContextManager[None]:

@@ -89,14 +89,12 @@ class JudgeStage:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Judge turns within the block."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.run)
             yield
             tasks.cancel_scope.cancel()
 
     async def run(self) -> None:
-        """Judge turns until this is cancelled."""
         send, receive = anyio.create_memory_object_stream[TurnKey](self._queue)
         async with send, receive, anyio.create_task_group() as tasks:
             for _ in range(self._at_once):

@@ -45,7 +45,6 @@ class PartGroup:
 
     @property
     def owners(self) -> list[Owner]:
-        """The owners of its samples."""
         return [Owner(one.session_id, one.user, one.tenant) for one in self.sessions]
 
 

@@ -67,11 +67,9 @@ class PartPolicy(UndrivenPolicy):
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation at its end, for reading."""
         return self.recorded.messages
 
     def trajectory(self) -> Trajectory:
-        """Return the recorded trajectory."""
         return self.recorded
 
 

@@ -46,20 +46,16 @@ class Unrecorded:
     unrecorded_because: str
 
     async def refused(self, call: ModelCall) -> None:
-        """Note nothing."""
         _ = call
 
     async def planned(self, call: ModelCall, planned: PlannedTurn) -> Unrecorded:
-        """Note nothing."""
         _ = call, planned
         return self
 
     async def record(self, generation: Generation, *, delivered: bool) -> None:
-        """Keep nothing."""
         _ = generation, delivered
 
-    def sent(self) -> None:
-        """Note nothing."""
+    def sent(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ def show_counts(counts: Mapping[str, int]) -> SessionCounts:
 
 
 def show_session(session: SessionRecord, counts: SessionCounts, parts: int) -> LiveSession:
-    """Return a session without its turns."""
     return LiveSession(
         session_id=session.session_id,
         state=SessionState.OPEN if session.closed_at is None else SessionState.CLOSED,

@@ -35,7 +35,6 @@ _FROM_TURN = "SELECT turn, what, data, body FROM contents WHERE session = ? AND 
 def put(
     db: sqlite3.Connection, session: int, turn: int, what: What, data: bytes, body: bytes | None = None
 ) -> None:
-    """Keep content of a turn."""
     values = {"session": session, "turn": turn, "what": what, "data": data, "body": body}
     db.execute(_PUT, values | {"padding": PAGE_SIZE})
 
@@ -68,7 +67,6 @@ def put_mark(
 
 
 def mark_of(db: sqlite3.Connection, session: int, turn: int) -> TurnMarkRecord | None:
-    """Return a turn's mark."""
     row = db.execute(
         "SELECT data FROM contents WHERE session = ? AND turn = ? AND what = 'mark'", (session, turn)
     ).fetchone()
@@ -76,13 +74,11 @@ def mark_of(db: sqlite3.Connection, session: int, turn: int) -> TurnMarkRecord |
 
 
 def put_metadata(db: sqlite3.Connection, session: int, metadata: Mapping[str, Any]) -> None:
-    """Keep a session's metadata."""
     if metadata:
         put(db, session, NO_TURN, "metadata", to_json(dict(metadata)))
 
 
 def metadata(db: sqlite3.Connection, session: int) -> dict[str, Any]:
-    """Return a session's metadata."""
     row = db.execute(_OF_TURN, (session, NO_TURN)).fetchone()
     return {} if row is None else from_json(row["data"])
 

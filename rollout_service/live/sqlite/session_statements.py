@@ -89,7 +89,6 @@ def open_session(db: sqlite3.Connection, session: SessionRecord) -> bool:
 
 
 def find(db: sqlite3.Connection, session_id: str) -> sqlite3.Row | None:
-    """Return a session's row."""
     row: sqlite3.Row | None = db.execute(
         "SELECT * FROM sessions WHERE session_id = ?", (session_id,)
     ).fetchone()
@@ -97,7 +96,6 @@ def find(db: sqlite3.Connection, session_id: str) -> sqlite3.Row | None:
 
 
 def get(db: sqlite3.Connection, session_id: str) -> SessionRecord | None:
-    """Return a session."""
     row = find(db, session_id)
     return None if row is None else _session(db, row)
 
@@ -115,7 +113,6 @@ def latest_of_client(db: sqlite3.Connection, client: str) -> SessionRecord | Non
 
 
 def tenants(db: sqlite3.Connection) -> list[str]:
-    """Return the tenants that have sessions."""
     return [row["tenant"] for row in db.execute("SELECT DISTINCT tenant FROM sessions ORDER BY tenant")]
 
 
@@ -316,7 +313,6 @@ def turns(db: sqlite3.Connection, session_id: str, first: int = 0) -> list[TurnR
 
 
 def get_turn(db: sqlite3.Connection, session_id: str, turn: int) -> TurnRecord | None:
-    """Return a turn."""
     rows = db.execute(_ONE, (session_id, turn)).fetchall()
     return contents.with_content(db, rows[0]) if rows else None
 

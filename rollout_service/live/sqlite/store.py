@@ -124,7 +124,6 @@ class SqliteLiveStore:
     forget_opt_outs = writes(forget_opt_outs)
 
     async def use(self, session_id: str, at: float) -> None:
-        """Note that a request arrived."""
         await self._thread.write(session_statements.served, session_id, at, opted_out=False)
 
     close_session = writes(session_statements.close)

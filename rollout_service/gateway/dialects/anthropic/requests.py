@@ -66,12 +66,7 @@ _LIMITS = frozenset({"max_tokens"})
 
 
 def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
-    """Return the call that a request makes; requests to count tokens are read alike.
-
-    Raises:
-        MalformedBodyError: The body is not JSON.
-        InvalidFieldError: A field is wrong, refused, or holds content that the policy cannot read.
-    """
+    """Return the call that a request makes; requests to count tokens are read alike."""
     fields = read_body(body)
     notes = sort_parameters(fields, PARAMETERS)
     _check_tool_choice(fields)

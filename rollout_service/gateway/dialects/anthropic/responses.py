@@ -192,7 +192,6 @@ _TYPES = {
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """Return the value of `error`."""
     status, message = describe_failure(error)
     if isinstance(error, ContextOverflowError):
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.context_length} maximum"
@@ -200,7 +199,6 @@ def error_object(error: BaseException) -> dict[str, Any]:
 
 
 def error_answer(error: BaseException) -> ErrorAnswer:
-    """Return an exception as the answer to a request."""
     status, _ = describe_failure(error)
     body = orjson.dumps({"type": "error", "error": error_object(error)})
     return ErrorAnswer(status, body, retry_after(error))

@@ -101,12 +101,7 @@ _METHOD = re.compile(r"/models/(?P<model>[^?]+):(?P<method>\w+)$")
 
 
 def read_call(body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:
-    """Return the call that a request makes; requests to count tokens are read alike.
-
-    Raises:
-        MalformedBodyError: The body is not JSON.
-        InvalidFieldError: A field is wrong, refused, or holds content that the policy cannot read.
-    """
+    """Return the call that a request makes; requests to count tokens are read alike."""
     model, method, server_sent_events = _read_path(path)
     fields = _read_fields(body)
     notes = sort_parameters(fields, PARAMETERS)
@@ -295,7 +290,6 @@ class ContentReader:
                 invalid(content.at("role"), "must be user or model")
 
     def system(self, fields: Fields) -> str:
-        """Return the text of the system instruction."""
         value = fields.values.get("systemInstruction")
         if value is None or isinstance(value, str):
             return value or ""

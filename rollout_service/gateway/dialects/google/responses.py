@@ -172,7 +172,6 @@ _STATUSES = {
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """Return the value of `error`."""
     status, message = describe_failure(error)
     if isinstance(error, ContextOverflowError):
         message = (
@@ -192,6 +191,5 @@ def error_object(error: BaseException) -> dict[str, Any]:
 
 
 def error_answer(error: BaseException) -> ErrorAnswer:
-    """Return an exception as the answer to a request."""
     status, _ = describe_failure(error)
     return ErrorAnswer(status, orjson.dumps({"error": error_object(error)}), retry_after(error))

@@ -98,12 +98,7 @@ _LIMITS = frozenset({"max_tokens", "max_completion_tokens"})
 
 
 def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
-    """Return the call that a request makes.
-
-    Raises:
-        MalformedBodyError: The body is not JSON.
-        InvalidFieldError: A field is wrong, refused, or holds content that the policy cannot read.
-    """
+    """Return the call that a request makes."""
     fields = read_body(body)
     notes = sort_parameters(fields, PARAMETERS)
     options = fields.object("stream_options") or Fields({})
@@ -204,7 +199,6 @@ def _read_tools(fields: Fields, notes: Sorted) -> Iterator[tuple[ToolSpec, Decla
 
 
 def read_function(function: Fields) -> ToolSpec:
-    """Return a declared function."""
     parameters = function.object("parameters")
     name, description = function.required_text("name"), function.text("description")
     return function_tool(name, description, parameters.values if parameters else None)

@@ -143,7 +143,6 @@ def _whole_call(call: ModelCall, part: CallPart) -> dict[str, Any]:
 
 
 def finish_reason(end: AnswerEnd, calls: int) -> str:
-    """Return why an answer ended."""
     if end.finish is FinishReason.LENGTH:
         return "length"
     return "tool_calls" if calls else "stop"
@@ -163,7 +162,6 @@ def _token(sampled: TokenLogprob) -> dict[str, Any]:
 
 
 def usage(cost: AnswerUsage) -> dict[str, Any]:
-    """Return the usage of an answer."""
     return {
         "prompt_tokens": cost.prompt_tokens,
         "completion_tokens": cost.sampled_tokens,

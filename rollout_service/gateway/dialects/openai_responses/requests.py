@@ -71,12 +71,7 @@ _LIMITS = frozenset({"max_output_tokens"})
 
 
 def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
-    """Return the call that a request makes.
-
-    Raises:
-        MalformedBodyError: The body is not JSON.
-        InvalidFieldError: A field is wrong, refused, or holds content that the policy cannot read.
-    """
+    """Return the call that a request makes."""
     fields = read_body(body)
     notes = sort_parameters(fields, PARAMETERS)
     if _LOGPROBS in fields.items("include"):

@@ -150,7 +150,6 @@ def whole_response(call: ModelCall, answer: WholeAnswer) -> bytes:
 
 
 def usage(cost: AnswerUsage) -> dict[str, Any]:
-    """Return the usage of an answer."""
     return {
         "input_tokens": cost.prompt_tokens,
         "input_tokens_details": {"cached_tokens": cost.cached_tokens},
