@@ -187,12 +187,12 @@ class LiveFunnel(Collector):
         yield valued
 
 
-def newest(figures: Sequence[FeedbackByVersion], count: int = VERSIONS) -> Iterator[FeedbackByVersion]:
+def newest(figures: Sequence[FeedbackByVersion]) -> Iterator[FeedbackByVersion]:
     """Yield the figures of the newest versions of each pool."""
     seen: dict[str, int] = {}
     for one in sorted(figures, key=lambda one: (one.pool, -one.version)):
         seen[one.pool] = seen.get(one.pool, 0) + 1
-        if seen[one.pool] <= count:
+        if seen[one.pool] <= VERSIONS:
             yield one
 
 

@@ -105,14 +105,14 @@ class Fields:
             return value
         return invalid(self.at(name), f"must be true or false, not {kind(value)}")
 
-    def integer(self, name: str, minimum: int = 1) -> int | None:
-        """Return a whole number, or None if it is missing."""
+    def integer(self, name: str) -> int | None:
+        """Return a whole number of at least 1, or None if it is missing."""
         value = self.values.get(name)
         if type(value) is float and value.is_integer():
             value = int(value)
-        if value is None or (type(value) is int and value >= minimum):
+        if value is None or (type(value) is int and value >= 1):
             return value
-        return invalid(self.at(name), f"must be an integer of at least {minimum}")
+        return invalid(self.at(name), "must be an integer of at least 1")
 
     def object(self, name: str) -> Fields | None:
         """Return an object, or None if it is missing."""

@@ -126,12 +126,10 @@ class TurnJudge:
         rubric: Rubric,
         overrides: Overrides,
         find_hint: FindHint | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._judge = judge
         self._rubric = rubric
         self._find_hint = find_hint
-        self._clock = clock
         self.overrides = overrides
 
     @property
@@ -169,7 +167,7 @@ class TurnJudge:
                 mark = _overridden(*decided)
             else:
                 mark = await self._ask(turn, is_last_try)
-        return replace(mark, hint=found.hint, hint_dropped=found.dropped, at=self._clock())
+        return replace(mark, hint=found.hint, hint_dropped=found.dropped, at=time.time())
 
     async def _ask(self, turn: TurnRecord, is_last_try: bool) -> TurnMarkRecord:
         if turn.next_state is None:

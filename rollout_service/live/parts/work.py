@@ -37,10 +37,9 @@ IDLE_SECONDS = 1.0
 class InService:
     """Since when a pool has been in service, as far as it was looked at."""
 
-    def __init__(self, serving: PolicyServing, pool: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, serving: PolicyServing, pool: str) -> None:
         self._serving = serving
         self._pool = pool
-        self._clock = clock
         self._since: float | None = None
 
     def since(self) -> float | None:
@@ -49,7 +48,7 @@ class InService:
         if self._pool not in pools:
             self._since = None
         elif self._since is None:
-            self._since = self._clock()
+            self._since = time.time()
         return self._since
 
 
