@@ -1,25 +1,36 @@
-"""Reads requests of Responses."""
+"""Reads requests of Responses. An answer of ours comes back as several items, and is one message again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 from api_schemas.errors import FieldError
-from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
+from rollout_service.gateway.contract import ClientMessage, ClientToolCall, DeclaredTool, Dialect, ModelCall
 from rollout_service.gateway.dialects.base import check_tool_choice, fingerprint, read_lane
 from rollout_service.gateway.dialects.fields import (
+    BETWEEN_PARTS,
     FORCES_NOTHING,
     Fields,
     Parameter,
     ParameterTable,
+    Sorted,
     Treatment,
+    custom_call,
+    custom_tool,
+    describe_tools,
+    dump_json,
+    function_tool,
     invalid,
+    join_content,
     read_body,
     sort_parameters,
+    unsupported,
 )
-from rollout_service.gateway.dialects.openai_responses.items import ItemReader, ToolReader
 from rollout_service.gateway.errors import RefusedParameterError
+from rollout_service.tokens import ToolSpec
 
 _HONORED, _RECORDED = Treatment.HONORED, Treatment.RECORDED
 _IGNORED, _REFUSED = Treatment.IGNORED, Treatment.REFUSED
@@ -119,3 +130,224 @@ def _read_schema(fields: Fields) -> Mapping[str, Any] | None:
             schema = form.object("schema")
             return schema.values if schema else {"type": "object"}
     return invalid(form.at("type"), "must be text, json_object or json_schema")
+
+
+_MEDIA = {"input_image": "an image", "input_file": "a file", "input_audio": "audio"}
+_OUTPUTS = frozenset(
+    {"function_call_output", "custom_tool_call_output", "local_shell_call_output", "tool_search_output"}
+)
+_CALLS = frozenset({"function_call", "custom_tool_call", "local_shell_call", "tool_search_call"})
+_OUR_ITEM = re.compile(r"[a-z]+_([A-Za-z0-9-]+)_\d+")
+"""The id of an item that `ItemWriter` made; group 1 is the key of the turn."""
+
+
+def item_id(prefix: str, turn_key: str, index: int) -> str:
+    """Return the id of an answer's item, from which its echo can be told."""
+    return f"{prefix}_{turn_key}_{index}"
+
+
+@dataclass(slots=True)
+class _FoldedAnswer:
+    """An answer that is put together from its items."""
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ClientToolCall] = field(default_factory=list)
+    turn_key: str | None = None
+
+    def message(self) -> ClientMessage:
+        reasoning = "".join(self.thoughts) or None
+        return ClientMessage(
+            "assistant", "".join(self.texts), reasoning, tuple(self.calls), turn_key=self.turn_key
+        )
+
+
+class ItemReader:
+    """Reads the items of one request."""
+
+    def __init__(self, tools: ToolReader, notes: Sorted) -> None:
+        self.head_tools: list[ToolSpec] = []
+        """The tools that items add to the head."""
+        self.found_tools: list[ToolSpec] = []
+        """The tools that the client found for the model, which stand where they were found."""
+        self._tools = tools
+        self._notes = notes
+
+    def read(self, fields: Fields) -> Iterator[ClientMessage]:
+        """Yield the messages; the items of an answer are folded into one."""
+        value = fields.values.get("input")
+        if isinstance(value, str):
+            yield ClientMessage("user", value)
+            return
+        answer: _FoldedAnswer | None = None
+        for item in fields.objects("input"):
+            form = item.text("type") or "message"
+            if _is_of_answer(item, form):
+                answer = answer or _FoldedAnswer()
+                self._fold(item, form, answer)
+                continue
+            message = self._other(item, form)
+            if message is None:
+                continue
+            if answer:
+                yield answer.message()
+                answer = None
+            yield message
+        if answer:
+            yield answer.message()
+
+    def _fold(self, item: Fields, form: str, answer: _FoldedAnswer) -> None:
+        match form:
+            case "message":
+                answer.texts.append(join_content(item, "content", self._text, ""))
+            case "reasoning":
+                answer.thoughts.append(_thought(item))
+                answer.turn_key = item.text("encrypted_content") or answer.turn_key
+            case "function_call":
+                name = flat_name(item.text("namespace"), item.required_text("name"))
+                answer.calls.append(ClientToolCall(_call_id(item), name, item.text("arguments") or ""))
+            case "custom_tool_call":
+                name = flat_name(item.text("namespace"), item.required_text("name"))
+                answer.calls.append(custom_call(_call_id(item), name, item.text("input") or ""))
+            case "local_shell_call":
+                answer.calls.append(_shell_call(item))
+            case "tool_search_call":
+                arguments = item.values.get("arguments")
+                text = arguments if isinstance(arguments, str) else dump_json(arguments or {})
+                answer.calls.append(ClientToolCall(_call_id(item), TOOL_SEARCH, text))
+        if answer.turn_key is None and (ours := _OUR_ITEM.fullmatch(item.text("id") or "")):
+            answer.turn_key = ours[1]
+
+    def _other(self, item: Fields, form: str) -> ClientMessage | None:
+        if form == "message":
+            role = item.required_text("role")
+            if role not in ("system", "developer", "user"):
+                invalid(item.at("role"), "must be system, developer, user or assistant")
+            text = join_content(item, "content", self._text, BETWEEN_PARTS)
+            return ClientMessage(cast("Literal['system', 'developer', 'user']", role), text)
+        if form in _OUTPUTS:
+            return ClientMessage("tool", self._output(item, form), call_id=_call_id(item))
+        if form == "additional_tools":
+            self.head_tools += self._tools.read(item)
+            return None
+        self._notes.ignore(f"input[type={form}]")
+        return None
+
+    def _output(self, item: Fields, form: str) -> str:
+        if form != "tool_search_output":
+            return join_content(item, "output", self._text, BETWEEN_PARTS)
+        found = list(self._tools.read(item))
+        self.found_tools += found
+        return describe_tools(found)
+
+    def _text(self, part: Fields) -> str | None:
+        form = part.required_text("type")
+        if form in ("input_text", "output_text", "text", "reasoning_text", "summary_text"):
+            return part.text("text") or ""
+        if form == "refusal":
+            return part.text("refusal") or ""
+        if form in _MEDIA:
+            unsupported(part.path, _MEDIA[form])
+        self._notes.ignore(f"input[].content[type={form}]")
+        return None
+
+
+def _is_of_answer(item: Fields, form: str) -> bool:
+    return form == "reasoning" or form in _CALLS or (form == "message" and item.text("role") == "assistant")
+
+
+def _thought(item: Fields) -> str:
+    """Return the reasoning of an item, which may hold it twice: as it is, and as its summary."""
+    whole = "".join(part.text("text") or "" for part in item.objects("content"))
+    return whole or "".join(part.text("text") or "" for part in item.objects("summary"))
+
+
+def _shell_call(item: Fields) -> ClientToolCall:
+    action = item.object("action")
+    kept = (
+        {} if action is None else {name: value for name, value in action.values.items() if value is not None}
+    )
+    kept.pop("type", None)
+    return ClientToolCall(_call_id(item), LOCAL_SHELL, dump_json(kept))
+
+
+def _call_id(item: Fields) -> str | None:
+    return item.text("call_id") or item.text("id") or None
+
+
+# The tools of Responses as functions: namespaces get flat names, and tools of other kinds one schema each.
+
+LOCAL_SHELL, TOOL_SEARCH = "local_shell", "tool_search"
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_SHELL_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "command": _STRINGS,
+        "working_directory": {"type": "string"},
+        "timeout_ms": {"type": "integer"},
+        "env": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+    "required": ["command"],
+}
+_SEARCH_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}},
+    "required": ["query"],
+}
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the name under which a tool of a namespace is offered."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+class ToolReader:
+    """Collects the tools of a request, wherever they are declared."""
+
+    def __init__(self, notes: Sorted) -> None:
+        self.declared: dict[str, DeclaredTool] = {}
+        self._notes = notes
+
+    def read(self, fields: Fields, name: str = "tools") -> Iterator[ToolSpec]:
+        """Yield the tools of a list; those that cannot be offered are left out and named."""
+        for tool in fields.objects(name):
+            yield from self._tool(tool, None)
+
+    def _tool(self, tool: Fields, namespace: str | None) -> Iterator[ToolSpec]:
+        form = tool.text("type") or "function"
+        match form:
+            case "namespace" if namespace is None:
+                inner = tool.required_text("name")
+                for one in tool.objects("tools"):
+                    yield from self._tool(one, inner)
+            case "function":
+                parameters = tool.object("parameters")
+                name = self._declare("function", tool.required_text("name"), namespace)
+                yield function_tool(name, tool.text("description"), parameters.values if parameters else None)
+            case "custom":
+                grammar = tool.object("format")
+                name = self._declare("custom", tool.required_text("name"), namespace)
+                yield custom_tool(name, tool.text("description"), grammar.values if grammar else None)
+            case "local_shell":
+                self._declare("local_shell", LOCAL_SHELL, None)
+                yield function_tool(LOCAL_SHELL, "Run a command.", _SHELL_PARAMETERS)
+            case "tool_search" if tool.text("execution") == "client":
+                parameters = tool.object("parameters")
+                self._declare("tool_search", TOOL_SEARCH, None)
+                description = tool.text("description") or "Find more tools."
+                yield function_tool(
+                    TOOL_SEARCH, description, parameters.values if parameters else _SEARCH_PARAMETERS
+                )
+            case _:
+                self._notes.ignore(f"tools[type={form}]")
+
+    def _declare(
+        self,
+        kind: Literal["function", "custom", "local_shell", "tool_search"],
+        name: str,
+        namespace: str | None,
+    ) -> str:
+        flat = flat_name(namespace, name)
+        if kind != "function" or namespace:
+            self.declared[flat] = DeclaredTool(kind, name, namespace)
+        return flat

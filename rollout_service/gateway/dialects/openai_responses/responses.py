@@ -25,7 +25,7 @@ from rollout_service.gateway.contract import (
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.base import COMMENT, AnswerStream, error_object, sse
 from rollout_service.gateway.dialects.fields import custom_input, parse_object
-from rollout_service.gateway.dialects.openai_responses.items import item_id
+from rollout_service.gateway.dialects.openai_responses.requests import item_id
 
 _OPEN = "in_progress"
 
