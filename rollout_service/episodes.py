@@ -128,9 +128,7 @@ class Policy(Protocol):
         ...
 
     @property
-    def usage(self) -> Usage:
-        """The cost of the turns so far."""
-        ...
+    def usage(self) -> Usage: ...
 
     @property
     def engine_seconds(self) -> float:
@@ -252,7 +250,6 @@ class WorkClock:
 
     @property
     def seconds(self) -> float:
-        """The time that the clock shows, in seconds."""
         if self._stopped_at is not None:
             return self._stopped_at
         if self._zero is None:
@@ -280,7 +277,6 @@ class WorkClock:
         self._set_deadlines()
 
     def remove(self, scope: anyio.CancelScope) -> None:
-        """Forget a scope."""
         del self._limits[scope]
 
     def _set_deadlines(self) -> None:
@@ -310,7 +306,10 @@ class WorkLimit:
 
 @dataclass(slots=True)
 class Episode:
-    """One attempt at a task, as it passes through the stages."""
+    """One attempt at a task, as it passes through the stages.
+
+    The `require_` methods raise an `EnvironmentFailedError` where there is no such thing.
+    """
 
     request: RolloutRequest
     attempt: int
@@ -381,19 +380,9 @@ class Episode:
             )
 
     def require_sandbox(self) -> Sandbox:
-        """Return the sandbox.
-
-        Raises:
-            EnvironmentFailedError: There is no sandbox.
-        """
         return require_sandbox(self.sandbox)
 
     def require_judge(self) -> Judge:
-        """Return the judge.
-
-        Raises:
-            EnvironmentFailedError: There is none.
-        """
         if self.judge is None:
             raise EnvironmentFailedError(
                 "a judge is needed to score this, and there is none here",
@@ -402,11 +391,6 @@ class Episode:
         return self.judge
 
     def require_sampler(self) -> TextSampler:
-        """Return the sampler of other pools.
-
-        Raises:
-            EnvironmentFailedError: There is none.
-        """
         if self.sampler is None:
             raise EnvironmentFailedError(
                 "another model takes part in this, and there are no engines here",
@@ -416,11 +400,6 @@ class Episode:
         return self.sampler
 
     def require_subagents(self) -> SubagentHost:
-        """Return the host of sub-agents.
-
-        Raises:
-            EnvironmentFailedError: There is nothing.
-        """
         if self.subagents is None:
             raise EnvironmentFailedError(
                 "this task is for an agent with sub-agents, and there are no engines for them here",
@@ -430,10 +409,8 @@ class Episode:
 
     @property
     def task(self) -> Task:
-        """The task being attempted."""
         return self.request.task
 
     @property
     def instance(self) -> dict[str, JsonValue]:
-        """The data of the task."""
         return self.request.task.instance

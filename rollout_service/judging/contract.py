@@ -130,7 +130,6 @@ class Judgment:
 
     @property
     def note(self) -> str:
-        """A sentence about the judgment, for the notes of a rollout."""
         count = sum(vote.outcome is VoteOutcome.VALID for vote in self.votes)
         verdict = f"{self.label!r}" if self.label is not None else f"a mean of {self.value:g}"
         return (

@@ -160,7 +160,6 @@ def _has_settled(rubric: RubricSettings, votes: Sequence[Vote]) -> bool:
 
 
 def _too_few(rubric: RubricSettings, votes: Sequence[Vote], valid: int) -> ServiceError:
-    """Return the error that says why too few votes are valid."""
     if (failed := next((vote.error for vote in votes if vote.error is not None), None)) is not None:
         return failed
     outcomes = Counter(vote.outcome for vote in votes)

@@ -46,11 +46,9 @@ class JudgeMetrics:
         )
 
     def count_judgment(self, rubric: str, outcome: str) -> None:
-        """Count a question."""
         self._judgments.labels(rubric, outcome).inc()
 
     def count_votes(self, rubric: str, votes: Sequence[Vote], seconds: float) -> None:
-        """Count the calls for one question, and their tokens."""
         self._seconds.labels(rubric).observe(seconds)
         for vote in votes:
             self._votes.labels(rubric, vote.outcome).inc()

@@ -81,14 +81,9 @@ class RubricSettings(BaseModel):
 
 
 class Rubric:
-    """A rubric that is ready to ask; immutable."""
+    """A rubric that is ready to ask; immutable. A template that is not valid is a `ConfigurationError`."""
 
     def __init__(self, settings: RubricSettings) -> None:
-        """Compile the rubric.
-
-        Raises:
-            ConfigurationError: The template is not valid.
-        """
         self.settings = settings
         where = f"the template of the rubric {settings.name!r}"
         self._template = PromptTemplate(settings.template, where=where, texts=settings.texts)
@@ -175,7 +170,6 @@ _WRAPPING = " \t\r\n.,;:!*_`'\"()[]{}"
 
 
 def read_verdict(answer: str, labels: Iterable[str]) -> str | None:
-    """Return the label that the answer chooses, or None."""
     if (after := without_reasoning(answer)) is None:
         return None
     marks = list(_MARK.finditer(after))

@@ -43,7 +43,6 @@ class DiskBudget:
             self._left -= count
 
     async def give_back(self, count: int) -> None:
-        """Return bytes to the budget; shielded."""
         with anyio.CancelScope(shield=True):
             async with self._returned:
                 self._left += count
@@ -98,7 +97,6 @@ class Artifacts:
 
     @property
     def left(self) -> int:
-        """The bytes that may still be added."""
         return max(1, self.limit - self._used)
 
     def keep(self) -> None:
@@ -133,7 +131,6 @@ class Artifacts:
             await self.close()
 
     async def close(self) -> None:
-        """Delete the files; idempotent."""
         for archives in (self.archives, *self.checkpoints):
             await self._delete(archives)
         self._used = 0
@@ -176,7 +173,6 @@ def require_safe(file: IO[bytes], parent: str) -> None:
 
 
 def _digest(name: str) -> bytes:
-    """Return a digest of a name, which may be as long as a path."""
     return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).digest()
 
 

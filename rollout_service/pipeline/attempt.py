@@ -150,12 +150,6 @@ class Attempt:
         return environment
 
     async def _advance(self, stage: Stage) -> None:
-        """Report a stage to the store.
-
-        Raises:
-            LeaseLostError: The rollout is no longer this attempt's.
-            NotServedError: A pool that it needs is not in service, and nothing has begun.
-        """
         if stage is Stage.INIT:
             self._policy.check_served()
         state = RolloutState(stage.value)
@@ -184,7 +178,6 @@ class Attempt:
 
     @property
     def stage(self) -> Stage | None:
-        """The stage that was entered last."""
         return self._runner.stage if self._runner else None
 
     def describe(self, error: Exception) -> ErrorInfo:
@@ -197,7 +190,6 @@ class Attempt:
 
     @property
     def spans(self) -> list[Span]:
-        """The spans of all attempts so far."""
         return [*self.lease.spans, *(self._runner.spans if self._runner else ())]
 
     @property
@@ -317,17 +309,14 @@ class AttemptPolicy:
 
     @property
     def gateway(self) -> GatewayAccess | None:
-        """How a program reaches the policy, if one is to drive it."""
         return self._session
 
     async def end(self) -> None:
-        """Let nothing more be recorded; idempotent."""
         if self._session is not None:
             self.close()
             await self._session.end()
 
     def close(self) -> None:
-        """Free the policy's resources; idempotent."""
         if self._session is None:
             self._context.policies.close(self._request)
         elif self._context.gateway is not None:

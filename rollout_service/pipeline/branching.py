@@ -223,7 +223,6 @@ def _turns_of(chain: Sequence[tuple[Trajectory, int]]) -> list[_EarlierTurn]:
 
 
 def _turns_in(segment: Segment, last: _EarlierTurn | None) -> Iterator[_EarlierTurn]:
-    """Yield the turns of a segment; `last` is the one before them, whose segment this one may continue."""
     position = recorded = 0
     if last is not None and segment.token_ids[: last.end] == last.segment.token_ids[: last.end]:
         recorded = last.end

@@ -33,7 +33,6 @@ class FairSlots:
 
     @property
     def waiting(self) -> int:
-        """How many wait for a slot."""
         return sum(len(waiters) for waiters in self._waiting.values())
 
     @asynccontextmanager
@@ -87,7 +86,6 @@ class HeldSlot:
         self._is_held = True
 
     def free(self) -> None:
-        """Give the slot back; idempotent."""
         if self._is_held:
             self._is_held = False
             self._slots._release()

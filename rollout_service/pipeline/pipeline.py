@@ -99,7 +99,6 @@ class Pipeline:
 
     @property
     def started(self) -> bool:
-        """Whether queued rollouts are being started."""
         return self._started.is_set
 
     def start(self) -> bool:
@@ -109,7 +108,6 @@ class Pipeline:
         return is_first
 
     def stop(self) -> None:
-        """Start no more rollouts; those in progress continue."""
         self._start_called = False
         self._started.clear()
 

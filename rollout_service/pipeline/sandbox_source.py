@@ -57,7 +57,6 @@ class SandboxSource:
 
     @property
     def artifacts_bytes(self) -> int:
-        """The budget of all artifacts together."""
         return self._budget.size
 
     async def check(self, spec: EnvironmentSpec) -> None:
@@ -271,7 +270,6 @@ class EpisodeSandboxes:
         """The episode whose sandbox is open."""
 
     async def admit(self, purpose: Purpose) -> None:
-        """Wait until the host can bear one more sandbox."""
         self._ticket = await self._admission.admit(purpose)
 
     async def start(
@@ -285,7 +283,6 @@ class EpisodeSandboxes:
         snapshot: Snapshot | None = None,
         saved: Path | None = None,
     ) -> None:
-        """Start the episode's sandbox, as `SandboxSource.start` does."""
         with timer.sandbox(), waits_for(StepKind.SANDBOX_START, spec.image or "") as step:
             self._episode, self._owner = episode, _AGENT
             episode.sandbox = await self._source.start(
@@ -307,7 +304,6 @@ class EpisodeSandboxes:
 
     @property
     def checkpoints(self) -> int:
-        """The number of checkpoints."""
         return 0 if self._artifacts is None else len(self._artifacts.checkpoints)
 
     async def keep(self, episode: Episode, spec: EnvironmentSpec) -> None:
@@ -330,7 +326,6 @@ class EpisodeSandboxes:
         return snapshot
 
     async def open_sessions(self, episode: Episode, spec: EnvironmentSpec, timer: Timer) -> None:
-        """Open the agent's sessions, which spares its first call the wait."""
         if episode.sandbox is not None:
             names = ", ".join(sorted(spec.sessions))
             with in_lane("sessions"), timer.sandbox(), waits_for(StepKind.SESSION, names):
@@ -380,7 +375,6 @@ class EpisodeSandboxes:
         )
 
     async def release(self) -> None:
-        """Close the sandbox and delete the artifacts; shielded and idempotent."""
         with anyio.CancelScope(shield=True):
             await self.close()
             if self._artifacts is not None:

@@ -141,14 +141,12 @@ class SavedSandboxes:
             (self._folder / name).unlink(missing_ok=True)
 
     async def save(self, sandbox: Sandbox, provider: SandboxProvider, work: SavedWork) -> None:
-        """Save a sandbox in place of the rollout's last file."""
         outcome = "slow"
         with anyio.move_on_after(SAVE_SECONDS):
             outcome = await self._try_to_save(sandbox, provider, work)
         self._metrics.count_sandbox_save(outcome)
 
     def count_refused(self) -> None:
-        """Count a sandbox that could not be saved."""
         self._metrics.count_sandbox_save("refused")
 
     async def _try_to_save(self, sandbox: Sandbox, provider: SandboxProvider, work: SavedWork) -> str:
@@ -276,7 +274,6 @@ def may_save(environment: Environment, request: RolloutRequest) -> bool:
 
 
 def digest_of(sampled: Sequence[Sequence[int]]) -> str:
-    """Return the hash of the ids that were sampled in some turns."""
     found = hashlib.sha256()
     for ids in sampled:
         found.update(_LENGTH.pack(len(ids)) + np.array(ids, "<i4").tobytes())

@@ -279,22 +279,18 @@ class ClaimRules:
 
     @property
     def is_open(self) -> bool:
-        """Whether rollouts are claimed at all."""
         return self._open
 
     def suit(self, waits: Mapping[str, float] | None) -> None:
-        """Claim only rollouts of these environments."""
         if waits != self._waits:
             self._waits = waits
             self.changed.notify()
 
     def open(self, is_open: bool) -> None:
-        """Claim rollouts, or claim no more."""
         if is_open is not self._open:
             self._open = is_open
             self.changed.notify()
 
     async def until_open(self) -> None:
-        """Wait until rollouts are claimed."""
         while not self._open:
             await self.changed.wait()

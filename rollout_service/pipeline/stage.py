@@ -54,7 +54,6 @@ class Timer:
             self.sandbox_seconds += time.perf_counter() - started
 
     def span(self) -> Span:
-        """Return the span, ending now."""
         return Span(
             stage=self.stage,
             attempt=self.attempt,
@@ -91,7 +90,6 @@ class Slot:
         self._free_place()
 
     def free(self) -> None:
-        """Give back everything; idempotent."""
         self._free_worker()
         self._free_place()
 
@@ -118,7 +116,6 @@ class StageLimiter:
 
     @property
     def idle(self) -> bool:
-        """Whether no rollout waits or is worked on."""
         return not (self.places.in_use or self.workers.in_use)
 
     def resize(self, *, places: int, workers: int) -> None:
@@ -179,18 +176,11 @@ class StageLimiter:
 class SemaphoreLike(Protocol):
     """A semaphore to acquire and release: `ResizableSemaphore` or anyio's own."""
 
-    async def acquire(self) -> None:
-        """Wait for a permit."""
+    async def acquire(self) -> None: ...
 
-    def acquire_nowait(self) -> None:
-        """Acquire a permit.
+    def acquire_nowait(self) -> None: ...
 
-        Raises:
-            WouldBlock: No permit is free.
-        """
-
-    def release(self) -> None:
-        """Return a permit."""
+    def release(self) -> None: ...
 
 
 class ResizableSemaphore:
@@ -208,26 +198,18 @@ class ResizableSemaphore:
         return self.size + self._surplus - self._free.value
 
     async def acquire(self) -> None:
-        """Wait for a permit."""
         await self._free.acquire()
 
     def acquire_nowait(self) -> None:
-        """Acquire a permit.
-
-        Raises:
-            WouldBlock: No permit is free.
-        """
         self._free.acquire_nowait()
 
     def release(self) -> None:
-        """Return a permit."""
         if self._surplus:
             self._surplus -= 1
         else:
             self._free.release()
 
     def resize(self, size: int) -> None:
-        """Change the number of permits."""
         for _ in range(size, self.size):
             try:
                 self._free.acquire_nowait()

@@ -134,7 +134,6 @@ class StageRunner:
         """Why the agent stopped, once it has."""
 
     async def run(self) -> Score:
-        """Pass all three stages and return the score."""
         episode = await self._init()
         await self._rollout(episode)
         return await self.evaluate(episode)
@@ -235,7 +234,6 @@ class StageRunner:
         episode.save_due = saver.due
 
     async def _make_setup(self, episode: Episode, timer: Timer) -> Setup:
-        """Prepare the files of an instance in a sandbox of their own."""
         await self._sandboxes.start(episode, self._environment.spec, timer)
         with waits_for(StepKind.SETUP, f"{self._environment.spec.name}, shared"):
             await prepare(self._environment, episode, self._context.sandboxes.secrets)
@@ -367,7 +365,6 @@ class StageRunner:
             self.spans.append(timer.span())
 
     async def release(self) -> None:
-        """Close all open resources and give back the worker; shielded and idempotent."""
         try:
             await self._sandboxes.release()
         finally:

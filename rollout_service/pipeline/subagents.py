@@ -44,11 +44,9 @@ class EpisodeSubagents:
         """The requests that stand for each agent at its pool."""
 
     def model(self, pool: str) -> str:
-        """Return the model that a pool serves."""
         return self._policies.model(pool)
 
     async def open(self, pool: str, tools: list[ToolSpec], *, agent: str, temperature: float) -> Policy:
-        """Open a conversation with a pool."""
         request = self._request.model_copy(
             update={
                 "pool": pool,
@@ -61,12 +59,10 @@ class EpisodeSubagents:
         return without_secrets(await self._policies.open(request, tools), self._hidden)
 
     def slot(self) -> AbstractAsyncContextManager[SubagentSlot]:
-        """Wait for a slot, which is held within the block."""
         return self._context.subagent_slots.slot(self._request.rollout_id or "")
 
     @asynccontextmanager
     async def sandbox(self) -> AsyncIterator[Sandbox]:
-        """Start a sandbox of the environment's image once it is admitted; it ends with the block."""
         with waits_for(StepKind.HOST):
             ticket = await self._context.admission.admit(Purpose.GRADER)
         try:

@@ -57,7 +57,6 @@ class TurnWriter:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Save turns until the block is left."""
         async with anyio.create_task_group() as tasks:
             for queue, shard in zip(self._queues, self._store.shards, strict=True):
                 tasks.start_soon(self._save_forever, queue, shard)

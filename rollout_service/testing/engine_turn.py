@@ -123,12 +123,10 @@ class EngineTurn:
 
     @property
     def rid(self) -> str:
-        """The request's id."""
         return self.asked.rid
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens of its prompt."""
         return len(self.asked.ids)
 
     @property
@@ -144,7 +142,6 @@ class EngineTurn:
         return self.seconds * min(self.stream.next_end, tokens) / tokens - self.elapsed
 
     def finish_reason(self) -> dict[str, object]:
-        """Return why it ended, in SGLang's format."""
         if self.aborted:
             return {"type": "abort", "message": "Aborted by request"}
         if self.reply.stops:

@@ -98,7 +98,6 @@ class KVCache:
         hold.pages.clear()
 
     def flush(self) -> None:
-        """Evict every page that is not in use."""
         while self._evict_one():
             continue
 

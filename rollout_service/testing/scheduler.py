@@ -39,7 +39,6 @@ class TurnScheduler:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are being answered."""
         return len(self._turns)
 
     async def _run(self, asked: ScriptedRequest, stream: ChunkStream | None = None) -> EngineTurn:
@@ -76,7 +75,6 @@ class TurnScheduler:
             self.accelerator.keep(admission, [*ids, *turn.reply.ids[: turn.done][:-1]])
 
     async def _sample(self, turn: EngineTurn) -> None:
-        """Let the turn's time pass."""
         while not turn.aborted and (self._holds(turn) or turn.elapsed < turn.seconds):
             if self._holds(turn):
                 await self._wait_for_resume(turn)

@@ -48,12 +48,6 @@ class ScriptedPolicy:
         self.engine_seconds = 0.0
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
-        """Play the next turn.
-
-        Raises:
-            ScriptEndedError: The script has no more turns.
-            ServiceError: The script has this error in place of a turn.
-        """
         self.messages += new_messages
         self.max_tokens.append(max_tokens)
         await anyio.sleep(self._delay)
@@ -69,7 +63,6 @@ class ScriptedPolicy:
         self.tools = list(tools)
 
     def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
-        """Replace the whole history by other messages."""
         self.messages = list(messages)
         self.replaced.append(reason)
 
@@ -124,10 +117,8 @@ def turn(
 
 
 def call(name: str, /, **arguments: Any) -> ToolCall:
-    """Return a well-formed call of a tool."""
     return ToolCall(id="call", name=name, arguments=arguments, raw=f"{name}({arguments})")
 
 
 def malformed_call(raw: str = "<tool_call>{", error: str = "invalid_json") -> ToolCall:
-    """Return a call that could not be parsed."""
     return ToolCall(id="call", name=None, arguments=None, raw=raw, error=error)

@@ -116,7 +116,6 @@ class ScriptedEngine(TurnScheduler):
 
     @property
     def url(self) -> str:
-        """The address that it listens at."""
         host, port = self._address
         return f"http://{host}:{port}"
 
@@ -209,7 +208,6 @@ class ScriptedEngine(TurnScheduler):
         return body["sampling_params"].get("stream_interval", 1) if body.get("stream") else None
 
     def _events(self, turn: EngineTurn, fault: Fault | None, *, is_last: bool) -> list[dict[str, Any]]:
-        """Return a chunk of a streamed answer."""
         if fault is Fault.QUEUE_ABORT:
             return [self._queue_abort()]
         chunk = self._answer(turn if self._is_incremental else replace(turn, since=0), fault)
@@ -245,7 +243,6 @@ class ScriptedEngine(TurnScheduler):
         return ids
 
     def _logprobs(self, turn: EngineTurn, fault: Fault | None) -> list[tuple[float | None, int]]:
-        """Return pairs of a logprob and its id."""
         pairs: list[tuple[float | None, int]] = [(SAMPLED_LOGPROB, token) for token in turn.sampled]
         if fault is Fault.BAD_LOGPROB:
             pairs[-1] = (None, pairs[-1][1])
@@ -364,10 +361,8 @@ def _request_of_any_size(
 
 
 def json_answer(content: object, status: int = 200) -> web.Response:
-    """Return a JSON response with this content."""
     return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
 
 
 def refusal(message: str) -> web.Response:
-    """Return a 400 in the engines' format."""
     return json_answer({"error": {"message": message}}, 400)

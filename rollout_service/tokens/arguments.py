@@ -103,14 +103,12 @@ def _with_arguments(
 
 
 def _parameter(schema: Mapping[str, Any], key: str) -> Any:
-    """Return the schema of one parameter, or None."""
     properties = schema.get("properties")
     others = schema.get("additionalProperties")
     return properties.get(key, others) if isinstance(properties, Mapping) else others
 
 
 def _parameters(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """Return the schema of a tool's parameters; empty if there is none."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:

@@ -75,17 +75,14 @@ class Conversation:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation as it stands."""
         return tuple(self._messages)
 
     @property
     def turns(self) -> tuple[AssistantTurn, ...]:
-        """The policy's turns."""
         return tuple(self._turns)
 
     @property
     def fork_counts(self) -> dict[ForkReason, int]:
-        """The number of segments begun, by reason."""
         return dict(Counter(segment.fork_reason for segment in self._segments))
 
     @property
@@ -134,7 +131,6 @@ class Conversation:
         return None if tokens is None else known + tokens
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
         return self._renderer.decode(ids)
 
     def recorded_length(self) -> int:

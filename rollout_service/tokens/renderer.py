@@ -77,7 +77,6 @@ class ParsedTurn:
 
     @property
     def malformed(self) -> bool:
-        """Whether any tool call is malformed."""
         return any(call.error for call in self.tool_calls)
 
 
@@ -152,7 +151,6 @@ class ChatRenderer:
         return cls(backend, tokenizer, name, ends_of_turn(path) if name == "default" else ())
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of plain text, without any chat format."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def count_if_over(self, texts: Iterable[str], most: int) -> int | None:
@@ -343,11 +341,7 @@ class ChatRenderer:
         return parsed.reasoning_complete is False
 
     def _guarded(self, function: Any, *args: Any, **options: Any) -> Any:
-        """Call the library, whose exception depends on the shape of a message.
-
-        Raises:
-            ValueError: The library raised any of its errors.
-        """
+        """Call the library, whose exception depends on the shape of a message."""
         try:
             return function(*args, **options)
         except (*_LIBRARY_ERRORS, AssertionError, TemplateError) as error:

@@ -71,7 +71,6 @@ class SpecialTokenEscaper:
         return escaped + MARK if self._may_go_on(text) else escaped
 
     def escape_all(self, value: Any) -> Any:
-        """Escape every text inside a JSON value."""
         if isinstance(value, str):
             return self.escape(value)
         if isinstance(value, list):
@@ -254,7 +253,6 @@ class FastTokenizer:
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
-        """Return an escaper for all added tokens, or only for those that are marked as special."""
         added = self._backend.get_added_tokens_decoder().values()
         normalizer = self._backend.normalizer
         return SpecialTokenEscaper(
@@ -264,7 +262,6 @@ class FastTokenizer:
 
     @cached_property
     def token_bytes(self) -> TokenBytes | None:
-        """The bytes of every token, or None if they are not known."""
         return TokenBytes.of(self._backend)
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
@@ -289,7 +286,6 @@ class TransformersTokenizer:
         return len(self._inner)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text. Its marks cut it and have no ids."""
         if self._fast is not None and not add_special_tokens:
             return self._fast.encode(text)
         parts = pieces(text) if MARK in text else [text]
@@ -322,7 +318,6 @@ class TransformersTokenizer:
         return self._inner.convert_tokens_to_ids(token)
 
     def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
-        """Return an escaper for all added tokens, or only for those that are marked as special."""
         if self._fast is not None:
             return self._fast.escaper(special_only=special_only)
         added = self._inner.added_tokens_decoder.values()
@@ -330,7 +325,6 @@ class TransformersTokenizer:
 
     @property
     def token_bytes(self) -> TokenBytes | None:
-        """The bytes of every token, or None if they are not known."""
         return None if self._fast is None else self._fast.token_bytes
 
     def template_text(self, messages: Sequence[Any], **options: Any) -> str:

@@ -165,7 +165,6 @@ class GrowingSegment:
         self.turn_ids.extend([turn_id] * len(ids))
 
     def freeze(self) -> Segment:
-        """Return a copy of the segment in its present state."""
         # Unchecked: the values were checked when they were recorded, and checking long lists again is slow.
         return Segment.model_construct(
             token_ids=self.token_ids.tolist(),

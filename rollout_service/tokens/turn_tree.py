@@ -48,12 +48,10 @@ class TreeTurn:
     """Prompt and output, perhaps followed by the ids of the first turn that extends this one."""
 
     def ids(self) -> list[int]:
-        """Return the ids of prompt and output."""
         return self._lane[: self.end].tolist()
 
     @property
     def output_ids(self) -> list[int]:
-        """The sampled ids."""
         return self._lane[self.prompt_length : self.end].tolist()
 
     @property
@@ -104,7 +102,6 @@ class TurnTree:
 
     @property
     def turns(self) -> tuple[TreeTurn, ...]:
-        """The policy's turns, in the order in which they ended."""
         return tuple(self._turns)
 
     def begin(

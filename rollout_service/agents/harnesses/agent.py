@@ -151,7 +151,6 @@ class HarnessAgent:
     async def _run_program(
         self, episode: Episode, gateway: GatewayAccess, values: dict[str, str]
     ) -> ExecResult:
-        """Run the program until it ends, its time is over, or a call could not be answered."""
         sandbox, preset, started = episode.require_sandbox(), self._preset, time.perf_counter()
         async with open_task_group() as tasks:
             tasks.start_soon(gateway.until_failed)

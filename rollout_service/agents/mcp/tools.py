@@ -187,7 +187,6 @@ class McpConnection:
 
     @property
     def name(self) -> str:
-        """The server's name in the environment."""
         return self.settings.name
 
     async def begin(self) -> list[McpToolInfo]:

@@ -126,7 +126,6 @@ class HttpTransport:
         await self._post(message)
 
     async def _post(self, message: JsonObject) -> JsonObject | None:
-        """Send a message; return its answer, if there is one."""
         url, name = str(self._settings.url), self._settings.name
         try:
             content = orjson.dumps(message)
@@ -209,7 +208,6 @@ def _answering(data: bytes, asked: object) -> JsonObject | None:
 
 
 def _parse(data: bytes) -> JsonObject | None:
-    """Return a message, or None for other output: servers print other things by mistake."""
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError:

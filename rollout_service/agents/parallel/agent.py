@@ -35,14 +35,9 @@ class ParallelAgent:
 
     @property
     def definitions(self) -> list[ToolSpec]:
-        """The tools' definitions for the policy."""
         return with_delegation([tool.definition for tool in self._tools])
 
     async def run(self, episode: Episode, messages: Sequence[Message]) -> StopReason:
-        """Work on a task that begins with these messages; put the final text in `episode.answer`.
-
-        Errors of the engine, the renderer and the sandbox are raised as they are.
-        """
         episode.nodes.clear()
         tree = AgentTree(self._settings, episode, episode.require_subagents())
         calls = ParallelCalls(

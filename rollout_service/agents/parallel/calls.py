@@ -96,7 +96,6 @@ class ParallelCalls:
         return with_delegation(self._direct.definitions) if self._delegates else self._direct.definitions
 
     def stop_reason(self, episode: Episode) -> StopReason | None:
-        """Return which limit leaves no room for a further turn, if one does."""
         if self._exhausted:
             return StopReason.MAX_TOOL_CALLS
         if self._allowance is not None and self._used(episode) >= self._allowance:
@@ -107,7 +106,6 @@ class ParallelCalls:
         return self.ledger.steps(episode.policy.usage.turns).scheduled
 
     async def run(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
-        """Return the results of a turn's calls in their order; empty if one of them ended the agent."""
         number = episode.policy.usage.turns - 1
         direct = [call for call in calls if not self._is_delegation(call)]
         charged = sum(self._direct.knows(call) and call.name != FINISH.name for call in direct)

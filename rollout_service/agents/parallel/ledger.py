@@ -40,7 +40,6 @@ class Wave:
 
     @property
     def longest(self) -> float:
-        """The seconds of the one that worked longest."""
         return max((branch.worked for branch in self.branches), default=0.0)
 
 
@@ -67,7 +66,6 @@ class Ledger:
         return [turn.main for turn in self._all(turns)]
 
     def steps(self, turns: int) -> Steps:
-        """Return the steps of the agent and its sub-agents in its turns so far."""
         return add_up(self._all(turns))
 
     def balances(self) -> list[float]:
@@ -141,7 +139,6 @@ class TurnSteps:
 
 
 def add_up(turns: Iterable[TurnSteps]) -> Steps:
-    """Return the steps of an agent from those of its turns."""
     critical = scheduled = total = 0
     for turn in turns:
         branches = [branch for wave in turn.waves for branch in wave]

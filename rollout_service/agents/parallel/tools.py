@@ -49,7 +49,6 @@ def marked_result(text: str) -> str | None:
 
 
 def created_text(name: str) -> str:
-    """Return the result of a call that created a sub-agent."""
     return f"created {name}"
 
 

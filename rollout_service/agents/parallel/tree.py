@@ -50,7 +50,6 @@ class AgentTree:
 
     @property
     def task_prompt(self) -> str:
-        """The task as the root was given it."""
         return next((each.content for each in self.episode.policy.messages if each.role == "user"), "")
 
     def is_new(self, system: str, prompt: str) -> bool:
@@ -65,7 +64,6 @@ class AgentTree:
         return not known
 
     def count_begun(self, *, duplicate: bool) -> None:
-        """Count a task that begins to run."""
         self.assigns["executed"] += 1
         self.assigns["duplicate"] += duplicate
 

@@ -61,7 +61,6 @@ class ToolCallingAgent:
 
     @property
     def definitions(self) -> list[ToolSpec]:
-        """The tools' definitions for the policy."""
         return self._calls.definitions
 
     async def run(self, episode: Episode, messages: Sequence[Message]) -> StopReason:
@@ -148,15 +147,12 @@ class ToolCalls:
 
     @property
     def definitions(self) -> list[ToolSpec]:
-        """The tools' definitions for the policy."""
         return [tool.definition for tool in self._tools.values()]
 
     def stop_reason(self, episode: Episode) -> StopReason | None:  # noqa: ARG002 - the agent's own limits suffice
-        """Return None: these calls set no limit."""
         return None
 
     async def run(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
-        """Return the results of a turn's calls; empty if one of them ended the agent."""
         context = context_of(episode)
         messages: list[Message] = []
         started = time.perf_counter()
@@ -183,7 +179,6 @@ class ToolCalls:
         return call.error is None and call.name in self._tools
 
     def is_parallel(self, call: ToolCall) -> bool:
-        """Return whether a call may run at the same time as others."""
         return self.knows(call) and self._tools[call.name or ""].parallel
 
     async def _run_in_order(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
@@ -243,7 +238,6 @@ def _detail(call: ToolCall, context: ToolContext) -> dict[str, str]:
 
 
 def context_of(episode: Episode) -> ToolContext:
-    """Return the resources of an episode's calls."""
     limits = episode.limits
     return ToolContext(
         episode.sandbox,
@@ -257,5 +251,4 @@ def context_of(episode: Episode) -> ToolContext:
 
 
 def message_of(call: ToolCall, text: str) -> Message:
-    """Return the message that answers a call."""
     return Message(role="tool", content=text, tool_calls=[], tool_call_id=call.id, name=call.name)

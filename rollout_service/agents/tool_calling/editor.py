@@ -85,7 +85,6 @@ class _History:
         return sum(len(content or "") for _, content in self.edits)
 
     def last(self, path: str) -> int | None:
-        """Return the position of the last edit of a file."""
         return max((at for at, (edited, _) in enumerate(self.edits) if edited == path), default=None)
 
 

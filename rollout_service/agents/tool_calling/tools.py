@@ -174,7 +174,6 @@ class FunctionTool(Generic[A]):
         self._function = function
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> ToolResult:
-        """Check the arguments and call the function."""
         try:
             checked = self._arguments.model_validate(arguments)
         except ValidationError as error:

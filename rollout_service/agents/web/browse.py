@@ -80,7 +80,6 @@ def _window(text: str, page: _FetchedPage, start: int, limit: int) -> str:
 
 
 async def _fetch(sandbox: Sandbox, url: str, seconds: float) -> _FetchedPage:
-    """Get a page, along its redirects."""
     for _ in range(REDIRECTS + 1):
         page = await _get(sandbox, url, seconds)
         if not (page.location and 300 <= page.status < 400):

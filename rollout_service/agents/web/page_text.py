@@ -105,7 +105,6 @@ class _PageWriter:
         self._link = "" if closing else _address(tag, self._url)
 
     def text(self, text: str) -> None:
-        """Add the text between two tags."""
         if not self._hidden and text:
             self._out.append(_plain(text))
 

@@ -73,7 +73,6 @@ class SearchSettings(BaseModel):
 
     @property
     def host(self) -> str:
-        """The host and the port of its address."""
         return httpx.URL(self.url).netloc.decode()
 
     @model_validator(mode="after")
@@ -99,12 +98,6 @@ def search_tool(settings: SearchSettings) -> FunctionTool[_Search]:
 
 
 async def _ask(settings: SearchSettings, query: str, seconds: float) -> Any:
-    """Return the service's answer, as parsed JSON.
-
-    Raises:
-        ToolInputError: The service cannot take the query.
-        SearchFailedError: It cannot be reached, or gives no answer that can be read.
-    """
     headers = await anyio.to_thread.run_sync(_headers, settings)
     try:
         with anyio.fail_after(seconds):
@@ -133,7 +126,6 @@ async def _get_patiently(settings: SearchSettings, query: str, headers: dict[str
 
 
 async def _get(settings: SearchSettings, query: str, headers: dict[str, str]) -> bytes:
-    """Return the body of an answer."""
     parameters = {**settings.parameters, settings.query: query}
     url = httpx.URL(settings.url).copy_merge_params(parameters)
     context = await anyio.to_thread.run_sync(tls_context)
@@ -175,11 +167,6 @@ def _may_pass(error: httpx.HTTPError) -> bool:
 
 
 def _found(settings: SearchSettings, answer: Any) -> list[dict[str, Any]]:
-    """Return the results in an answer.
-
-    Raises:
-        SearchFailedError: The answer has no list under the key `results` of the settings.
-    """
     for key in settings.results.split(".") if settings.results else []:
         answer = answer.get(key) if isinstance(answer, dict) else None
     if not isinstance(answer, list):

@@ -38,7 +38,6 @@ def mapping(value: object, what: str, hint: str = "") -> Mapping[str, Any]:
 
 
 def finish_reason(value: object, name: str) -> FinishReason:
-    """Return why a generation ended."""
     reason = _REASONS.get(value) if isinstance(value, str) else None
     if reason is None:
         raise BackendProtocolError(f"{name} is {value!r}, not stop, length or abort")
@@ -46,7 +45,6 @@ def finish_reason(value: object, name: str) -> FinishReason:
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value is a whole number, 0 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

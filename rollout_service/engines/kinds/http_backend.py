@@ -81,21 +81,17 @@ class HttpBackend(ABC):
 
     @property
     def id(self) -> str:
-        """Unique among the backends of the service."""
         return self._id
 
     @property
     def url(self) -> str:
-        """The address of the engine."""
         return self._url
 
     @property
     def keeps_kv_apart(self) -> bool:
-        """Whether a request can find only KV of the weights that the engine has when it is sent."""
         return False
 
     async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
-        """Sample one continuation; see `Backend.generate`."""
         if self._info is not None:
             self._check_room(request, self._info)
         self._open_calls += 1
@@ -125,13 +121,11 @@ class HttpBackend(ABC):
             self._call_ended.notify()
 
     async def close(self) -> None:
-        """Close the connections; the engine itself keeps running."""
         self._is_closed = True
         await self._client.close()
 
     @abstractmethod
-    async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request, or all for None."""
+    async def abort(self, request_id: str | None = None) -> None: ...
 
     @abstractmethod
     async def _sample(
@@ -186,24 +180,14 @@ class HttpBackend(ABC):
         """Make one HTTP exchange, and return its JSON.
 
         With `is_json=None`, invalid JSON becomes None; with False, the body is ignored. Without `seconds` the exchange
-        may take as long as a generation.
-
-        Raises:
-            InferenceError: The exchange failed.
-            AnswerTimeoutError: There was no answer in the time of a generation; `generate` translates it.
-        """
+        may take as long as a generation."""
         raw = await self._exchange_bytes(method, path, content, seconds, max_bytes, traceparent=traceparent)
         return self._decode(raw, method, path, is_json) if is_json is not False else None
 
     async def _stream(
         self, path: str, content: bytes, stream: TokenStream, max_bytes: int, traceparent: str | None = None
     ) -> None:
-        """Make one exchange that is answered event by event, each of at most `max_bytes`.
-
-        Raises:
-            InferenceError: The exchange failed, or broke off.
-            AnswerTimeoutError: There was no whole answer in the time of a generation.
-        """
+        """Make one exchange that is answered event by event, each of at most `max_bytes`."""
         is_done = False
 
         def take(event: bytes) -> None:
@@ -393,7 +377,6 @@ def _read_model_config(model_path: str) -> dict[str, Any]:
 
 
 def _error_message(raw: bytes) -> str:
-    """Return the error message in an engine's answer; empty for an unknown format."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:

@@ -117,7 +117,6 @@ class HttpClient:
         return answer
 
     async def close(self) -> None:
-        """Close all connections; open calls fail."""
         self._is_closed = True
         self._resting.clear()
         connections = list(self._open)
@@ -183,7 +182,6 @@ class EventSplitter:
 
     @property
     def unfinished_bytes(self) -> int:
-        """Bytes of the event that is not whole yet."""
         return len(self._line) + sum(map(len, self._data))
 
     def feed(self, part: bytes) -> bool:
@@ -236,13 +234,6 @@ class _Connection(asyncio.Protocol):
         max_bytes: int,
         on_event: Callable[[bytes], None] | None = None,
     ) -> tuple[int, bytes]:
-        """Send a request and read its answer.
-
-        A bare timer ends a slow exchange: every turn passes here, and a cancel scope costs ten times as much.
-
-        Raises:
-            OSError: The exchange failed, as in `HttpClient.exchange`.
-        """
         if self._transport is None:
             raise ConnectionError("the connection was never made")
         self._answer, self._room, self._is_silent = self._loop.create_future(), max_bytes, True
@@ -258,7 +249,6 @@ class _Connection(asyncio.Protocol):
             timer.cancel()
 
     def close(self) -> None:
-        """Close at once. Idempotent."""
         self.is_reusable = False
         self._events = None
         if self._transport is not None:

@@ -21,5 +21,4 @@ def prompt_for_json(ids: Sequence[int]) -> list[int] | NDArray[Any]:
 
 
 def dump_request(body: Mapping[str, Any]) -> bytes:
-    """Return the JSON of a request's body."""
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -33,7 +33,6 @@ _HINTS = {
 
 
 def wanted(extras: RequestedExtras) -> frozenset[ExtraKind]:
-    """Return the kinds that are asked for."""
     if extras == NO_EXTRAS:  # as of most requests
         return frozenset()
     kinds = {

@@ -54,8 +54,7 @@ class CpuServer(ServerProcess):
         """Return the arguments of Python that start the server at an address."""
 
     @abstractmethod
-    def _variables(self) -> Mapping[str, str]:
-        """Return the environment variables that only this engine needs."""
+    def _variables(self) -> Mapping[str, str]: ...
 
     def job_command(self) -> str:
         """Return a command that serves in the foreground at `{host}` and `{port}`, which a job of Slurm fills in.

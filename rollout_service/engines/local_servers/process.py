@@ -72,12 +72,10 @@ class ServerProcess(ABC):
 
     @property
     def url(self) -> str:
-        """The address of the server."""
         return self._url
 
     @property
     def pid(self) -> int:
-        """The child's process id, which is also its process group's."""
         return self._pid
 
     async def ended(self) -> int:

@@ -40,7 +40,6 @@ class VersionWatch:
         self._seen: dict[str, int] = {}
 
     def saw(self, backend_id: str, version: int) -> None:
-        """Note the version of a backend."""
         before = self._seen.get(backend_id, self._last)
         self._seen[backend_id] = self._last = version
         if before in (None, version):
@@ -128,7 +127,6 @@ class BackendHandle:
 
     @property
     def has_room(self) -> bool:
-        """Whether it may be given one more request."""
         return self.max_in_flight is None or self.in_flight < self.max_in_flight
 
     async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
@@ -169,7 +167,6 @@ class BackendHandle:
         return count
 
     def has_weights(self, version: int) -> None:
-        """Note the version of the weights that it was given."""
         self.info = replace(self.info, weight_version=version)
         self.sampled_version = None
 
@@ -187,7 +184,6 @@ class BackendHandle:
         self.sampled_version = other
 
     def record_failure(self, error: BaseException) -> None:
-        """Count a failed call or probe."""
         self.failures += 1
         self.bad_in_a_row += 1
         self.good_in_a_row = 0
@@ -210,7 +206,6 @@ class BackendHandle:
                 scope.cancel()
 
     async def wait_until_idle(self) -> None:
-        """Wait until no call is open."""
         while self.in_flight:
             await self._call_ended.wait()
 
@@ -233,7 +228,6 @@ class BackendHandle:
         self.versions.saw(self.id, info.weight_version)
 
     def view(self, pool: str, *, paused: bool) -> BackendView:
-        """Return the backend as the API shows it."""
         is_paused = paused and self.state is BackendState.READY
         return BackendView(
             backend_id=self.id,

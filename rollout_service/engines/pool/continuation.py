@@ -73,7 +73,6 @@ class MergedExtras:
             self._experts.append(part.routed_experts)
 
     def whole(self) -> ReturnedExtras:
-        """Return all extras, as if one answer had brought them."""
         return ReturnedExtras(
             top_logprobs=self._top_logprobs if self.wanted.top_logprobs else None,
             prompt_logprobs=self._prompt_logprobs,
@@ -125,7 +124,6 @@ class CutStops:
 
 
 def cut_at(generation: Generation, count: int, stop: str) -> Generation:
-    """Return an answer that ends after so many of its tokens, with a stop string."""
     dropped, extras = len(generation.output_ids) - count, generation.extras
     if dropped and extras.top_logprobs is not None:
         extras = replace(extras, top_logprobs=extras.top_logprobs[:count])
@@ -176,7 +174,6 @@ class Continuation:
 
     @property
     def has_streamed(self) -> bool:
-        """Whether the present attempt has delivered tokens."""
         return bool(self._streamed)
 
     def next_request(self) -> GenerateRequest:

@@ -61,7 +61,6 @@ class Dispatcher:
     async def generate(
         self, request: GenerateRequest, affinity: str | None, on_tokens: TokenSink | None = None
     ) -> Generation:
-        """Sample a continuation; see `BackendPool.generate`."""
         self._registry.refuse_unknown_ids(request.input_ids, request.known)
         continuation = Continuation(request, on_tokens)
         avoid: set[str] = set()
@@ -106,7 +105,6 @@ class Dispatcher:
         return handle.info.weight_version == version and self._registry.paused is None
 
     def release(self, affinity: str) -> None:
-        """Forget a rollout that has ended."""
         self._learn()
         self._router.release(affinity)
         self._queue.release(affinity)
@@ -200,7 +198,6 @@ class Dispatcher:
                 self._observer.served(self._registry.name, decision, answer.cached_tokens)
 
     async def _hold(self) -> list[BackendHandle]:
-        """Wait for a backend in service, up to `hold_seconds`."""
         name, seconds = self._registry.name, self._options.hold_seconds
         with waits_for(StepKind.PAUSED_POOL, name), anyio.move_on_after(seconds):
             while not (ready := self._registry.ready()):

@@ -27,7 +27,6 @@ class HealthChecks:
         self._options = options
 
     async def watch(self, handle: BackendHandle) -> None:
-        """Probe a backend until cancelled."""
         while True:
             await anyio.sleep(self._options.probe_interval)
             await self._probe(handle)

@@ -72,7 +72,6 @@ class BackendPool:
 
     @property
     def paused(self) -> bool:
-        """Whether requests are being held."""
         return self._registry.paused is not None
 
     @property
@@ -82,16 +81,13 @@ class BackendPool:
 
     @property
     def paused_at(self) -> float | None:
-        """When the pause began, as Unix time; None without one."""
         return self._registry.paused_at
 
     @property
     def max_in_flight(self) -> int | None:
-        """The most requests in flight on all backends together."""
         return self._options.max_in_flight
 
     def handle(self, backend_id: str) -> BackendHandle | None:
-        """Return a backend with its record, or None."""
         return self._registry.get(backend_id)
 
     def _changed(self) -> None:
@@ -113,7 +109,6 @@ class BackendPool:
         return backend_id in self._registry
 
     def views(self) -> list[BackendView]:
-        """Return the backends as the API shows them, in the order of their registration."""
         return self._registry.views()
 
     # ---- membership
@@ -193,7 +188,6 @@ class BackendPool:
         return self._registry.view(self._registry.drain(backend_id))
 
     async def close(self) -> None:
-        """Close every backend's connections."""
         for handle in self._registry.clear():
             await handle.close()
 
@@ -229,7 +223,6 @@ class BackendPool:
         return answer
 
     def release(self, affinity: str) -> None:
-        """Free the place of a rollout that has ended."""
         self._dispatcher.release(affinity)
 
     # ---- commands
@@ -239,7 +232,6 @@ class BackendPool:
         return await self._controller.pause(mode, drain_seconds)
 
     async def resume(self) -> PoolOutcome:
-        """Let the held requests continue."""
         return await self._controller.resume()
 
     async def abort(self) -> PoolOutcome:
@@ -273,15 +265,12 @@ class BackendPool:
         self._controller.hold(mode)
 
     async def drained(self, seconds: float) -> None:
-        """Wait until no request is in flight, up to a time limit."""
         await self._controller.drained(seconds)
 
     def state(self) -> PoolState:
-        """Return the state of the pool that other services need."""
         return self._controller.state()
 
     def take_over(self, state: PoolState) -> None:
-        """Bring this pool to the state that another service left it in."""
         self._controller.take_over(state)
 
     # ---- process groups
@@ -296,7 +285,6 @@ class BackendPool:
         return await self._controller.join_group(group)
 
     async def leave_group(self, name: str) -> PoolOutcome:
-        """Let the backends leave a process group."""
         return await self._controller.leave_group(name)
 
 

@@ -104,12 +104,10 @@ class Pools:
         return self._pools.get(name)
 
     def handle(self, backend_id: str) -> BackendHandle | None:
-        """Return a backend of any pool with its record, or None."""
         found = (pool.handle(backend_id) for pool in self._pools.values())
         return next((handle for handle in found if handle is not None), None)
 
     def names(self) -> list[str]:
-        """Return the names of the existing pools, sorted."""
         return sorted(self._pools)
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
@@ -117,11 +115,9 @@ class Pools:
         return frozenset(name for name, pool in self._pools.items() if pool.in_service), self._changed.next
 
     def note_change(self) -> None:
-        """Wake everyone who waits for a change of the backends in service."""
         self._changed.notify()
 
     def views(self) -> list[BackendView]:
-        """Return every backend of every pool as the API shows it."""
         return [view for name in self.names() for view in self._pools[name].views()]
 
     def version_changes(self) -> dict[str, int]:
@@ -166,11 +162,9 @@ class Pools:
             raise
 
     async def remove(self, backend_id: str) -> None:
-        """Remove a backend for good."""
         await self._holder(backend_id).remove(backend_id)
 
     def drain(self, backend_id: str) -> BackendView:
-        """Send a backend no new requests."""
         return self._holder(backend_id).drain(backend_id)
 
     def _pool(self, name: str) -> BackendPool:

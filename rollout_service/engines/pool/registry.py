@@ -74,7 +74,6 @@ class BackendRegistry:
         return self._handles[backend_id]
 
     def get(self, backend_id: str) -> BackendHandle | None:
-        """Return the backend with that id, or None."""
         return self._handles.get(backend_id)
 
     def ready(self) -> list[BackendHandle]:
@@ -84,15 +83,12 @@ class BackendRegistry:
         return [handle for handle in self._handles.values() if handle.state is BackendState.READY]
 
     def views(self) -> list[BackendView]:
-        """Return all backends as the API shows them."""
         return [self.view(handle) for handle in self._handles.values()]
 
     def view(self, handle: BackendHandle) -> BackendView:
-        """Return a backend as the API shows it."""
         return handle.view(self.name, paused=self.paused is not None)
 
     def add(self, handle: BackendHandle) -> None:
-        """Add a backend; idempotent."""
         self._handles[handle.id] = handle
         self._vocabularies.add(handle.info.vocab_size)
         self.notify()
@@ -133,16 +129,13 @@ class BackendRegistry:
         return handle
 
     def clear(self) -> list[BackendHandle]:
-        """Remove all backends for good, and return them."""
         return [self.remove(backend_id) for backend_id in list(self._handles)]
 
     def notify(self) -> None:
-        """Wake everyone who waits for a change."""
         self._changed.notify()
         self._on_change()
 
     async def wait_for_change(self) -> None:
-        """Wait for the next change of a backend or of the pause."""
         self.held += 1
         try:
             await self._changed.wait()

@@ -48,7 +48,6 @@ class WaitQueue:
         return self._arrivals[rollout]
 
     def release(self, rollout: str) -> None:
-        """Forget a rollout that has ended."""
         self._arrivals.pop(rollout, None)
 
     @contextmanager
@@ -63,7 +62,6 @@ class WaitQueue:
             self.wake_next()
 
     def is_next(self, waiter: Waiter) -> bool:
-        """Return whether nobody is ahead of it."""
         return self._waiters[0] is waiter
 
     def wake_all(self) -> None:

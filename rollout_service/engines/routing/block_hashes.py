@@ -42,7 +42,6 @@ class Chains:
         return chain
 
     def keep(self, chain: list[int], name: str | None) -> None:
-        """Remember how far a conversation has come."""
         if name is None:
             return
         self._chains[name] = chain
@@ -51,7 +50,6 @@ class Chains:
             self._chains.popitem(last=False)
 
     def drop(self, name: str) -> None:
-        """Forget a conversation."""
         self._chains.pop(name, None)
 
 

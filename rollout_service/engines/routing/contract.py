@@ -62,7 +62,6 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """The sum, by which candidates are compared."""
         return self.wait + self.prefill + self.move + self.contention
 
 
@@ -91,20 +90,16 @@ class RequestEnd(StrEnum):
 class Observer(Protocol):
     """An observer of a pool's decisions and requests; must not block. Every method does nothing by default."""
 
-    def decided(self, pool: str, decision: Decision) -> None:
-        """Note that a backend was chosen."""
+    def decided(self, pool: str, decision: Decision) -> None: ...
 
-    def served(self, pool: str, decision: Decision, cached_tokens: int) -> None:
-        """Note that the backend answered, and had held `cached_tokens` of the prompt."""
+    def served(self, pool: str, decision: Decision, cached_tokens: int) -> None: ...
 
-    def ended(self, pool: str, backend_id: str, seconds: float, end: RequestEnd) -> None:
-        """Note that a request to a backend ended, after this time."""
+    def ended(self, pool: str, backend_id: str, seconds: float, end: RequestEnd) -> None: ...
 
     def answered(self, pool: str, seconds: float) -> None:
         """Note that the pool answered a request, after this time, with all waits and repetitions."""
 
-    def loaded(self, outcome: PoolOutcome, seconds: float) -> None:
-        """Note that new weights were sent to the backends, and how that went."""
+    def loaded(self, outcome: PoolOutcome, seconds: float) -> None: ...
 
 
 class Router(Protocol):
@@ -124,8 +119,7 @@ class Router(Protocol):
     def observe(self, backend_id: str, load: BackendLoad) -> None:
         """Note an engine's report about itself."""
 
-    def release(self, affinity: str) -> None:
-        """Forget a rollout that has ended."""
+    def release(self, affinity: str) -> None: ...
 
     def forget(self, backend_id: str) -> None:
         """Forget a backend that has left, or lost its KV."""

@@ -240,7 +240,6 @@ class CostRouter:
 
     @staticmethod
     def _own_part(engines: Sequence[EngineModel]) -> float:
-        """Return this node's part of the engines' work."""
         own = 1 + sum(engine.in_flight for engine in engines)
         return own / (own + sum(engine.others_in_flight for engine in engines))
 

@@ -45,7 +45,6 @@ class PrefixIndex:
 
     @property
     def capacity(self) -> int:
-        """The number of blocks that the engine has room for."""
         return self._capacity
 
     @capacity.setter
@@ -117,7 +116,6 @@ class PrefixIndex:
                 doomed.extend(lost.below)
 
     def clear(self) -> None:
-        """Drop all blocks."""
         self._blocks.clear()
         self._ends.clear()
 
@@ -185,12 +183,10 @@ class Rates:
     """The mean logarithm of the answers' times over the expected ones, of late: what all engines are slower by."""
 
     def expected(self, uncached: float, sampled: float, others: float) -> float:
-        """Return the seconds that such an answer is expected to take."""
         pace = self.decode + others * self.crowding
         return max(_SHORTEST, uncached * self.prefill + sampled * pace)
 
     def learn(self, uncached: float, sampled: int, others: float, seconds: float) -> None:
-        """Learn from one answer."""
         expected = self.expected(uncached, sampled, others)
         error = log(max(_SHORTEST, seconds) / expected)
         self.answers += 1
@@ -329,7 +325,6 @@ class EngineModel:
             self._resize(self.prefixes.capacity * BLOCK_TOKENS * self.options.capacity_growth)
 
     def observe(self, load: BackendLoad, now: float) -> None:
-        """Learn from the engine's own report."""
         self._reported_at = now
         self._foreign = max(0, load.running + load.waiting - self._most_in_flight)
         self._average_others()

@@ -94,16 +94,13 @@ class WorkloadStats:
         return TrackedRollout(backend_id, prompt, max(_LIGHTEST, min(_HEAVIEST, ratio)) * self.weight)
 
     def end(self, rollout: TrackedRollout) -> None:
-        """Learn from a rollout that has ended."""
         self.turns += _LEARNING * (rollout.turns - self.turns)
 
     def end_group(self, group: SampleGroup) -> None:
-        """Learn from a group whose rollouts have all ended."""
         self._groups += 1
         self.samples += max(_LEARNING, 1 / (self._groups + 1)) * (group.begun - self.samples)
 
     def learn_later_turn(self, uncached: int, sampled: int) -> None:
-        """Learn from the answer to a turn after a rollout's first."""
         self._later_turns += 1
         weight = max(_LEARNING, 1 / (self._later_turns + 1))
         self.uncached += weight * (uncached - self.uncached)

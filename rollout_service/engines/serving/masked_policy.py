@@ -25,32 +25,25 @@ class MaskedPolicy:
         self._hidden = hidden
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
-        """Sample one turn after these messages."""
         return await self._policy.respond(mask_messages(new_messages, self._hidden), max_tokens=max_tokens)
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Offer these tools."""
         self._policy.offer(tools)
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The conversation so far."""
         return self._policy.messages
 
     def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
-        """Replace the whole history."""
         self._policy.replace(mask_messages(messages, self._hidden), reason)
 
     @property
     def usage(self) -> Usage:
-        """The cost of the turns so far."""
         return self._policy.usage
 
     @property
     def engine_seconds(self) -> float:
-        """The time spent waiting for the engine so far."""
         return self._policy.engine_seconds
 
     def trajectory(self) -> Trajectory:
-        """Return the segments so far."""
         return self._policy.trajectory()

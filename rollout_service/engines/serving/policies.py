@@ -169,8 +169,6 @@ class PolicyServing:
         await self._backends.put(renewed)
 
     def _await(self, tasks: TaskGroup, backend_id: str, spec: BackendSpec, *, remember: bool = False) -> None:
-        """Begin to register a backend in the background, unless that has begun."""
-
         async def register() -> None:
             listed = self._followed.get(backend_id) if self._backends.is_shared else None
             exports = listed.exports if listed is not None else None
@@ -268,15 +266,12 @@ class PolicyServing:
         return self._awaited.reasons
 
     def views(self) -> list[BackendView]:
-        """Return all backends of all pools."""
         return self._pools.views()
 
     def pool(self, name: str) -> BackendPool | None:
-        """Return the engines of a pool, or None if there is none of that name."""
         return self._pools.get(name)
 
     def backend(self, backend_id: str) -> BackendHandle | None:
-        """Return an engine with its record, or None."""
         return self._pools.handle(backend_id)
 
     def frozen_version_changes(self) -> dict[str, int]:
@@ -403,5 +398,4 @@ class PolicyServing:
 
 
 def backend_id_of_spec(spec: BackendSpec) -> str:
-    """Return the id of the backend that a request registers."""
     return backend_id_of(str(spec.url), spec.pool)

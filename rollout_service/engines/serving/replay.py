@@ -45,7 +45,6 @@ class RecordedPolicy:
 
     @property
     def turns_recorded(self) -> int:
-        """The number of recorded turns."""
         return len(self._turns)
 
     @property
@@ -93,18 +92,12 @@ class RecordedPolicy:
         messages: list[Message],  # noqa: ARG002
         reason: ForkReason = ForkReason.HISTORY_EDITED,
     ) -> None:
-        """Reject the change: the recording has no answer to another history.
-
-        Raises:
-            NotReplayableError: Always raised.
-        """
         raise NotReplayableError(
             f"the agent replaced its conversation ({reason}), which a recording cannot follow",
             hint="Only an environment that evaluates the answer alone can evaluate it again.",
         )
 
     def trajectory(self) -> Trajectory:
-        """Return the recorded trajectory."""
         return self._trajectory
 
     def _compare(self, turn: int, recorded: Sequence[Message], replayed: Sequence[Message]) -> None:

@@ -99,21 +99,17 @@ class PolicySession:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation as it stands."""
         return self._conversation.messages
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Offer these tools from the first turn on."""
         self._conversation.offer(tools)
 
     def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
-        """Replace the whole history; the next turn begins a new segment."""
         self._turns.give(messages, reason)
         self._conversation.replace(messages, reason)
 
     @property
     def usage(self) -> Usage:
-        """The cost of the recorded turns."""
         return self._usage
 
     @property
@@ -122,7 +118,6 @@ class PolicySession:
         return self._engine_seconds
 
     def trajectory(self) -> Trajectory:
-        """Return the segments so far."""
         trajectory = self._conversation.trajectory()
         return trajectory.model_copy(update={"kept_kv_versions": sorted(self._kept_kv)})
 

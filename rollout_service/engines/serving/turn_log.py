@@ -102,17 +102,14 @@ class TurnLog:
 
     @property
     def saved(self) -> Sequence[SavedTurn]:
-        """The turns to play."""
         return self._saved
 
     @property
     def sampled(self) -> Sequence[Sequence[int]]:
-        """The ids that were sampled in each turn so far."""
         return self._sampled
 
     @property
     def is_replaying(self) -> bool:
-        """Whether there are turns that were not played yet."""
         return self.played < len(self._saved)
 
     def give(self, messages: Sequence[Message], reason: ForkReason | None = None) -> None:

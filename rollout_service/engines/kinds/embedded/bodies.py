@@ -111,7 +111,6 @@ class PromptReading:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole prompt has been read."""
         return len(self.logprobs) == len(self.prompt) - 1 - self.start
 
     def restart(self) -> None:

@@ -78,12 +78,10 @@ class PrefixCache:
             self._evict()
 
     def resize(self, budget: int) -> None:
-        """Change the budget, and evict entries that no longer fit."""
         self.budget = max(0, budget)
         self._evict()
 
     def clear(self) -> None:
-        """Forget everything."""
         self._root.children.clear()
         self.tokens = 0
 

@@ -44,7 +44,6 @@ class EngineJob:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and output."""
         return self.prompt + self.output
 
     @property
@@ -62,12 +61,10 @@ class EngineJob:
 
     @property
     def length(self) -> int:
-        """Number of tokens of prompt and output."""
         return len(self.prompt) + len(self.output)
 
     @property
     def largest_length(self) -> int:
-        """Number of tokens that it may grow to."""
         return len(self.prompt) + self.max_new_tokens
 
     def append(self, token: int, logprob: float, version: str, likeliest: list[Entry] | None = None) -> None:

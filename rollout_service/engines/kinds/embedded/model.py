@@ -32,7 +32,6 @@ class KVStore:
     """
 
     def __init__(self, config: ModelConfig, slots: int, *, capacity: int = _FIRST_CAPACITY) -> None:
-        """Start with room for `capacity` positions."""
         self._limit = config.context_length
         self._shape = (
             config.layers,
@@ -45,7 +44,6 @@ class KVStore:
         self.values: Array = np.zeros(self._shape, np.float32)
 
     def reserve(self, length: int) -> None:
-        """Make room for sequences of `length` positions."""
         capacity = self.keys.shape[3]
         if length <= capacity:
             return
@@ -55,7 +53,6 @@ class KVStore:
         self.values = _widen(self.values, min(capacity, self._limit))
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy a sequence of `length` positions to another slot."""
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 

@@ -30,7 +30,6 @@ class SamplerSettings:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
         return self.temperature < _GREEDY_BELOW or self.top_k == 1
 
     @property

@@ -114,32 +114,26 @@ class EngineCore:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
         return self._model.config.vocab_size
 
     @property
     def context_length(self) -> int:
-        """Longest sequence, prompt and output together."""
         return min(self._model.config.context_length, self.options.kv_tokens)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids that end a sequence."""
         return self._eos_token_ids
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     # ---- called from other threads
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Abort every request, and end the thread."""
         self._order(self._stop)
         self._thread.join()
 
@@ -152,11 +146,9 @@ class EngineCore:
         return self._order(lambda: self._abort(rid_prefix))
 
     def pause(self, mode: PauseMode) -> "Future[None]":
-        """Stop sampling; requests that arrive now wait."""
         return self._order(lambda: self._pause(mode))
 
     def resume(self) -> "Future[None]":
-        """Resume sampling."""
         return self._order(self._resume)
 
     def flush_cache(self) -> "Future[None]":
@@ -164,7 +156,6 @@ class EngineCore:
         return self._order(self._flush)
 
     def set_version(self, version: str) -> "Future[None]":
-        """Give the present weights another version."""
         return self._order(lambda: setattr(self, "weight_version", version))
 
     def update_weights(self, path: str, version: str | None, *, flush_cache: bool) -> "Future[None]":
@@ -283,7 +274,6 @@ class EngineCore:
         self._set_budget()
 
     def _retract(self) -> None:
-        """Put the running requests back in the queue, without their KV."""
         retracted = [*self._running, *([self._filling] if self._filling else [])]
         self._running.clear()
         self._filling = None

@@ -130,7 +130,6 @@ async def _abort_on_disconnect(request: Request, job: EngineJob, engine: EngineC
 
 
 async def _stream(body: GenerateBody, state: ServerState) -> AsyncIterator[bytes]:
-    """Yield events with the tokens since the last one."""
     changed = asyncio.Event()
     loop = asyncio.get_running_loop()
     job = _make_job(body, state.engine, lambda: loop.call_soon_threadsafe(changed.set))

@@ -39,7 +39,6 @@ class SGLangWeights:
         self._call = call
 
     async def from_disk(self, path: str, version: int, *, flush_cache: bool) -> None:
-        """Load the weights in a folder."""
         body = {"model_path": path} | _about(version, flush_cache=flush_cache)
         await self._load("/update_weights_from_disk", body)
 
@@ -74,7 +73,6 @@ class SGLangWeights:
         return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
 
     async def join(self, group: WeightsGroupRequest, first_rank: int) -> None:
-        """Join a process group."""
         body = {
             "master_address": group.master_address,
             "master_port": group.master_port,
@@ -95,7 +93,6 @@ class SGLangWeights:
             ) from error
 
     async def leave(self, name: str) -> None:
-        """Leave a process group."""
         await self._succeed("/destroy_weights_update_group", {"group_name": name})
 
     async def _begin(self) -> bool:

@@ -129,7 +129,6 @@ def _finish(meta: Mapping[str, Any]) -> tuple[FinishReason, int | str | None]:
 
 
 def token_logprobs(meta: Mapping[str, Any], output_ids: list[int]) -> list[float]:
-    """Return the logprobs of the sampled ids."""
     entries = meta.get("output_token_logprobs")
     if entries is None and not output_ids:
         return []
@@ -154,7 +153,6 @@ def _of_token(entry: object, token: int, where: str) -> object:
 
 
 def token_versions(meta: Mapping[str, Any], count: int) -> list[int]:
-    """Return the weight versions of the first `count` tokens."""
     spans = meta.get("weight_versions")
     if spans is None:
         return [parse_version(meta.get("weight_version"))] * count
@@ -203,7 +201,6 @@ def _returned_extras(
 def top_logprobs(
     meta: Mapping[str, Any], request: GenerateRequest, count: int, info: ModelInfo | None
 ) -> list[list[TopLogprob]]:
-    """Return the likeliest tokens at each of `count` positions."""
     rows = meta.get("output_top_logprobs")
     if not isinstance(rows, list):
         raise unsupported(ExtraKind.TOP_LOGPROBS)

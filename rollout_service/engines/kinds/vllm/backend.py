@@ -307,11 +307,7 @@ class VllmBackend(HttpBackend):
         """Refuse a model with tied embeddings on a CPU.
 
         There vLLM keeps the output layer in a separate format, which a reload skips if the layer is tied to the
-        embeddings: without an error, it would sample with new weights and an old last layer.
-
-        Raises:
-            BackendRejected: The embeddings are tied and the server runs on a CPU.
-        """
+        embeddings: without an error, it would sample with new weights and an old last layer."""
         config = await read_model_config(path)
         if config.get("tie_word_embeddings") and await self._is_on_cpu():
             raise BackendRejected(
@@ -327,11 +323,7 @@ class VllmBackend(HttpBackend):
         return "cpu" in str(device)
 
     async def _refuse_missing(self, path: str) -> None:
-        """Refuse a folder without weights, which would end vLLM; only a folder on this machine can be checked.
-
-        Raises:
-            BackendRejected: There are no weights in the folder.
-        """
+        """Refuse a folder without weights, which would end vLLM; only a folder on this machine can be checked."""
         if is_local(self._url) and not await anyio.to_thread.run_sync(_has_weights, path):
             raise BackendRejected(
                 f"cannot load {path}, which has no config.json or no .safetensors files",

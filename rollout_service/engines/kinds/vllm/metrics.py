@@ -30,7 +30,6 @@ class ReportedLoad:
         return self.load.signature
 
     def as_idle(self) -> BackendLoad:
-        """Return the same load without any requests."""
         return replace(self.load, running=0, waiting=0)
 
 

@@ -93,7 +93,6 @@ def generate_body(request: GenerateRequest, *, stream: bool = False) -> dict[str
 
 
 def is_greedy(sampling: SamplingOptions) -> bool:
-    """Return whether the likeliest token is taken."""
     return sampling.temperature == 0 or sampling.top_k == 1
 
 
@@ -142,7 +141,6 @@ def mode_of(entry: object) -> LogprobsMode:
 
 
 def only_choice(answer: object) -> Mapping[str, Any]:
-    """Return the one sequence of an answer."""
     choices = mapping(answer, "the answer", _OTHER_SERVER).get("choices")
     if not isinstance(choices, list) or len(choices) != 1:
         raise BackendProtocolError("choices is not a list of one object", hint=_OTHER_SERVER)
@@ -216,7 +214,6 @@ def expect_request(body: Mapping[str, Any], request: GenerateRequest) -> None:
 
 
 def token_logprobs(choice: Mapping[str, Any], output_ids: Sequence[int]) -> list[float]:
-    """Return the logprobs of the sampled ids."""
     if not output_ids:
         return []
     entries = logprob_entries(choice)
@@ -297,7 +294,6 @@ def _returned_extras(
 def top_logprobs(
     choice: Mapping[str, Any], wanted: int, count: int, info: ModelInfo | None
 ) -> list[list[TopLogprob]]:
-    """Return the likeliest tokens at each of `count` positions."""
     rows = [
         _best(mapping(entry, "an entry of logprobs.content").get("top_logprobs"), wanted)
         for entry in logprob_entries(choice)

@@ -60,11 +60,9 @@ class PoolController:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other services command the same backends."""
         return self._exclusive is not None
 
     def external_version(self) -> int | None:
-        """Return the version of the weights if the trainer loads them itself, or None."""
         return self._weights.external_version
 
     @asynccontextmanager
@@ -83,13 +81,11 @@ class PoolController:
             self._registry.paused = mode
 
     async def drained(self, seconds: float) -> None:
-        """Wait until no request is in flight, up to a time limit."""
         with anyio.move_on_after(seconds):
             for handle in self._registry:
                 await handle.wait_until_idle()
 
     def state(self) -> PoolState:
-        """Return the state of the pool that other services need."""
         present = self._weights.present
         handles = list(self._registry)
         return PoolState(
@@ -130,7 +126,6 @@ class PoolController:
         return outcome
 
     async def resume(self) -> PoolOutcome:
-        """Let the held requests continue."""
         async with self.lock:
             with anyio.CancelScope(shield=True):
                 outcome = await self._each("resume", lambda handle: handle.backend.resume(), self._try)
@@ -320,7 +315,6 @@ class PoolController:
         return outcome.model_copy(update={"outcomes": joined})
 
     async def leave_group(self, name: str) -> PoolOutcome:
-        """Let the backends leave a process group."""
         async with self.lock:
             with anyio.CancelScope(shield=True):
                 outcome = self._outcome(await self._leave(name, self._addressed()), changed=True)

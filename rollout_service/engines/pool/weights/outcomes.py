@@ -153,7 +153,6 @@ class FanOut:
         record.steps[name] = time.perf_counter() - started
 
     def outcomes(self) -> list[BackendOutcome]:
-        """Return the results as the API shows them."""
         return [
             BackendOutcome(
                 backend_id=handle.id,

@@ -31,8 +31,7 @@ class SupportsProcessGroups(Protocol):
     async def join_group(self, group: WeightsGroupRequest, first_rank: int) -> None:
         """Join with the ranks from `first_rank` on; waits for all others to join."""
 
-    async def leave_group(self, name: str) -> None:
-        """Leave a group."""
+    async def leave_group(self, name: str) -> None: ...
 
     async def receive_weights(
         self, weights: DistributedWeights, version: int, *, flush_cache: bool = True
@@ -65,19 +64,15 @@ class ProcessGroups:
         return name in self._backends
 
     def all(self) -> dict[str, list[str]]:
-        """Return the backends of each group."""
         return {name: sorted(present) for name, present in self._backends.items()}
 
     def replace(self, groups: Mapping[str, Iterable[str]]) -> None:
-        """Adopt another service's record of the same backends."""
         self._backends = {name: frozenset(present) for name, present in groups.items()}
 
     def add(self, name: str, backend_ids: Iterable[str]) -> None:
-        """Record that these backends, and no others, are in the group."""
         self._backends[name] = frozenset(backend_ids)
 
     def remove(self, name: str) -> None:
-        """Record that the group has been torn down."""
         self._backends.pop(name, None)
 
     def forget(self, backend_id: str) -> None:
@@ -112,7 +107,6 @@ class RankAssignment:
     count: dict[BackendHandle, int]
 
     def of(self, handle: BackendHandle) -> list[int]:
-        """Return the ranks of a backend."""
         return list(range(self.first[handle], self.first[handle] + self.count[handle]))
 
 

@@ -59,7 +59,6 @@ class PoolWeights:
         self._kept: frozenset[int] = frozenset()
 
     def adopt(self, weights: WeightSet, kv: KvHandling) -> None:
-        """Make these the pool's weights."""
         self.present = weights
         self._kept -= {weights.version}
         if kv is KvHandling.KEPT:
@@ -78,12 +77,10 @@ class PoolWeights:
                 return "the trainer"
 
     def kept_kv(self, versions: frozenset[int]) -> frozenset[int]:
-        """Return those of the versions that were loaded while KV of older weights stayed in use."""
         return self._kept & versions
 
     @property
     def external_version(self) -> int | None:
-        """The version of the weights if the trainer loads them itself, or None."""
         return self.present.version if self.present is not None and self.present.is_external else None
 
     def mark_unknown(self, backend_id: str) -> None:
@@ -91,11 +88,9 @@ class PoolWeights:
         self._unknown.add(backend_id)
 
     def mark_known(self, backend_id: str) -> None:
-        """Record that the backend has the version that it reports."""
         self._unknown.discard(backend_id)
 
     def is_unknown(self, backend_id: str) -> bool:
-        """Return whether the backend's weights are unknown."""
         return backend_id in self._unknown
 
     @property
@@ -105,7 +100,6 @@ class PoolWeights:
 
     @property
     def unknown(self) -> frozenset[str]:
-        """The backends whose weights are not known for certain."""
         return frozenset(self._unknown)
 
     def replace(self, present: WeightSet | None, kept: Iterable[int], unknown: Iterable[str]) -> None:
@@ -169,7 +163,6 @@ class PoolWeights:
 
 
 def kv_handling(mode: PauseMode) -> KvHandling:
-    """Return the handling of the older weights' KV when requests are paused by `mode`."""
     return KvHandling.KEPT if mode is PauseMode.IN_PLACE else KvHandling.FLUSHED
 
 
