@@ -10,7 +10,8 @@ import json
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -19,7 +20,9 @@ from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import GenerateRequest, Generation, ModelInfo, TokenSink
@@ -394,3 +397,14 @@ def _quoted(raw: bytes) -> str:
 
 def _printable(text: str) -> str:
     return "".join(each if each.isprintable() else " " for each in text[:QUOTED_CHARACTERS])
+
+
+def prompt_for_json(ids: Sequence[int]) -> list[int] | NDArray[Any]:
+    """Return a prompt's ids as `dump_request` takes them; an array must not grow while the result is in use."""
+    if isinstance(ids, array):
+        return np.frombuffer(ids, dtype=ids.typecode)
+    return ids if isinstance(ids, list) else list(ids)
+
+
+def dump_request(body: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -23,12 +23,10 @@ from api_schemas.inference import (
 from rollout_service.engines.contract import Backend, BackendLoad, GenerateRequest, Generation, TokenSink
 from rollout_service.engines.errors import BackendRejected, InferenceError
 from rollout_service.engines.kinds.registry import SGLANG
-from rollout_service.engines.pool.backend_handle import BackendHandle, VersionWatch
-from rollout_service.engines.pool.dispatch import Dispatcher
+from rollout_service.engines.pool.backend_handle import BackendHandle, VersionWatch, check_backend
+from rollout_service.engines.pool.dispatch import Dispatcher, WaitQueue
 from rollout_service.engines.pool.health import HealthChecks
-from rollout_service.engines.pool.probe import check_backend
 from rollout_service.engines.pool.registry import BackendRegistry, PoolOptions
-from rollout_service.engines.pool.wait_queue import WaitQueue
 from rollout_service.engines.pool.weights.controller import Exclusive, PoolController
 from rollout_service.engines.pool.weights.state import PoolState
 from rollout_service.engines.routing import CostRouter, Observer, Router

@@ -18,8 +18,8 @@ from rollout_service.engines.contract import (
 )
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT, SGLangCpuServer
+from rollout_service.engines.pool.backend_handle import check_backend
 from rollout_service.engines.pool.continuation import Continuation
-from rollout_service.engines.pool.probe import check_backend
 from rollout_service.testing import Shape, write_random_checkpoint
 
 pytestmark = [

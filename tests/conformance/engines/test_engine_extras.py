@@ -5,8 +5,8 @@ from math import exp
 import pytest
 
 from rollout_service.engines.contract import RequestedExtras
+from rollout_service.engines.pool.backend_handle import check_backend
 from rollout_service.engines.pool.continuation import Continuation
-from rollout_service.engines.pool.probe import check_backend
 
 pytestmark = pytest.mark.anyio
 

@@ -29,11 +29,11 @@ from rollout_service.engines.kinds.http_backend import (
     CONTROL_SECONDS,
     QUOTED_CHARACTERS,
     HttpBackend,
+    dump_request,
     kv_key,
     read_model_config,
     routing_shape,
 )
-from rollout_service.engines.kinds.request_json import dump_request
 from rollout_service.engines.kinds.sglang import wire
 from rollout_service.engines.kinds.sglang.weights import SGLangWeights
 from rollout_service.engines.kinds.sglang.wire import generate_body, parse_generation

@@ -24,9 +24,15 @@ from rollout_service.engines.contract import (
 )
 from rollout_service.engines.errors import BackendProtocolError
 from rollout_service.engines.kinds import checks as check
-from rollout_service.engines.kinds.checks import mapping, parse_version
-from rollout_service.engines.kinds.request_json import prompt_for_json
-from rollout_service.engines.kinds.token_extras import ExtraKind, flat_experts, routed_rows, unsupported
+from rollout_service.engines.kinds.checks import (
+    ExtraKind,
+    flat_experts,
+    mapping,
+    parse_version,
+    routed_rows,
+    unsupported,
+)
+from rollout_service.engines.kinds.http_backend import prompt_for_json
 
 _OTHER_SERVER = "Check that this is the address of an SGLang server."
 

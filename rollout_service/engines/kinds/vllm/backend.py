@@ -30,11 +30,11 @@ from rollout_service.engines.kinds.checks import answer_of, parse_version
 from rollout_service.engines.kinds.http_backend import (
     CONTROL_SECONDS,
     HttpBackend,
+    dump_request,
     kv_key,
     read_model_config,
     routing_shape,
 )
-from rollout_service.engines.kinds.request_json import dump_request
 from rollout_service.engines.kinds.token_stream import TokenStream, generation_bytes
 from rollout_service.engines.kinds.vllm import wire
 from rollout_service.engines.kinds.vllm.metrics import parse_load

@@ -25,9 +25,8 @@ from rollout_service.engines.contract import (
 )
 from rollout_service.engines.errors import BackendProtocolError, BackendRejected
 from rollout_service.engines.kinds import checks as check
-from rollout_service.engines.kinds.checks import mapping
-from rollout_service.engines.kinds.request_json import prompt_for_json
-from rollout_service.engines.kinds.token_extras import ExtraKind, npy_experts, routed_rows, unsupported
+from rollout_service.engines.kinds.checks import ExtraKind, mapping, npy_experts, routed_rows, unsupported
+from rollout_service.engines.kinds.http_backend import prompt_for_json
 
 GENERATE = "/inference/v1/generate"
 _ID_PREFIX = "generate-tokens-"  # the server puts this before the id that it was given

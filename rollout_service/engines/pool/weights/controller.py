@@ -29,8 +29,7 @@ from rollout_service.engines.errors import (
     InferenceError,
     NoBackendError,
 )
-from rollout_service.engines.pool.backend_handle import BackendHandle
-from rollout_service.engines.pool.probe import try_weights
+from rollout_service.engines.pool.backend_handle import BackendHandle, try_weights
 from rollout_service.engines.pool.registry import BackendRegistry
 from rollout_service.engines.pool.weights.outcomes import OUT_OF_SERVICE, FanOut, PoolCommand
 from rollout_service.engines.pool.weights.process_groups import (

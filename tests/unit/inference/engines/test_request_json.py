@@ -5,7 +5,7 @@ from array import array
 import orjson
 import pytest
 
-from rollout_service.engines.kinds.request_json import dump_request, prompt_for_json
+from rollout_service.engines.kinds.http_backend import dump_request, prompt_for_json
 
 IDS = [0, 7, 151_935, 2**31 - 1]
 

@@ -30,7 +30,7 @@ from rollout_service.engines.errors import (
     WeightsUnusable,
 )
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
-from rollout_service.engines.pool import probe
+from rollout_service.engines.pool import backend_handle
 from rollout_service.engines.pool.weights.outcomes import check_weights_outcome
 from rollout_service.engines.pool.weights.process_groups import ProcessGroups, buckets
 from rollout_service.engines.pool.weights.state import PoolState
@@ -127,7 +127,7 @@ async def test_an_engine_that_joins_is_tried_with_the_weights_that_it_is_given()
 
 
 async def test_an_engine_that_is_too_busy_to_be_tried_keeps_serving(monkeypatch):
-    monkeypatch.setattr(probe, "TRIAL_SECONDS", 0.05)
+    monkeypatch.setattr(backend_handle, "TRIAL_SECONDS", 0.05)
     engine = ScriptedEngine(Counting())
     async with running(engine) as (_, pool):
         engine.latency = 5.0
