@@ -12,7 +12,7 @@ import anyio
 import orjson
 
 from rollout_service.engines.contract import GenerateRequest, Generation
-from rollout_service.engines.kinds.request_json import dump_request
+from rollout_service.engines.kinds.http_backend import dump_request
 from rollout_service.engines.kinds.sglang.wire import generate_body, parse_generation
 from rollout_service.engines.local_servers.process import EngineStartError, ServerCommand, ServerProcess
 from sandboxes.host.ports import free_port

@@ -27,8 +27,8 @@ from rollout_service.activity import waits_for
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.base.errors import StoreError, UnavailableError, describe
 from rollout_service.base.masking import mask_info
-from rollout_service.engines.serving.masked_policy import without_secrets
 from rollout_service.engines.serving.saved_turns import SavedTurn, UnreadableTurnError, decode
+from rollout_service.engines.serving.session import without_secrets
 from rollout_service.engines.serving.subagent_pools import subagent_pool
 from rollout_service.engines.serving.turn_log import AnewReason, CannotResumeError, TurnLog
 from rollout_service.environments.contract import Environment, RecordedPolicies

@@ -13,8 +13,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from api_schemas.rollouts import RolloutRequest, Sampling, TokenExtras
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import waits_for
-from rollout_service.engines.serving.masked_policy import without_secrets
 from rollout_service.engines.serving.policies import PolicyServing
+from rollout_service.engines.serving.session import without_secrets
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Policy, SubagentSlot
 from rollout_service.pipeline.context import EpisodeContext

@@ -13,8 +13,8 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import RolloutRequest, Stage, StopReason
 from api_schemas.tasks import Task
-from rollout_service.engines.serving.masked_policy import without_secrets
 from rollout_service.engines.serving.policies import PolicyServing
+from rollout_service.engines.serving.session import without_secrets
 from rollout_service.environments.contract import Environment
 from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.judging.contract import Judge, TextSampler

@@ -25,8 +25,8 @@ from rollout_service.agents.parallel.tools import ASSIGN
 from rollout_service.agents.tool_calling.agent import final_answer
 from rollout_service.base.errors import InvalidFieldError, describe, prefix_field_paths
 from rollout_service.base.masking import mask_info
-from rollout_service.engines.serving.masked_policy import without_secrets
 from rollout_service.engines.serving.replay import NotReplayableError, RecordedPolicy
+from rollout_service.engines.serving.session import without_secrets
 from rollout_service.environments.contract import Environment, Replayable
 from rollout_service.episodes import Episode, GatewayAccess, Policy, Score
 from rollout_service.groups.auxiliary import rescored_parts

@@ -35,9 +35,14 @@ from hashlib import blake2b
 from itertools import repeat
 
 from rollout_service.engines.contract import BackendLoad, GenerateRequest, Generation
-from rollout_service.engines.routing.block_hashes import BLOCK_TOKENS, Chains, extend_chain
 from rollout_service.engines.routing.contract import Candidate, Cost, CostRouterOptions, Decision, Reason
-from rollout_service.engines.routing.engine_model import EngineModel, Rates
+from rollout_service.engines.routing.engine_model import (
+    BLOCK_TOKENS,
+    Chains,
+    EngineModel,
+    Rates,
+    extend_chain,
+)
 from rollout_service.engines.routing.workload import SampleGroup, TrackedRollout, WorkloadStats
 
 _LEAST_DUTY_CYCLE = 0.05

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollout_service.engines.contract import BackendLoad, GenerateRequest, new_request_id
 from rollout_service.engines.routing import Candidate, CostRouter, Reason
-from rollout_service.engines.routing.block_hashes import BLOCK_TOKENS
+from rollout_service.engines.routing.engine_model import BLOCK_TOKENS
 from tests.support.samples import generation
 
 

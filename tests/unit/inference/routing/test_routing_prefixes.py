@@ -3,8 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollout_service.engines.routing.block_hashes import BLOCK_TOKENS, Chains, extend_chain
-from rollout_service.engines.routing.engine_model import PrefixIndex
+from rollout_service.engines.routing.engine_model import BLOCK_TOKENS, Chains, PrefixIndex, extend_chain
 
 TOKENS = st.lists(st.integers(0, 3), max_size=6).map(
     lambda blocks: [token for block in blocks for token in [block] * BLOCK_TOKENS]
