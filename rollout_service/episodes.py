@@ -39,11 +39,7 @@ class ContextFullError(ServiceError):
 
 
 def require_sandbox(sandbox: Sandbox | None) -> Sandbox:
-    """Return the sandbox of an episode or a tool call, which now works on the caller's step.
-
-    Raises:
-        EnvironmentFailedError: There is no sandbox.
-    """
+    """Return the sandbox of an episode or a tool call, which now works on the caller's step."""
     if sandbox is None:
         raise EnvironmentFailedError(
             "a sandbox is needed, and there is none", hint="Give the environment an image."
@@ -206,13 +202,7 @@ class SubagentSlot(Protocol):
 class SubagentHost(Protocol):
     """The host of one episode's sub-agents: the engines of frozen pools, slots, and sandboxes of their own."""
 
-    def model(self, pool: str) -> str:
-        """Return the model that a pool serves.
-
-        Raises:
-            NoBackendError: The pool is not served.
-        """
-        ...
+    def model(self, pool: str) -> str: ...
 
     async def open(self, pool: str, tools: list[ToolSpec], *, agent: str, temperature: float) -> Policy:
         """Open a conversation with a pool. Those of one agent prefer the same engine, since they share a prompt.
@@ -227,11 +217,7 @@ class SubagentHost(Protocol):
         ...
 
     def sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
-        """Start a sandbox of the environment's image, which ends with the block.
-
-        Raises:
-            SandboxError: It does not start.
-        """
+        """Start a sandbox of the environment's image, which ends with the block."""
         ...
 
 

@@ -128,13 +128,7 @@ class PoolJudge(Judge):
 
 
 def decide(rubric: RubricSettings, votes: Sequence[Vote]) -> tuple[float, str | None]:
-    """Return the value that follows from the votes, and the label if one has the majority.
-
-    Raises:
-        InferenceError: Too few votes are valid, and an engine was at fault; also other errors of single votes.
-        JudgeTimeoutError: Too few are valid, and one took too long.
-        NoVerdictError: Too few are valid, or no label has a majority.
-    """
+    """Return the value that follows from the votes, and the label if one has the majority."""
     labels = [vote.label for vote in votes if vote.label is not None]
     if 2 * len(labels) <= rubric.votes:
         raise _too_few(rubric, votes, len(labels))

@@ -111,11 +111,7 @@ class Artifacts:
         await self.budget.give_back(spare)
 
     async def checked(self, checkpoint: int | None = None) -> AsyncIterator[tuple[str, AsyncIterator[bytes]]]:
-        """Yield each folder with the archive to unpack there, of a checkpoint or of the end; may be called again.
-
-        Raises:
-            SandboxFileError: An archive has an entry outside its path.
-        """
+        """Yield each folder with the archive to unpack there, of a checkpoint or of the end; may be called again."""
         for parent, file in self.archives if checkpoint is None else self.checkpoints[checkpoint]:
             await file.seek(0)
             await anyio.to_thread.run_sync(require_safe, file.wrapped, parent)

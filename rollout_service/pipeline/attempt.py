@@ -277,11 +277,7 @@ class AttemptPolicy:
         """The pool of its sub-agents; None if it has none."""
 
     def check_served(self) -> None:
-        """Check that the pool is in service, and that of the sub-agents.
-
-        Raises:
-            NotServedError: One of them is not.
-        """
+        """Check that the pool is in service, and that of the sub-agents."""
         if self.recorded is not None:
             return
         pools, _ = self._context.policies.in_service()
@@ -290,12 +286,7 @@ class AttemptPolicy:
                 raise NotServedError(pool)
 
     async def open(self, tools: list[ToolSpec], hidden: Collection[str]) -> Policy:
-        """Open the conversation, or the recorded one. The texts of `hidden` are masked for the policy.
-
-        Raises:
-            NoBackendError: The pool is not served.
-            UnavailableError: A program is to drive the policy, and there is no gateway.
-        """
+        """Open the conversation, or the recorded one. The texts of `hidden` are masked for the policy."""
         if self.recorded is not None:
             return await self.recorded.open(self._request)
         if self.limits is None:

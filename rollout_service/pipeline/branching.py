@@ -81,11 +81,7 @@ def why_unbranched(environment: Environment) -> str | None:
 
 
 def check_branch(request: RolloutRequest, environment: Environment) -> None:
-    """Check that a branch of this request is possible at all.
-
-    Raises:
-        BranchError: Its agent is not driven by the service turn by turn, or its extras are not played again.
-    """
+    """Check that a branch of this request is possible at all."""
     why = why_unbranched(environment)
     if request.agent is AgentKind.EXTERNAL:
         why = _PROGRAM

@@ -60,12 +60,7 @@ class SandboxSource:
         return self._budget.size
 
     async def check(self, spec: EnvironmentSpec) -> None:
-        """Check that an environment's image exists, if the environment and the provider need one.
-
-        Raises:
-            ImageNotFoundError: The image does not exist; the hint says how to make it.
-            SandboxError: The image cannot be used.
-        """
+        """Check that an environment's image exists, if the environment and the provider need one."""
         for image in dict.fromkeys((spec.image, spec.for_grader().image)):
             if image is not None:
                 await self.provider.identity(SandboxSpec(image=image))
@@ -120,11 +115,7 @@ class SandboxSource:
         )
 
     async def keep(self, sandbox: Sandbox, spec: EnvironmentSpec, earlier: Artifacts | None) -> Artifacts:
-        """Copy the artifacts out as they are now, as a checkpoint; `earlier` has those before it, if any.
-
-        Raises:
-            SandboxError: The host cannot read the paths.
-        """
+        """Copy the artifacts out as they are now, as a checkpoint; `earlier` has those before it, if any."""
         artifacts = earlier or self._new(spec)
         try:
             await self._pack(sandbox, spec, artifacts)
@@ -144,9 +135,6 @@ class SandboxSource:
         """End the agent's processes and take its artifacts out of its sandbox; skip those that do not exist.
 
         `earlier` has the checkpoints, if any.
-
-        Raises:
-            SandboxError: The host cannot read the paths.
         """
         artifacts = earlier or self._new(spec)
         try:

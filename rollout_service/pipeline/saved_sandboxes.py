@@ -113,11 +113,7 @@ class SavedSandboxes:
         self._has_failed = False
 
     async def sweep(self, store: Store) -> None:
-        """Remove what belongs to no rollout under way, before any begins.
-
-        Raises:
-            OSError: The folder cannot be made or read.
-        """
+        """Remove what belongs to no rollout under way, before any begins."""
         for path in await anyio.to_thread.run_sync(self._list):
             try:
                 work = await anyio.to_thread.run_sync(_read_head, path)
@@ -206,11 +202,7 @@ class SavedSandboxes:
 
     @asynccontextmanager
     async def opened(self, saved: SavedSandbox) -> AsyncIterator[Path]:
-        """Yield the file to start a sandbox with; it is removed at the end of the block.
-
-        Raises:
-            OSError: The file cannot be read, or there is no room for a copy.
-        """
+        """Yield the file to start a sandbox with; it is removed at the end of the block."""
         copy = saved.path.with_name(f"start-{saved.path.name}{PART_SUFFIX}")
         try:
             await anyio.to_thread.run_sync(_unpack, saved.path, copy)

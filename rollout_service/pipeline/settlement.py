@@ -176,11 +176,7 @@ class Settlement:
             )
 
     async def finish(self, attempt: Attempt, result: Rollout) -> None:
-        """Free the resources of an attempt, and write its result.
-
-        Raises:
-            LeaseLostError: The lease was lost; nothing was written.
-        """
+        """Free the resources of an attempt, and write its result."""
 
         async def finish() -> bool:
             return await self._context.store.finish(attempt.lease, self._context.owner, result)

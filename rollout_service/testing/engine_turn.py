@@ -203,20 +203,12 @@ class ChunkStream:
         return self.sent + self.interval if self.sent else 1
 
     async def advance(self, turn: EngineTurn) -> None:
-        """Send all whole chunks of the sampled ids; the turn's last token stays for the end.
-
-        Raises:
-            EndOfStreamError: A fault has ended the stream.
-        """
+        """Send all whole chunks of the sampled ids; the turn's last token stays for the end."""
         while self.next_end <= min(turn.done, len(turn.reply.ids) - 1):
             await self._send(turn, self.next_end, is_last=False)
 
     async def end(self, turn: EngineTurn) -> None:
-        """Send the rest, and the end of the answer.
-
-        Raises:
-            EndOfStreamError: A fault has ended the stream.
-        """
+        """Send the rest, and the end of the answer."""
         await self._send(turn, turn.done, is_last=True)
         await self._write(_DONE)
 

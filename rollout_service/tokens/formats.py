@@ -29,11 +29,7 @@ _BY_MODEL_TYPE = {
 
 
 def resolve_format(path: str, name: str) -> str:
-    """Return the name of a chat format that the library knows; `auto` stands for that of the model at `path`.
-
-    Raises:
-        UnknownRendererError: The name is unknown, or `auto` cannot tell.
-    """
+    """Return the name of a chat format that the library knows; `auto` stands for that of the model at `path`."""
     from renderers.base import MODEL_RENDERER_MAP
     from renderers.configs import _CONFIG_BY_NAME
 
@@ -58,11 +54,7 @@ def resolve_format(path: str, name: str) -> str:
 
 
 def format_config(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the library's settings of a chat format.
-
-    Raises:
-        RendererMismatchError: The format does not take these options.
-    """
+    """Return the library's settings of a chat format."""
     from renderers.configs import _CONFIG_BY_NAME
 
     defaults = {} if name == "default" else {"thinking_retention": "all"}

@@ -328,11 +328,7 @@ class TransformersTokenizer:
         return None if self._fast is None else self._fast.token_bytes
 
     def template_text(self, messages: Sequence[Any], **options: Any) -> str:
-        """Return a conversation as the model's template writes it.
-
-        Raises:
-            TemplateError: The template refuses the messages.
-        """
+        """Return a conversation as the model's template writes it."""
         return str(self._inner.apply_chat_template(messages, **{**options, "tokenize": False}))
 
     def apply_chat_template(self, messages: Sequence[Any], **options: Any) -> list[int]:
@@ -344,9 +340,6 @@ def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:
     """Load the tokenizer of a folder or a hub name.
 
     With `with_template` the result can also apply the tokenizer's own chat template.
-
-    Raises:
-        TokenizerNotFoundError: There is no tokenizer, or it cannot be read.
     """
     # Texts are encoded one by one; without this setting the Rust library warns when the process forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -388,11 +381,7 @@ def _load_with_transformers(path: str) -> ChatTokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no such file.
-
-    Raises:
-        TokenizerNotFoundError: The file is not valid JSON.
-    """
+    """Return the JSON object in a file; empty if there is no such file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

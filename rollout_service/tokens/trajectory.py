@@ -60,11 +60,7 @@ class GrowingExtras:
         return sum(len(part) for part in self._experts)
 
     def add_turn(self, turn: TurnExtras, *, before: int, prompt: int, sampled: int) -> None:
-        """Add the extras of a turn; the segment had `before` tokens, and the prompt has `prompt`.
-
-        Raises:
-            RecordError: The number of extras does not match the tokens.
-        """
+        """Add the extras of a turn; the segment had `before` tokens, and the prompt has `prompt`."""
         self._check(turn, before=before, prompt=prompt, sampled=sampled)
         if turn.top_logprobs is not None:
             ids, values = self.top_ids or [], self.top_logprobs or []

@@ -111,11 +111,7 @@ class TurnTree:
         reason: ForkReason = ForkReason.NEW_ROOT,
         after: TreeTurn | None = None,
     ) -> TreePrompt:
-        """Render the prompt of a turn that extends none.
-
-        Raises:
-            RenderError: The chat format has no place for these messages.
-        """
+        """Render the prompt of a turn that extends none."""
         return TreePrompt(array("i", self._renderer.render(messages, tools)), tools, None, after, reason)
 
     def extend(

@@ -65,11 +65,7 @@ class HarnessAgent:
         return []
 
     def check(self, messages: Sequence[Message]) -> None:
-        """Refuse a prompt that the program cannot take.
-
-        Raises:
-            InvalidFieldError: The prompt is too long, or has a character that no argument can have.
-        """
+        """Refuse a prompt that the program cannot take."""
         prompt = messages[-1].content
         if not any("prompt" in Template(part).get_identifiers() for part in self._preset.command):
             return
@@ -83,11 +79,7 @@ class HarnessAgent:
             )
 
     async def prepare(self, episode: Episode) -> None:
-        """Check that the image has the program, in the version that was asked for.
-
-        Raises:
-            EnvironmentFailedError: It has not.
-        """
+        """Check that the image has the program, in the version that was asked for."""
         sandbox, program = episode.require_sandbox(), self._preset.command[0]
         found = await sandbox.exec(["bash", "-c", 'command -v -- "$1"', "-", program], timeout=QUICK_SECONDS)
         if found.exit_code != 0:
@@ -217,11 +209,7 @@ Servers = Sequence[McpSettings]
 
 
 def with_servers(preset: HarnessPreset, servers: Servers) -> HarnessPreset:
-    """Return a preset whose program starts with these servers.
-
-    Raises:
-        ConfigurationError: The program takes no servers, or not with these settings.
-    """
+    """Return a preset whose program starts with these servers."""
     if not servers:
         return preset
     table = preset.mcp

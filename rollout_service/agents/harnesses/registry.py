@@ -1,7 +1,9 @@
 """The known harnesses: the presets of this package, and those of plug-ins.
 
 A plug-in names a TOML file, in the form of `presets/codex.toml`, with an entry point of the group
-`rollout_service.harnesses` that is a `pathlib.Path` or a function that returns one.
+`rollout_service.harnesses` that is a `pathlib.Path` or a function that returns one. Every function raises a
+`ConfigurationError` for a harness that is not known, and for a preset that is not valid; the message names the key at
+fault.
 """
 
 from __future__ import annotations
@@ -25,11 +27,6 @@ PRESETS = Path(str(files("rollout_service.agents.harnesses") / "presets"))
 
 
 def get_harness(name: str) -> HarnessPreset:
-    """Return a harness by its name.
-
-    Raises:
-        ConfigurationError: There is no such harness, or its preset is not valid.
-    """
     known = _paths()
     if name not in known:
         raise ConfigurationError(
@@ -40,21 +37,11 @@ def get_harness(name: str) -> HarnessPreset:
 
 
 def harnesses() -> list[HarnessPreset]:
-    """Return all harnesses, by name.
-
-    Raises:
-        ConfigurationError: A preset is not valid.
-    """
     return [read_preset(path) for _, path in sorted(_paths().items())]
 
 
 @cache
 def read_preset(path: Path) -> HarnessPreset:
-    """Read a preset.
-
-    Raises:
-        ConfigurationError: The file cannot be read, or is not valid; the message names the key at fault.
-    """
     try:
         preset = HarnessPreset.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -84,20 +71,13 @@ def harness_image(name: str, arguments: Mapping[str, str] | None = None) -> Defi
     """Return the definition of the image that a harness names; None if none does.
 
     `arguments` override those of the definition.
-
-    Raises:
-        ConfigurationError: A preset is not valid.
     """
     found = next((preset for preset in harnesses() if preset.image == name and preset.install), None)
     return None if found is None else _image_of([found], arguments)
 
 
 def joint_image(names: Sequence[str], arguments: Mapping[str, str] | None = None) -> Definition:
-    """Return the definition of one image with the programs of several harnesses.
-
-    Raises:
-        ConfigurationError: There is no such harness, or it names nothing to install.
-    """
+    """Return the definition of one image with the programs of several harnesses."""
     presets = [get_harness(name) for name in names]
     without = next((preset.name for preset in presets if preset.install is None), None)
     if without is not None:

@@ -52,12 +52,6 @@ class McpTool:
         }
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> ToolResult:
-        """Call it at the server.
-
-        Raises:
-            ToolInputError: The server refused the call as written.
-            McpServerError: The server has ended or answers no more, and the agent cannot have done that.
-        """
         seconds = min(self._connection.settings.call_seconds or context.seconds, context.seconds)
         try:
             result = await self._connection.call(self._info.name, arguments, seconds)
@@ -190,11 +184,7 @@ class McpConnection:
         return self.settings.name
 
     async def begin(self) -> list[McpToolInfo]:
-        """Shake hands, and return the server's tools.
-
-        Raises:
-            McpServerError: The server does not answer in time, or not as a server of tools does.
-        """
+        """Shake hands, and return the server's tools."""
         try:
             with anyio.fail_after(self.settings.start_seconds):
                 await self._shake_hands()
@@ -246,13 +236,6 @@ class McpConnection:
         return McpToolInfo(name, str(tool.get("description") or "")[:DESCRIPTION_CHARS], schema)
 
     async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> JsonObject:
-        """Call a tool and return its result.
-
-        Raises:
-            TimeoutError: It took longer, and the server still answers.
-            McpCallError: The server refused the call.
-            McpServerError: The server has ended, or answers no more.
-        """
         async with self._lock:
             try:
                 with anyio.fail_after(seconds):
@@ -297,12 +280,7 @@ class McpConnection:
 
 @asynccontextmanager
 async def open_connection(settings: McpSettings, sandbox: Sandbox) -> AsyncIterator[McpConnection]:
-    """Open a session; at the end of the block it is over, and the server's program with it.
-
-    Raises:
-        McpServerError: The server cannot be reached.
-        SandboxError: The sandbox cannot start its program.
-    """
+    """Open a session; at the end of the block it is over, and the server's program with it."""
     async with open_transport(settings, sandbox) as transport:
         try:
             yield McpConnection(settings, transport)

@@ -34,16 +34,10 @@ class Transport(Protocol):
     """The version of the protocol, once it is known."""
 
     async def ask(self, message: JsonObject) -> JsonObject:
-        """Send a request, and return the message that answers it.
-
-        Raises:
-            McpServerError: The server has ended, or sends a message that no server may send.
-        """
+        """Send a request, and return the message that answers it."""
         ...
 
-    async def tell(self, message: JsonObject) -> None:
-        """Send a notification; raises as `ask` does."""
-        ...
+    async def tell(self, message: JsonObject) -> None: ...
 
 
 class PipeTransport:

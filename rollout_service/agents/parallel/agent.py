@@ -24,11 +24,6 @@ class ParallelAgent:
     def __init__(
         self, settings: ParallelSettings, tools: Sequence[Tool], subagent_tools: Sequence[Tool]
     ) -> None:
-        """`subagent_tools` are those of the sub-agents.
-
-        Raises:
-            ValueError: Two tools have the same name.
-        """
         self._settings = settings
         self._tools = list(by_name(tools).values())
         self._subagent_tools = list(by_name(subagent_tools).values())

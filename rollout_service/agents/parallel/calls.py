@@ -307,11 +307,7 @@ class SubagentRegistry:
         return len(self._prompts)
 
     def create(self, call: ToolCall) -> str:
-        """Carry out a call that creates a sub-agent; return the text for the policy. To repeat a call is no mistake.
-
-        Raises:
-            ToolInputError: It cannot be created.
-        """
+        """Carry out a call that creates a sub-agent; return the text for the policy. To repeat a call is no mistake."""
         wanted = _read(call, Creation, CREATE)
         _check(CREATE, "name", wanted.name, MAX_NAME_CHARS)
         _check(CREATE, "system_prompt", wanted.system_prompt, MAX_CHARS)
@@ -326,11 +322,7 @@ class SubagentRegistry:
         return created_text(wanted.name)
 
     def assignment(self, call: ToolCall) -> tuple[Assignment, str]:
-        """Return the assignment of a call, and the system prompt of its sub-agent.
-
-        Raises:
-            ToolInputError: There is no such sub-agent, or a field is empty or too long.
-        """
+        """Return the assignment of a call, and the system prompt of its sub-agent."""
         wanted = _read(call, Assignment, ASSIGN)
         if wanted.agent not in self._prompts:
             names = ", ".join(self._prompts) or "none; create one first"

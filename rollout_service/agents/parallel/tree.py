@@ -72,11 +72,7 @@ class AgentTree:
         self.episode.nodes[number - 1 : number] = [node]
 
     def check_versions(self, pool: str, versions: list[int]) -> None:
-        """Check which versions sampled a sub-agent's tokens.
-
-        Raises:
-            FrozenPoolChangedError: They are not the same in the whole rollout, or not the one that was asked for.
-        """
+        """Check which versions sampled a sub-agent's tokens."""
         for version in versions:
             wanted = self.settings.subagent.version
             if self.version is None:

@@ -92,11 +92,6 @@ class ToolContext:
     """The episode of the call, with its `state`, `sampler` and `judge`; None in a test of a tool alone."""
 
     def require_episode(self) -> Episode:
-        """Return the episode.
-
-        Raises:
-            EnvironmentFailedError: The tool was called without one.
-        """
         if self.episode is None:
             raise EnvironmentFailedError(
                 "this tool works on an episode, and there is none", hint="Call it through `play`."
@@ -282,11 +277,7 @@ def file_errors(path: str) -> Iterator[None]:
 
 
 def refuse_nul(text: str, name: str) -> None:
-    """Refuse a text that no program can take as an argument.
-
-    Raises:
-        ToolInputError: The text holds a NUL character; the message names the argument.
-    """
+    """Refuse a text that no program can take as an argument."""
     if "\0" in text:
         raise ToolInputError(f"{name} holds a NUL character")
 

@@ -166,11 +166,7 @@ def _possible(row: Sequence[TopLogprob]) -> list[TopLogprob]:
 
 
 def parse_version(raw: object) -> int:
-    """Return an engine's weight version as an integer; an engine that was never given one is at 0.
-
-    Raises:
-        BackendProtocolError: The version is a name.
-    """
+    """Return an engine's weight version as an integer; an engine that was never given one is at 0."""
     if raw == _UNSET_VERSION:
         return 0
     if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0:

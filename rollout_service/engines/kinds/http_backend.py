@@ -341,11 +341,7 @@ def normalize_url(url: str) -> str:
 
 
 def location_of(url: str) -> str:
-    """Return an engine's location: host, port and, behind a gateway, its path.
-
-    Raises:
-        ValueError: `url` is not a plain http or https address.
-    """
+    """Return an engine's location: host, port and, behind a gateway, its path."""
     parts = urlsplit(normalize_url(url))
     port = "" if parts.port else f":{_PORTS[parts.scheme]}"
     return f"{parts.netloc.lower()}{port}{parts.path}"

@@ -70,12 +70,7 @@ class EngineKinds:
             )
 
     def get(self, kind: str) -> Connect:
-        """Return the connector of a kind of engine; it imports the kind, so call it in a thread.
-
-        Raises:
-            InvalidFieldError: There is no such kind.
-            ConfigurationError: The kind cannot be loaded.
-        """
+        """Return the connector of a kind of engine; it imports the kind, so call it in a thread."""
         self.check(kind)
         if kind not in self._loaded:
             self._loaded[kind] = _load(kind, self._found[kind])

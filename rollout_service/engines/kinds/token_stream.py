@@ -30,23 +30,14 @@ class TokenStream(ABC):
 
     @abstractmethod
     def take(self, chunk: Mapping[str, Any]) -> None:
-        """Check a chunk, and deliver its tokens.
-
-        Raises:
-            InferenceError: The chunk contradicts those before it, or reports a failure.
-        """
+        """Check a chunk, and deliver its tokens."""
 
     @abstractmethod
     def _whole(self, engine_seconds: float) -> Generation:
         """Check the answer as a whole."""
 
     def end(self, engine_seconds: float) -> Generation:
-        """Deliver the last chunk, and return the answer.
-
-        Raises:
-            BackendUnreachable: The last chunk did not come.
-            BackendProtocolError: The answer as a whole cannot be trusted.
-        """
+        """Deliver the last chunk, and return the answer."""
         delivered = len(self._ids)
         generation = self._whole(engine_seconds)
         as_one_chunk(generation, self._on_tokens, first=delivered)

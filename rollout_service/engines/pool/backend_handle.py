@@ -139,12 +139,6 @@ class BackendHandle:
         return self.max_in_flight is None or self.in_flight < self.max_in_flight
 
     async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
-        """Call the backend.
-
-        Raises:
-            BackendUnreachable: The backend left service during the call.
-            ExtraUnsupported: The backend does not return an extra that the request asks for.
-        """
         refuse_missing_extras(request.extras, self.info, self.id)
         self.in_flight += 1
         scope = anyio.CancelScope()
@@ -308,11 +302,7 @@ async def try_weights(backend: Backend, version: int, source: str = "") -> None:
 
 
 def refuse_missing_extras(extras: RequestedExtras, info: ModelInfo, backend_id: str) -> None:
-    """Refuse a request for extras that the backend did not return when it was checked.
-
-    Raises:
-        ExtraUnsupported: The backend did not return one of the extras; the message names the first.
-    """
+    """Refuse a request for extras that the backend did not return when it was checked."""
     missing = wanted(extras) - info.extras
     if missing:
         raise unsupported(ExtraKind(min(missing)), backend_id=backend_id)

@@ -168,20 +168,13 @@ class BackendPool:
         return self._registry.view(handle)
 
     async def remove(self, backend_id: str) -> None:
-        """Remove a backend for good; its open requests continue elsewhere.
-
-        Raises:
-            UnknownBackend: The pool has no such backend.
-        """
+        """Remove a backend for good; its open requests continue elsewhere."""
         await self._registry.remove(backend_id).close()
 
     def drain(self, backend_id: str) -> BackendView:
         """Send a backend no new requests; it is done once `in_flight` is 0.
 
         Registering it again ends the drain.
-
-        Raises:
-            UnknownBackend: The pool has no such backend.
         """
         return self._registry.view(self._registry.drain(backend_id))
 
@@ -274,12 +267,7 @@ class BackendPool:
     # ---- process groups
 
     async def join_group(self, group: WeightsGroupRequest) -> PoolOutcome:
-        """Let the backends join a process group over which weights will be broadcast.
-
-        Raises:
-            WeightsConflict: The number of ranks is wrong, or the trainer is not listening.
-            BackendRejected: A backend cannot take weights from a process group.
-        """
+        """Let the backends join a process group over which weights will be broadcast."""
         return await self._controller.join_group(group)
 
     async def leave_group(self, name: str) -> PoolOutcome:

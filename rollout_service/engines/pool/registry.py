@@ -62,11 +62,6 @@ class BackendRegistry:
         return len(self._handles)
 
     def __getitem__(self, backend_id: str) -> BackendHandle:
-        """Return the backend with that id.
-
-        Raises:
-            UnknownBackend: The pool has no such backend.
-        """
         if backend_id not in self._handles:
             raise UnknownBackend(
                 f"pool {self.name!r} has no backend {backend_id!r}", hint="List them with GET /v1/backends."
@@ -94,11 +89,6 @@ class BackendRegistry:
         self.notify()
 
     def remove(self, backend_id: str) -> BackendHandle:
-        """Remove a backend for good.
-
-        Raises:
-            UnknownBackend: The pool has no such backend.
-        """
         handle = self[backend_id]
         del self._handles[backend_id]
         self._left(handle)
@@ -118,11 +108,6 @@ class BackendRegistry:
         self._left(handle)
 
     def drain(self, backend_id: str) -> BackendHandle:
-        """Send a backend no new requests.
-
-        Raises:
-            UnknownBackend: The pool has no such backend.
-        """
         handle = self[backend_id]
         handle.state = BackendState.DRAINING
         self._left(handle)
@@ -143,11 +128,7 @@ class BackendRegistry:
             self.held -= 1
 
     def refuse_other_vocabulary(self, backend_id: str, vocab_size: int | None) -> None:
-        """Refuse a backend whose vocabulary differs from that of the others.
-
-        Raises:
-            BackendRejected: The sizes differ.
-        """
+        """Refuse a backend whose vocabulary differs from that of the others."""
         for handle in self._handles.values():
             if None not in (vocab_size, handle.info.vocab_size) and vocab_size != handle.info.vocab_size:
                 raise BackendRejected(
@@ -162,9 +143,6 @@ class BackendRegistry:
 
         The first `known` ids were checked in an earlier turn; they are checked again only if the pool has served more
         than one vocabulary.
-
-        Raises:
-            BackendRejected: An id is outside the vocabulary.
         """
         size = self._vocab_size()
         start = known if len(self._vocabularies) == 1 else 0

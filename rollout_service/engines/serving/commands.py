@@ -77,11 +77,7 @@ class LocalCommands(PoolCommands):
 
 
 def refuse_weights_of_frozen(request: PoolRequest) -> None:
-    """Refuse requests that would give weights to a frozen pool.
-
-    Raises:
-        PoolFrozen: The request asks for that.
-    """
+    """Refuse requests that would give weights to a frozen pool."""
     if isinstance(request, WeightsRequest | WeightsGroupRequest) and is_frozen(request.pool):
         raise PoolFrozen(
             f"pool {request.pool!r} is frozen, as its name says, and takes no weights",

@@ -35,7 +35,17 @@ Announce = Callable[[EventKind, str, dict[str, JsonValue]], None]
 
 
 class PoolOrders:
-    """Gives orders to pools."""
+    """Gives orders to pools.
+
+    Raises:
+        UnknownPool: There is no such pool.
+        NoBackendError: The pool has no backend; for `pause` and `resume`, no backend of any pool was registered.
+        PoolFrozen: `update_weights` and `join_group`: the pool is frozen.
+        WeightsConflict: `update_weights`: the version is older than the pool's, or in use for other weights;
+            `join_group`: the number of ranks is wrong, or the trainer is not listening.
+        BackendRejected: `join_group`: a backend cannot take weights from a process group.
+        OrderFailed: An engine in service failed; the error has every answer.
+    """
 
     def __init__(
         self, commands: PoolCommands, announce: Announce, check_known: Callable[[str], None]
@@ -50,41 +60,18 @@ class PoolOrders:
         return await self._commands.run(request)
 
     async def pause(self, request: PauseRequest) -> PoolOutcome:
-        """Pause a pool.
-
-        Raises:
-            UnknownPool: There is no such pool.
-            NoBackendError: No backend of any pool was registered.
-            OrderFailed: An engine in service failed to pause.
-        """
         outcome = await self._run(request)
         log.info("pool paused", pool=request.pool, mode=request.mode)
         self._announce(EventKind.POOL_PAUSED, request.pool, {"mode": str(request.mode)})
         return check_outcome(outcome, "pause")
 
     async def resume(self, request: ResumeRequest) -> PoolOutcome:
-        """Resume a pool.
-
-        Raises:
-            UnknownPool: There is no such pool.
-            NoBackendError: No backend of any pool was registered.
-            OrderFailed: An engine in service failed to resume.
-        """
         outcome = await self._run(request)
         log.info("pool resumed", pool=request.pool)
         self._announce(EventKind.POOL_RESUMED, request.pool, {})
         return check_outcome(outcome, "resume")
 
     async def update_weights(self, request: WeightsRequest) -> PoolOutcome:
-        """Load weights into a pool.
-
-        Raises:
-            PoolFrozen: The pool is frozen.
-            UnknownPool: There is no such pool.
-            NoBackendError: The pool has no backend.
-            WeightsConflict: The version is older than the pool's, or in use for other weights.
-            OrderFailed: Backends failed; the error has every answer.
-        """
         order = log.bind(pool=request.pool, version=request.version, source=request.weights.type)
         order.info("weight update begun", mode=request.mode, forced=request.force)
         began = time.monotonic()
@@ -119,26 +106,10 @@ class PoolOrders:
         self._announce(EventKind.WEIGHTS_UPDATED, outcome.pool, data)
 
     async def join_group(self, request: WeightsGroupRequest) -> PoolOutcome:
-        """Let a pool's backends join a process group, all or none.
-
-        Raises:
-            PoolFrozen: The pool is frozen.
-            UnknownPool: There is no such pool.
-            NoBackendError: The pool has no backend.
-            WeightsConflict: The number of ranks is wrong, or the trainer is not listening.
-            BackendRejected: A backend cannot take weights from a process group.
-            OrderFailed: A backend could not join.
-        """
+        """Let a pool's backends join a process group, all or none."""
         return check_outcome(await self._run(request), "join the process group")
 
     async def leave_group(self, pool: str, name: str) -> PoolOutcome:
-        """Let a pool's backends leave a process group.
-
-        Raises:
-            UnknownPool: There is no such pool.
-            NoBackendError: The pool has no backend.
-            OrderFailed: A backend could not leave.
-        """
         return check_outcome(
             await self._run(LeaveGroupRequest(pool=pool, group_name=name)), "leave the process group"
         )

@@ -48,7 +48,11 @@ class PoolModel:
 
 
 class PolicyServing:
-    """The backends and chat formats of all pools."""
+    """The backends and chat formats of all pools.
+
+    Methods that name a pool raise a `NoBackendError` if it is not served; those that name a backend raise an
+    `UnknownBackend` if it is not registered.
+    """
 
     def __init__(
         self,
@@ -223,11 +227,7 @@ class PolicyServing:
         return view
 
     async def remove(self, backend_id: str) -> None:
-        """Remove an engine for good.
-
-        Raises:
-            UnknownBackend: No backend with that id is registered.
-        """
+        """Remove an engine for good."""
         was_awaited = await self._awaited.end(backend_id)
         self._followed.pop(backend_id, None)
         was_listed = await self._backends.remove(backend_id)
@@ -248,11 +248,7 @@ class PolicyServing:
         return len(awaited | listed | served)
 
     async def drain(self, backend_id: str) -> BackendView:
-        """Send an engine no new requests.
-
-        Raises:
-            UnknownBackend: No backend with that id is registered.
-        """
+        """Send an engine no new requests."""
         view = self._pools.drain(backend_id)
         if (backend := self._followed.get(backend_id)) is not None and self._backends.is_shared:
             self._followed[backend_id] = replace(backend, is_draining=True)
@@ -328,11 +324,7 @@ class PolicyServing:
         return pools & self._served.keys(), changed
 
     def connect(self, pool: str) -> tuple[PoolModel, BackendPool]:
-        """Return the model that a pool serves, and its engines.
-
-        Raises:
-            NoBackendError: The pool is not served.
-        """
+        """Return the model that a pool serves, and its engines."""
         served = self._served.get(pool)
         if served is None:
             raise NoBackendError(f"pool {pool!r} has no backend", hint="Register one with POST /v1/backends.")
@@ -344,22 +336,12 @@ class PolicyServing:
         return None if served is None else served.renderer
 
     def model(self, pool: str) -> str:
-        """Return the model that a pool serves.
-
-        Raises:
-            NoBackendError: The pool is not served.
-        """
         _, backends = self.connect(pool)
         return next((view.model_path for view in backends.views()), pool)
 
     async def open(
         self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
     ) -> PolicySession:
-        """Open the conversation of one rollout with its pool.
-
-        Raises:
-            NoBackendError: The pool is not served.
-        """
         served, pool = self.connect(request.pool)
         return PolicySession(
             Conversation(served.renderer, tools),

@@ -159,12 +159,7 @@ class EngineCore:
         return self._order(lambda: setattr(self, "weight_version", version))
 
     def update_weights(self, path: str, version: str | None, *, flush_cache: bool) -> "Future[None]":
-        """Load the weights in `path`: at once in a pause, otherwise after the running requests.
-
-        Raises:
-            ModelError: The weights cannot be read, or have another shape; the present ones stay. Raised in the
-                caller's thread, which reads them.
-        """
+        """Load the weights in `path`: at once in a pause, otherwise after the running requests."""
         model = Qwen3(Path(path))
         if replace(model.config, eos_token_ids=self.eos_token_ids) != self._model.config:
             raise ModelError(f"the model in {path} has another shape than the one that is being served")

@@ -142,9 +142,6 @@ class PoolController:
 
         One that `is_known` to other services did not restart, and keeps its process groups. Its weights are tried
         unless they are of the version `tried`, or the pool is paused: then they are once it is resumed.
-
-        Raises:
-            InferenceError: The backend did not obey, or cannot sample with the pool's weights.
         """
         if not is_known:
             self._groups.forget(backend.id)
@@ -165,11 +162,6 @@ class PoolController:
 
         An update that `is_repeated`, because the service that began it is gone, first asks each backend for its
         version: those that have the weights are not given them again.
-
-        Raises:
-            WeightsConflict: The version is older than the pool's, or is in use for other weights; or the backends
-                are not in the process group.
-            NoBackendError: The pool has no backend.
         """
         async with self.lock:
             with anyio.CancelScope(shield=True):
@@ -279,12 +271,7 @@ class PoolController:
     # ---- process groups
 
     async def join_group(self, group: WeightsGroupRequest) -> PoolOutcome:
-        """Let the backends in service join a process group, all or none.
-
-        Raises:
-            WeightsConflict: The number of ranks is wrong, or the trainer is not listening.
-            BackendRejected: A backend cannot take weights from a process group.
-        """
+        """Let the backends in service join a process group, all or none."""
         async with self.lock:
             handles = self._addressed()
             ranks = await assign_ranks(handles, group)

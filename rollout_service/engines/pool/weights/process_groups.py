@@ -40,11 +40,6 @@ class SupportsProcessGroups(Protocol):
 
 
 def require_process_groups(backend: Backend) -> SupportsProcessGroups:
-    """Return the backend if it can take weights from a process group.
-
-    Raises:
-        BackendRejected: The backend cannot take weights from a process group.
-    """
     if not isinstance(backend, SupportsProcessGroups):
         raise BackendRejected(
             "cannot take weights from a process group",
@@ -82,11 +77,7 @@ class ProcessGroups:
                 del self._backends[name]
 
     def check(self, name: str, backend_ids: Iterable[str]) -> None:
-        """Check that exactly these backends are in the group.
-
-        Raises:
-            WeightsConflict: The group does not exist, or others are in it.
-        """
+        """Check that exactly these backends are in the group."""
         expected, present = frozenset(backend_ids), self._backends.get(name)
         if present == expected:
             return
@@ -111,12 +102,7 @@ class RankAssignment:
 
 
 async def assign_ranks(handles: Sequence[BackendHandle], group: WeightsGroupRequest) -> RankAssignment:
-    """Assign ranks to the backends, in order.
-
-    Raises:
-        BackendRejected: A backend cannot take weights from a process group.
-        WeightsConflict: The sum of the ranks is not `world_size`.
-    """
+    """Assign ranks to the backends, in order."""
     counts = [await require_process_groups(handle.backend).ranks() for handle in handles]
     *firsts, size = accumulate(counts, initial=group.rank_offset)
     if size != group.world_size:
@@ -129,11 +115,7 @@ async def assign_ranks(handles: Sequence[BackendHandle], group: WeightsGroupRequ
 
 
 async def wait_for_master(group: WeightsGroupRequest) -> None:
-    """Wait until the trainer listens, because an engine that joins a group stops all its work to wait for it.
-
-    Raises:
-        WeightsConflict: The trainer does not listen in time.
-    """
+    """Wait until the trainer listens, because an engine that joins a group stops all its work to wait for it."""
     address = f"{group.master_address}:{group.master_port}"
     with anyio.move_on_after(group.timeout_seconds):
         while True:

@@ -108,11 +108,7 @@ class PoolWeights:
         self._kept, self._unknown = frozenset(kept), set(unknown)
 
     def plan_update(self, request: WeightsRequest, versions: Iterable[int]) -> WeightSet | None:
-        """Return the weights to load, or None if the pool has them; `versions` are those of the backends.
-
-        Raises:
-            WeightsConflict: The version is older than the present one, or the same one from another source.
-        """
+        """Return the weights to load, or None if the pool has them; `versions` are those of the backends."""
         wanted, present = WeightSet(request.weights, request.version), self.present
         newest = present.version if present else max(versions, default=0)
         if request.force:
@@ -135,11 +131,7 @@ class PoolWeights:
         return None
 
     async def bring_up_to_date(self, backend: Backend, version: int) -> int:
-        """Give the pool's weights to a backend that reports `version`, and return its version then.
-
-        Raises:
-            BackendRejected: The weights came over a process group, and cannot be sent again.
-        """
+        """Give the pool's weights to a backend that reports `version`, and return its version then."""
         if self.present is None or (version == self.present.version and backend.id not in self._unknown):
             self._refuse_unknown(backend)
             return version
