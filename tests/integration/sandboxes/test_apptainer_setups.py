@@ -1,6 +1,7 @@
 """A sandbox that the launcher makes is the same, to the code inside, as the one of Apptainer that it repeats."""
 
 import os
+import signal
 import sys
 import tempfile
 from difflib import unified_diff
@@ -119,6 +120,7 @@ async def compare(folder: Path, *, older: bool = False) -> int:
     provider = ApptainerProvider(ApptainerConfig(), folder / "state")
     if older:
         provider.launcher = OlderHost(*resolve_user(ApptainerConfig().user))
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGUSR1)}
     try:
         kinds = specs(folder)
         for spec in kinds:
@@ -127,6 +129,8 @@ async def compare(folder: Path, *, older: bool = False) -> int:
                 differs = list(unified_diff(seen, by_launcher[name], "by Apptainer", "by the launcher", n=0))
                 assert not differs, (name, *differs)
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         await provider.close()
     return len(kinds)
 

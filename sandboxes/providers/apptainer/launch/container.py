@@ -51,7 +51,8 @@ LINKS = {
     "stderr": "/proc/self/fd/2",
 }
 DEV_OPTIONS = "size=65536k,mode=755"
-SIGKILL, SIGPIPE, SIGXFSZ, SIG_DFL = 9, 13, 25, 0
+SIGKILL, SIGNALS, SIG_DFL, SIG_SETMASK = 9, 64, 0, 2
+SIGNAL_SET_BYTES = 128
 MNT_DETACH = 2
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 CAPABILITY_VERSION = 0x20080522
@@ -161,6 +162,9 @@ def give_up_rights() -> None:
 def become(command: "list[str]", environ: "dict[str, str]") -> "NoReturn":
     """Become the program inside, with none of this process's descriptors and settings of signals."""
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    for signal in (SIGPIPE, SIGXFSZ):  # which Python ignores
+    for signal in range(
+        1, SIGNALS + 1
+    ):  # Python ignores some, and whoever started the service may have ignored others
         libc.signal(signal, SIG_DFL)
+    libc.sigprocmask(SIG_SETMASK, bytes(SIGNAL_SET_BYTES), None)
     os.execve(command[0], command, environ)  # noqa: S606  there is no shell
