@@ -357,8 +357,13 @@ async def open_turn_log(context: AttemptContext, lease: Lease, environment: Envi
     async def on_resumed() -> None:
         await report(context, lease, turns, outcome=RESUMED)
 
-    turns = TurnLog(saved, save=save, on_resumed=on_resumed if saved else None, earlier=earlier.turns)
-    turns.earlier_results = earlier.results
+    turns = TurnLog(
+        saved,
+        save=save,
+        on_resumed=on_resumed if saved else None,
+        earlier=earlier.turns,
+        earlier_results=earlier.results,
+    )
     return turns
 
 

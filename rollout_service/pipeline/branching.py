@@ -16,9 +16,10 @@ from api_schemas.errors import Boundary
 from api_schemas.external import AgentKind
 from api_schemas.rollouts import BranchPoint, Rollout, RolloutRequest, Stage
 from api_schemas.rollouts.sessions import RolloutKind
-from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
+from api_schemas.trajectories import FinishReason, Message, Segment, Trajectory
 from rollout_service.base.errors import ServiceError
 from rollout_service.engines.contract import Generation
+from rollout_service.engines.serving.replay import split_turns, was_edited
 from rollout_service.engines.serving.saved_turns import SavedTurn
 from rollout_service.engines.serving.turn_log import AnewReason
 from rollout_service.environments.contract import Environment
@@ -27,9 +28,6 @@ from rollout_service.tokens.trajectory import train_on
 
 MAX_DEPTH = 64
 """The most branches of branches whose masked turns are read from where they were sampled."""
-
-REPLACED = {ForkReason.COMPACTION, ForkReason.HISTORY_EDITED}
-"""Why a rollout's conversation may end without all that was in it."""
 
 _PROGRAM = "a program is the agent, and its turns cannot be played again"
 
@@ -133,17 +131,11 @@ def _results_in(trajectory: Trajectory, turn: int) -> list[list[Message]]:
     Raises:
         BranchError: The conversation at the end of the rollout has not all of its turns.
     """
-    if REPLACED & trajectory.fork_counts.keys():
+    if was_edited(trajectory):
         raise BranchError(
             "reuse_results", "the rollout's history was shortened, so the results of its tools are not known"
         )
-    results: list[list[Message]] = []
-    for message in trajectory.messages:
-        if message.role == "assistant":
-            results.append([])
-        elif results:
-            results[-1].append(message)
-    return results[:turn]
+    return [before for before, _ in split_turns(trajectory.messages)[1 : turn + 1]]
 
 
 def without_earlier_turns(trajectory: Trajectory, branch: BranchPoint) -> Trajectory:

@@ -123,19 +123,30 @@ class Gate:
     It starts meanwhile: it takes the kernel 10 to 20 ms to move a process, and Python as long to start.
     """
 
-    def __enter__(self) -> Self:
+    def __init__(self, group: ControlGroup) -> None:
+        self._group = group
         self.descriptor, self._hold = os.pipe()
+
+    def __enter__(self) -> Self:
         return self
 
-    def open(self) -> None:
-        """Let the launcher go on. Idempotent."""
+    def __exit__(self, *_: object) -> None:
+        self._open()
+        os.close(self.descriptor)
+
+    async def admit(self, launcher: int) -> None:
+        """Move the launcher into its control groups, and let it go on.
+
+        Raises:
+            OSError: It cannot be moved.
+        """
+        await anyio.to_thread.run_sync(self._group.join, launcher)
+        self._open()
+
+    def _open(self) -> None:
         if self._hold >= 0:
             os.close(self._hold)
             self._hold = -1
-
-    def __exit__(self, *_: object) -> None:
-        self.open()
-        os.close(self.descriptor)
 
 
 class HostProvider(SandboxProvider):
@@ -190,12 +201,11 @@ class HostProvider(SandboxProvider):
             script.chmod(0o644)
             with (
                 SocketHandover() if _ports(plan) else nullcontext() as handover,
-                Gate() if group is not None else nullcontext() as gate,
+                Gate(group) if group is not None else nullcontext() as gate,
             ):
                 control = _launch(plan, folder, gate, handover, resources)
-                if group is not None and gate is not None and resources.pid is not None:
-                    await anyio.to_thread.run_sync(group.join, resources.pid)
-                    gate.open()
+                if gate is not None and resources.pid is not None:
+                    await gate.admit(resources.pid)
                 listener = await self._open_sockets(plan, folder, resources, handover)
             await self._wait_until_ready(control, folder)
             if plan.on_ready is not None:

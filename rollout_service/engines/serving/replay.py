@@ -58,7 +58,7 @@ class RecordedPolicy:
         Raises:
             NotReplayableError: The agent replaced parts of the conversation.
         """
-        if any(self._trajectory.fork_counts.get(reason) for reason in _EDITED):
+        if was_edited(self._trajectory):
             raise NotReplayableError(
                 "the agent replaced parts of its conversation, which are not recorded",
                 hint="Only an environment that evaluates the answer alone can evaluate it again.",
@@ -124,6 +124,11 @@ class RecordedPolicy:
                 "malformed_calls": usage.malformed_calls + malformed,
             }
         )
+
+
+def was_edited(trajectory: Trajectory) -> bool:
+    """Return whether parts of the conversation were replaced, so that its messages do not have all turns."""
+    return any(trajectory.fork_counts.get(reason) for reason in _EDITED)
 
 
 def split_turns(messages: Sequence[Message]) -> list[tuple[list[Message], Message]]:

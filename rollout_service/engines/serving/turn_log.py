@@ -67,11 +67,13 @@ class TurnLog:
         save: Save | None = None,
         on_resumed: Callable[[], Awaitable[None]] | None = None,
         earlier: Sequence[SavedTurn] = (),
+        earlier_results: Sequence[list[Message]] = (),
     ) -> None:
         """`saved` are the turns to play; `on_resumed` is awaited once after the last of them.
 
         `earlier` are those of another rollout. All but the last are played first, and that one's prompt has to be the
-        same. Their time does not count as work on this rollout.
+        same. Their time does not count as work on this rollout. The model is shown `earlier_results`, if there are any,
+        in place of what the tools of these turns answer now.
         """
         self.clock = WorkClock()
         self.played = 0
@@ -82,8 +84,7 @@ class TurnLog:
         """Why the rollout has to begin anew; None if it does not."""
         self.restored = 0
         """The number of turns whose tools do not run again, since their sandbox was saved."""
-        self.earlier_results: Sequence[list[Message]] = ()
-        """The results of the tools in turns of another rollout that the model is shown in place of those of now."""
+        self.earlier_results = earlier_results
         self._branch = earlier[-1] if earlier else None
         self._earlier = len(earlier[:-1])
         self._saved = [*earlier[:-1], *saved]

@@ -1,4 +1,4 @@
-"""The system calls that nothing in a sandbox may make, as a classic BPF program that `launch.py` installs.
+"""The system calls that nothing in a sandbox may make, as a classic BPF program that `launch` installs.
 
 The kernel runs the program for each call of every process inside, and no process can remove it. It refuses:
 

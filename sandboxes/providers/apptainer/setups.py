@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from sandboxes.host.processes import MARKER
-from sandboxes.providers.apptainer.launch.container import ContainerCommand
+from sandboxes.providers.apptainer.launch.container import DEVICES, ContainerCommand
 from sandboxes.reclaim.run_folders import RunFolder
 
 log = structlog.get_logger(__name__)
@@ -28,9 +28,8 @@ FOLDER, ID = "\0folder\0", "\0id\0"
 
 HOST_FILES = ("/etc/resolv.conf", "/etc/passwd", "/etc/group")
 """The files inside that Apptainer makes, from those of the host and of the image."""
-DEVICES = frozenset(
-    f"/dev{name}" for name in ("", "/shm", "/mqueue", "/tty", "/null", "/zero", "/random", "/urandom")
-)
+MOUNTS = frozenset(("/", "/proc", "/dev", *(f"/dev/{name}" for name in ("shm", "mqueue", *DEVICES))))
+"""Where every container has something mounted."""
 BEGIN, END = "rollout-setup-begin", "rollout-setup-end"
 REPORT = (
     'report() { local -a text=(); mapfile -d \'\' text <"$1"; printf \'%s\\0\' "${#text[@]}" "${text[@]}"; }; '
@@ -89,7 +88,8 @@ class ContainerSetups:
         try:
             self._found[key] = _parse(report, folder, {target for _, target, _ in command.binds()})
         except ValueError as error:
-            log.info("each sandbox of this kind runs Apptainer", reason=str(error), kind=key)
+            image = key[-1 - len(HOST_FILES)]
+            log.info("each sandbox of this kind runs Apptainer", reason=str(error), image=image)
             self._found[key] = None
         while len(self._found) > MAX_SETUPS:
             self._found.popitem(last=False)
@@ -118,7 +118,7 @@ def _parse(report: bytes, folder: RunFolder, mounted: set[str]) -> ContainerSetu
     if not any(line.split(" ")[4] == "/" and " - overlay " in line for line in lines):
         raise ValueError("its root is not the kernel's overlay")
     made = {path: "".join(content) for path, content in zip(HOST_FILES, files, strict=True) if path in points}
-    if other := points ^ {"/", "/proc", *DEVICES, *made, *mounted}:
+    if other := points ^ {*MOUNTS, *made, *mounted}:
         raise ValueError(f"other mounts: {', '.join(sorted(other))}")
     variables = dict(entry.partition("=")[::2] for entry in environ)
     if variables.get(MARKER) != folder.id or "" in variables:

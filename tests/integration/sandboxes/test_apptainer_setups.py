@@ -96,7 +96,7 @@ def read(pid: int, name: str) -> str:
 
 
 def specs(folder: Path) -> list[SandboxSpec]:
-    """Return specifications that differ in what Apptainer is told."""
+    """Return specifications for which Apptainer gets different arguments."""
     shared = folder / "shared"
     shared.mkdir()
     (shared / "given").write_text("given")

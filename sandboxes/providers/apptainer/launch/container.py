@@ -153,7 +153,7 @@ def give_up_rights() -> None:
     capability = 0
     while (
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0
-    ):  # fails for the first that the kernel does not know
+    ):  # it fails for one that the kernel does not have
         capability += 1
     header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     call("capset", header, none)
@@ -162,9 +162,8 @@ def give_up_rights() -> None:
 def become(command: "list[str]", environ: "dict[str, str]") -> "NoReturn":
     """Become the program inside, with none of this process's descriptors and settings of signals."""
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    for signal in range(
-        1, SIGNALS + 1
-    ):  # Python ignores some, and whoever started the service may have ignored others
+    # Python ignores some signals, and whoever started the service may have ignored others.
+    for signal in range(1, SIGNALS + 1):
         libc.signal(signal, SIG_DFL)
     libc.sigprocmask(SIG_SETMASK, bytes(SIGNAL_SET_BYTES), None)
     os.execve(command[0], command, environ)  # noqa: S606  there is no shell

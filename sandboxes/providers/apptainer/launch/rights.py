@@ -1,7 +1,5 @@
 """The ids, rights and limits of a sandbox's processes: its user namespaces, and what the launcher gives up."""
 
-# pathlib takes longer to import than all of a launch takes to run.
-
 import os
 import resource
 

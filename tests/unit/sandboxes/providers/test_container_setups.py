@@ -8,11 +8,11 @@ import pytest
 from sandboxes.host.processes import MARKER
 from sandboxes.providers.apptainer import setups
 from sandboxes.providers.apptainer.launch.container import ContainerCommand
-from sandboxes.providers.apptainer.setups import DEVICES, HOST_FILES, REPORT, ContainerSetups
+from sandboxes.providers.apptainer.setups import HOST_FILES, REPORT, ContainerSetups
 from sandboxes.reclaim.run_folders import RunFolder
 
-KIND = ("kind",)
-MOUNTS = ["/", "/proc", *sorted(DEVICES), *HOST_FILES, "/data"]
+KIND = ("--flag", "/image 1:2 3", *HOST_FILES)
+MOUNTS = [*sorted(setups.MOUNTS), *HOST_FILES, "/data"]
 
 
 @pytest.fixture
@@ -131,5 +131,5 @@ def test_the_oldest_kinds_are_forgotten(folder, command, monkeypatch):
     folder.log.write_bytes(report(folder, MOUNTS, "n", "p", "g"))
     found = ContainerSetups()
     for number in range(5):
-        found.learn((str(number),), folder, command)
-    assert [str(number) for number in range(5) if (str(number),) in found] == ["2", "3", "4"]
+        found.learn((str(number), *KIND), folder, command)
+    assert [str(number) for number in range(5) if (str(number), *KIND) in found] == ["2", "3", "4"]
