@@ -5,10 +5,11 @@ processes end late. Such a child is kept and collected whenever it ends.
 """
 
 import os
-import subprocess
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, Protocol
 
 import anyio
 import anyio.to_thread
@@ -50,7 +51,51 @@ async def start_process(
     return process  # noqa: RET504  to mypy, a cancel scope may swallow what its block returns
 
 
-async def wait_exit(process: subprocess.Popen[bytes], timeout: float) -> bool:
+class ChildProcess(Protocol):
+    """A child of this process, such as `subprocess.Popen` or `ForkedChild`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """Collect the child if it has ended; return its exit code, or None if it still runs."""
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class ForkedChild:
+    """A child of this process that another one made."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._exit_code: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._lock:
+            return self._collect()
+
+    def _collect(self) -> int | None:
+        if self._exit_code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._exit_code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._exit_code
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        with self._lock:
+            if self._collect() is None:  # until it is collected, its pid is no other process's
+                os.kill(self.pid, number)
+
+
+async def wait_exit(process: ChildProcess, timeout: float) -> bool:
     """Wait for a child and collect it; return False if it still runs after `timeout` seconds."""
     if process.poll() is not None:
         return True
@@ -63,7 +108,7 @@ async def wait_exit(process: subprocess.Popen[bytes], timeout: float) -> bool:
     return process.poll() is not None
 
 
-async def end_process(process: subprocess.Popen[bytes], *, grace: float, kill_wait: float) -> bool:
+async def end_process(process: ChildProcess, *, grace: float, kill_wait: float) -> bool:
     """Give a child `grace` seconds to end by itself, then terminate and kill it; return whether it has ended."""
     for act in (None, process.terminate, process.kill):
         if act is not None:
@@ -74,7 +119,7 @@ async def end_process(process: subprocess.Popen[bytes], *, grace: float, kill_wa
 
 
 class _Kept(NamedTuple):
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     finish: Callable[[], None] | None
 
 
@@ -88,7 +133,7 @@ class LingeringChildren:
         """Return their number, including those that ended since the last `collect`."""
         return len(self._kept)
 
-    def keep(self, process: subprocess.Popen[bytes], finish: Callable[[], None] | None = None) -> None:
+    def keep(self, process: ChildProcess, finish: Callable[[], None] | None = None) -> None:
         """Keep a child until it can be collected; `finish` is then called in a thread."""
         log.warning("a process was killed and has not ended yet", pid=process.pid)
         self._kept.append(_Kept(process, finish))

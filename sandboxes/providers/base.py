@@ -5,7 +5,7 @@ import socket
 import subprocess
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +29,7 @@ from sandboxes.egress.host import EgressHost, ProxyOwner, SocketHandover
 from sandboxes.egress.messages import EgressCounts
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import SandboxClosedError, SandboxConfigError, SandboxStartError
-from sandboxes.host.children import LingeringChildren
+from sandboxes.host.children import ChildProcess, LingeringChildren
 from sandboxes.host.processes import MARKER
 from sandboxes.host.uid_leases import UserLease
 from sandboxes.limits.cgroups import ControlGroup, ControlGroups, ResourceLimits, raise_open_files
@@ -47,8 +47,9 @@ from sandboxes.sessions.kernel_wire import make_context
 PIPES, SOCKETS = "/run/rollout/pipes", "/run/rollout/sockets"
 """Where a sandbox that has its own file system finds its pipes and the sockets of its kernels."""
 
+BASH, HIDDEN_BASH = "/bin/bash", "/dev/shm/.control"  # noqa: S108  in the sandbox, where nothing else runs yet
 HIDE = (
-    'copy=/dev/shm/.control; cp /bin/bash "$copy" 2>/dev/null && chmod 0111 "$copy" || copy=/bin/bash; '
+    f'copy={HIDDEN_BASH}; cp {BASH} "$copy" 2>/dev/null && chmod 0111 "$copy" || copy={BASH}; '
     'exec "$copy" --norc "$@"'
 )
 """Run the control shell from a copy of bash that can be executed but not read.
@@ -84,6 +85,7 @@ class LaunchPlan:
     """How to launch the control shell of one sandbox."""
 
     argv: list[str]
+    """The command, as `HostProvider.spawn` starts it."""
     env: dict[str, str]
     """The launcher's whole environment."""
     image: str
@@ -159,10 +161,10 @@ class HostProvider(SandboxProvider):
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._closed = False
         self._leftovers = LeftoverProcesses()
-        self._lingering = LingeringChildren()
+        self.lingering_children = LingeringChildren()
         self._tally: Counter[str] = Counter()
         self._watchdog = Watchdog()
-        self.egress = EgressHost(self._lingering)
+        self.egress = EgressHost(self.lingering_children)
         raise_open_files()
 
     @abstractmethod
@@ -203,7 +205,7 @@ class HostProvider(SandboxProvider):
                 SocketHandover() if _ports(plan) else nullcontext() as handover,
                 Gate(group) if group is not None else nullcontext() as gate,
             ):
-                control = _launch(plan, folder, gate, handover, resources)
+                control = await self._launch(plan, folder, gate, handover, resources)
                 if gate is not None and resources.pid is not None:
                     await gate.admit(resources.pid)
                 listener = await self._open_sockets(plan, folder, resources, handover)
@@ -228,6 +230,58 @@ class HostProvider(SandboxProvider):
             raise
         self._live[folder.id] = sandbox
         return sandbox
+
+    async def _launch(
+        self,
+        plan: LaunchPlan,
+        folder: RunFolder,
+        gate: Gate | None,
+        handover: SocketHandover | None,
+        resources: LauncherResources,
+    ) -> ControlShell:
+        """Start the launcher with one end of a socket pair as its standard input; `resources` owns it at once."""
+        env = {**plan.env, MARKER: folder.id}
+        kept = [descriptor for layer in plan.layers for descriptor in layer.descriptors]
+        if handover is not None:
+            ports = " ".join(map(str, _ports(plan)))
+            env |= {"LAUNCH_LISTENER": str(handover.descriptor), "LAUNCH_PORTS": ports}
+            kept.append(handover.descriptor)
+        if gate is not None:
+            env |= {"LAUNCH_GATE": str(gate.descriptor)}
+            kept.append(gate.descriptor)
+        answers = Answers(folder.pipes) if plan.answers else None
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, folder.log.open("wb") as log, anyio.CancelScope(shield=True):
+                resources.process = await self.spawn(plan.argv, env, theirs.fileno(), log.fileno(), kept)
+            if handover is not None:
+                handover.close_remote_end()
+            return ControlShell(ours, folder.pipes, answers, plan.prefix)
+        except BaseException:
+            ours.close()
+            if answers is not None:
+                answers.close()
+            raise
+
+    async def spawn(
+        self, argv: Sequence[str], env: Mapping[str, str], channel: int, log: int, kept: Sequence[int]
+    ) -> ChildProcess:
+        """Start a launcher that reads from one descriptor, writes to another, and keeps some by their numbers.
+
+        Raises:
+            OSError: No process can be started.
+            SandboxStartError: What starts it does not answer.
+        """
+        return subprocess.Popen(  # noqa: ASYNC220  it takes no time
+            argv,
+            stdin=channel,
+            stdout=log,
+            stderr=log,
+            env=env,
+            cwd="/",
+            start_new_session=True,
+            pass_fds=kept,
+        )
 
     async def _open_sockets(
         self,
@@ -321,7 +375,7 @@ class HostProvider(SandboxProvider):
 
     @property
     def lingering(self) -> int:
-        return len(self._lingering)
+        return len(self.lingering_children)
 
     def _resources_of(
         self, plan: LaunchPlan, folder: RunFolder, group: ControlGroup | None
@@ -332,7 +386,7 @@ class HostProvider(SandboxProvider):
 
     def make_resources(self, folder: RunFolder, group: ControlGroup | None) -> LauncherResources:
         """Return the host's resources of a sandbox that is being started."""
-        return LauncherResources(folder, group, self._leftovers, self._lingering)
+        return LauncherResources(folder, group, self._leftovers, self.lingering_children)
 
     def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> ControlledSandbox:
         """Return the sandbox of a control shell that is ready."""
@@ -355,7 +409,7 @@ class HostProvider(SandboxProvider):
                 for sandbox in list(self._live.values()):
                     tasks.start_soon(sandbox.close)
             await self.egress.aclose()
-            await self._lingering.wait(LINGER_SECONDS)
+            await self.lingering_children.wait(LINGER_SECONDS)
             await self._service_resources.close()
             self._watchdog.close()
             if self._context is not None:
@@ -372,45 +426,3 @@ def _ports(plan: LaunchPlan) -> list[int]:
     """Return the ports on which the launcher listens: that of the proxy, and that of the sandbox's owner."""
     proxy = [plan.egress.port] if plan.egress is not None else []
     return [*proxy, LISTENER_ADDRESS[1]] if plan.listens == "sandbox" else proxy
-
-
-def _launch(
-    plan: LaunchPlan,
-    folder: RunFolder,
-    gate: Gate | None,
-    handover: SocketHandover | None,
-    resources: LauncherResources,
-) -> ControlShell:
-    """Start the launcher with one end of a socket pair as its standard input; `resources` owns it at once."""
-    env = {**plan.env, MARKER: folder.id}
-    if handover is not None:
-        ports = " ".join(map(str, _ports(plan)))
-        env |= {"LAUNCH_LISTENER": str(handover.descriptor), "LAUNCH_PORTS": ports}
-    if gate is not None:
-        env |= {"LAUNCH_GATE": str(gate.descriptor)}
-    answers = Answers(folder.pipes) if plan.answers else None
-    ours, theirs = socket.socketpair()
-    try:
-        with theirs, folder.log.open("wb") as log:
-            resources.process = subprocess.Popen(
-                plan.argv,
-                stdin=theirs.fileno(),
-                stdout=log,
-                stderr=log,
-                env=env,
-                cwd="/",
-                start_new_session=True,
-                pass_fds=[
-                    *([gate.descriptor] if gate is not None else []),
-                    *([handover.descriptor] if handover is not None else []),
-                    *(descriptor for layer in plan.layers for descriptor in layer.descriptors),
-                ],
-            )
-        if handover is not None:
-            handover.close_remote_end()
-        return ControlShell(ours, folder.pipes, answers, plan.prefix)
-    except BaseException:
-        ours.close()
-        if answers is not None:
-            answers.close()
-        raise

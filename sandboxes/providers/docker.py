@@ -217,7 +217,7 @@ class ContainerResources(LauncherResources):
 
     async def release(self) -> None:
         await super().release()
-        if self.process is not None and self.process.returncode not in ENDED_BY_ITSELF:
+        if self.process is not None and self.process.poll() not in ENDED_BY_ITSELF:
             await self._containers.remove_sandbox(self._id)
 
 
@@ -283,7 +283,7 @@ class DockerProvider(HostProvider):
         return frozenset({"disk"}) | self._containers.find_limits()
 
     def make_resources(self, folder: RunFolder, group: ControlGroup | None) -> LauncherResources:
-        return ContainerResources(folder, group, self._leftovers, self._lingering, self._containers)
+        return ContainerResources(folder, group, self._leftovers, self.lingering_children, self._containers)
 
     def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> DockerSandbox:
         reader = self._resolve_name(self._config.image)

@@ -4,7 +4,6 @@ A service has a guard and a folder that it holds a lock on. A sandbox has a laun
 and control groups. The folder is created first and removed last, so anything left on the host has one; see `reaper`.
 """
 
-import subprocess
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ import anyio.to_thread
 import structlog
 
 from sandboxes.errors import SandboxClosedError
-from sandboxes.host.children import LingeringChildren, end_process, wait_exit
+from sandboxes.host.children import ChildProcess, LingeringChildren, end_process, wait_exit
 from sandboxes.host.processes import FirstProcess, find_first_process, kill_processes
 from sandboxes.host.uid_leases import UserLease
 from sandboxes.limits.cgroups import ControlGroup, ControlGroups, remove_groups
@@ -154,7 +153,7 @@ class LauncherResources:
         self._group = group
         self._leftovers = leftovers
         self._lingering = lingering
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ChildProcess | None = None
         self.lease: UserLease | None = None
         """The lease of the host user that only this sandbox runs as."""
         self.keeps_files = False

@@ -11,8 +11,8 @@ pipes=$1 workdir=$2 max_processes=$3 max_data=$4
 groups=() # the process groups started, if this is not process 1
 unset PROMPT_COMMAND OLDPWD "${!APPTAINER@}" "${!SINGULARITY@}" "${!LAUNCH@}"
 
-# The copy that this shell runs from is no longer needed, see HIDE in providers/base.py.
-if [[ $BASH == /dev/shm/.control ]]; then rm -f "$BASH"; fi
+# The copy that this shell runs from is no longer needed, see HIDE in providers/base.py. A launcher removes it itself.
+if [[ $BASH == /dev/shm/.control && -e $BASH ]]; then rm -f "$BASH"; fi
 
 # If memory runs out, the kernel should kill the agent's programs before this shell.
 { printf 500 >/proc/self/oom_score_adj; } 2>/dev/null

@@ -82,12 +82,12 @@ class Launcher:
     @staticmethod
     def make_command(apptainer: Sequence[str]) -> list[str]:
         """Return the command that launches an Apptainer command."""
-        return [*_program("steps"), *apptainer]
+        return [*program_command("steps"), *apptainer]
 
     @staticmethod
     def save_command(space: Path, launcher: int, limit: int) -> list[str]:
         """Return the command that writes the files of a sandbox, as an archive, to its standard output."""
-        return [*_program("saved_files"), str(launcher), str(space), str(limit)]
+        return [*program_command("saved_files"), str(launcher), str(space), str(limit)]
 
     def make_env(
         self,
@@ -295,7 +295,7 @@ class Launcher:
         return self._fakeroot and not self.root and not self.namespaces
 
 
-def _program(module: str) -> list[str]:
+def program_command(module: str) -> list[str]:
     """Return the command that runs a module of `launch` with nothing else of this project, which would take longer."""
     return [
         *(sys.executable, "-I", "-S", "-c"),

@@ -11,7 +11,7 @@ limit holds for each process and the disk limit for each file, and a list of hos
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from sandboxes.config import ApptainerConfig, default_cache, parse_user_range
 from sandboxes.contract import DEFAULT_WORKDIR, Bind, Pausing, SandboxSpec
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import ImageNotFoundError, ProviderUnavailableError, SandboxConfigError
+from sandboxes.host.children import ChildProcess
 from sandboxes.host.facts import INSTALL_HINT, find_apptainer
 from sandboxes.host.processes import MARKER
 from sandboxes.host.subordinate_ids import has_subordinate_ids, resolve_user, subordinate_ids_command
@@ -30,10 +31,20 @@ from sandboxes.images import toolkit
 from sandboxes.images.store import ImageStore
 from sandboxes.images.unpacked import UnpackedImages
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
+from sandboxes.providers.apptainer.fork_server import CAN_FORK, ForkServer
 from sandboxes.providers.apptainer.launch.container import ContainerCommand
 from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher
 from sandboxes.providers.apptainer.setups import REPORT, ContainerSetups
-from sandboxes.providers.base import HIDE, PIPES, SOCKETS, EgressPlan, HostProvider, LaunchPlan
+from sandboxes.providers.base import (
+    BASH,
+    HIDDEN_BASH,
+    HIDE,
+    PIPES,
+    SOCKETS,
+    EgressPlan,
+    HostProvider,
+    LaunchPlan,
+)
 from sandboxes.providers.layers import MAX_LAYERS, FileLayer, LayeredSnapshot
 from sandboxes.reclaim.host_resources import LauncherResources
 from sandboxes.reclaim.run_folders import RunFolder
@@ -99,6 +110,7 @@ class ApptainerProvider(HostProvider):
                 hint=subordinate_ids_command(self._user),
             )
         self._setups = ContainerSetups()
+        self._fork_server = ForkServer(self.lingering_children)
         self.prepared_images = PreparedImages(config, self._images, self._binary, (self._user, self._group))
 
     @cached_property
@@ -156,12 +168,15 @@ class ApptainerProvider(HostProvider):
         overlay, repeats = await anyio.to_thread.run_sync(self._try_image, prepared.image)
         image = str(self.launcher.image_path(prepared.image, folder.overlay, overlay=overlay))
         options = self._exec_command(spec, folder, overlay=overlay)
-        command = ContainerCommand([*options, image, *self._control_command(limits, workdir)], image)
+        script = self._control_script(limits, workdir)
+        command = ContainerCommand([*options, image, BASH, "--norc", "-c", HIDE, "hide", *script], image)
         kind = self._setups.key(command.arguments, prepared.image, folder) if repeats else None
         setup = self._setups.get(kind)
         first = kind if kind not in self._setups else None
         if first is not None:
             command = command.replaced(HIDE, REPORT + HIDE)
+        elif setup is not None:
+            command = ContainerCommand([*options, image, HIDDEN_BASH, "--norc", *script], image)
         # This is the last wait: once there is a plan, a cancelled start returns the lease, and holds the layers.
         lease = await anyio.to_thread.run_sync(self._lease_user, prepared.image)
         try:
@@ -172,7 +187,7 @@ class ApptainerProvider(HostProvider):
             raise
         user = self._user if lease is None else lease.number
         return LaunchPlan(
-            argv=self.launcher.make_command(command.arguments),
+            argv=command.arguments,
             env=self.launcher.make_env(
                 folder.overlay,
                 disk_bytes,
@@ -212,6 +227,14 @@ class ApptainerProvider(HostProvider):
             on_ready=partial(self._setups.learn, first, folder, command) if first is not None else None,
         )
 
+    async def spawn(
+        self, argv: Sequence[str], env: Mapping[str, str], channel: int, log: int, kept: Sequence[int]
+    ) -> ChildProcess:
+        if not CAN_FORK:
+            return await super().spawn(self.launcher.make_command(argv), env, channel, log, kept)
+        descriptors = {0: channel, 1: log, 2: log} | {number: number for number in kept}
+        return await self._fork_server.launch(argv, env, descriptors)
+
     async def _require_namespaces(self, what: str) -> None:
         if not await anyio.to_thread.run_sync(lambda: self.launcher.namespaces):
             raise SandboxConfigError(
@@ -230,15 +253,12 @@ class ApptainerProvider(HostProvider):
             spec.disk_bytes or defaults.disk_bytes,
         )
 
-    def _control_command(self, limits: ResourceLimits, workdir: str) -> list[str]:
-        """Return the command of the control shell."""
+    def _control_script(self, limits: ResourceLimits, workdir: str) -> list[str]:
+        """Return the script that the control shell runs, and its arguments."""
         # Without control groups, limit each process separately.
         each = 0 if "memory" in self._groups.enforced else (limits.memory_bytes or 0) // 1024
         script = f"{PIPES}/{SCRIPT.name}"
-        return [
-            *("/bin/bash", "--norc", "-c", HIDE, "hide", script, PIPES, workdir),
-            *(str(limits.max_processes), str(each)),
-        ]
+        return [script, PIPES, workdir, str(limits.max_processes), str(each)]
 
     def _try_image(self, image: Path) -> tuple[bool, bool]:
         """Return whether the launcher can mount the overlay on an image, and make containers of it."""
@@ -310,6 +330,7 @@ class ApptainerProvider(HostProvider):
         return self._has_users(next(path for path in (folder, *folder.parents) if path.is_dir()))
 
     async def close(self) -> None:
+        await self._fork_server.close()
         await super().close()
         if self._users is not None:
             self._users.close()

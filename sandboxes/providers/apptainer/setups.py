@@ -17,6 +17,7 @@ import structlog
 
 from sandboxes.host.processes import MARKER
 from sandboxes.providers.apptainer.launch.container import DEVICES, ContainerCommand
+from sandboxes.providers.base import BASH
 from sandboxes.reclaim.run_folders import RunFolder
 
 log = structlog.get_logger(__name__)
@@ -55,6 +56,7 @@ class ContainerSetup:
         }
         return {
             "LAUNCH_DIRECT": image,
+            "LAUNCH_ORIGINAL": BASH,
             **{f"INSIDE_{name}": value for name, value in inside.items()},
             **{f"FILE_{path}": content for path, content in self.files.items()},
         }

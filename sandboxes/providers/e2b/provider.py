@@ -196,7 +196,7 @@ class E2BProvider(HostProvider):
             network=spec.network == "full",
             until=time.monotonic() + self._start_timeout,
         )
-        resources = RemoteResources(folder, self._leftovers, self._lingering, remote)
+        resources = RemoteResources(folder, self._leftovers, self.lingering_children, remote)
         try:
             folder.create(plan.user, plan.group)
             listener = _listen(resources) if spec.listens else None

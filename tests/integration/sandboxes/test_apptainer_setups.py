@@ -135,7 +135,9 @@ async def compare(folder: Path, *, older: bool = False) -> int:
     return len(kinds)
 
 
-async def test_a_repeated_start_makes_the_same_sandbox(tmp_path):
+@pytest.mark.parametrize("forks", [True, False], ids=["forked", "started"])
+async def test_a_repeated_start_makes_the_same_sandbox(tmp_path, monkeypatch, forks):
+    monkeypatch.setattr("sandboxes.providers.apptainer.provider.CAN_FORK", forks)
     assert await compare(tmp_path) == 3
 
 

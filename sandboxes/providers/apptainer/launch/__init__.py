@@ -1,11 +1,12 @@
 """The program that launches one Apptainer sandbox, from its control groups to the control shell.
 
-It runs on its own, as `python -I -S -c COMMAND APPTAINER ARGUMENTS...`, and imports little, since every sandbox pays
-for it. Every mount, and the network, belongs to namespaces of this process and ends with the sandbox's last process.
-As root it drops root before anything of the image runs. Its rights in its own user namespace end there too, and that
-namespace allows no other below Apptainer's, so code inside cannot make one to gain rights in.
+It is forked from `fork_server`, or runs on its own as `python -I -S -c COMMAND APPTAINER ARGUMENTS...`; what it needs
+is loaded as late as possible for the latter. Every mount, and the network, belongs to namespaces of this process and
+ends with the sandbox's last process. As root it drops root before anything of the image runs. Its rights in its own
+user namespace end there too, and that namespace allows no other below Apptainer's, so code inside cannot make one to
+gain rights in.
 
-Environment variables are its instructions:
+These variables are its instructions:
   LAUNCH_GATE         a descriptor to wait for the end of, while others move this process into its control groups
   LAUNCH_SPACE        a folder for the sandbox's files ("data"), its /sys, /dev/shm and /etc/hosts, and Apptainer's
                       own settings ("conf")
@@ -28,6 +29,7 @@ Environment variables are its instructions:
   LAUNCH_PROFILE      the same for Apptainer to set, as JSON, which it finds at "filter.json" in LAUNCH_SPACE
   LAUNCH_DIRECT       the image among the arguments: do what Apptainer would do with them on the overlay, and do not run
                       it; see `container`
+  LAUNCH_ORIGINAL     with LAUNCH_DIRECT, the program inside that the command's, in /dev/shm, is a copy of
   INSIDE_NAME         with LAUNCH_DIRECT, the variable NAME inside
   FILE_PATH           with LAUNCH_DIRECT, the content of the file PATH inside
 and as root:

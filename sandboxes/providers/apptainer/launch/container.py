@@ -53,6 +53,7 @@ LINKS = {
 DEV_OPTIONS = "size=65536k,mode=755"
 SIGKILL, SIGNALS, SIG_DFL, SIG_SETMASK = 9, 64, 0, 2
 SIGNAL_SET_BYTES = 128
+COPY_BYTES = 1 << 20
 MNT_DETACH = 2
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 CAPABILITY_VERSION = 0x20080522
@@ -81,13 +82,22 @@ class ContainerCommand:
 
 
 def run_container(
-    space: str, command: ContainerCommand, environ: "dict[str, str]", etc: "dict[str, str]"
+    space: str,
+    command: ContainerCommand,
+    environ: "dict[str, str]",
+    etc: "dict[str, str]",
+    original: "str | None" = None,
 ) -> "NoReturn":
-    """Run a command in a container of the overlay in a space, and exit as it does. `etc` has files inside, by path."""
+    """Run a command in a container of the overlay in a space, and exit as it does.
+
+    `etc` has files inside, by path. With the path of an `original`, the command's program is a copy of that which can
+    be executed but not read, and is removed once it runs.
+    """
     root = f"{space}/root"
     user, group = os.geteuid(), os.getegid()
     new_user_namespace(CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC, user, group, user)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
+    begun, begins = os.pipe()
     child = os.fork()
     if child == 0:
         try:
@@ -95,12 +105,22 @@ def run_container(
             call("unshare", CLONE_NEWNS)
             make_container(space, root, command, etc)
             give_up_rights()
-            become(command.inside, environ)
+            program = command.inside[0]
+            become(
+                program if original is None else copy_program(original, program),
+                command.inside,
+                environ,
+                begins,
+            )
         except OSError as error:
             sys.stderr.write(f"launch: {error}\n")
             sys.stderr.flush()
         finally:
             os._exit(1)
+    os.close(begins)
+    os.read(begun, 1)
+    if original is not None:
+        remove_file(f"{space}/shm/{os.path.basename(command.inside[0])}")
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
@@ -159,11 +179,35 @@ def give_up_rights() -> None:
     call("capset", header, none)
 
 
-def become(command: "list[str]", environ: "dict[str, str]") -> "NoReturn":
-    """Become the program inside, with none of this process's descriptors and settings of signals."""
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+def copy_program(original: str, path: str) -> str:
+    """Copy a program so that it can be executed but not read, and return its path, or the original's if that fails."""
+    try:
+        with open(original, "rb") as source, open(path, "xb") as copy:
+            while part := source.read(COPY_BYTES):
+                copy.write(part)
+        os.chmod(path, 0o111)  # noqa: S103  the image's bash, for the sandbox's only user
+    except OSError:
+        return original
+    return path
+
+
+def remove_file(path: str) -> None:
+    """Remove a file if it exists."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+
+
+def become(program: str, command: "list[str]", environ: "dict[str, str]", begins: int) -> "NoReturn":
+    """Become a program inside, with none of this process's descriptors and settings of signals.
+
+    The descriptor `begins` is closed as it begins.
+    """
+    os.dup2(begins, 3, inheritable=False)
+    os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     # Python ignores some signals, and whoever started the service may have ignored others.
     for signal in range(1, SIGNALS + 1):
         libc.signal(signal, SIG_DFL)
     libc.sigprocmask(SIG_SETMASK, bytes(SIGNAL_SET_BYTES), None)
-    os.execve(command[0], command, environ)  # noqa: S606  there is no shell
+    os.execve(program, command, environ)  # noqa: S606  there is no shell

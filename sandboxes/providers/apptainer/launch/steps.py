@@ -36,6 +36,10 @@ from .syscalls import (
     write,
 )
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 # From linux/sockios.h and linux/if.h.
 SIOCSIFFLAGS, IFF_UP, IFREQ_SIZE, NAME_SIZE = 0x8914, 1, 40, 16
 AF_INET, SOCK_DGRAM = 2, 2
@@ -62,10 +66,6 @@ class ApptainerLaunch:
     def run(self) -> None:
         """Run all steps; afterwards this process is ready to become Apptainer."""
         os.umask(0o022)  # code inside does not depend on how the service was started
-        if "GATE" in self._told:
-            gate = int(self._told["GATE"])
-            os.read(gate, 1)  # until then, this process is not in its control groups
-            os.close(gate)
         leave_keyring()
         layers = self._copy_layers()
         self._enter_namespaces()
@@ -87,11 +87,21 @@ class ApptainerLaunch:
             bind_image(self._told["IMAGE"], f"{self._space}/image")
         for number, (tree, owner) in enumerate(layers):
             self._attach_layer(tree, owner, f"{self._space}/layer{number}")
+        if "SAVED" in self._told:
+            self._pass_gate()  # those files count as the sandbox's memory
         if "OVERLAY" in self._told:
             self._mount_overlay(len(layers))
         write(f"{self._space}/hosts", HOSTS)
         os.chown(f"{self._space}/hosts", self._user, self._group)
         self._drop_rights()
+        self._pass_gate()
+
+    def _pass_gate(self) -> None:
+        """Wait until this process is in its control groups."""
+        if "GATE" in self._told:
+            gate = int(self._told.pop("GATE"))
+            os.read(gate, 1)
+            os.close(gate)
 
     def _copy_layers(self) -> "list[tuple[int, int]]":
         """Return the trees of the layers, each with the owner of its files."""
@@ -197,20 +207,24 @@ def send_listeners(fd: int, ports: "list[int]") -> None:
         server.close()
 
 
-def pick(prefix: str) -> "dict[str, str]":
-    """Return the variables that begin with a prefix, without it."""
-    return {name[len(prefix) :]: value for name, value in os.environ.items() if name.startswith(prefix)}
+def launch(environ: "Mapping[str, str]", arguments: "list[str]") -> str:
+    """Launch the sandbox in this process; return one line on why if that fails, which the provider reports."""
 
+    def pick(prefix: str) -> "dict[str, str]":
+        return {name[len(prefix) :]: value for name, value in environ.items() if name.startswith(prefix)}
 
-def main() -> None:
-    """Launch the sandbox. A failure is one line on standard error, which the provider reports."""
-    told, arguments = pick(PREFIX), sys.argv[1:]
+    told = pick(PREFIX)
     try:
         ApptainerLaunch(told).run()
         if "DIRECT" in told:
             command = ContainerCommand(arguments, told["DIRECT"])
-            run_container(told["SPACE"], command, pick(INSIDE), pick(FILE))
+            run_container(told["SPACE"], command, pick(INSIDE), pick(FILE), told.get("ORIGINAL"))
+        rest = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
+        os.execve(arguments[0], arguments, rest)  # noqa: S606  there is no shell
     except OSError as error:
-        sys.exit(f"launch: {error}")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    os.execve(arguments[0], arguments, environment)  # noqa: S606  there is no shell
+        return f"launch: {error}\n"
+
+
+def main() -> None:
+    """Launch a sandbox as the arguments and variables of this process say."""
+    sys.exit(launch(os.environ, sys.argv[1:]).rstrip())

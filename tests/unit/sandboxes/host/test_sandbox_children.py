@@ -1,5 +1,7 @@
 """Children are asked to end, then killed, within a bounded time."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from sandboxes.host.children import LingeringChildren, end_process, wait_exit
+from sandboxes.host.children import ForkedChild, LingeringChildren, end_process, wait_exit
 from tests.support.processes.children import held, killed
 
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
@@ -56,3 +58,13 @@ async def test_a_child_that_outlives_its_kill_is_kept_and_finished_once():
         await lingering.wait(10)
         await lingering.collect()
         assert (len(lingering), finished) == (0, [process.pid])
+
+
+def test_a_child_that_another_process_made_is_collected_once():
+    child = ForkedChild(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}))
+    assert child.poll() is None
+    child.terminate()
+    assert os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT).si_status == signal.SIGTERM
+    assert child.poll() == -signal.SIGTERM
+    child.kill()  # which hits no other process that has its pid by now
+    assert child.poll() == -signal.SIGTERM

@@ -54,6 +54,7 @@ def test_another_sandbox_gets_the_environment_and_files_with_its_own_names(folde
     other = RunFolder(folder.path.with_name("8"))
     assert setup.variables(other, "/image") == {
         "LAUNCH_DIRECT": "/image",
+        "LAUNCH_ORIGINAL": "/bin/bash",
         f"INSIDE_{MARKER}": other.id,
         "INSIDE_HERE": f"{other.path}/x",
         "INSIDE_EMPTY": "",

@@ -1,0 +1,106 @@
+"""The service's side of the process that launchers are forked from, which is started with the first of them.
+
+To start Python takes a launcher three times as long as to make a sandbox; to fork, a tenth of that.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import anyio
+
+from sandboxes.errors import SandboxStartError
+from sandboxes.host.children import ForkedChild, LingeringChildren, end_process
+from sandboxes.host.processes import MARKER
+from sandboxes.providers.apptainer.launch.fork_server import ANSWER_BYTES, CLONE, LaunchRequest
+from sandboxes.providers.apptainer.launcher import PATH, program_command
+
+ANSWER_SECONDS = 20.0
+"""Long enough for the process to load before its first answer."""
+GRACE = 2.0
+TRIES = 2
+"""A process that has been killed is replaced at the next launch."""
+CAN_FORK = CLONE != 0
+"""Whether the system call for it is known on this machine."""
+
+
+class ForkServer:
+    """Starts launchers, one request at a time."""
+
+    def __init__(self, lingering: LingeringChildren) -> None:
+        """Start nothing yet; `lingering` keeps a process that outlives its kill."""
+        self._lingering = lingering
+        self._lock = anyio.Lock(fast_acquire=True)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+
+    async def launch(
+        self, arguments: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]
+    ) -> ForkedChild:
+        """Start a launcher with these variables only; `descriptors` are those that it gets, by their number in it.
+
+        Raises:
+            OSError: No process can be started.
+            SandboxStartError: The process that it is forked from does not answer.
+        """
+        sandbox = env[MARKER]
+        request = LaunchRequest(
+            sandbox=sandbox, arguments=list(arguments), environ=dict(env), descriptors=list(descriptors)
+        )
+        message = json.dumps(request).encode()
+        async with self._lock:
+            for _ in range(TRIES):
+                channel = self._channel or await self._start(sandbox.partition("-")[0])
+                answer = await self._ask(channel, message, list(descriptors.values()))
+                if answer is not None:
+                    break
+                await self.close()
+            else:
+                raise SandboxStartError(
+                    "the process that launchers are forked from does not answer",
+                    hint="see its lines in the service's log; the next start tries a new process",
+                )
+        if answer < 0:
+            raise OSError(-answer, os.strerror(-answer))
+        return ForkedChild(answer)
+
+    @staticmethod
+    async def _ask(channel: socket.socket, message: bytes, descriptors: list[int]) -> int | None:
+        """Send a request and return the answer, or None if the process has ended and left no launcher."""
+        answer = b""
+        with anyio.move_on_after(ANSWER_SECONDS), suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(channel, [message], descriptors)
+            await anyio.wait_readable(channel)
+            answer = channel.recv(ANSWER_BYTES)
+        return int.from_bytes(answer, sys.byteorder, signed=True) if answer else None
+
+    async def _start(self, service: str) -> socket.socket:
+        """Start the process, which belongs to a service until it is forked, and return the channel to it."""
+        await self.close()
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel.setblocking(False)
+        self._channel = channel
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: ASYNC220  it takes no time
+                [*program_command("fork_server"), MARKER],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                # No shorter than the name of a sandbox, which takes its place in a launcher.
+                env={"PATH": PATH, MARKER: f"{service}-fork-server"},
+                cwd="/",
+                start_new_session=True,
+            )
+        return channel
+
+    async def close(self) -> None:
+        """End the process, and no launcher. Idempotent."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        process, self._process = self._process, None
+        if process is not None and not await end_process(process, grace=GRACE, kill_wait=GRACE):
+            self._lingering.keep(process)

@@ -1,0 +1,97 @@
+"""Launchers are forked by a process that may be killed or hang, and is then replaced."""
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sandboxes.errors import SandboxStartError
+from sandboxes.host.children import ForkedChild, LingeringChildren, wait_exit
+from sandboxes.host.processes import MARKER, sandbox_of
+from sandboxes.providers.apptainer import fork_server
+from sandboxes.providers.apptainer.fork_server import ForkServer
+from tests.support.waiting import until
+
+ID = "0123abcd-1"
+GATE = 50
+
+
+def servers() -> list[psutil.Process]:
+    """Return the children of this process that launchers are forked from."""
+    return [child for child in psutil.Process().children() if sandbox_of(child.pid) == "0123abcd-fork-server"]
+
+
+def numbers_of_descriptors(pid: int) -> set[int]:
+    return {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ForkServer]:
+    server = ForkServer(LingeringChildren())
+    yield server
+    await server.close()
+    assert not servers()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+async def launch(server: ForkServer, log: Path, gate: int = -1, **env: str) -> ForkedChild:
+    """Start a launcher that makes three folders beside its log, and can then do nothing."""
+    told = {MARKER: ID, "LAUNCH_SPACE": str(log.parent), "LAUNCH_BYTES": "4096"}
+    with log.open("wb") as file:
+        files = {1: file.fileno(), 2: file.fileno()} | ({GATE: gate} if gate >= 0 else {})
+        return await server.launch(["/nothing"], told | env, files)
+
+
+async def test_why_a_launcher_fails_is_in_its_log(server, log):
+    child = await launch(server, log)
+    assert await wait_exit(child, 20)
+    assert child.poll() == 1
+    assert log.read_text().startswith("launch: [Errno 2] ")
+    assert sorted(path.name for path in log.parent.iterdir()) == ["conf", "data", "hosts", "log", "sockets"]
+
+
+async def test_a_launcher_is_a_child_of_this_process_with_its_own_name_and_files(server, log):
+    gate, hold = os.pipe()
+    try:
+        child = await launch(server, log, gate, LAUNCH_GATE=str(GATE))
+        await until(lambda: numbers_of_descriptors(child.pid) == {1, 2, GATE})
+        assert (psutil.Process(child.pid).ppid(), sandbox_of(child.pid)) == (os.getpid(), ID)
+        assert len(servers()) == 1
+        child.kill()
+        assert await wait_exit(child, 20)
+    finally:
+        os.close(gate)
+        os.close(hold)
+
+
+async def test_a_killed_process_is_replaced(server, log):
+    await wait_exit(await launch(server, log), 20)
+    [process] = servers()
+    process.kill()
+    assert await wait_exit(await launch(server, log), 20)
+    assert [each.pid for each in servers()] != [process.pid]
+
+
+async def test_one_that_does_not_answer_is_ended(server, log, monkeypatch):
+    await wait_exit(await launch(server, log), 20)
+    monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(fork_server, "GRACE", 0.1)
+    monkeypatch.setattr(fork_server, "TRIES", 1)
+    [process] = servers()
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(SandboxStartError, match="does not answer"):
+        await launch(server, log)
+    assert not servers()
+
+
+async def test_a_request_that_is_too_large_is_refused(server, log):
+    with pytest.raises(OSError, match="too long"):
+        await launch(server, log, LARGE="x" * (1 << 20))
+    assert await wait_exit(await launch(server, log), 20)
