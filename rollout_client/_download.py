@@ -12,13 +12,25 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
+from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 
 import anyio
 import anyio.to_thread
 import httpx
 
+from rollout_client import _wire as wire
+
 _PASSED_ON = frozenset({"authorization", "accept", "user-agent"})
+_PIECE = 1 << 20
+
+
+def accepted(media_type: str) -> str:
+    """Return what to ask for: batches compressed if they can be read here, which may take a third of the bytes."""
+    if media_type != wire.BINARY_MEDIA_TYPE or find_spec("zstandard") is None:
+        return media_type
+    return f"{wire.COMPRESSED_MEDIA_TYPE}, {media_type}"
 
 
 class LargeBody:
@@ -65,12 +77,13 @@ class _Fetch:
         """Send the request, and return the response and its body."""
         request = self._request
         headers = {name: value for name, value in request.headers.items() if name in _PASSED_ON}
+        headers["accept"] = accepted(headers.get("accept", "*/*"))
         try:
             self._connection.connect()
             self._connection.sock.settimeout(self._seconds)
             self._connection.request(request.method, request.url.raw_path.decode(), headers=headers)
-            answer = self._connection.getresponse()
-            body = _whole(answer)
+            with self._connection.getresponse() as answer:
+                body = _whole(answer)
         except TimeoutError as error:
             raise httpx.ReadTimeout(str(error)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -100,13 +113,35 @@ def _connection(url: httpx.URL, seconds: float, context: ssl.SSLContext) -> http
 
 def _whole(answer: http.client.HTTPResponse) -> bytearray:
     """Read the body."""
+    if answer.getheader("content-type") == wire.COMPRESSED_MEDIA_TYPE:
+        return _decompressed(answer)
     if answer.length is None:
         return bytearray(answer.read())
-    length = answer.length
+    return _filled(answer.readinto, answer.length)
+
+
+def _decompressed(answer: http.client.HTTPResponse) -> bytearray:
+    """Read a body of zstd, decompressing it while the rest arrives."""
+    import zstandard
+
+    length = int(answer.getheader(wire.DECODED_LENGTH, ""))
+    unpack = zstandard.ZstdDecompressor()
+    try:
+        with unpack.stream_reader(answer, read_size=_PIECE, read_across_frames=True, closefd=False) as reader:
+            body = _filled(reader.readinto, length)
+            if reader.read(1):
+                raise http.client.HTTPException(f"the body has more than {length} bytes")
+    except zstandard.ZstdError as error:
+        raise http.client.HTTPException(f"the body cannot be decompressed: {error}") from error
+    return body
+
+
+def _filled(read_into: Callable[[memoryview], int], length: int) -> bytearray:
+    """Read so many bytes."""
     body = bytearray(length)
     at = 0
     with memoryview(body) as view:
-        while at < length and (count := answer.readinto(view[at:])):
+        while at < length and (count := read_into(view[at:])):
             at += count
     if at < length:
         raise http.client.IncompleteRead(b"", length - at)

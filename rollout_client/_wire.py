@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from api_schemas.rollouts.trees import AgentNode as AgentNode
     from api_schemas.rollouts.trees import RolloutNodes as RolloutNodes
     from api_schemas.runs import BINARY_MEDIA_TYPE as BINARY_MEDIA_TYPE
+    from api_schemas.runs import COMPRESSED_MEDIA_TYPE as COMPRESSED_MEDIA_TYPE
+    from api_schemas.runs import DECODED_LENGTH as DECODED_LENGTH
     from api_schemas.runs import AppendTasks as AppendTasks
     from api_schemas.runs import Batch as Batch
     from api_schemas.runs import BatchAnswer as BatchAnswer
@@ -105,7 +107,8 @@ else:
         "api_schemas.rollouts.tokens": "TokenRange TrajectoryOutline",
         "api_schemas.rollouts.trees": "AgentNode RolloutNodes",
         "api_schemas.runs": (
-            "BINARY_MEDIA_TYPE AppendTasks Batch BatchAnswer Group Run RunPage RunPatch RunRequest RunState"
+            "BINARY_MEDIA_TYPE COMPRESSED_MEDIA_TYPE DECODED_LENGTH AppendTasks Batch BatchAnswer Group Run RunPage "
+            "RunPatch RunRequest RunState"
         ),
         "api_schemas.runs.history": "GroupPage GroupRow RunHistory",
         "api_schemas.sessions": (

@@ -29,7 +29,7 @@ from rollout_service.base.ids import BatchId
 from rollout_service.runs.manager import ManagerOf
 from rollout_service.runs.planning import problem_of, reason_to_refuse
 from rollout_service.store.codec.groups import group_json
-from rollout_service.store.codec.trajectories import COLUMNS, Columns
+from rollout_service.store.codec.trajectories import COLUMNS, Columns, compress
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, GroupHead, RunRecord, RunStore
 
 
@@ -108,11 +108,12 @@ class Delivery:
             before = b","
         yield b"]," + _batch(leased, seen).model_dump_json(exclude={"groups"}).encode()[1:]
 
-    async def as_arrays(self, leased: BatchLease) -> BatchFile:
+    async def as_arrays(self, leased: BatchLease, *, compressed: bool = False) -> BatchFile:
         """Return a leased batch as a safetensors file; its columns are read while it is sent."""
         heads = await self._runs.group_heads(leased.run_id, leased.groups)
         read = partial(self._runs.columns, leased.run_id)
-        return await anyio.to_thread.run_sync(BatchFile, _batch(leased, heads), heads, read)
+        make = partial(BatchFile, _batch(leased, heads), heads, read, compressed=compressed)
+        return await anyio.to_thread.run_sync(make)
 
     async def renew(self, run_id: str, batch_id: str, *, key: str | None, seconds: float) -> datetime:
         number = batch_number(run_id, batch_id)
@@ -175,7 +176,8 @@ def batch_number(run_id: str, batch_id: str) -> int:
 # A batch on the wire as a safetensors file, which `rollout_client.arrays` describes and reads.
 #
 # Guarantees: the file's length is known before any trajectory is read, since the groups' heads contain all numbers of
-# tokens. Columns are read and unpacked while others are sent, and sent columns are freed.
+# tokens. Columns are read and unpacked while others are sent, and sent columns are freed. A compressed file is made of
+# frames of zstd, those of the columns as they are stored, so that neither side waits for the other to unpack.
 
 ReadColumns = Callable[[int], Awaitable[Sequence[Columns]]]
 """Reads the columns of the segments of a group, by its number."""
@@ -202,15 +204,19 @@ class _Tensor:
 class BatchFile:
     """A batch as a file; `write` it once."""
 
-    def __init__(self, batch: Batch, heads: Sequence[GroupHead], read: ReadColumns) -> None:
+    def __init__(
+        self, batch: Batch, heads: Sequence[GroupHead], read: ReadColumns, *, compressed: bool = False
+    ) -> None:
         """`batch` is without its groups; the heads contain them."""
         self._heads = heads
         self._read = read
+        self.compressed = compressed
         self._lengths = [tokens for head in heads for sample in head.tokens for tokens in sample]
         self._tensors = _tensors(heads, self._lengths)
         self._first = _header(batch_json(batch, [head.json for head in heads]), self._tensors)
         data = sum(tensor.count * tensor.dtype.itemsize for tensor in self._tensors)
         self.length = len(self._first) + data
+        """The number of bytes, before they are compressed."""
 
     async def write(self, send: Send) -> None:
         """Send the file in order, in pieces that each take a thread a few milliseconds.
@@ -229,18 +235,20 @@ class BatchFile:
             raise root_cause(failures) from failures
 
     async def _write(self, send: Send, receive: Callable[[], Awaitable[Sequence[Columns]]]) -> None:
-        await send(memoryview(self._first))
+        encode = compress if self.compressed else memoryview
+        make_piece = _joined_frames if self.compressed else _unpacked
+        await send(memoryview(encode(self._first)))
         segments: list[Columns] = []
         for tensor in self._tensors:
             if tensor.content is not None:
-                await send(tensor.content)
+                await send(memoryview(encode(tensor.content)))
                 continue
             for begin, end in _parts(self._lengths, PIECE_BYTES // tensor.dtype.itemsize):
                 while len(segments) < end:
                     segments += await receive()
                 part = segments[begin:end]
                 piece, segments[begin:end] = await anyio.to_thread.run_sync(
-                    _unpacked, part, tensor.name, tensor.dtype
+                    make_piece, part, tensor.name, tensor.dtype
                 )
                 await send(piece)
 
@@ -321,6 +329,14 @@ def _unpacked(
         segment.fill(name, piece[at : at + len(segment)])
         at += len(segment)
     return _bytes(piece), [segment.without(name) for segment in segments]
+
+
+def _joined_frames(
+    segments: Sequence[Columns], name: str, dtype: np.dtype[Any]
+) -> tuple[memoryview, list[Columns]]:
+    """Return one column of these segments, compressed, and the segments without it."""
+    piece = b"".join(segment.frame(name, dtype) for segment in segments if len(segment))
+    return memoryview(piece), [segment.without(name) for segment in segments]
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

@@ -52,6 +52,18 @@ class CompressedColumn:
         else:
             cast_into(self.array(), target)
 
+    def frame(self, dtype: np.dtype[Any], length: int) -> bytes | memoryview:
+        """Return `length` numbers as a frame of zstd, which is the stored one if they have this type.
+
+        Raises:
+            ValueError: The column has another length.
+        """
+        if dtype == self.dtype and zstandard.frame_content_size(self.data) == length * dtype.itemsize:
+            return self.data
+        values = np.empty(length, dtype)
+        self.fill(values)
+        return pack(values)
+
     def detached(self) -> CompressedColumn:
         """Return the column in memory of its own, so that the memory of others can be freed."""
         shared = self.data.nbytes < memoryview(self.data.obj).nbytes
@@ -59,21 +71,30 @@ class CompressedColumn:
 
 
 def encode(trajectory: Trajectory) -> bytes:
-    pack = zstandard.ZstdCompressor(level=_LEVEL).compress
     try:
         columns = [_arrays(segment) for segment in (*trajectory.segments, *trajectory.untrained)]
     except (OverflowError, ValueError):
-        return pack(trajectory.model_dump_json().encode())
+        return compress(trajectory.model_dump_json().encode())
     blocks: list[bytes] = []
     layout = []
     for arrays in columns:
-        packed = {name: pack(array.data.cast("B") if len(array) else b"") for name, array in arrays.items()}
+        packed = {name: pack(array) for name, array in arrays.items()}
         blocks += packed.values()
         sizes = {name: [arrays[name].dtype.str, len(data)] for name, data in packed.items()}
         layout.append({"tokens": len(arrays["token_ids"]), "columns": sizes})
     rest = _without_columns(trajectory).model_dump(mode="json")
-    header = pack(json.dumps({"layout": layout, "rest": rest}).encode())
+    header = compress(json.dumps({"layout": layout, "rest": rest}).encode())
     return b"".join([_COLUMNAR, _LENGTH.pack(len(header)), header, *blocks])
+
+
+def compress(data: bytes | memoryview) -> bytes:
+    """Return a frame of zstd."""
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(data)
+
+
+def pack(array: NDArray[Any]) -> bytes:
+    """Return the bytes of an array as a frame of zstd."""
+    return compress(array.data.cast("B") if len(array) else b"")
 
 
 def decode(data: bytes) -> Trajectory:
@@ -215,6 +236,19 @@ class Columns:
             cast_into(column, target)
         else:
             column.fill(target)
+
+    def frame(self, name: str, dtype: np.dtype[Any]) -> bytes | memoryview:
+        """Return one column as a frame of zstd, of a type that may be narrower.
+
+        Raises:
+            ValueError: The column has another length.
+        """
+        column = self.columns[name]
+        if isinstance(column, np.ndarray):
+            values = np.empty(self.tokens, dtype)
+            cast_into(column, values)
+            return pack(values)
+        return column.frame(dtype, self.tokens)
 
     def without(self, name: str) -> Columns:
         """Return the other columns, so that the memory of this one can be freed."""

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 from api_schemas.errors import Problem
 from api_schemas.runs import (
+    BINARY_MEDIA_TYPE,
+    COMPRESSED_MEDIA_TYPE,
     Batch,
     DatasetTasks,
     FileTasks,
@@ -174,9 +176,11 @@ def without_tokens(group: Group) -> Group:
     return Group.model_validate(told)
 
 
-async def test_a_batch_comes_as_arrays_when_asked(url):
+@pytest.mark.parametrize("media_type", [BINARY_MEDIA_TYPE, COMPRESSED_MEDIA_TYPE])
+async def test_a_batch_comes_as_arrays_when_asked(url, media_type, monkeypatch):
+    monkeypatch.setattr("rollout_client._download.accepted", lambda _: media_type)
     async with RolloutClient(url) as client:
-        run = await client.create_run(order("arrays", tasks=2))
+        run = await client.create_run(order(f"arrays-{len(media_type)}", tasks=2))
         as_arrays = await run.lease(arrays=True, lease_seconds=300)
         await as_arrays.nack()
         as_json = await run.lease()

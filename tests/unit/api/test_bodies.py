@@ -114,7 +114,7 @@ class Made:
 
 
 def response_of(made: Made) -> BufferedResponse:
-    return BufferedResponse(made.make, length=sum(map(len, PIECES)), media_type="a/b")
+    return BufferedResponse(made.make, {"Content-Length": str(sum(map(len, PIECES)))}, media_type="a/b")
 
 
 async def test_pieces_are_made_while_one_is_sent_and_no_more_than_wait():

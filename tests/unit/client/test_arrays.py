@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 import anyio
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
@@ -115,14 +116,16 @@ def head_of(group: Group, columns: Sequence[Sequence[Columns]]) -> GroupHead:
     return GroupHead(group.number, group_json(group), samples, tokens, None, None)
 
 
-def file_of(batch: Batch, groups: Sequence[Sequence[Sequence[Columns]]]) -> BatchFile:
+def file_of(
+    batch: Batch, groups: Sequence[Sequence[Sequence[Columns]]], *, compressed: bool = False
+) -> BatchFile:
     """Return the file of a batch without tokens, reading them from the columns of each group's samples."""
 
     async def read(number: int) -> list[Columns]:
         return [segment for sample in groups[number] for segment in sample]
 
     heads = [head_of(group, columns) for group, columns in zip(batch.groups, groups, strict=True)]
-    return BatchFile(batch.model_copy(update={"groups": []}), heads, read)
+    return BatchFile(batch.model_copy(update={"groups": []}), heads, read, compressed=compressed)
 
 
 def written(file: BatchFile) -> bytes:
@@ -144,9 +147,13 @@ def test_a_batch_as_arrays(shape):
         for g in shape
     ]
     batch = batch_of([[sample(n, bare, 1.0) for n, (bare, _) in enumerate(group)] for group in split])
-    file = file_of(batch, [[columns for _, columns in group] for group in split])
+    columns = [[columns for _, columns in group] for group in split]
+    file = file_of(batch, columns)
     data = written(file)
     assert len(data) == file.length
+    compressed = written(file_of(batch, columns, compressed=True))
+    with zstandard.ZstdDecompressor().stream_reader(compressed, read_across_frames=True) as reader:
+        assert reader.read() == data
     read = BatchArrays.from_bytes(data)
     assert read.batch == batch
     by_library = load(data)
@@ -182,6 +189,8 @@ def test_a_column_of_another_size_is_refused():
     for tokens in (1, 3):
         with pytest.raises(ValueError, match=r"the expected \d+ bytes"):
             columns.fill("token_ids", np.empty(tokens, "<i4"))
+        with pytest.raises(ValueError, match=r"the expected \d+ bytes"):
+            Columns(tokens, columns.columns).frame("token_ids", np.dtype("<i4"))
 
 
 def test_a_group_that_changed_is_not_sent_as_what_it_was():

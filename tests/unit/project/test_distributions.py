@@ -107,7 +107,7 @@ def imported(*packages: str) -> set[str]:
 @pytest.mark.slow
 def test_the_client_requires_what_it_imports_and_nothing_else():
     names = imported("api_schemas", "rollout_client") - {plain(name) for name in TRAINERS}
-    assert names == requirements(CLIENT) | {"numpy"}, "numpy comes with the extra `arrays`"
+    assert names == requirements(CLIENT) | {"numpy", "zstandard"}, "these come with the extra `arrays`"
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_importing_the_package_alone_imports_nothing_of_weight():
     code = "import sys, rollout_client; print(*{name.split('.')[0] for name in sys.modules})"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not set(done.stdout.split()) & (requirements(CLIENT) | {"api_schemas", "numpy"})
+    assert not set(done.stdout.split()) & (requirements(CLIENT) | {"api_schemas", "numpy", "zstandard"})
 
 
 def test_importing_a_client_loads_no_model_and_no_http():

@@ -20,6 +20,8 @@ from api_schemas.exports import (
 )
 from api_schemas.runs import (
     BINARY_MEDIA_TYPE,
+    COMPRESSED_MEDIA_TYPE,
+    DECODED_LENGTH,
     AppendTasks,
     Batch,
     BatchAnswer,
@@ -57,6 +59,8 @@ GZIP_MEDIA_TYPE = "application/gzip"
 _LINES = {"type": "string"}
 _EXPORT = media_response(EXPORT_MEDIA_TYPE, "The rollouts, one JSON document per line.", schema=_LINES)
 _EXPORT[200]["content"] |= media_response(GZIP_MEDIA_TYPE, "")[200]["content"]
+_ARRAYS = media_response(BINARY_MEDIA_TYPE, "The batch.")
+_ARRAYS[200]["content"] |= media_response(COMPRESSED_MEDIA_TYPE, "")[200]["content"]
 _RESCORED = media_response(EXPORT_MEDIA_TYPE, "One `Rescored` per line, then a `RescoreEnd`.", schema=_LINES)
 
 
@@ -130,7 +134,7 @@ async def append_tasks(service: ServiceDep, run_id: RunId, order: AppendTasks) -
     "/runs/{run_id}/lease",
     response_model=Batch,
     responses=extra_response(HTTPStatus.NO_CONTENT, None, "No batch became ready in time.")
-    | media_response(BINARY_MEDIA_TYPE, "The batch.")
+    | _ARRAYS
     | raises(NotFoundError, RunOverError, RunWithoutBatchesError, RunStoppedError),
 )
 async def lease_batch(
@@ -162,9 +166,10 @@ async def lease_batch(
     Pass a `key` of your own to make the request safe to repeat.
 
     The batch is JSON; with `Accept: application/vnd.rollout.batch+safetensors` it is binary arrays, which are much
-    faster to read. 204 means that no batch became ready in time. If none will before a person solves the run's
-    `problem`, that is a 409 with the code `run_stopped`. A run that is over, with every batch acknowledged, is a 410
-    with the code `run_over`, or `run_without_batches` if it took all its tasks and delivered none.
+    faster to read, and with `application/vnd.rollout.batch+safetensors+zstd` these are compressed, in the frames of
+    zstd in which they are stored. 204 means that no batch became ready in time. If none will before a person solves the
+    run's `problem`, that is a 409 with the code `run_stopped`. A run that is over, with every batch acknowledged, is a
+    410 with the code `run_over`, or `run_without_batches` if it took all its tasks and delivered none.
     """
     order = BatchLeaseRequest(run_id, key or uuid.uuid4().hex, seconds, allow_stale)
 
@@ -176,8 +181,12 @@ async def lease_batch(
         return Response(status_code=HTTPStatus.NO_CONTENT)
     if BINARY_MEDIA_TYPE not in accept:
         return StreamingResponse(service.delivery.as_json(leased), media_type="application/json")
-    file = await service.delivery.as_arrays(leased)
-    return BufferedResponse(file.write, length=file.length, media_type=BINARY_MEDIA_TYPE)
+    file = await service.delivery.as_arrays(leased, compressed=COMPRESSED_MEDIA_TYPE in accept)
+    return BufferedResponse(
+        file.write,
+        {DECODED_LENGTH if file.compressed else "Content-Length": str(file.length)},
+        media_type=COMPRESSED_MEDIA_TYPE if file.compressed else BINARY_MEDIA_TYPE,
+    )
 
 
 @router.get(

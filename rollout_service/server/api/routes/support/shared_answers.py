@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,10 +99,10 @@ ProduceChunks = Callable[[Callable[[memoryview], Awaitable[None]]], Awaitable[No
 
 
 class BufferedResponse(StreamingResponse):
-    """A response of known length, in chunks."""
+    """A response in chunks, with these headers."""
 
-    def __init__(self, produce: ProduceChunks, *, length: int, media_type: str) -> None:
-        super().__init__((), media_type=media_type, headers={"Content-Length": str(length)})
+    def __init__(self, produce: ProduceChunks, headers: Mapping[str, str], *, media_type: str) -> None:
+        super().__init__((), media_type=media_type, headers=headers)
         self._produce = produce
 
     async def stream_response(self, send: Send) -> None:
