@@ -158,6 +158,9 @@ class Trajectory(WireModel):
     kept_kv_versions: list[Integer] = []
     """The versions that were loaded in place while a turn of this rollout was in flight. Their tokens in that turn
     attend to KV that older weights computed; all other tokens were sampled on KV of their own version only."""
+    tool_error_turns: Annotated[list[Integer], Field(exclude_if=lambda turns: not turns)] = []
+    """The turns of the built-in agent with a tool call that failed: it was malformed or refused, reached a limit, or
+    ended in an error. Left out of JSON if there are none."""
     untrained: Annotated[list[Segment], Field(exclude_if=lambda segments: not segments)] = []
     """Segments that are not to be trained on, masked as in `segments`: side calls, answers that their client did not
     receive, and a client's sub-agents unless the run trains them. Left out of JSON if there are none."""

@@ -308,6 +308,8 @@ class Episode:
     """The agent's final text: the answer it passed to `finish`, or its last message."""
     tool_calls: int = 0
     tool_seconds: float = 0.0
+    tool_error_turns: set[int] = field(default_factory=set)
+    """The turns with a tool call that failed, as in `Trajectory`."""
     limit_violations: list[LimitExceededError] = field(default_factory=list)
     """Sandbox limits that the agent's calls reached."""
     program: AgentProgram | None = None

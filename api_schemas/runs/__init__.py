@@ -138,6 +138,8 @@ class BranchAt(StrEnum):
     """Those whose tokens have the lowest mean log-probability."""
     SPREAD = "spread"
     """Turns at equal distances."""
+    TOOL_ERROR = "tool_error"
+    """Turns with a tool call that failed, in order, so that another call is sampled."""
 
 
 class Branching(WireModel):
@@ -148,7 +150,9 @@ class Branching(WireModel):
 
     roots: Count
     """How many; half of the group is a good choice if the trainer's loss is a mean over tokens."""
-    at: BranchAt = BranchAt.UNCERTAIN
+    at: BranchAt | Annotated[list[Count], Field(min_length=1, max_length=64)] = BranchAt.UNCERTAIN
+    """The turns at which branches begin, by a rule or by their numbers, counted from 0. Roots without such a turn are
+    branched as with `uncertain`."""
     reuse_results: Flag = False
     """As in `BranchPoint`."""
 

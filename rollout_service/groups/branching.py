@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 
 from api_schemas.rollouts import BranchPoint
@@ -17,21 +17,29 @@ from api_schemas.trajectories import Trajectory
 
 
 def branch_points(
-    roots: Sequence[tuple[str, Trajectory | None]], count: int, at: BranchAt, *, reuse_results: bool = False
+    roots: Sequence[tuple[str, Trajectory | None]],
+    count: int,
+    at: BranchAt | Sequence[int],
+    *,
+    reuse_results: bool = False,
 ) -> list[BranchPoint | None]:
     """Return where each branch begins, root by root in turn; None for all of them if no root has a turn for it.
 
-    A root with fewer turns than branches has several branches at a turn.
+    A root with fewer turns than branches has several branches at a turn. One without a turn as `at` asks for is
+    branched at its least likely turns.
     """
-    turns = {rollout_id: _turns(trajectory) for rollout_id, trajectory in roots if trajectory is not None}
-    able = [rollout_id for rollout_id, found in turns.items() if found]
-    if not able:
+    found = {
+        rollout_id: (trajectory, turns)
+        for rollout_id, trajectory in roots
+        if trajectory is not None and (turns := _turns(trajectory))
+    }
+    if not found:
         return [None] * count
-    most = math.ceil(count / len(able))
-    chosen = {rollout_id: cycle(_choose(turns[rollout_id], most, at)) for rollout_id in able}
+    most = math.ceil(count / len(found))
+    chosen = {rollout_id: cycle(_choose(*root, most, at)) for rollout_id, root in found.items()}
     return [
         BranchPoint(rollout_id=rollout_id, turn=next(chosen[rollout_id]), reuse_results=reuse_results)
-        for rollout_id in islice(cycle(able), count)
+        for rollout_id in islice(cycle(found), count)
     ]
 
 
@@ -46,9 +54,22 @@ def _turns(trajectory: Trajectory) -> dict[int, float]:
     return {turn: math.fsum(logprobs[turn]) / len(logprobs[turn]) for turn in range(1, whole)}
 
 
-def _choose(turns: dict[int, float], most: int, at: BranchAt) -> list[int]:
-    if at is BranchAt.UNCERTAIN:
-        return sorted(turns, key=lambda turn: (turns[turn], turn))[:most]
-    count = min(most, len(turns))
-    ordered = sorted(turns)
-    return [ordered[(2 * number + 1) * len(ordered) // (2 * count)] for number in range(count)]
+def _choose(
+    trajectory: Trajectory, turns: Mapping[int, float], most: int, at: BranchAt | Sequence[int]
+) -> list[int]:
+    """Return at most so many of the turns, which are at least one."""
+    match at:
+        case BranchAt.UNCERTAIN:
+            chosen: Sequence[int] = []
+        case BranchAt.SPREAD:
+            chosen = _spread(sorted(turns), min(most, len(turns)))
+        case BranchAt.TOOL_ERROR:
+            chosen = trajectory.tool_error_turns
+        case _:
+            chosen = at
+    possible = [turn for turn in chosen if turn in turns]
+    return (possible or sorted(turns, key=lambda turn: (turns[turn], turn)))[:most]
+
+
+def _spread(turns: Sequence[int], count: int) -> list[int]:
+    return [turns[(2 * number + 1) * len(turns) // (2 * count)] for number in range(count)]

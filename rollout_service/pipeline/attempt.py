@@ -221,13 +221,16 @@ class Attempt:
             metadata=self.lease.request.metadata,
             created_at=self.lease.created_at,
             finished_at=max(datetime.now(UTC), self.lease.created_at),
-            trajectory=self._trained(policy.trajectory()) if policy else None,
+            trajectory=self._trajectory(episode) if episode else None,
             nodes=list(episode.nodes) if episode else [],
             work=episode.work if episode else None,
             **_of_session(episode),
         )
 
-    def _trained(self, trajectory: Trajectory) -> Trajectory:
+    def _trajectory(self, episode: Episode) -> Trajectory:
+        trajectory = episode.policy.trajectory()
+        errors = episode.tool_error_turns.union(trajectory.tool_error_turns)
+        trajectory = trajectory.model_copy(update={"tool_error_turns": sorted(errors)})
         branch = self.lease.request.branch_of
         return trajectory if branch is None else without_earlier_turns(trajectory, branch)
 

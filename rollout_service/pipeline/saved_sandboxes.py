@@ -68,6 +68,8 @@ class SavedWork(BaseModel):
     """Whether the sandbox had started from the files of a shared setup."""
     tool_state: dict[str, JsonValue]
     """The state of the tools between calls."""
+    tool_error_turns: list[int] = []
+    """The turns with a tool call that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,7 @@ class SandboxSaver:
                 results=results,
                 is_prepared=self._is_prepared,
                 tool_state=self._episode.state.get(TOOL_STATE, {}),
+                tool_error_turns=sorted(self._episode.tool_error_turns),
             )
         except ValidationError:  # a tool keeps something that is not JSON
             self._store.count_refused()

@@ -56,14 +56,14 @@ class McpTool:
         try:
             result = await self._connection.call(self._info.name, arguments, seconds)
         except TimeoutError:
-            return ToolResult(f"[stopped: it took longer than {seconds:g} s]")
+            return ToolResult(f"[stopped: it took longer than {seconds:g} s]", failed=True)
         except McpCallError as error:
             raise ToolInputError(with_notes(str(error), [], context.output_chars)) from error
         except McpServerError as error:
             if not self._may_be_ended:
                 raise
-            return ToolResult(with_notes(f"[{error}]", [], context.output_chars))
-        return ToolResult(result_text(result, context.output_chars))
+            return ToolResult(with_notes(f"[{error}]", [], context.output_chars), failed=True)
+        return ToolResult(result_text(result, context.output_chars), failed=bool(result.get("isError")))
 
 
 def result_text(result: JsonObject, limit: int) -> str:

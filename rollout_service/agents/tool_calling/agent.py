@@ -169,6 +169,8 @@ class ToolCalls:
                     if result.answer is not None:
                         episode.answer = result.answer
                         return []
+                    if result.failed:
+                        episode.tool_error_turns.add(episode.policy.usage.turns - 1)
                     messages.append(message_of(call, result.text))
         finally:
             episode.tool_seconds += time.perf_counter() - started
@@ -205,10 +207,12 @@ class ToolCalls:
     async def run_one(self, call: ToolCall, context: ToolContext) -> ToolResult:
         """Run one call, well-formed or not."""
         if call.error is not None or call.arguments is None:
-            return ToolResult(f"This call is malformed ({call.error}); nothing was run. Write it again.")
+            text = f"This call is malformed ({call.error}); nothing was run. Write it again."
+            return ToolResult(text, failed=True)
         tool = self._tools.get(call.name or "")
         if tool is None:
-            return ToolResult(f"There is no tool {call.name!r}. Tools: {', '.join(self._tools) or 'none'}.")
+            text = f"There is no tool {call.name!r}. Tools: {', '.join(self._tools) or 'none'}."
+            return ToolResult(text, failed=True)
         try:
             with anyio.CancelScope(
                 deadline=asyncio.get_running_loop().time() + context.seconds + GRACE_SECONDS
@@ -217,12 +221,12 @@ class ToolCalls:
                     step.limit = context.seconds
                     return await tool(call.arguments, context)
         except ToolInputError as error:
-            return ToolResult(str(error))
+            return ToolResult(str(error), failed=True)
         except LimitExceededError as error:
             if error.limit == "lifetime":
                 raise
-            return ToolResult(f"[{error}]")
-        return ToolResult(f"[stopped: it took longer than {context.seconds:g} s]")
+            return ToolResult(f"[{error}]", failed=True)
+        return ToolResult(f"[stopped: it took longer than {context.seconds:g} s]", failed=True)
 
 
 def _detail(call: ToolCall, context: ToolContext) -> dict[str, str]:

@@ -67,7 +67,7 @@ class _Finish(Arguments):
     answer: str = ""
 
 
-async def _bash(arguments: _Bash, context: ToolContext) -> str:
+async def _bash(arguments: _Bash, context: ToolContext) -> ToolResult:
     refuse_nul(arguments.command, "command")
     try:
         session = await require_sandbox(context.sandbox).bash()
@@ -78,10 +78,11 @@ async def _bash(arguments: _Bash, context: ToolContext) -> str:
     notes = _notes(result, context.seconds)
     if result.exit_code:
         notes.append(f"[exit code {result.exit_code}]")
-    return with_notes(result.output, notes, context.output_chars)
+    text = with_notes(result.output, notes, context.output_chars)
+    return ToolResult(text, failed=result.timed_out or bool(result.exit_code))
 
 
-async def _python(arguments: _Python, context: ToolContext) -> str:
+async def _python(arguments: _Python, context: ToolContext) -> ToolResult:
     try:
         session = await require_sandbox(context.sandbox).python()
         result = await session.execute(arguments.code, timeout=context.seconds)
@@ -92,7 +93,8 @@ async def _python(arguments: _Python, context: ToolContext) -> str:
     traceback = result.error.traceback.lstrip("-").lstrip() if result.error and not result.timed_out else None
     parts = [result.output.removesuffix("\n"), result.result, traceback]
     output = "\n".join(part for part in parts if part)
-    return with_notes(output, _notes(result, context.seconds), context.output_chars)
+    text = with_notes(output, _notes(result, context.seconds), context.output_chars)
+    return ToolResult(text, failed=result.timed_out or result.error is not None)
 
 
 async def _read(arguments: _Read, context: ToolContext) -> str:
@@ -263,14 +265,14 @@ def builtin_tools(names: Iterable[str]) -> list[Tool]:
     return tools
 
 
-def _died(what: str, error: SessionDiedError | LimitExceededError, context: ToolContext) -> str:
+def _died(what: str, error: SessionDiedError | LimitExceededError, context: ToolContext) -> ToolResult:
     """Describe a session that the policy's own code ended, or keeps from starting: its output and the cause."""
     if isinstance(error, LimitExceededError):
         if error.limit == "lifetime":
             raise error  # the sandbox has ended, so no later call can work
         context.limit_violations.append(error)
     note = f"[{what} was restarted, its state is lost: {cut_middle(str(error), MIN_LIMIT * 2)}]"
-    return with_notes(error.output, [note], context.output_chars)
+    return ToolResult(with_notes(error.output, [note], context.output_chars), failed=True)
 
 
 def _notes(result: BashResult | PythonResult, seconds: float) -> list[str]:

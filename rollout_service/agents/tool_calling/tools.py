@@ -106,6 +106,8 @@ class ToolResult:
     text: str
     answer: str | None = None
     """The agent's final answer, set by a tool that ends the agent."""
+    failed: bool = False
+    """Whether the call failed; branches may begin at its turn (`tool_error`). A ToolInputError says so, too."""
 
 
 class Tool(Protocol):

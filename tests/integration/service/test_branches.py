@@ -79,6 +79,7 @@ def test_another_model_goes_on_in_a_sandbox_in_the_same_state(running: Running) 
     assert set(segment.turn_ids) == {-1, *range(BRANCH, TURNS)}
     assert sum(segment.loss_mask[:begin]) == 0
     output = branch.messages[2 * BRANCH + 2]
+    assert branch.tool_error_turns == [TURNS - 1]
     assert output.role == "tool"
     assert "step 0\nstep 1\nother way" in output.content
 

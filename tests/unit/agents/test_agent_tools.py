@@ -32,9 +32,12 @@ async def search(arguments: Search, context: ToolContext) -> str:
 SEARCH = FunctionTool("search", "Look it up.", Search, search)
 
 
-async def use(sandbox, name, seconds=10.0, output_chars=1_000, **arguments):
-    result = await TOOLS[name](arguments, ToolContext(sandbox, seconds, output_chars))
-    return result.text
+async def result_of(sandbox, name, seconds=10.0, output_chars=1_000, **arguments):
+    return await TOOLS[name](arguments, ToolContext(sandbox, seconds, output_chars))
+
+
+async def use(sandbox, name, **how):
+    return (await result_of(sandbox, name, **how)).text
 
 
 def test_a_definition_says_what_is_needed_and_no_more():
@@ -98,6 +101,19 @@ async def test_python_prints_and_explains(local_sandbox):
     wrong = await use(local_sandbox, "python", code="print('first'); 1/0")
     assert wrong.startswith("first\nZeroDivisionError")
     assert wrong.endswith("ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("bash", {"command": "echo a"}, [{"command": "false"}, {"command": "exit 0"}]),
+        ("python", {"code": "1"}, [{"code": "1/0"}, {"code": "while True: pass", "seconds": 0.5}]),
+    ],
+)
+async def test_a_command_or_code_that_fails_is_a_failed_call(local_sandbox, name, right, wrong):
+    assert not (await result_of(local_sandbox, name, **right)).failed
+    for arguments in wrong:
+        assert (await result_of(local_sandbox, name, **arguments)).failed
 
 
 async def test_long_output_is_cut_and_notes_are_not(local_sandbox):

@@ -57,6 +57,8 @@ async def test_results_become_text(local_sandbox):
         )
         assert await call(tools["notes__fail"]) == "no such note\n[the tool reports an error]"
         assert json.loads(await call(tools["notes__where"])) == {"cwd": local_sandbox.workdir, "given": "yes"}
+        failed = await tools["notes__fail"]({}, ToolContext(None, 20.0, 4_000))
+        assert failed.failed
         said = await call(tools["notes__long"], output_chars=500)
         assert len(said) <= 500
         assert "characters cut" in said

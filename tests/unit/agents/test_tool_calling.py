@@ -128,6 +128,23 @@ async def test_the_policy_sees_its_mistakes():
     assert right == "did right"
 
 
+@given(
+    st.lists(st.lists(st.sampled_from(["right", "wrong", "unknown", "malformed"]), min_size=1), max_size=5)
+)
+@settings(deadline=None)
+async def test_turns_with_a_failed_call_are_noted(turns):
+    calls = {
+        "right": call("log", text="right"),
+        "wrong": call("log", text="wrong"),
+        "unknown": call("lgo", text="a"),
+        "malformed": malformed_call(),
+    }
+    script = [turn("", *(calls[kind] for kind in kinds)) for kinds in turns]
+    _, played = await play([*script, "done"], max_malformed=9)
+    expected = {number for number, kinds in enumerate(turns) if set(kinds) != {"right"}}
+    assert played.tool_error_turns == expected
+
+
 @pytest.mark.parametrize("name", ["log", "look"])
 async def test_a_failure_of_the_infrastructure_keeps_its_type(name):
     with pytest.raises(SandboxStartError):

@@ -5,8 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api_schemas.rollouts import BranchPoint, Rollout, RolloutRequest, RolloutState, Stage, TokenExtras
+from api_schemas.rollouts import (
+    BranchPoint,
+    Rollout,
+    RolloutRequest,
+    RolloutState,
+    Stage,
+    StopReason,
+    TokenExtras,
+)
 from api_schemas.tasks import Task
+from rollout_service.episodes import Episode
 from rollout_service.pipeline.branching import BranchError, earlier_turns
 from rollout_service.tokens import check_invariants
 from rollout_service.tokens.trajectory import train_on
@@ -97,6 +106,21 @@ async def test_a_branch_whose_earlier_turns_differ_fails_and_samples_nothing(rea
         assert reason in branch.error.message
         assert branch.trajectory.segments == []
         assert b.engine.sampled == sampled
+
+
+async def failing(episode: Episode) -> StopReason:
+    """Note a failed call in turn 1, then work like `FOUR`."""
+    episode.tool_error_turns.add(1)
+    return await FOUR(episode)
+
+
+async def test_turns_with_failed_calls_are_recorded_also_after_a_crash_and_in_branches():
+    async with bench() as b:
+        await b.submit("source")
+        await b.interrupt(3, failing)
+        source = await b.finish(failing, "source")
+        branch = await run(b, "r", BranchPoint(rollout_id="source", turn=2), work=failing)
+    assert source.trajectory.tool_error_turns == branch.trajectory.tool_error_turns == [1]
 
 
 async def test_tools_that_differ_after_the_branch_begin_it_anew_from_there():

@@ -72,6 +72,7 @@ WORK = SavedWork(
     results=[tool("result 1")],
     is_prepared=False,
     tool_state={"editor": [["/a", None]]},
+    tool_error_turns=[0],
 )
 
 

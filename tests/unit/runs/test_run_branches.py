@@ -42,13 +42,31 @@ def test_spread_branches_have_equal_distances() -> None:
     assert turns_of(points) == [("a", 2), ("a", 4), ("a", 6), ("a", 8)]
 
 
+def test_turns_whose_calls_failed_are_chosen_and_roots_without_any_branch_where_uncertain() -> None:
+    failed = of_turns(*[-1.0] * 5).model_copy(update={"tool_error_turns": [0, 2, 3]})
+    early = of_turns(-1.0, -1.0, -2.0).model_copy(update={"tool_error_turns": [0]})
+    points = branch_points([("a", failed), ("b", early)], 5, BranchAt.TOOL_ERROR)
+    assert turns_of(points) == [("a", 2), ("b", 2), ("a", 3), ("b", 1), ("a", 2)]
+
+
+def test_turns_are_chosen_by_their_numbers() -> None:
+    points = branch_points([("a", of_turns(*[-1.0] * 5)), ("b", of_turns(-1.0, -1.0))], 5, [4, 2, 7])
+    assert turns_of(points) == [("a", 4), ("b", 1), ("a", 2), ("b", 1), ("a", 4)]
+
+
 @given(
-    st.lists(st.lists(st.floats(-9, 0), max_size=5), max_size=4),
+    st.lists(
+        st.tuples(st.lists(st.floats(-9, 0), max_size=5), st.lists(st.integers(0, 9), unique=True)),
+        max_size=4,
+    ),
     st.integers(1, 20),
-    st.sampled_from(BranchAt),
+    st.sampled_from(BranchAt) | st.lists(st.integers(1, 9), min_size=1),
 )
 def test_every_branch_begins_at_a_later_turn_of_a_root(roots, count, at) -> None:
-    given = [(f"r{number}", of_turns(*logprobs)) for number, logprobs in enumerate(roots)]
+    given = [
+        (f"r{number}", of_turns(*logprobs).model_copy(update={"tool_error_turns": failed}))
+        for number, (logprobs, failed) in enumerate(roots)
+    ]
     points = branch_points([*given, ("lost", None)], count, at)
     assert len(points) == count
     able = {name: len(made.finish_reasons) for name, made in given if len(made.finish_reasons) > 1}
@@ -103,6 +121,18 @@ async def test_samples_run_from_the_task_where_no_root_has_a_turn_to_branch_at()
         await it.create(tasks=1, batch_size=1, group_size=3, branching=Branching(roots=1))
         (batch,) = await it.all()
     assert [sample.rollout.branch_of for sample in batch.groups[0].samples] == [None] * 3
+
+
+@pytest.mark.parametrize("at", ["tool_error", "spread", [2, 4]])
+def test_a_run_says_where_its_groups_branch(at) -> None:
+    request = run_request(group_size=4).model_dump() | {"branching": {"roots": 2, "at": at}}
+    assert RunRequest.model_validate(request).model_dump(mode="json")["branching"]["at"] == at
+
+
+@pytest.mark.parametrize("at", ["elsewhere", [], [0], [-1], list(range(1, 66)), [1.5]])
+def test_turns_that_cannot_be_branched_at_are_refused(at) -> None:
+    with pytest.raises(ValueError, match="branching"):
+        RunRequest.model_validate(run_request().model_dump() | {"branching": {"roots": 1, "at": at}})
 
 
 @pytest.mark.parametrize("roots", [2, 3])
