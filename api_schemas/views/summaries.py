@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo
 
 from api_schemas.base import MAX_INT, Name, RolloutId, Timestamp, WireModel
-from api_schemas.rollouts import RolloutState, StopReason
+from api_schemas.rollouts import BranchPoint, RolloutState, StopReason
 from api_schemas.runs import RunId
 
 SummaryOrder = Literal["newest", "oldest"]
@@ -82,6 +82,8 @@ class RolloutSummary(WireModel):
     """The run that it belongs to; null for rollouts that were submitted one by one."""
     group: int | None = None
     """The number of its group in the run."""
+    branch_of: Annotated[BranchPoint | None, Field(exclude_if=lambda branch: branch is None)] = None
+    """Where in an earlier rollout it begins. Left out of JSON if it begins at the task."""
     attempt: int
     reward: float | None = None
     stop_reason: StopReason | None = None

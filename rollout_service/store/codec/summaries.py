@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from api_schemas.errors import FieldError
-from api_schemas.rollouts import Rollout, RolloutState, StopReason
+from api_schemas.rollouts import BranchPoint, Rollout, RolloutState, StopReason
 from api_schemas.views.summaries import RolloutSummary, SummaryOrder
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.store.codec.record import Row
@@ -28,6 +28,7 @@ def figures(result: Rollout) -> dict[str, int | float | None]:
 
 
 def decode_summary(row: Row) -> RolloutSummary:
+    branch_of = row["branch_of"]
     with reading(row["rollout_id"]):
         return RolloutSummary(
             rollout_id=row["rollout_id"],
@@ -36,6 +37,7 @@ def decode_summary(row: Row) -> RolloutSummary:
             pool=row["pool"],
             run_id=row["run_id"],
             group=row["group_number"],
+            branch_of=None if branch_of is None else BranchPoint.model_validate_json(branch_of),
             attempt=row["attempt"],
             reward=row["reward"],
             stop_reason=None if row["stop_reason"] is None else StopReason(row["stop_reason"]),

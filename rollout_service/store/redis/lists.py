@@ -177,7 +177,7 @@ def _filter(which: SummaryFilter) -> dict[str, Any]:
 
 _COLUMNS = (
     *("seq", "state", "attempt", "pool", "environment", "run_id", "group_number", "reward", "stop_reason"),
-    *("code", "created_at", "changed_at", "turns", "tokens", "worked"),
+    *("code", "created_at", "changed_at", "turns", "tokens", "worked", "branch_of"),
 )
 """The fields of a row in the order of `lists.lua`."""
 

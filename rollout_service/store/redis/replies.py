@@ -42,6 +42,7 @@ FIELDS: Mapping[str, tuple[str, Callable[[bytes], Any]]] = {
     "turns": ("T", int),
     "tokens": ("N", int),
     "worked": ("W", float),
+    "branch_of": ("b", bytes.decode),
     "is_erased": ("Y", bool),
 }
 """The fields that are in a rollout's hash: their names there, as in `rollouts.lua`, and how they are read."""

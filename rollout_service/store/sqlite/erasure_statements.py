@@ -133,6 +133,7 @@ _DELETE_ROWS = (
     "DELETE FROM steps WHERE rollout IN (SELECT value FROM json_each(?))",
     "DELETE FROM results WHERE seq IN (SELECT value FROM json_each(?))",
     "DELETE FROM requests WHERE seq IN (SELECT value FROM json_each(?))",
+    "DELETE FROM branches WHERE seq IN (SELECT value FROM json_each(?))",
     "DELETE FROM rollouts WHERE seq IN (SELECT value FROM json_each(?))",
 )
 _COUNT = "UPDATE counts SET count = count - 1 WHERE state = ?"

@@ -26,7 +26,7 @@ _NEWEST = 2**62
 
 _COLUMNS = """
 rollouts.seq, rollout_id, rollouts.state, environment, rollouts.pool, run_id, group_number, attempt, reward,
-stop_reason, code, rollouts.created_at, rollouts.changed_at, turns, tokens, worked
+branch_of, stop_reason, code, rollouts.created_at, rollouts.changed_at, turns, tokens, worked
 """
 _RUN = "SELECT seq FROM runs WHERE run_id = ?"
 _SPAN = """
@@ -112,7 +112,7 @@ def _page(looked: str, which: SummaryFilter) -> str:
     conditions = " AND ".join(_conditions(which)) or "true"
     return f"""
 SELECT {_COLUMNS} FROM ({looked}) AS looked CROSS JOIN rollouts ON rollouts.seq = looked.seq
-    LEFT JOIN runs ON runs.seq = rollouts.run
+    LEFT JOIN runs ON runs.seq = rollouts.run LEFT JOIN branches ON branches.seq = rollouts.seq
 WHERE {conditions} LIMIT :wanted
 """  # noqa: S608 - made of constants
 

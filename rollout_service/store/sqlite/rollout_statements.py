@@ -30,6 +30,7 @@ ON CONFLICT (rollout_id) DO NOTHING
 RETURNING seq, state
 """
 _ADD_REQUEST = "INSERT INTO requests (seq, request) VALUES (?, ?)"
+_ADD_BRANCH = "INSERT INTO branches (seq, branch_of) VALUES (?, ?)"
 _DROP_TOMBSTONE = "DELETE FROM tombstones WHERE rollout_id = :id"
 
 _END_CANCELLED = """
@@ -164,6 +165,7 @@ def submission(
         "run": run,
         "group_number": group_number,
         "request": request.model_dump_json(),
+        "branch_of": request.branch_of and request.branch_of.model_dump_json(),
         "now": now,
     }
 
@@ -172,6 +174,8 @@ def submit(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[Rollout, boo
     added = db.execute(_SUBMIT, values).fetchall()
     if added:
         db.execute(_ADD_REQUEST, (added[0]["seq"], values["request"]))
+        if values["branch_of"] is not None:
+            db.execute(_ADD_BRANCH, (added[0]["seq"], values["branch_of"]))
         if added[0]["state"] == RolloutState.CANCELLED:
             db.execute(_DROP_TOMBSTONE, values)
     row = db.execute(_GET, (values["id"],)).fetchone()

@@ -287,6 +287,11 @@ WHEN NEW.cancel AND NOT OLD.cancel AND NEW.owner IS NOT NULL BEGIN
 END;
 """
 
+ADDED = """
+-- Where in an earlier rollout a branch begins, for lists.
+CREATE TABLE IF NOT EXISTS branches (seq INTEGER PRIMARY KEY, branch_of TEXT NOT NULL) STRICT;
+"""
+
 
 Disk = Literal["local", "network"]
 """Whether a file is on a disk of this host, or on a file system that other hosts see too."""
@@ -300,6 +305,9 @@ class DatabaseSchema:
     """The script that creates the tables, indexes and triggers of a new file."""
     application_id: int
     """The mark of such files."""
+    added: str = ""
+    """The script that creates tables which files of the same version may lack, since a later release added them. The
+    releases before know nothing of these tables."""
     version: int = 1
     has_events: bool = False
     """Whether it has the table `events`, whose newest id each commit reports."""
@@ -316,12 +324,14 @@ class DatabaseSchema:
         return replace(self, journal_mode="WAL" if disk == "local" else "TRUNCATE")
 
 
-STORE = DatabaseSchema(tables=EVENTS + ROLLOUTS + RUNS, application_id=0x526F6C6C, has_events=True)
+STORE = DatabaseSchema(
+    tables=EVENTS + ROLLOUTS + RUNS, added=ADDED, application_id=0x526F6C6C, has_events=True
+)
 """The store of rollouts and runs; its mark is "Roll" in ASCII."""
 
 
 def prepare(connection: sqlite3.Connection, schema: DatabaseSchema = STORE) -> None:
-    """Create the tables of a new database, in one transaction; check that any other has this schema.
+    """Create the tables of a new database, in one transaction; check that any other has this schema, and complete it.
 
     Raises:
         StoreError: The file belongs to another program or to a release with another schema.
@@ -332,7 +342,7 @@ def prepare(connection: sqlite3.Connection, schema: DatabaseSchema = STORE) -> N
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if not tables:
         marks = f"PRAGMA application_id = {schema.application_id}; PRAGMA user_version = {schema.version};"
-        connection.executescript(f"BEGIN IMMEDIATE; {schema.tables} {marks} COMMIT;")
+        connection.executescript(f"BEGIN IMMEDIATE; {schema.tables} {schema.added} {marks} COMMIT;")
     elif application != schema.application_id:
         raise StoreError(
             "the store's file is a database of another program",
@@ -344,3 +354,5 @@ def prepare(connection: sqlite3.Connection, schema: DatabaseSchema = STORE) -> N
             f"the store's file has schema version {version}, but this release supports only {schema.version}",
             hint="Run the release that wrote it, or use another state directory.",
         )
+    else:
+        connection.executescript(schema.added)

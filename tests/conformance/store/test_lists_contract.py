@@ -12,7 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason, Usage
+from api_schemas.rollouts import (
+    BranchPoint,
+    Rollout,
+    RolloutRequest,
+    RolloutState,
+    Span,
+    Stage,
+    StopReason,
+    Usage,
+)
 from api_schemas.runs import FileTasks, RunState
 from api_schemas.tasks import Task
 from api_schemas.views.summaries import RolloutSummary, SummaryFilter
@@ -124,6 +133,19 @@ async def test_a_row_says_how_a_rollout_went(store, clock):
         "seconds": 3.0,
     }
     assert row == waiting.model_copy(update=done)
+
+
+async def test_a_row_says_where_a_branch_begins(store):
+    point = BranchPoint(rollout_id="r", turn=3, reuse_results=True)
+    branch = order("b").model_copy(update={"branch_of": point})
+    await store.submit(order("r"))
+    await store.submit(branch)
+    await store.submit(branch)
+    await create_run(store)
+    of_a_run = order("a.0.0").model_copy(update={"branch_of": point})
+    await store.runs.start_groups("a", [NewGroup(0, 0, [of_a_run])])
+    rows = await pages(store, SummaryFilter())
+    assert {row.rollout_id: row.branch_of for row in rows} == {"r": None, "b": point, "a.0.0": point}
 
 
 async def test_a_rollout_that_never_began_has_no_figures(store):

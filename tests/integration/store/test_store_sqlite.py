@@ -11,8 +11,9 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from api_schemas.rollouts import RolloutRequest, RolloutState
+from api_schemas.rollouts import BranchPoint, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
+from api_schemas.views.summaries import SummaryFilter
 from rollout_service.base.errors import DefectError, StoreError
 from rollout_service.store import jobs
 from rollout_service.store.retrying import retry_until_stored
@@ -108,6 +109,18 @@ async def test_a_file_with_another_schema_is_refused_and_left_alone(path, versio
         with pytest.raises(StoreError, match=f"schema version {version}") as caught:
             await SqliteStore.open(path)
         assert "release that wrote it" in caught.value.hint
+
+
+async def test_a_file_of_an_earlier_release_gets_the_tables_that_it_lacks(path):
+    async with await SqliteStore.open(path) as store:
+        await submit_many(store, range(1))
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("DROP TABLE branches")
+    point = BranchPoint(rollout_id="r0", turn=1)
+    async with await SqliteStore.open(path) as store:
+        await store.submit(order(1).model_copy(update={"branch_of": point}))
+        rows = (await store.summaries(SummaryFilter())).rows
+        assert [row.branch_of for row in rows] == [point, None]
 
 
 async def test_a_file_whose_creation_is_interrupted_is_created_at_the_next_start(path):

@@ -2,7 +2,7 @@
 -- through the states' sorted sets, in the order of the rollouts' numbers.
 
 -- What a row has, by the short names of `rollouts.lua`.
-local FIELDS = {'n', 's', 'a', 'p', 'e', 'R', 'G', 'w', 'S', 'k', 'C', 'H', 'T', 'N', 'W'}
+local FIELDS = {'n', 's', 'a', 'p', 'e', 'R', 'G', 'w', 'S', 'k', 'C', 'H', 'T', 'N', 'W', 'b'}
 local PAGE = 128  -- how many numbers of a state are read at once
 
 -- Return a function that tells whether a rollout that exists is what `filter` asks for. It reads only the fields that

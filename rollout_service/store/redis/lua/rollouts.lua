@@ -2,7 +2,7 @@
 --
 -- `r:ID` is a small hash, whose short names keep it compact: `n` number, `s` state, `a` attempts, `t` token, `o` number of
 -- the owner, `c` cancellation requested, `f` fingerprint, `p` pool, `e` environment, `C` created, `Q` queued, `H` changed
--- (Unix seconds), `w` reward, `S` stop reason, `k` code, `R` run, `G` group, `v` and `V` oldest and newest version, `B` bytes
+-- (Unix seconds), `w` reward, `S` stop reason, `k` code, `R` run, `G` group, `b` where it branches, `v` and `V` oldest and newest version, `B` bytes
 -- of the trajectory, `z` written by `finish`, `T` turns, `N` sampled tokens, `W` seconds of work, `Y` erased, so no steps are kept. Long
 -- texts have keys of their own: `q:ID` request, `x:ID` result, `t:ID` trajectory, `h:ID` retries and spans of earlier
 -- attempts, `u:ID` the turns of one that was interrupted, `y:ID` the steps of all attempts.
@@ -176,11 +176,15 @@ function rollouts.submit(call, new)
     local number = redis.call('INCR', call:key('rollouts:last'))
     local is_dead = redis.call('ZREM', call:key('tombstones'), id) == 1
     local state = is_dead and 'cancelled' or 'queued'
-    local environment = cjson.decode(new.request).task.environment
+    local request = cjson.decode(new.request)
+    local environment = request.task.environment
     redis.call('HSET', key, 'n', number, 's', state, 'a', 0, 't', 0, 'f', new.fingerprint, 'p', new.pool, 'e', environment,
         'C', now, 'Q', now, 'H', now)
     if new.run then
         redis.call('HSET', key, 'R', new.run, 'G', new.group)
+    end
+    if request.branch_of then
+        redis.call('HSET', key, 'b', cjson.encode(request.branch_of))
     end
     index.enter(call, id, number, environment, new.run)
     redis.call('SET', at(call, 'q', id), new.request)
