@@ -12,6 +12,7 @@ from rollout_service.cli.common import DEFAULT_URL, Key, Url
 from rollout_service.cli.show.colors import Coloring
 
 if TYPE_CHECKING:
+    from api_schemas.views.summaries import RolloutSummary
     from rollout_client.client import RolloutClient
     from rollout_service.cli.console import SafeConsole
 
@@ -61,14 +62,15 @@ async def command(
         bool, typer.Option("--json", help="Print JSON instead of text; with --color, with the trajectory.")
     ] = False,
 ) -> None:
-    """Show the state of a rollout, its reward and why it ended; with --tree, its sub-agents, with --color, its tokens.
+    """Show the state of a rollout, its reward, why it ended, and which samples of its group branched off it; with
+    --tree, its sub-agents, with --color, its tokens.
 
     With --html, all of that and its conversation and timeline are saved as a page in one file, to send or to keep.
 
     Control characters and other invisible ones are shown as escapes. Through a pipe, or without colors, brackets
     replace the colors.
     """
-    from rollout_service.cli.show.trajectory import render_head
+    from rollout_service.cli.show.trajectory import render_branches, render_head
     from rollout_service.cli.show.tree import render_tree
 
     async with common.connect(url, key) as client:
@@ -81,10 +83,24 @@ async def command(
             return
         console = common.out(color=not no_color)
         console.print(render_head(rollout))
+        console.print(render_branches(rollout_id, await _group(client, rollout_id)))
         if nodes is not None:
             console.print(render_tree(nodes))
         if color is not None:
             await _show_tokens(client, console, rollout_id, color, node, pager=not no_pager)
+
+
+async def _group(client: RolloutClient, rollout_id: str) -> list[RolloutSummary]:
+    """Return the rollouts of the group that the id names; none if there is no such group."""
+    from rollout_client.client import InvalidRequestError
+    from rollout_service.base.ids import SampleId
+
+    try:
+        sample = SampleId.parse(rollout_id)
+        page = await client.summary_page(run=sample.run, group=sample.number, limit=1_000)
+    except (ValueError, InvalidRequestError):  # a caller chose the id
+        return []
+    return page.rows
 
 
 async def _save(client: RolloutClient, rollout_id: str, file: Path) -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from api_schemas.rollouts import Rollout
 from api_schemas.trajectories import Segment, Trajectory
+from api_schemas.views.summaries import RolloutSummary
 from rollout_service.base.errors import format_failure
 from rollout_service.cli.console import Heading
 from rollout_service.tokens.tokenizer import ChatTokenizer
@@ -64,9 +65,8 @@ def render_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool
 
 def render_head(rollout: Rollout) -> RenderableType:
     """Render the outcome of a rollout, without its trajectory."""
-    reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
     parts_of_it = ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items())
-    head = f"rollout {rollout.rollout_id}: {rollout.state}, {rollout.stop_reason}, reward {reward}"
+    head = f"rollout {rollout.rollout_id}: {rollout.state}, {rollout.stop_reason}, reward {_reward(rollout.reward)}"
     head += f" ({parts_of_it})" if parts_of_it else ""
     parts: list[RenderableType] = [Heading(head)]
     if (branch := rollout.branch_of) is not None:
@@ -75,6 +75,20 @@ def render_head(rollout: Rollout) -> RenderableType:
     if rollout.error is not None:
         parts.append(Text(format_failure(rollout.error), style="red"))
     return Group(*parts)
+
+
+def render_branches(rollout_id: str, group: Sequence[RolloutSummary]) -> RenderableType:
+    """Render a line for each rollout of a group that branches off this one, by turns."""
+    found = [
+        (row.branch_of.turn, row) for row in group if row.branch_of and row.branch_of.rollout_id == rollout_id
+    ]
+    found.sort(key=lambda each: each[0])
+    return Group(
+        *(
+            Text(f"branched at turn {turn}: {row.rollout_id}, {row.state}, reward {_reward(row.reward)}")
+            for turn, row in found
+        )
+    )
 
 
 def render_trajectory(
@@ -88,6 +102,10 @@ def render_trajectory(
         parts.append(Text(f"segment {number} ({segment.fork_reason}{kind}): {counts}", style="bold"))
         parts.extend(_render_span(span, tokenizer, scripted) for span in split_by_turn(segment))
     return Group(*parts)
+
+
+def _reward(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:g}"
 
 
 def _render_span(span: TokenSpan, tokenizer: ChatTokenizer, scripted: bool) -> RenderableType:

@@ -1,4 +1,4 @@
-"""The tabs of rollouts with sub-agents, and of parts of live sessions."""
+"""The tabs of rollouts with sub-agents, of those with branches, and of parts of live sessions."""
 
 from datetime import timedelta
 from typing import Literal
@@ -6,12 +6,14 @@ from typing import Literal
 import pytest
 from playwright.async_api import expect
 
+from api_schemas.rollouts import BranchPoint, RolloutState
 from api_schemas.rollouts.sessions import MarkReason, MaskReason, RolloutKind, SessionInfo, TurnMark, Votes
 from api_schemas.rollouts.tokens import RolloutMessages
 from api_schemas.rollouts.trees import InvalidBecause, NodeParent, RolloutNodes
 from api_schemas.trajectories import FinishReason, Message
+from api_schemas.views.summaries import RolloutSummary, SummaryPage
 from tests.support.browser.axe import violations
-from tests.support.browser.trajectories import BEGAN, coding_rollout
+from tests.support.browser.trajectories import BEGAN, coding_rollout, summary
 from tests.support.store.trees import WORK, bare, node
 
 pytestmark = pytest.mark.browser
@@ -58,6 +60,60 @@ async def test_sub_agents_are_a_tree_that_leads_to_their_conversations(page, fak
     tokens = [path for _, path, _ in fake.requests if "/tokens" in path]
     assert tokens
     assert all(path.endswith("&node=3") for path in tokens)
+
+
+def sample(number: int, branch_of: tuple[int, int] | None = None, **changes: object) -> RolloutSummary:
+    """Return a sample of a group; `branch_of` is another one's number and turn."""
+    row = summary(f"math-7.g12.s{number}", run_id="math-7", group=12, **changes)
+    if branch_of is None:
+        return row
+    point = BranchPoint(rollout_id=f"math-7.g12.s{branch_of[0]}", turn=branch_of[1])
+    return row.model_copy(update={"branch_of": point})
+
+
+async def test_the_branches_of_a_group_are_a_tree_whose_rows_are_links(page, fake):
+    coding_rollout(ID).serve(fake)
+    group = [
+        sample(1, reward=0.0),
+        sample(2, reward=0.25),
+        sample(3, (1, 4), reward=1.0),
+        sample(4, (3, 6), state=RolloutState.FAILED, reward=None),
+        sample(5, (1, 2)),
+        sample(6, (99, 1)),
+    ]
+    fake.answer("GET /v1/summaries", SummaryPage(rows=group))
+    await page.goto(f"{fake.url}#/rollouts/{ID}?tab=branches")
+    rows = page.locator(".branch-row")
+    await expect(rows.locator("td:first-child")).to_have_text(
+        [f"math-7.g12.s{number}" for number in (1, 5, 3, 4, 2, 6)]
+    )
+    widths = [
+        await rows.nth(at).locator(".node-indent").evaluate("one => one.offsetWidth") for at in range(6)
+    ]
+    assert widths == [0, 18, 18, 36, 0, 0]
+    await expect(rows.locator("td:nth-child(4)")).to_have_text(["0", "1", "1", "\u2013", "0.25", "1"])
+    await expect(page.locator(".branch-row[aria-current]")).to_contain_text(ID)
+    begin = rows.nth(2).get_by_role("link", name="turn 4")
+    await expect(begin).to_have_attribute("href", "#/rollouts/math-7.g12.s1?tab=tokens&turn=4")
+    compare = rows.nth(2).get_by_role("link", name="Compare math-7.g12.s3 with math-7.g12.s1")
+    await expect(compare).to_have_attribute("href", "#/compare?ids=math-7.g12.s1%2Cmath-7.g12.s3")
+    schemes: list[Literal["dark", "light"]] = ["dark", "light"]
+    for scheme in schemes:
+        await page.emulate_media(color_scheme=scheme)
+        assert await violations(page) == []
+    await rows.nth(0).get_by_role("link").focus()
+    coding_rollout("math-7.g12.s1").serve(fake)
+    fake.answer("GET /v1/summaries", SummaryPage(rows=group))
+    await page.keyboard.press("Enter")
+    await expect(page.locator(".branch-row[aria-current]")).to_contain_text("math-7.g12.s1")
+
+
+async def test_a_group_without_branches_has_no_tree(page, fake):
+    coding_rollout(ID).serve(fake)
+    fake.answer("GET /v1/summaries", SummaryPage(rows=[sample(number) for number in (2, 3, 4)]))
+    await page.goto(f"{fake.url}#/rollouts/{ID}?tab=branches")
+    await expect(page.locator(".neighbors")).to_contain_text("sample 2 of 3")
+    await expect(page.get_by_role("tab", name="Branches")).to_have_count(0)
 
 
 async def test_the_turns_of_a_session_have_their_votes_everywhere(page, fake):

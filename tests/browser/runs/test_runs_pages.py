@@ -6,7 +6,7 @@ import pytest
 from playwright.async_api import Page, expect
 from starlette.requests import Request
 
-from api_schemas.runs import RunState
+from api_schemas.runs import Branching, RunState
 from api_schemas.runs.history import GroupPage
 from rollout_service.http.keyring import Role
 from tests.support.browser import canned_runs
@@ -121,6 +121,16 @@ async def test_a_sample_says_its_reward_and_leads_to_its_rollout(page, runs):
     await expect(failed).to_have_text("\u00d7")
     compare = page.get_by_role("link", name="Compare group 2107")
     await expect(compare).to_have_attribute("href", re.compile(r"#/compare\?ids=math-grpo-7\.2107\.0%2C"))
+    await expect(page.get_by_role("link", name="Tree of group 2107")).to_have_count(0)
+
+
+async def test_a_group_of_a_run_with_branches_leads_to_its_tree(page, runs):
+    found = canned_runs.run()
+    branching = found.request.model_copy(update={"branching": Branching(roots=4)})
+    runs.answer(f"GET {RUN}", found.model_copy(update={"request": branching}))
+    await open_run(page, runs)
+    tree = page.get_by_role("link", name="Tree of group 2107")
+    await expect(tree).to_have_attribute("href", "#/rollouts/math-grpo-7.2107.0?tab=branches")
 
 
 async def test_groups_are_filtered_by_state_and_reason(page, runs):

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
+from typer.testing import CliRunner
 
 from api_schemas.rollouts import BranchPoint
 from api_schemas.runs import Batch
 from api_schemas.trajectories import Trajectory
+from rollout_service.cli import app
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 from rollout_service.tokens import check_invariants
@@ -131,6 +133,10 @@ def test_the_groups_of_a_run_are_trees(running: Running) -> None:
         check_invariants(branch.trajectory)
         assert branch.trajectory.segments[0].token_ids == root.trajectory.segments[0].token_ids
         assert set(branch.trajectory.segments[0].turn_ids) == {-1, 2, 3}
+    shown = CliRunner().invoke(app, ["show", "trees.0.0", "--url", running.url])
+    assert shown.output.splitlines()[1:] == [
+        f"branched at turn 2: trees.0.2, completed, reward {samples[2].reward:g}"
+    ]
 
 
 @pytest.mark.parametrize(

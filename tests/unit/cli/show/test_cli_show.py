@@ -16,10 +16,11 @@ from api_schemas.rollouts.figures import ParallelFigures, RunParallel
 from api_schemas.rollouts.trees import InvalidBecause, NodeParent, RolloutNodes
 from api_schemas.runs import InlineTasks, Run, RunCounts, RunRequest, RunState
 from api_schemas.tasks import Task
+from api_schemas.views.summaries import RolloutSummary
 from rollout_service.cli.backends import render_backends
 from rollout_service.cli.demo.run import Summary, percentile
 from rollout_service.cli.runs import _show as show_runs
-from rollout_service.cli.show.trajectory import render_rollout, split_by_turn
+from rollout_service.cli.show.trajectory import render_branches, render_rollout, split_by_turn
 from rollout_service.cli.show.tree import RESULT_CHARS, render_tree
 from rollout_service.cli.watch.sections import SIGNS, render_parallel
 from rollout_service.cli.watch.view import ServerView
@@ -98,6 +99,30 @@ def test_a_trajectory_shows_its_mask_and_its_logprobs_without_colors(tokenizer):
 def test_a_branch_says_where_it_begins(tokenizer):
     text = printed(render_rollout(rollout(branch_of=BranchPoint(rollout_id="r-0", turn=1)), tokenizer))
     assert "a branch of r-0 at turn 1" in text
+
+
+def test_the_branches_of_a_rollout_come_by_turns_with_their_outcome():
+    points = [None, *(BranchPoint(rollout_id=f"a.0.{n}", turn=turn) for n, turn in ((0, 4), (0, 2), (1, 5)))]
+    rows = [
+        RolloutSummary(
+            rollout_id=f"a.0.{number}",
+            state=RolloutState.COMPLETED,
+            environment="calc",
+            pool="policy",
+            branch_of=point,
+            attempt=1,
+            reward=0.5,
+            created_at=NOW,
+            changed_at=NOW,
+        )
+        for number, point in enumerate(points)
+    ]
+    text = printed(render_branches("a.0.0", rows))
+    assert text.splitlines() == [
+        "branched at turn 2: a.0.2, completed, reward 0.5",
+        "branched at turn 4: a.0.1, completed, reward 0.5",
+    ]
+    assert printed(render_branches("a.0.2", rows)) == ""
 
 
 def test_a_failure_shows_its_cause_and_no_reward(tokenizer):

@@ -25,7 +25,7 @@ export function Groups({run, state, reason}) {
       <span class="number">Mean</span><span class="number">Spread</span><span class="number">Batch</span><span>Closed</span><span></span></div>
     ${groups.length ? html`<${VirtualRows} count=${groups.length} rowHeight=${30} height="420px" label="Groups, the newest first"
         onOpen=${(index) => go("/compare", {ids: ids(groups[index])})} onRange=${(_, last) => last > groups.length - PAGE / 2 && more()}
-        render=${(index) => html`<${Group} group=${groups[index]} scale=${scale} />`} />` : null}
+        render=${(index) => html`<${Group} group=${groups[index]} scale=${scale} isTree=${Boolean(run.request.branching)} />`} />` : null}
     ${groups.length || error ? null : !done ? html`<${Empty}>Loading<//>`
       : html`<${Empty}>${reason ? `No group was dropped for ${reason}.` : state ? `No group is ${state}.` : "No group has begun."}<//>`}
   <//>`;
@@ -33,7 +33,7 @@ export function Groups({run, state, reason}) {
 
 const ids = (group) => group.samples.map((sample) => sample.rollout_id).join(",");
 
-function Group({group, scale}) {
+function Group({group, scale, isTree}) {
   return html`<div class="group-row">
     <span class="number mono">${group.number}</span>
     <span class="ellipsis"><${Badge} state=${group.state} />${group.reason ? html` <span class="dim"><${Visible} text=${group.reason} /></span>` : null}</span>
@@ -42,7 +42,8 @@ function Group({group, scale}) {
     <span class="number mono">${number(group.reward_std)}</span>
     <span class="number mono">${group.batch ?? ""}</span>
     <span class="dim nowrap">${group.closed_at ? ago(group.closed_at) : ""}</span>
-    <span>${group.samples.length > 1 ? html`<a href=${href("/compare", {ids: ids(group)})} aria-label=${`Compare group ${group.number}`}>compare</a>` : null}</span>
+    <span>${group.samples.length > 1 ? html`<a href=${href("/compare", {ids: ids(group)})} aria-label=${`Compare group ${group.number}`}>compare</a>` : null}
+      ${isTree && group.samples.length ? html`<a href=${href(`/rollouts/${segment(group.samples[0].rollout_id)}`, {tab: "branches"})} aria-label=${`Tree of group ${group.number}`}>tree</a>` : null}</span>
   </div>`;
 }
 

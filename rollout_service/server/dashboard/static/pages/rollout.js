@@ -8,6 +8,7 @@ import {TokenSource} from "../lib/tokens/source.js";
 import {TextWindow} from "../lib/texts/view.js";
 import {Empty, Problem, Tabs} from "../lib/widgets.js";
 import {html, useEffect, useMemo, useState} from "../lib/ui.js";
+import {Branches, hasBranches} from "./rollout/branches.js";
 import {Activity, Head} from "./rollout/head.js";
 import {Conversation} from "./rollout/conversation.js";
 import {ENDED, pathOf, turnSteps, useAnswer, useGroup, useSummary} from "./rollout/data.js";
@@ -39,13 +40,14 @@ function Talk({id, node, rollout, steps, marks}) {
     tokensLink=${(turn) => href(`/rollouts/${segment(id)}`, query(turn))} />`;
 }
 
-function Body({tab, id, node, route, rollout, steps, marks}) {
+function Body({tab, id, node, route, rollout, group, steps, marks}) {
   const raw = tab === "raw";
   const tokens = tab === "tokens" || tab === "prompts";
   const source = useSource(id, node, tokens);
   const text = useMemo(() => (raw ? JSON.stringify(rollout, null, 2) : ""), [raw, rollout]);
   if (raw) return html`<${TextWindow} text=${text} label="The rollout as JSON" rows=${38} />`;
   if (tab === "subagents") return html`<${SubAgents} id=${id} />`;
+  if (tab === "branches") return html`<${Branches} group=${group} id=${id} />`;
   if (tab === "session") return html`<${Session} rollout=${rollout} />`;
   if (tab === "tokens") {
     const turn = /^[0-9]+$/.test(route.query.turn ?? "") ? Number(route.query.turn) : null;
@@ -70,8 +72,9 @@ function Times({model, onBar, dropped}) {
     ${dropped ? html`<p class="dim">${dropped} more steps were not recorded.</p>` : null}</section>`;
 }
 
-function tabsOf(rollout, ended) {
+function tabsOf(rollout, ended, group) {
   const tabs = ended ? [["conversation", "Conversation"], ["tokens", "Tokens"], ["prompts", "Prompts"], ["subagents", "Sub-agents"]] : [];
+  if (hasBranches(group)) tabs.push(["branches", "Branches"]);
   if (rollout.kind === "session") tabs.push(["session", "Session"]);
   return [...tabs, ["raw", "Raw"]];
 }
@@ -105,7 +108,7 @@ function Loaded({id, node, route}) {
   const model = useMemo(() => rollout && timelineOf(rollout, steps.data?.steps ?? [], live ? activity.data : null), [rollout, steps.data, activity.data]);
   if (loading) return html`<${Empty}>Loading<//>`;
   if (!rollout) return html`<${Problem} error=${error} />`;
-  const tabs = tabsOf(rollout, ended);
+  const tabs = tabsOf(rollout, ended, group);
   const tab = tabs.some(([name]) => name === route.query.tab) ? route.query.tab : tabs[0][0];
   const own = node === null ? {} : {node};
   const to = (name) => go(`/rollouts/${segment(id)}`, {tab: name, ...own}, {replace: true});
@@ -118,7 +121,7 @@ function Loaded({id, node, route}) {
       ${node === null ? null : html`<p class="node-notice">This is the trajectory of sub-agent ${node}. <a href=${href(`/rollouts/${segment(id)}`, {tab: "subagents"})}>All sub-agents</a>, or <a href=${href(`/rollouts/${segment(id)}`)}>the agent's own</a>.</p>`}
       <${Tabs} tabs=${tabs} current=${tab} onChange=${to} label="Views of the trajectory" />
       ${live && tab === "raw" ? html`<p class="dim">The trajectory is stored when the rollout ends.</p>` : null}
-      <${Body} key=${`${tab}/${node}`} tab=${tab} id=${id} node=${node} route=${route} rollout=${rollout} steps=${steps.data?.steps} marks=${marks} />
+      <${Body} key=${`${tab}/${node}`} tab=${tab} id=${id} node=${node} route=${route} rollout=${rollout} group=${group} steps=${steps.data?.steps} marks=${marks} />
     </div>
   </div>`;
 }

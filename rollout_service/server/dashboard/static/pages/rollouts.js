@@ -68,7 +68,8 @@ function Row({row, now, picked, onPick}) {
   return html`<div class="summary-row summary-columns">
     <span><input type="checkbox" aria-label=${`Compare ${id}`} checked=${picked} onChange=${() => onPick(id)} /></span>
     <span><${Badge} state=${row.state} /></span>
-    <a class="mono ellipsis" href=${href(`/rollouts/${segment(id)}`)} title=${id}>${id}</a>
+    <span class="ellipsis" title=${id}><a class="mono" href=${href(`/rollouts/${segment(id)}`)}>${id}</a>${row.branch_of
+      ? html` <span class="dim" title=${`A branch of ${row.branch_of.rollout_id}`}>from turn ${row.branch_of.turn}</span>` : ""}</span>
     <span class="ellipsis" title=${row.environment}>${row.environment}</span>
     <span class="ellipsis">${row.run_id ? html`<a href=${href(`/runs/${segment(row.run_id)}`)}>${row.run_id}</a>${row.group === null ? "" : ` / ${row.group}`}` : html`<span class="dim">–</span>`}</span>
     <span class="number strong">${number(row.reward, 3)}</span>

@@ -46,7 +46,7 @@ export function useSummary(rollout) {
 // Return the samples of a group as rows, or an empty list.
 export function useGroup(summary) {
   const path = summary?.run_id && summary.group !== null
-    ? `v1/summaries?run=${encodeURIComponent(summary.run_id)}&group=${summary.group}&order=oldest&limit=200` : null;
+    ? `v1/summaries?run=${encodeURIComponent(summary.run_id)}&group=${summary.group}&order=oldest&limit=1000` : null;
   return useAnswer(path).data?.rows ?? [];
 }
 

@@ -1,31 +1,13 @@
 // The sub-agents of a rollout as a tree: what each was told, what it answered, and what it cost.
 import {count, number, seconds} from "../../lib/format.js";
 import {href, segment} from "../../lib/router.js";
+import {treeOf} from "../../lib/tree.js";
 import {LongText} from "../../lib/texts/view.js";
 import {Badge, Empty, Problem, Visible} from "../../lib/widgets.js";
 import {html, useMemo, useState} from "../../lib/ui.js";
 import {pathOf, useAnswer} from "./data.js";
 
 export const numberOf = (nodeId) => Number(nodeId.slice(nodeId.lastIndexOf("/") + 1));
-
-// Return the nodes in the order of the tree, as {node, depth}.
-export function treeOf(nodes) {
-  const children = new Map();
-  for (const node of nodes) {
-    const parent = node.parent.node_id;
-    if (!children.has(parent)) children.set(parent, []);
-    children.get(parent).push(node);
-  }
-  const rows = [];
-  const walk = (id, depth) => {
-    for (const node of children.get(id) ?? []) {
-      rows.push({node, depth});
-      walk(node.node_id, depth + 1);
-    }
-  };
-  walk("", 0);
-  return rows;
-}
 
 function Work({work}) {
   if (!work) return null;
@@ -57,12 +39,12 @@ function Node({node, depth, id, most}) {
 
 export function SubAgents({id}) {
   const {data, error, loading} = useAnswer(pathOf(id, "/nodes"));
-  const rows = useMemo(() => treeOf(data?.nodes ?? []), [data]);
+  const rows = useMemo(() => treeOf(data?.nodes ?? [], (node) => node.node_id, (node) => node.parent.node_id), [data]);
   if (error) return html`<${Problem} error=${error} />`;
   if (loading) return html`<${Empty}>Loading<//>`;
   if (!rows.length) return html`<${Empty}>This rollout started no sub-agents.<//>`;
-  const most = Math.max(0.001, ...rows.map(({node}) => node.seconds.worked));
+  const most = Math.max(0.001, ...rows.map(({item}) => item.seconds.worked));
   return html`<section class="subagents" aria-label="Sub-agents"><${Work} work=${data.work} />
     <table><thead><tr>${["Sub-agent", "Turn / wave", "Result", "Turns", "Tokens", "Queued", "Worked: engine, tools, rest", "Pool"].map((head) => html`<th scope="col" key=${head}>${head}</th>`)}</tr></thead>
-      <tbody>${rows.map(({node, depth}) => html`<${Node} key=${node.node_id} node=${node} depth=${depth} id=${id} most=${most} />`)}</tbody></table></section>`;
+      <tbody>${rows.map(({item, depth}) => html`<${Node} key=${item.node_id} node=${item} depth=${depth} id=${id} most=${most} />`)}</tbody></table></section>`;
 }
