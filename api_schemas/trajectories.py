@@ -161,6 +161,8 @@ class Trajectory(WireModel):
     tool_error_turns: Annotated[list[Integer], Field(exclude_if=lambda turns: not turns)] = []
     """The turns of the built-in agent with a tool call that failed: it was malformed or refused, reached a limit, or
     ended in an error. Left out of JSON if there are none."""
+    proposed_turns: Annotated[list[Integer], Field(exclude_if=lambda turns: not turns)] = []
+    """The turns at which the environment proposed to begin branches. Left out of JSON if there are none."""
     untrained: Annotated[list[Segment], Field(exclude_if=lambda segments: not segments)] = []
     """Segments that are not to be trained on, masked as in `segments`: side calls, answers that their client did not
     receive, and a client's sub-agents unless the run trains them. Left out of JSON if there are none."""

@@ -310,6 +310,8 @@ class Episode:
     tool_seconds: float = 0.0
     tool_error_turns: set[int] = field(default_factory=set)
     """The turns with a tool call that failed, as in `Trajectory`."""
+    proposed_turns: set[int] = field(default_factory=set)
+    """The turns of `propose_branch`."""
     limit_violations: list[LimitExceededError] = field(default_factory=list)
     """Sandbox limits that the agent's calls reached."""
     program: AgentProgram | None = None
@@ -366,6 +368,10 @@ class Episode:
                 f"processes of the agent or of init were ended before the grading: {ended}; "
                 "`agent_processes` may let them live for a grader without secrets in the agent's own sandbox"
             )
+
+    def propose_branch(self) -> None:
+        """Propose the policy's next turn as one at which branches of the rollout begin (`at` = `proposed`)."""
+        self.proposed_turns.add(self.policy.usage.turns)
 
     def require_sandbox(self) -> Sandbox:
         return require_sandbox(self.sandbox)

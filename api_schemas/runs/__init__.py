@@ -140,6 +140,8 @@ class BranchAt(StrEnum):
     """Turns at equal distances."""
     TOOL_ERROR = "tool_error"
     """Turns with a tool call that failed, in order, so that another call is sampled."""
+    PROPOSED = "proposed"
+    """Turns that the environment proposed, in order."""
 
 
 class Branching(WireModel):

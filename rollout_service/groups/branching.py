@@ -65,6 +65,8 @@ def _choose(
             chosen = _spread(sorted(turns), min(most, len(turns)))
         case BranchAt.TOOL_ERROR:
             chosen = trajectory.tool_error_turns
+        case BranchAt.PROPOSED:
+            chosen = trajectory.proposed_turns
         case _:
             chosen = at
     possible = [turn for turn in chosen if turn in turns]

@@ -229,8 +229,14 @@ class Attempt:
 
     def _trajectory(self, episode: Episode) -> Trajectory:
         trajectory = episode.policy.trajectory()
-        errors = episode.tool_error_turns.union(trajectory.tool_error_turns)
-        trajectory = trajectory.model_copy(update={"tool_error_turns": sorted(errors)})
+        turns = set(range(len(trajectory.finish_reasons)))  # there may be none after a proposal
+        found = {
+            "tool_error_turns": episode.tool_error_turns.union(trajectory.tool_error_turns),
+            "proposed_turns": episode.proposed_turns.union(trajectory.proposed_turns),
+        }
+        trajectory = trajectory.model_copy(
+            update={name: sorted(noted & turns) for name, noted in found.items()}
+        )
         branch = self.lease.request.branch_of
         return trajectory if branch is None else without_earlier_turns(trajectory, branch)
 

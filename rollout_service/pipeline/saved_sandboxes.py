@@ -70,6 +70,8 @@ class SavedWork(BaseModel):
     """The state of the tools between calls."""
     tool_error_turns: list[int] = []
     """The turns with a tool call that failed."""
+    proposed_turns: list[int] = []
+    """The turns at which branches may begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +252,7 @@ class SandboxSaver:
                 is_prepared=self._is_prepared,
                 tool_state=self._episode.state.get(TOOL_STATE, {}),
                 tool_error_turns=sorted(self._episode.tool_error_turns),
+                proposed_turns=sorted(self._episode.proposed_turns),
             )
         except ValidationError:  # a tool keeps something that is not JSON
             self._store.count_refused()

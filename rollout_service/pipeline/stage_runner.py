@@ -225,6 +225,7 @@ class StageRunner:
             episode.known_results = iter(self._saved.results)
             episode.tool_calls = sum(map(len, self._saved.results))
             episode.tool_error_turns |= set(self._saved.work.tool_error_turns)
+            episode.proposed_turns |= set(self._saved.work.proposed_turns)
         # Without a shared setup, nothing would have the state that `prepare` leaves.
         stands_alone = is_prepared or not self._environment.shares_setup
         if store is None or not stands_alone or not may_save(self._environment, self._request):

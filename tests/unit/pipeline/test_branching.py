@@ -15,6 +15,7 @@ from api_schemas.rollouts import (
     TokenExtras,
 )
 from api_schemas.tasks import Task
+from api_schemas.trajectories import Message
 from rollout_service.episodes import Episode
 from rollout_service.pipeline.branching import BranchError, earlier_turns
 from rollout_service.tokens import check_invariants
@@ -108,19 +109,27 @@ async def test_a_branch_whose_earlier_turns_differ_fails_and_samples_nothing(rea
         assert b.engine.sampled == sampled
 
 
-async def failing(episode: Episode) -> StopReason:
-    """Note a failed call in turn 1, then work like `FOUR`."""
-    episode.tool_error_turns.add(1)
-    return await FOUR(episode)
+async def noting(episode: Episode) -> StopReason:
+    """Work like `FOUR`, note a failed call in turn 1, and propose turn 2 and one that is never sampled."""
+    messages = [Message(role="user", content="task")]
+    for number, output in enumerate(FOUR.outputs):
+        turn = await episode.policy.respond(messages, max_tokens=50)
+        messages = [Message(role="tool", content=f"{output} {turn.message.content}")]
+        if number == 1:
+            episode.tool_error_turns.add(number)
+        if number in (1, TURNS - 1):
+            episode.propose_branch()
+    return StopReason.FINISHED
 
 
-async def test_turns_with_failed_calls_are_recorded_also_after_a_crash_and_in_branches():
+async def test_turns_to_branch_at_are_recorded_also_after_a_crash_and_in_branches():
     async with bench() as b:
         await b.submit("source")
-        await b.interrupt(3, failing)
-        source = await b.finish(failing, "source")
-        branch = await run(b, "r", BranchPoint(rollout_id="source", turn=2), work=failing)
-    assert source.trajectory.tool_error_turns == branch.trajectory.tool_error_turns == [1]
+        await b.interrupt(3, noting)
+        source = await b.finish(noting, "source")
+        branch = await run(b, "r", BranchPoint(rollout_id="source", turn=2), work=noting)
+    for found in (source.trajectory, branch.trajectory):
+        assert (found.tool_error_turns, found.proposed_turns) == ([1], [2])
 
 
 async def test_tools_that_differ_after_the_branch_begin_it_anew_from_there():

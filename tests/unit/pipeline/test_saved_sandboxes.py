@@ -73,6 +73,7 @@ WORK = SavedWork(
     is_prepared=False,
     tool_state={"editor": [["/a", None]]},
     tool_error_turns=[0],
+    proposed_turns=[1, 2],
 )
 
 

@@ -49,6 +49,12 @@ def test_turns_whose_calls_failed_are_chosen_and_roots_without_any_branch_where_
     assert turns_of(points) == [("a", 2), ("b", 2), ("a", 3), ("b", 1), ("a", 2)]
 
 
+def test_turns_that_the_environment_proposed_are_chosen() -> None:
+    proposing = of_turns(*[-1.0] * 5).model_copy(update={"proposed_turns": [0, 3]})
+    points = branch_points([("a", proposing), ("b", of_turns(-1.0, -1.0))], 3, BranchAt.PROPOSED)
+    assert turns_of(points) == [("a", 3), ("b", 1), ("a", 3)]
+
+
 def test_turns_are_chosen_by_their_numbers() -> None:
     points = branch_points([("a", of_turns(*[-1.0] * 5)), ("b", of_turns(-1.0, -1.0))], 5, [4, 2, 7])
     assert turns_of(points) == [("a", 4), ("b", 1), ("a", 2), ("b", 1), ("a", 4)]
@@ -64,8 +70,11 @@ def test_turns_are_chosen_by_their_numbers() -> None:
 )
 def test_every_branch_begins_at_a_later_turn_of_a_root(roots, count, at) -> None:
     given = [
-        (f"r{number}", of_turns(*logprobs).model_copy(update={"tool_error_turns": failed}))
-        for number, (logprobs, failed) in enumerate(roots)
+        (
+            f"r{number}",
+            of_turns(*logprobs).model_copy(update={"tool_error_turns": noted, "proposed_turns": noted}),
+        )
+        for number, (logprobs, noted) in enumerate(roots)
     ]
     points = branch_points([*given, ("lost", None)], count, at)
     assert len(points) == count
