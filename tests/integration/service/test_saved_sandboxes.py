@@ -48,7 +48,7 @@ def test_a_rollout_goes_on_in_copies_of_its_sandbox(tmp_path: Path, shared: bool
     step = "echo $(($(wc -l <log) + 1)) | tee -a log; echo $marks $(wc -l <../inits) $(now)"
     folder = tmp_path / "state" / "saved-sandboxes"
     with scripted_engine(
-        tmp_path, call(FIRST), *[call(f"{step} # {n}") for n in range(TURNS)], delay=0.4
+        tmp_path, call(f"{FIRST}; (exit 3)"), *[call(f"{step} # {n}") for n in range(TURNS)], delay=0.4
     ) as engine:
         for crashes in range(3):
             with service(
@@ -63,7 +63,8 @@ def test_a_rollout_goes_on_in_copies_of_its_sandbox(tmp_path: Path, shared: bool
                 eventually(lambda: running.state("r1") in {"completed", "failed"}, running)
                 first, *later = outputs(running, "r1")
                 assert [text.split()[0] for text in later] == [str(number) for number in range(1, TURNS - 1)]
-                assert {tuple(text.split()[1:3]) for text in later} == {(first.strip(), "1")}
+                assert {tuple(text.split()[1:3]) for text in later} == {(first.split()[0], "1")}
+                assert running.get("/v1/rollouts/r1/trajectory")["tool_error_turns"] == [0]
                 assert running.metric('rollout_resumes_total{outcome="resumed",reason=""}') == 1
                 assert list(folder.iterdir()) == []
 
