@@ -3,13 +3,14 @@
 Run: python benchmarks/branches.py [--json FILE] [--quick | --smoke]
 
 A policy of one softmax for each turn learns by REINFORCE. The service's own functions choose where the branches
-begin (`groups.branch_points`, `uncertain`) and compute the advantages (`groups.leave_one_out`). A turn is one of four
-actions of equal length, and a rollout succeeds if all its turns are right. A batch has four groups of 16. Learning ends
+begin (`groups.branch_points`) and compute the advantages (`groups.leave_one_out`). A turn is one of four actions of
+equal length, and a rollout succeeds if all its turns are right. A batch has four groups of 16. Learning ends
 when the policy succeeds nine times of ten. Each token is trained on once, in the sample that sampled it. Figures are
 ratios of the tokens sampled until then, trees over flat groups, medians over seeds:
 
 - `even`: eight turns that are equally hard; `hard`: two of eight are hard; `long`: sixteen turns;
-- `half`: 8 of 16 samples run from the task; `quarter`: 4 do;
+- `half`: 8 of 16 samples run from the task, and the others begin at `uncertain` turns; `quarter`: 4 do;
+- `tool_error`: 8 of 16 run from the task, and the others begin at turns whose call failed, as each wrong one does;
 - `by_token`: a step is the mean over the tokens of the batch, as in DAPO; `by_sample`: the mean over its samples, so
   that a tree, which has fewer tokens, takes smaller steps;
 - `tokens_vs_flat`: the median of `half_by_token` over the three tasks.
@@ -40,7 +41,13 @@ TASKS: Mapping[str, Sequence[float]] = {
     "long": [0.85] * 16,
 }
 """How likely the right action of each turn is at first."""
-ROOTS = {"half": GROUP // 2, "quarter": GROUP // 4}
+TREES: Mapping[str, tuple[int, BranchAt]] = {
+    "half": (GROUP // 2, BranchAt.UNCERTAIN),
+    "quarter": (GROUP // 4, BranchAt.UNCERTAIN),
+    "tool_error": (GROUP // 2, BranchAt.TOOL_ERROR),
+}
+"""How many samples of a group are roots, and where the others begin."""
+FLAT = (GROUP, BranchAt.UNCERTAIN)
 AIMS = {"tokens_vs_flat": "< 1"}
 
 
@@ -93,14 +100,16 @@ class Policy:
             fork_reason=ForkReason.FIRST,
         )
         return Trajectory.model_construct(
-            segments=[segment], finish_reasons=[FinishReason.STOP for _ in turns]
+            segments=[segment],
+            finish_reasons=[FinishReason.STOP for _ in turns],
+            tool_error_turns=[turn for turn, action in enumerate(sample.actions) if action],
         )
 
-    def group(self, roots: int) -> list[Sample]:
+    def group(self, roots: int, at: BranchAt) -> list[Sample]:
         """Sample a group of which so many samples are roots."""
         samples = [self.sample() for _ in range(roots)]
         made = [(str(number), self.trajectory(sample)) for number, sample in enumerate(samples)]
-        points = branch_points(made, GROUP - roots, BranchAt.UNCERTAIN)
+        points = branch_points(made, GROUP - roots, at)
         branches = [
             self.sample(samples[int(point.rollout_id)].actions[: point.turn]) for point in points if point
         ]
@@ -116,13 +125,13 @@ class Policy:
         return total
 
 
-def tokens_to_learn(right: Sequence[float], roots: int, by_token: bool, seed: int) -> int:
+def tokens_to_learn(right: Sequence[float], shape: tuple[int, BranchAt], by_token: bool, seed: int) -> int:
     """Return how many turns are sampled until the policy has learned."""
     policy, sampled = Policy(right, seed), 0
     for _ in range(MOST_STEPS):
         if policy.has_learned:
             return sampled
-        groups = [policy.group(roots) for _ in range(GROUPS)]
+        groups = [policy.group(*shape) for _ in range(GROUPS)]
         turns = sum(len(one.actions) - one.begin for group in groups for one in group)
         sampled += turns
         size = turns / len(right) if by_token else GROUPS * GROUP
@@ -135,9 +144,9 @@ def ratios(seeds: int) -> dict[str, float]:
     found = {}
     for task, right in TASKS.items():
         for loss, by_token in (("by_token", True), ("by_sample", False)):
-            flat = statistics.median(tokens_to_learn(right, GROUP, by_token, seed) for seed in range(seeds))
-            for name, roots in ROOTS.items():
-                tree = statistics.median(tokens_to_learn(right, roots, by_token, s) for s in range(seeds))
+            flat = statistics.median(tokens_to_learn(right, FLAT, by_token, seed) for seed in range(seeds))
+            for name, shape in TREES.items():
+                tree = statistics.median(tokens_to_learn(right, shape, by_token, s) for s in range(seeds))
                 found[f"{task}_{name}_{loss}"] = tree / flat
     return found
 
