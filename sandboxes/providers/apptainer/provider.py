@@ -11,7 +11,7 @@ limit holds for each process and the disk limit for each file, and a list of hos
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -78,10 +78,22 @@ GIVE_UP = (
 )
 
 
+SESSION_ENV = {"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"}
 KNOWN_FAILURES = dict.fromkeys(
     ("image_folders_removed", "image_folders_renamed"),
     "this host lets the service mount no overlay that can note the removal of an image's folder",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """How to start a container."""
+
+    arguments: list[str]
+    """Apptainer's command."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """What a launcher needs to know to do the same without Apptainer; empty if it must run."""
+    on_ready: Callable[[], None] | None = None
 
 
 class ApptainerProvider(HostProvider):
@@ -160,23 +172,15 @@ class ApptainerProvider(HostProvider):
             await self._require_namespaces("restrict a sandbox's network to a list of hosts")
         elif listens_inside:
             await self._require_namespaces("listen inside a sandbox")
-        name = spec.image or self._config.image
-        prepared = await self.prepared_images.prepare(name)
+        prepared = await self.prepared_images.prepare(spec.image or self._config.image)
         workdir = spec.workdir or prepared.workdir or DEFAULT_WORKDIR
         spec = replace(spec, read_only_binds=(*spec.read_only_binds, *prepared.binds))
-        limits, disk_bytes = self._limits_of(spec), spec.disk_bytes or self._config.limits.disk_bytes
+        limits = self._limits_of(spec)
         overlay, repeats = await anyio.to_thread.run_sync(self._try_image, prepared.image)
-        image = str(self.launcher.image_path(prepared.image, folder.overlay, overlay=overlay))
-        options = self._exec_command(spec, folder, overlay=overlay)
         script = self._control_script(limits, workdir)
-        command = ContainerCommand([*options, image, BASH, "--norc", "-c", HIDE, "hide", *script], image)
-        kind = self._setups.key(command.arguments, prepared.image, folder) if repeats else None
-        setup = self._setups.get(kind)
-        first = kind if kind not in self._setups else None
-        if first is not None:
-            command = command.replaced(HIDE, REPORT + HIDE)
-        elif setup is not None:
-            command = ContainerCommand([*options, image, HIDDEN_BASH, "--norc", *script], image)
+        container = self._choose_container(
+            spec, folder, prepared.image, script, overlay=overlay, repeats=repeats
+        )
         # This is the last wait: once there is a plan, a cancelled start returns the lease, and holds the layers.
         lease = await anyio.to_thread.run_sync(self._lease_user, prepared.image)
         try:
@@ -186,22 +190,22 @@ class ApptainerProvider(HostProvider):
                 lease.release()
             raise
         user = self._user if lease is None else lease.number
+        env = self.launcher.make_env(
+            folder.overlay,
+            spec.disk_bytes or self._config.limits.disk_bytes,
+            network=spec.network != "full",
+            image=prepared.image,
+            overlay="notes" if overlay else "plain" if container.variables else None,
+            points=[f"{PIPES}/", f"{SOCKETS}/", *map(_mount_point, spec.read_only_binds)],
+            binds=[bind.source for bind in spec.read_only_binds],
+            layers=[layer.instruction for layer in layers],
+            saved=spec.saved,
+            user=None if lease is None else user,
+        )
         return LaunchPlan(
-            argv=command.arguments,
-            env=self.launcher.make_env(
-                folder.overlay,
-                disk_bytes,
-                network=spec.network != "full",
-                image=prepared.image,
-                overlay="notes" if overlay else "plain" if setup is not None else None,
-                points=[f"{PIPES}/", f"{SOCKETS}/", *map(_mount_point, spec.read_only_binds)],
-                binds=[bind.source for bind in spec.read_only_binds],
-                layers=[layer.instruction for layer in layers],
-                saved=spec.saved,
-                user=None if lease is None else user,
-            )
-            | (setup.variables(folder, image) if setup is not None else {}),
-            image=name,
+            argv=container.arguments,
+            env=env | container.variables,
+            image=spec.image or self._config.image,
             limits=limits,
             user=user,
             group=self._group,
@@ -212,9 +216,7 @@ class ApptainerProvider(HostProvider):
             own_space=True,
             prefix=GIVE_UP if self._config.fakeroot else (),
             python=prepared.python,
-            session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"}
-            | prepared.user_env
-            | _proxy_env(allowed),
+            session_env=SESSION_ENV | prepared.user_env | _proxy_env(allowed),
             egress=self._plan_egress(allowed),
             listens=("sandbox" if listens_inside else "host") if spec.listens else None,
             layers=layers,
@@ -224,8 +226,32 @@ class ApptainerProvider(HostProvider):
             save_command=partial(self.launcher.save_command, folder.overlay)
             if overlay and self._can_save
             else None,
-            on_ready=partial(self._setups.learn, first, folder, command) if first is not None else None,
+            on_ready=container.on_ready,
         )
+
+    def _choose_container(
+        self,
+        spec: SandboxSpec,
+        folder: RunFolder,
+        image: Path,
+        script: Sequence[str],
+        *,
+        overlay: bool,
+        repeats: bool,
+    ) -> _Container:
+        """Return how to start a container that runs a script of bash: by Apptainer, or as it did for an earlier one."""
+        shown = str(self.launcher.image_path(image, folder.overlay, overlay=overlay))
+        options = self._exec_command(spec, folder, overlay=overlay)
+        command = ContainerCommand([*options, shown, BASH, "--norc", "-c", HIDE, "hide", *script], shown)
+        kind = self._setups.key(command.arguments, image, folder) if repeats else None
+        if kind is not None and kind not in self._setups:
+            command = command.replaced(HIDE, REPORT + HIDE)
+            return _Container(command.arguments, on_ready=partial(self._setups.learn, kind, folder, command))
+        if (setup := self._setups.get(kind)) is not None:
+            return _Container(
+                [*options, shown, HIDDEN_BASH, "--norc", *script], setup.variables(folder, shown)
+            )
+        return _Container(command.arguments)
 
     async def spawn(
         self, argv: Sequence[str], env: Mapping[str, str], channel: int, log: int, kept: Sequence[int]
