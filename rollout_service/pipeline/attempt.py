@@ -31,8 +31,8 @@ from rollout_service.engines.serving.saved_turns import SavedTurn, UnreadableTur
 from rollout_service.engines.serving.session import without_secrets
 from rollout_service.engines.serving.subagent_pools import subagent_pool
 from rollout_service.engines.serving.turn_log import AnewReason, CannotResumeError, TurnLog
-from rollout_service.environments.contract import Environment, RecordedPolicies
-from rollout_service.episodes import Episode, EpisodeLimits, GatewayAccess, Policy, Score
+from rollout_service.environments.contract import Environment
+from rollout_service.episodes import Episode, GatewayAccess, Policy, Score
 from rollout_service.gateway.external import ExternallyDriven
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.groups.auxiliary import PERF, raw_parts
@@ -103,7 +103,6 @@ class Attempt:
         self.lease = lease
         self._slot = Slot(context.stages.init.places)
         self._queued_at = time.perf_counter() - lease.queued_seconds
-        self._policy = AttemptPolicy(context, lease.request)
         self._runner: StageRunner | None = None
         self._state = RolloutState.QUEUED
         self._parallel: ParallelSettings | None = None
@@ -114,21 +113,18 @@ class Attempt:
         """Pass all stages; raise whatever ends the attempt early."""
         environment = self._environment()
         self._parallel = environment.spec.parallel
-        self._policy.subagent_pool = subagent_pool(environment.spec)
-        self._policy.recorded = environment.recorded
-        if environment.uses_gateway:
-            self._policy.limits = limits_of(environment, self.lease.request)
-        self.turns = self._policy.turns = await open_turn_log(self._context, self.lease, environment)
+        self.turns = await open_turn_log(self._context, self.lease, environment)
         saved = await find_saved_sandbox(self._context, self.lease, environment, self.turns)
+        policy = AttemptPolicy(self._context, self.lease.request, environment, self.turns)
         self._runner = StageRunner(
             self._context,
             environment,
             self.lease.request,
-            self._policy,
+            policy,
             slot=self._slot,
             queued_at=self._queued_at,
             attempt=self.lease.attempt,
-            on_stage=self._advance,
+            on_stage=partial(self._advance, policy),
             turns=self.turns,
             saved=saved,
         )
@@ -149,9 +145,9 @@ class Attempt:
             return ExternallyDriven(environment, self._context.external)
         return environment
 
-    async def _advance(self, stage: Stage) -> None:
+    async def _advance(self, policy: AttemptPolicy, stage: Stage) -> None:
         if stage is Stage.INIT:
-            self._policy.check_served()
+            policy.check_served()
         state = RolloutState(stage.value)
         if state is self._state:
             return
@@ -174,7 +170,6 @@ class Attempt:
         if self._runner is not None:
             await self._runner.release()
         self._slot.free()
-        self._policy.close()
 
     @property
     def stage(self) -> Stage | None:
@@ -272,39 +267,39 @@ def _of_session(episode: Episode | None) -> dict[str, Any]:
 class AttemptPolicy:
     """The policy of one rollout, served by the engines of its pool; implements `stage_runner.PolicySource`."""
 
-    def __init__(self, context: AttemptContext, request: RolloutRequest) -> None:
+    def __init__(
+        self, context: AttemptContext, request: RolloutRequest, environment: Environment, turns: TurnLog
+    ) -> None:
+        """`turns` are those that a built-in agent plays, and where others are saved."""
         self._context = context
         self._request = request
-        self._session: GatewaySession | None = None
-        self.turns: TurnLog | None = None
-        """The turns to play, and where to save others, for the built-in agents."""
-        self.limits: EpisodeLimits | None = None
+        self._turns = turns
+        self._recorded = environment.recorded
+        self._subagent_pool = subagent_pool(environment.spec)
+        self._limits = limits_of(environment, request) if environment.uses_gateway else None
         """The limits of a program that drives the policy by itself; None if none does."""
-        self.recorded: RecordedPolicies | None = None
-        """Where a policy comes from that was sampled before; None if it is sampled now."""
-        self.subagent_pool: str | None = None
-        """The pool of its sub-agents; None if it has none."""
+        self._session: GatewaySession | None = None
 
     def check_served(self) -> None:
         """Check that the pool is in service, and that of the sub-agents."""
-        if self.recorded is not None:
+        if self._recorded is not None:
             return
         pools, _ = self._context.policies.in_service()
-        for pool in (self._request.pool, self.subagent_pool):
+        for pool in (self._request.pool, self._subagent_pool):
             if pool is not None and pool not in pools:
                 raise NotServedError(pool)
 
     async def open(self, tools: list[ToolSpec], hidden: Collection[str]) -> Policy:
         """Open the conversation, or the recorded one. The texts of `hidden` are masked for the policy."""
-        if self.recorded is not None:
-            return await self.recorded.open(self._request)
-        if self.limits is None:
+        if self._recorded is not None:
+            return await self._recorded.open(self._request)
+        if self._limits is None:
             return without_secrets(
-                await self._context.policies.open(self._request, tools, self.turns), hidden
+                await self._context.policies.open(self._request, tools, self._turns), hidden
             )
         if self._context.gateway is None:
             raise UnavailableError("there is no gateway for a program to drive the policy through")
-        self._session = self._context.gateway.open(self._request, self.limits, hidden)
+        self._session = self._context.gateway.open(self._request, self._limits, hidden)
         return self._session
 
     @property
