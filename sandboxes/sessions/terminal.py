@@ -22,7 +22,7 @@ class SandboxTerminal:
 
     def __init__(self, program: RunningProgram, shown: bytes) -> None:
         """Control the terminal of a program that has already printed `shown`."""
-        self._program = program
+        self.program = program
         self._shown = shown
         self._lock = anyio.Lock()
 
@@ -36,12 +36,12 @@ class SandboxTerminal:
 
     async def _send(self, lines: int, columns: int, keys: bytes) -> bool:
         async with self._lock:  # frames must not mix
-            return await self._program.send(FRAME.pack(lines, columns, len(keys)) + keys)
+            return await self.program.send(FRAME.pack(lines, columns, len(keys)) + keys)
 
     async def receive(self) -> bytes:
         """Return the next bytes that the terminal shows; b"" at the end. For one caller at a time."""
         shown, self._shown = self._shown, b""
-        return shown or await self._program.receive()
+        return shown or await self.program.receive()
 
     async def wait(self) -> int:
         """Wait for the end of the command, and return its exit code as a shell reports it.
@@ -49,21 +49,27 @@ class SandboxTerminal:
         Raises:
             SandboxClosedError: The sandbox has ended, and the command with it.
         """
-        return await self._program.wait()
+        return await self.program.wait()
 
 
 @asynccontextmanager
 async def open_terminal(
-    sandbox: Sandbox, argv: Sequence[str], *, lines: int, columns: int, env: Mapping[str, str]
+    sandbox: Sandbox,
+    argv: Sequence[str],
+    *,
+    lines: int,
+    columns: int,
+    env: Mapping[str, str],
+    cwd: str | None = None,
 ) -> AsyncIterator[SandboxTerminal]:
-    """Run a command on a terminal in the sandbox's working folder, and end it with the block.
+    """Run a command on a terminal, by default in the sandbox's working folder, and end it with the block.
 
     Raises:
         SandboxClosedError: The sandbox is closed or has ended.
         SandboxStartError: The sandbox has no Python that can make a terminal, or no process was left.
     """
     python = [sandbox.interpreter, "-I", "-S", "-c", PROGRAM.read_text()]
-    async with sandbox.program([*python, str(lines), str(columns), *argv], env=env) as program:
+    async with sandbox.program([*python, str(lines), str(columns), *argv], cwd=cwd, env=env) as program:
         first = await program.receive()
         if first[: len(READY)] != READY:
             await program.wait()

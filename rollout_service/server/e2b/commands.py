@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +23,14 @@ from protobuf import Oneof
 
 from rollout_service.server.e2b.boxes import CURRENT_BOX, Box
 from sandboxes import RunningProgram, SandboxClosedError, SandboxError
+from sandboxes.sessions.terminal import SandboxTerminal, open_terminal
 
 MAX_COMMANDS = 128
 """The most commands that run in a sandbox at once."""
 MAX_STRINGS = 4_096
 """The most arguments and variables of a command."""
+MAX_SIZE = 1_000
+"""The most lines and columns of a terminal."""
 BUFFERED = 8
 """The most events, of up to 64 KiB each, that wait for a listener."""
 IDLE_SECONDS = 0.25
@@ -35,6 +39,7 @@ INPUT_SECONDS, PING_SECONDS = 60.0, 10.0
 """How long input may wait for the command, and output for a sign of life, which shows whether the client is there."""
 KILLED = 137
 Event = process_pb.ProcessEvent
+ReceiveOutput = Callable[[], Awaitable[bytes]]
 Listener = MemoryObjectSendStream[Any]
 log = structlog.get_logger(__name__)
 
@@ -46,6 +51,7 @@ class Command:
     request: Any
     deadline: float
     program: RunningProgram | None = None
+    terminal: SandboxTerminal | None = None
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     started: anyio.Event = field(default_factory=anyio.Event)
     """Set once it runs or cannot."""
@@ -81,25 +87,40 @@ class Command:
                 listener.close()
 
     async def _run(self, box: Box) -> Any:
-        """Run the program, send both outputs until they end or fall silent after its end, and return that."""
-        config = self.request.process
-        argv, cwd = [config.cmd, *config.args], config.cwd if config.has_field("cwd") else None
-        async with box.sandbox.program(argv, cwd=cwd, env=dict(config.envs)) as self.program:
-            if self.request.has_field("stdin") and not self.request.stdin:
-                self.program.close_input()
+        """Run the program, send its outputs until they end or fall silent after its end, and return that."""
+        async with self._open(box) as (program, outputs):
+            self.program = program
             self.started.set()
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._pump, "stdout", self.program.receive)
-                tasks.start_soon(self._pump, "stderr", self.program.receive_errors)
-                code = await self.program.wait()
+                for name, receive in outputs.items():
+                    tasks.start_soon(self._pump, name, receive)
+                code = await program.wait()
                 self._reads_until = anyio.current_time() + IDLE_SECONDS
                 for scope in self._reads.values():
                     scope.deadline = self._reads_until
             if code != KILLED:
-                self.program.leave_group()
+                program.leave_group()
         return _end(code)
 
-    async def _pump(self, name: str, receive: Callable[[], Awaitable[bytes]]) -> None:
+    @asynccontextmanager
+    async def _open(self, box: Box) -> AsyncIterator[tuple[RunningProgram, dict[str, ReceiveOutput]]]:
+        """Start the program, on a terminal if one was asked for, and yield it with its outputs by E2B's names."""
+        config = self.request.process
+        argv, env = [config.cmd, *config.args], dict(config.envs)
+        cwd = config.cwd if config.has_field("cwd") else None
+        if self.request.has_field("pty"):
+            lines, columns = _size(self.request)
+            async with open_terminal(
+                box.sandbox, argv, lines=lines, columns=columns, cwd=cwd, env=env
+            ) as self.terminal:
+                yield self.terminal.program, {"pty": self.terminal.receive}
+            return
+        async with box.sandbox.program(argv, cwd=cwd, env=env) as program:
+            if self.request.has_field("stdin") and not self.request.stdin:
+                program.close_input()
+            yield program, {"stdout": program.receive, "stderr": program.receive_errors}
+
+    async def _pump(self, name: str, receive: ReceiveOutput) -> None:
         while True:
             data = b""
             with anyio.CancelScope(deadline=self._reads_until) as self._reads[name]:
@@ -161,18 +182,26 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
         async for event in _events(command, command.listen()):
             yield process_pb.ConnectResponse(event=event)
 
+    async def update(self, request: Any, _: Any) -> Any:
+        """Change the size of a command's terminal."""
+        terminal, (lines, columns) = _command(request).terminal, _size(request)
+        if terminal is None:
+            raise ConnectError(Code.FAILED_PRECONDITION, "the command has no terminal")
+        await terminal.resize(lines, columns)
+        return process_pb.UpdateResponse()
+
     async def send_input(self, request: Any, _: Any) -> Any:
-        await _send(_command(request).program, request.input)
+        await _send(_command(request), request.input)
         return process_pb.SendInputResponse()
 
     async def stream_input(self, request: AsyncIterator[Any], _: Any) -> Any:
         """Send pieces of input in their order; the first message names the command."""
-        program: RunningProgram | None = None
+        command: Command | None = None
         async for message in request:
             if message.event.field == "start":
-                program = _command(message.event.value).program
+                command = _command(message.event.value)
             elif message.event.field == "data":
-                await _send(program, message.event.value.input)
+                await _send(command, message.event.value.input)
         return process_pb.StreamInputResponse()
 
     async def close_stdin(self, request: Any, _: Any) -> Any:
@@ -204,9 +233,7 @@ def _command(request: Any) -> Command:
 def _check(request: Any, running: int) -> None:
     """Check that a command may be started."""
     if request.has_field("pty"):
-        raise ConnectError(
-            Code.UNIMPLEMENTED, "terminals are not served here; run a command with `stdin=True`"
-        )
+        _size(request)
     if running >= MAX_COMMANDS:
         raise ConnectError(Code.RESOURCE_EXHAUSTED, f"{MAX_COMMANDS} commands run in the sandbox")
     if not request.process or len(request.process.args) + len(request.process.envs) > MAX_STRINGS:
@@ -235,13 +262,25 @@ async def _events(command: Command, events: MemoryObjectReceiveStream[Any]) -> A
                 return
 
 
-async def _send(program: RunningProgram | None, data: Any) -> None:
-    """Send input to a program."""
-    if program is None or not data or data.input.field != "stdin":
-        raise ConnectError(Code.INVALID_ARGUMENT, "there is no command or no input for its `stdin`")
+def _size(request: Any) -> tuple[int, int]:
+    """Return the lines and columns of the terminal in a request."""
+    size = request.pty and request.pty.size
+    if not size or not (0 < size.rows <= MAX_SIZE and 0 < size.cols <= MAX_SIZE):
+        raise ConnectError(Code.INVALID_ARGUMENT, f"a terminal has 1 to {MAX_SIZE} rows and columns")
+    return size.rows, size.cols
+
+
+async def _send(command: Command | None, data: Any) -> None:
+    """Send input to a program, or keys to its terminal."""
+    if command is None or command.program is None:
+        raise ConnectError(Code.INVALID_ARGUMENT, "there is no command for the input")
+    terminal, kind = command.terminal, "stdin" if command.terminal is None else "pty"
+    if not data or data.input.field != kind:
+        raise ConnectError(Code.INVALID_ARGUMENT, f"there is no input for its `{kind}`")
+    send = command.program.send if terminal is None else terminal.type
     try:
         with anyio.fail_after(INPUT_SECONDS):
-            if not await program.send(data.input.value):
+            if not await send(data.input.value):
                 raise ConnectError(Code.FAILED_PRECONDITION, "the command takes no more input")
     except TimeoutError:
         raise ConnectError(Code.DEADLINE_EXCEEDED, "the command did not read its input") from None

@@ -3,6 +3,7 @@
 import io
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import anyio
@@ -124,7 +125,8 @@ def test_what_is_not_allowed_is_refused(shared):
         (shared.create_snapshot, "'snapshots' of sandboxes is not"),
         (shared.get_metrics, "'metrics' of sandboxes is not"),
         (lambda: shared.files.watch_dir("."), "not watched"),
-        (lambda: shared.pty.create(e2b.PtySize(80, 24)), "terminals are not served"),
+        (lambda: shared.pty.create(e2b.PtySize(rows=0, cols=80)), "1 to 1000 rows"),
+        (lambda: shared.pty.create(e2b.PtySize(rows=24, cols=10**6)), "1 to 1000 rows"),
         (lambda: shared.commands.run("true", user="somebody"), "one user"),
         (lambda: shared.files.write("x", "y", metadata={"a": "b"}), "no metadata"),
     ]
@@ -204,6 +206,44 @@ def test_files_are_written_and_read(shared, data):
     assert b"".join(shared.files.read(f"/workspace/{path}", format="stream")) == wanted
     if isinstance(data, str):
         assert shared.files.read(path) == data
+
+
+def test_a_terminal_is_typed_at_and_resized(shared):
+    handle = shared.pty.create(e2b.PtySize(rows=30, cols=90), cwd="/tmp", envs={"PS1": "> "})
+    shown = bytearray()
+    with ThreadPoolExecutor(1) as threads:
+        ends = threads.submit(handle.wait, on_pty=shown.extend)
+        try:
+            shared.pty.send_stdin(handle.pid, b"stty size; pwd; tty; echo $TERM $((40 + 2))\n")
+            becomes(lambda: b"30 90\r\n/tmp\r\n/dev/pts/" in shown and b"xterm-256color 42\r\n" in shown)
+            shared.pty.stream_input(handle.pid, [b"echo pie", b"ces; echo $((", b"3 * 5))\n"])
+            becomes(lambda: b"\rpieces\r\n15\r\n" in shown)
+            shared.pty.resize(handle.pid, e2b.PtySize(rows=40, cols=100))
+            shared.pty.send_stdin(handle.pid, b"stty size\n")
+            becomes(lambda: b"40 100\r\n" in shown)
+            with pytest.raises(e2b.SandboxException, match="no input for its `pty`"):
+                shared.commands.send_stdin(handle.pid, "text")
+            assert [one.pid for one in shared.commands.list()] == [handle.pid]
+            shared.pty.send_stdin(handle.pid, b"exit 3\n")
+            with pytest.raises(e2b.CommandExitException) as ended:
+                ends.result(20)
+            assert ended.value.exit_code == 3
+        finally:
+            shared.pty.kill(handle.pid)
+    assert shared.commands.list() == []
+
+
+def test_a_terminal_is_killed_with_what_runs_in_it(shared):
+    handle = shared.pty.create(e2b.PtySize(rows=24, cols=80))
+    shared.pty.send_stdin(handle.pid, b"exec sleep 12345\n")
+    becomes(lambda: shared.commands.run("pgrep -f 'sleep 12345' || true").stdout.count("\n") >= 2)
+    assert shared.pty.kill(handle.pid)
+    becomes(lambda: "sleep 12345" not in shared.commands.run("ps -e -o args").stdout.replace("ps -e", ""))
+    assert not shared.pty.kill(handle.pid)
+    plain = shared.commands.run("sleep 60", background=True)
+    with pytest.raises(e2b.SandboxException, match="no terminal"):
+        shared.pty.resize(plain.pid, e2b.PtySize(rows=24, cols=80))
+    assert plain.kill()
 
 
 def test_files_are_arranged(shared):
