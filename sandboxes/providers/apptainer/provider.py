@@ -92,7 +92,7 @@ class _Container:
     arguments: list[str]
     """Apptainer's command."""
     variables: dict[str, str] = field(default_factory=dict)
-    """What a launcher needs to know to do the same without Apptainer; empty if it must run."""
+    """The instructions for a launcher to do the same without Apptainer; empty if it must run."""
     on_ready: Callable[[], None] | None = None
 
 
