@@ -79,6 +79,9 @@ class E2BApiSettings(Section):
     images: Names = ["base"]
     """The images that programs may name as templates. `*` stands for any characters, such as in
     `docker://python:*`; paths of this machine are never allowed."""
+    templates: dict[str, str] = {"code-interpreter-v1": "base"}
+    """Other names for some of these images: programs with `e2b_code_interpreter` name `code-interpreter-v1` unless
+    they choose."""
     network: Hosts = "none"
     """The network of sandboxes: `none`, a list of hosts, or `full`, which includes this machine's own services."""
     max_sandboxes: int | None = Field(None, ge=1)

@@ -35,6 +35,7 @@ from rollout_service.http.keyring import Keyring, Role
 from rollout_service.http.problems import to_problem
 from rollout_service.http.protocol import Observe, RequestLimits
 from rollout_service.http.requests import BodiesInFlight, HeldBytes
+from rollout_service.server.e2b import code_interpreter
 from rollout_service.server.e2b.boxes import CURRENT_BOX, Box, Boxes
 from rollout_service.server.e2b.commands import ProcessCalls
 from rollout_service.server.e2b.control import ControlApi
@@ -45,7 +46,7 @@ from sandboxes import errors as sandbox_errors
 from sandboxes.config import LimitDefaults
 
 PORT = "49983"
-"""The port of E2B's daemon, the only one that is served."""
+"""The port of E2B's daemon."""
 MESSAGE_BYTES = 4 * 1024 * 1024
 """The most of a message to a sandbox, and of a request for one."""
 BODIES_BYTES = 64 * 1024 * 1024
@@ -78,6 +79,7 @@ class E2BApp:
         self._boxes = boxes
         self._keyring = keyring
         self._control = Router(control.routes(), redirect_slashes=False)
+        self._code = Router(code_interpreter.routes(), redirect_slashes=False)
         self._bodies = BodiesInFlight(BODIES_BYTES, MESSAGE_BYTES)
         self._processes = ProcessASGIApplication(ProcessCalls(), read_max_bytes=MESSAGE_BYTES)
         self._files = FilesystemASGIApplication(FilesystemCalls(), read_max_bytes=MESSAGE_BYTES)
@@ -103,7 +105,8 @@ class E2BApp:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, path = Request(scope, receive), scope["path"]
         app: ASGIApp
-        if path in ("/health", "/files") or path.startswith((PROCESSES, FILES)):
+        of_box = path in ("/health", "/files") or path.startswith((PROCESSES, FILES))
+        if of_box or request.headers.get("e2b-sandbox-port") == code_interpreter.PORT:
             box = self._box(request)
             owner, app = box.owner, self._within(box)
         else:
@@ -135,9 +138,10 @@ class E2BApp:
         box = self._boxes.find(headers.get("e2b-sandbox-id", ""))
         if box is None:
             raise sandbox_errors.SandboxClosedError("The sandbox was not found")
-        if not hmac.compare_digest(headers.get("x-access-token", "").encode(), box.token.encode()):
+        shown = headers.get("x-access-token") or headers.get("e2b-traffic-access-token", "")
+        if not hmac.compare_digest(shown.encode(), box.token.encode()):
             raise errors.UnauthorizedError("the access token is not that of the sandbox")
-        if headers.get("e2b-sandbox-port", PORT) != PORT:
+        if headers.get("e2b-sandbox-port", PORT) not in (PORT, code_interpreter.PORT):
             raise errors.NotFoundError("ports of sandboxes are not served", hint="Run the client inside.")
         if not {headers.get("authorization", ""), request.query_params.get("username", "")} <= USERS:
             raise errors.RequestError("a sandbox has one user", hint="Name `user`, `root`, or none.")
@@ -146,12 +150,14 @@ class E2BApp:
     def _within(self, box: Box) -> ASGIApp:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             CURRENT_BOX.set(box)
-            app: ASGIApp = self._processes if scope["path"].startswith(PROCESSES) else self._files
-            if scope["path"] == "/health":
+            request, path = Request(scope, receive), scope["path"]
+            app: ASGIApp = self._processes if path.startswith(PROCESSES) else self._files
+            if request.headers.get("e2b-sandbox-port") == code_interpreter.PORT:
+                app = self._code
+            elif path == "/health":
                 app = Response(status_code=204)
-            elif scope["path"] == "/files":
-                limit = self._boxes.settings.max_file_bytes
-                app = await answer_transfer(Request(scope, receive), box, limit)
+            elif path == "/files":
+                app = await answer_transfer(request, box, self._boxes.settings.max_file_bytes)
             await app(scope, receive, send)
 
         return answer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -59,6 +60,10 @@ class Box:
     tasks: TaskGroup
     """Where its commands run; each ends with the sandbox."""
     commands: list[Any] = field(default_factory=list)
+    code_locks: dict[str, anyio.Lock] = field(default_factory=lambda: defaultdict(anyio.Lock))
+    """Held while code of a language runs."""
+    code_runs: Counter[str] = field(default_factory=Counter)
+    """How often code of each language has run."""
     began: datetime = field(default_factory=lambda: datetime.now(UTC))
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     ended: anyio.Event = field(default_factory=anyio.Event)
@@ -132,8 +137,9 @@ class Boxes:
         return box
 
     def _spec(self, owner: str, new: NewBox) -> SandboxSpec:
-        image, allowed = read_image_name(new.template), self.settings.network
-        if not any(fnmatchcase(name, one) for one in self.settings.images for name in (new.template, image)):
+        template = self.settings.templates.get(new.template, new.template)
+        image, allowed = read_image_name(template), self.settings.network
+        if not any(fnmatchcase(name, one) for one in self.settings.images for name in (template, image)):
             raise ImageNotFoundError(
                 f"template {new.template!r} is not allowed here", hint="Add it to `e2b.images`."
             )

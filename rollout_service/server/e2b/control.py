@@ -134,7 +134,9 @@ class ControlApi:
         return self._boxes.get(_owner(request), request.path_params["id"])
 
     def _described(self, box: Box, status: int = 200) -> Response:
-        return JSONResponse({**self._view(box), "envdAccessToken": box.token}, status)
+        # `e2b_code_interpreter` shows only the second one to its server, and only sometimes the first.
+        tokens = {"envdAccessToken": box.token, "trafficAccessToken": box.token}
+        return JSONResponse(self._view(box) | tokens, status)
 
     def _view(self, box: Box) -> dict[str, Any]:
         return {

@@ -1,0 +1,148 @@
+"""Programs that use the package `e2b_code_interpreter`, unchanged, run code in sandboxes of this service."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import e2b
+import httpx
+import pytest
+from e2b_code_interpreter import AsyncSandbox, Sandbox
+
+from tests.support.e2b_service import KEY, e2b_service, options
+
+pytestmark = [pytest.mark.apptainer, pytest.mark.slow, pytest.mark.xdist_group("code interpreter")]
+
+
+SLOW = """
+import time
+open("/tmp/begun", "w").close()
+time.sleep(4)
+"done"
+"""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with e2b_service(tmp_path_factory.mktemp("code")) as (_, found):
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    for name, value in {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": KEY}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def shared(url: str) -> Iterator[Sandbox]:
+    """A sandbox of the template that programs name if they choose none."""
+    with Sandbox.create(envs={"GIVEN": "x y"}, **options(url)) as sandbox:
+        yield sandbox
+
+
+def test_state_lives_from_run_to_run(shared):
+    first = shared.run_code("import os\nx = 41\nprint('begun', os.environ['GIVEN'])\nx")
+    assert (first.logs.stdout, first.text, first.error) == (["begun x y\n"], "41", None)
+    second = shared.run_code("x + 1")
+    assert (second.logs.stdout, second.text) == ([], "42")
+    assert second.execution_count == first.execution_count + 1
+    assert shared.run_code("'a' + 'b'").text == "ab"
+    assert shared.run_code("x = 1").results == []
+    shared.files.write("data.txt", "of the sandbox")
+    assert shared.run_code("open('data.txt').read()").text == "of the sandbox"
+
+
+def test_callbacks_are_called(shared):
+    seen: list[object] = []
+    shared.run_code(
+        "print(1)\n2/0",
+        on_stdout=lambda one: seen.append(one.line),
+        on_error=lambda one: seen.append(one.name),
+    )
+    assert seen == ["1\n", "ZeroDivisionError"]
+
+
+def test_an_exception_is_an_error_of_the_run(shared):
+    error = shared.run_code("def f(): raise KeyError('k')\nf()").error
+    assert (error.name, error.value) == ("KeyError", "'k'")
+    assert "in f()" in error.traceback or "f()" in error.traceback
+    assert shared.run_code("1").text == "1"
+
+
+def test_a_kernel_that_dies_is_an_error_and_the_next_run_has_another(shared):
+    error = shared.run_code("print('so far', flush=True)\nimport os; os.kill(os.getpid(), 9)").error
+    assert error.name == "SessionDiedError"
+    assert shared.run_code("'x' in globals()").text == "False"
+
+
+def test_bash_is_a_language_with_a_state_of_its_own(shared):
+    assert shared.run_code("cd /tmp; here=1; echo $GIVEN", language="bash").logs.stdout == ["x y\n"]
+    assert shared.run_code("pwd; echo $here", language="Bash").logs.stdout == ["/tmp\n1\n"]
+    assert shared.run_code("exit_with() { return 3; }; exit_with", language="bash").error.value == "3"
+
+
+def test_a_run_that_is_late_is_interrupted_and_the_state_kept(shared):
+    shared.run_code("kept = 'here'")
+    began = time.monotonic()
+    with pytest.raises(e2b.TimeoutException):
+        shared.run_code("import time\nfor _ in range(600): time.sleep(0.1)", timeout=1)
+    assert shared.run_code("kept").text == "here"
+    assert time.monotonic() - began < 30
+
+
+def test_a_client_that_gives_up_waiting_stops_no_other(shared):
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(shared.run_code, SLOW)
+        while not shared.files.exists("/tmp/begun"):
+            assert not slow.done()
+        with pytest.raises(e2b.TimeoutException):
+            shared.run_code("ran = True", timeout=1)
+        assert slow.result(30).text == "done"
+    assert shared.run_code("'ran' in globals()").text == "False"
+
+
+def test_contexts_are_the_languages(shared):
+    contexts = {one.id: one for one in shared.list_code_contexts()}
+    assert {name: (one.language, one.cwd) for name, one in contexts.items()} == {
+        "python": ("python", "/workspace"),
+        "bash": ("bash", "/workspace"),
+    }
+    shared.run_code("y = 1", context=contexts["python"])
+    assert shared.run_code("y").text == "1"
+    shared.restart_code_context(contexts["python"])
+    assert shared.run_code("'y' in globals()").text == "False"
+    with pytest.raises(e2b.SandboxException, match="one context for each language"):
+        shared.create_code_context()
+    with pytest.raises(e2b.SandboxException, match="one context for each language"):
+        shared.remove_code_context("python")
+
+
+def test_what_is_not_served_is_refused(shared):
+    with pytest.raises(e2b.NotFoundException, match="no context or language 'r'"):
+        shared.run_code("1", language="r")
+    with pytest.raises(e2b.NotFoundException, match="no context or language 'other'"):
+        shared.restart_code_context("other")
+    with pytest.raises(e2b.SandboxException, match="no variables of its own"):
+        shared.run_code("1", envs={"A": "b"})
+
+
+def test_no_code_runs_without_the_token(shared, url):
+    headers = {"E2b-Sandbox-Id": shared.sandbox_id, "E2b-Sandbox-Port": "49999"}
+    for more in ({}, {"X-Access-Token": "x"}, {"E2B-Traffic-Access-Token": "x"}, {"X-API-KEY": KEY}):
+        for method, path in [
+            ("POST", "/execute"),
+            ("GET", "/contexts"),
+            ("POST", "/contexts/python/restart"),
+        ]:
+            answer = httpx.request(method, url + path, headers=headers | more, json={"code": "1"})
+            assert answer.status_code == 401
+
+
+async def test_the_asynchronous_client_works_the_same_way():
+    async with await AsyncSandbox.create(timeout=60) as sandbox:
+        assert (await sandbox.run_code("import math; math.pi")).text.startswith("3.14")
+        assert (await sandbox.run_code("x = 5", language="python")).error is None
+        assert (await sandbox.run_code("x")).text == "5"
+    with pytest.raises(e2b.TimeoutException):
+        await sandbox.run_code("x")
