@@ -79,7 +79,7 @@ def test_the_service_starts_from_the_image(image, tmp_path):
 def is_ready(address: str) -> bool:
     try:
         return httpx.get(f"{address}/ready").is_success
-    except httpx.ConnectError:
+    except httpx.TransportError:  # it does not listen yet, or the machine is busy
         return False
 
 
