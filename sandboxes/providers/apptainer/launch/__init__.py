@@ -7,7 +7,7 @@ user namespace end there too, and that namespace allows no other below Apptainer
 gain rights in.
 
 These variables are its instructions:
-  LAUNCH_GATE         a descriptor to wait for the end of, while others move this process into its control groups
+  LAUNCH_GATE         a descriptor to read a byte from, which comes once this process is in its control groups
   LAUNCH_SPACE        a folder for the sandbox's files ("data"), its /sys, /dev/shm and /etc/hosts, and Apptainer's
                       own settings ("conf")
   LAUNCH_NAMESPACES   "1": a user namespace with mounts in it; without it an ordinary user gets neither

@@ -97,10 +97,11 @@ class ApptainerLaunch:
         self._pass_gate()
 
     def _pass_gate(self) -> None:
-        """Wait until this process is in its control groups."""
+        """Wait until this process is in its control groups; nothing of the sandbox may run outside."""
         if "GATE" in self._told:
             gate = int(self._told.pop("GATE"))
-            os.read(gate, 1)
+            if not os.read(gate, 1):
+                raise OSError("the start was given up")
             os.close(gate)
 
     def _copy_layers(self) -> "list[tuple[int, int]]":

@@ -95,3 +95,14 @@ async def test_a_request_that_is_too_large_is_refused(server, log):
     with pytest.raises(OSError, match="too long"):
         await launch(server, log, LARGE="x" * (1 << 20))
     assert await wait_exit(await launch(server, log), 20)
+
+
+async def test_a_launcher_that_is_never_moved_into_its_control_groups_ends(server, log):
+    gate, hold = os.pipe()
+    child = await launch(server, log, gate, LAUNCH_GATE=str(GATE))
+    os.close(gate)
+    await until(lambda: GATE in numbers_of_descriptors(child.pid))
+    assert child.poll() is None
+    os.close(hold)
+    assert await wait_exit(child, 20)
+    assert log.read_text() == "launch: the start was given up\n"
