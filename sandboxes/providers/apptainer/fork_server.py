@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import anyio
 
-from sandboxes.errors import SandboxStartError
+from sandboxes.errors import SandboxClosedError, SandboxStartError
 from sandboxes.host.children import ForkedChild, LingeringChildren, end_process
 from sandboxes.host.processes import MARKER
 from sandboxes.providers.apptainer.launch.fork_server import ANSWER_BYTES, CLONE, LaunchRequest
@@ -37,6 +37,7 @@ class ForkServer:
         self._lock = anyio.Lock(fast_acquire=True)
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
+        self._closed = False
 
     async def launch(
         self, arguments: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]
@@ -45,6 +46,7 @@ class ForkServer:
 
         Raises:
             OSError: No process can be started.
+            SandboxClosedError: The fork server has been closed.
             SandboxStartError: The process that it is forked from does not answer.
         """
         sandbox = env[MARKER]
@@ -54,11 +56,13 @@ class ForkServer:
         message = json.dumps(request).encode()
         async with self._lock:
             for _ in range(TRIES):
+                if self._closed:  # while this waited
+                    raise SandboxClosedError("the provider has been closed")
                 channel = self._channel or await self._start(sandbox.partition("-")[0])
                 answer = await self._ask(channel, message, list(descriptors.values()))
                 if answer is not None:
                     break
-                await self.close()
+                await self._end()
             else:
                 raise SandboxStartError(
                     "the process that launchers are forked from does not answer",
@@ -68,19 +72,23 @@ class ForkServer:
             raise OSError(-answer, os.strerror(-answer))
         return ForkedChild(answer)
 
-    @staticmethod
-    async def _ask(channel: socket.socket, message: bytes, descriptors: list[int]) -> int | None:
+    async def _ask(self, channel: socket.socket, message: bytes, descriptors: list[int]) -> int | None:
         """Send a request and return the answer, or None if the process has ended and left no launcher."""
         answer = b""
-        with anyio.move_on_after(ANSWER_SECONDS), suppress(BrokenPipeError, ConnectionResetError):
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             socket.send_fds(channel, [message], descriptors)
-            await anyio.wait_readable(channel)
+            with anyio.move_on_after(ANSWER_SECONDS) as patience:
+                await anyio.wait_readable(channel)
+            if patience.cancelled_caught and self._process is not None:
+                self._process.kill()  # the channel then ends, but for a launcher that is about to answer
+                with anyio.move_on_after(GRACE):
+                    await anyio.wait_readable(channel)
             answer = channel.recv(ANSWER_BYTES)
         return int.from_bytes(answer, sys.byteorder, signed=True) if answer else None
 
     async def _start(self, service: str) -> socket.socket:
         """Start the process, which belongs to a service until it is forked, and return the channel to it."""
-        await self.close()
+        await self._end()
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.setblocking(False)
         self._channel = channel
@@ -97,7 +105,12 @@ class ForkServer:
         return channel
 
     async def close(self) -> None:
-        """End the process, and no launcher. Idempotent."""
+        """End the process, and no launcher, after a launch under way; there are no more. Idempotent."""
+        self._closed = True
+        async with self._lock:
+            await self._end()
+
+    async def _end(self) -> None:
         if self._channel is not None:
             self._channel.close()
             self._channel = None

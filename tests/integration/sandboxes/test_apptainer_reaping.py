@@ -23,7 +23,7 @@ from sandboxes import (
     SandboxStartError,
     make_provider,
 )
-from sandboxes.host.processes import find_processes, processes_of
+from sandboxes.host.processes import find_processes, processes_of, sandbox_of
 from sandboxes.limits.cgroups import find_control_groups
 from tests.support.users.as_user import ordinary_user
 
@@ -408,6 +408,24 @@ async def test_a_cancelled_start_leaves_nothing(run, provider):
             await sandbox.close()
     assert contents(run) == ["owner"]
     assert provider.live() == []
+
+
+async def test_a_provider_that_closes_while_sandboxes_start_leaves_nothing(run, tmp_path):
+    for milliseconds in (0, 3, 10, 30, 100):
+        provider = make_provider(ApptainerConfig(run_dir=run), tmp_path)
+        name = (await provider.start(SandboxSpec())).id.split("-")[0]
+
+        async def start(provider: SandboxProvider) -> None:
+            with suppress(SandboxClosedError, SandboxStartError):
+                await provider.start(SandboxSpec())
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(4):
+                tasks.start_soon(start, provider)
+            await anyio.sleep(milliseconds / 1000)
+            await provider.close()
+        await gone(run, name)
+        assert not [child for child in psutil.Process().children() if sandbox_of(child.pid) is not None]
 
 
 async def test_a_start_that_fails_says_why_and_leaves_nothing(run, provider, tmp_path):

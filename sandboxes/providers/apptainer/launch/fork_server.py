@@ -38,7 +38,10 @@ def main() -> None:
     channel = socket.socket(fileno=0)
     gc.freeze()  # else a collection in a fork would copy all memory
     while True:
-        message, descriptors, _, _ = socket.recv_fds(channel, MOST_BYTES, MOST_DESCRIPTORS)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(channel, MOST_BYTES, MOST_DESCRIPTORS)
+        except ConnectionResetError:  # the service was killed, and has not read an answer
+            return
         if not message:
             return
         try:
@@ -67,10 +70,10 @@ def run_launcher(channel: socket.socket, request: LaunchRequest, descriptors: li
     """Be the launcher that was asked for. It answers itself, so that none lives without the service knowing it."""
     try:
         os.setsid()
+        show_variable(sys.argv[1], request["sandbox"])
         send_answer(channel, os.getpid())
         channel.detach()
         move_descriptors(descriptors, request["descriptors"])
-        show_variable(sys.argv[1], request["sandbox"])
         sys.stderr.write(steps.launch(request["environ"], request["arguments"]))
     except Exception as error:  # noqa: BLE001  of whatever kind, it is one line of the report
         sys.stderr.write(f"launch: {type(error).__name__}: {error}\n")

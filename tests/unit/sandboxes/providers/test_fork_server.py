@@ -1,18 +1,25 @@
 """Launchers are forked by a process that may be killed or hang, and is then replaced."""
 
+import json
 import os
 import signal
+import socket
+import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
+import anyio
 import psutil
 import pytest
 
-from sandboxes.errors import SandboxStartError
+from sandboxes.errors import SandboxClosedError, SandboxStartError
 from sandboxes.host.children import ForkedChild, LingeringChildren, wait_exit
 from sandboxes.host.processes import MARKER, sandbox_of
 from sandboxes.providers.apptainer import fork_server
 from sandboxes.providers.apptainer.fork_server import ForkServer
+from sandboxes.providers.apptainer.launch.fork_server import ANSWER_BYTES, LaunchRequest
+from sandboxes.providers.apptainer.launcher import program_command
 from tests.support.waiting import until
 
 ID = "0123abcd-1"
@@ -22,6 +29,10 @@ GATE = 50
 def servers() -> list[psutil.Process]:
     """Return the children of this process that launchers are forked from."""
     return [child for child in psutil.Process().children() if sandbox_of(child.pid) == "0123abcd-fork-server"]
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
 
 
 def numbers_of_descriptors(pid: int) -> set[int]:
@@ -106,3 +117,53 @@ async def test_a_launcher_that_is_never_moved_into_its_control_groups_ends(serve
     os.close(hold)
     assert await wait_exit(child, 20)
     assert log.read_text() == "launch: the start was given up\n"
+
+
+async def test_a_launch_under_way_is_finished_before_the_close_and_no_other_follows(server, log):
+    started, refused = [], []
+
+    async def start() -> None:
+        try:
+            started.append(await launch(server, log))
+        except SandboxClosedError as error:
+            refused.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(4):
+            tasks.start_soon(start)
+        await anyio.wait_all_tasks_blocked()
+        await server.close()
+    assert (len(started), len(refused)) == (1, 3)
+    assert await wait_exit(started[0], 20)
+    with pytest.raises(SandboxClosedError):
+        await launch(server, log)
+
+
+async def test_a_launcher_whose_answer_comes_late_is_not_lost(server, log, monkeypatch):
+    before, known = children(), set()
+    for number in range(16):
+        known.add((await launch(server, log)).pid)
+        with monkeypatch.context() as impatient, suppress(SandboxStartError):
+            impatient.setattr(fork_server, "ANSWER_SECONDS", number / 10_000)
+            known.add((await launch(server, log)).pid)
+    await server.close()
+    assert children() - before == known
+    for pid in known:
+        assert await wait_exit(ForkedChild(pid), 20)
+
+
+async def test_it_says_nothing_if_the_service_is_killed_before_it_reads_an_answer(
+    server, log, monkeypatch, tmp_path
+):
+    said = tmp_path / "said"
+    command = ["sh", "-c", f'exec "$@" 2>{said}', "sh", *program_command("fork_server")]
+    monkeypatch.setattr(fork_server, "program_command", lambda _: command)
+    await wait_exit(await launch(server, log), 20)
+    request = LaunchRequest(sandbox=ID, arguments=[], environ={}, descriptors=[2])
+    with log.open("wb") as file:
+        socket.send_fds(server._channel, [json.dumps(request).encode()], [file.fileno()])
+    await anyio.wait_readable(server._channel)
+    pid = int.from_bytes(server._channel.recv(ANSWER_BYTES, socket.MSG_PEEK), sys.byteorder)
+    await server.close()
+    assert await wait_exit(ForkedChild(pid), 20)
+    assert said.read_text() == ""
