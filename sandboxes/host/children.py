@@ -79,7 +79,12 @@ class ForkedChild:
 
     def _collect(self) -> int | None:
         if self._exit_code is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+            except (
+                ChildProcessError
+            ):  # others have collected it, or this process ignores SIGCHLD: as `Popen` has it
+                ended, status = self.pid, 0
             self._exit_code = os.waitstatus_to_exitcode(status) if ended else None
         return self._exit_code
 

@@ -282,6 +282,7 @@ class Launcher:
         done = subprocess.run(
             self.make_command(command),
             env={"PATH": PATH, **told},
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=PROBE_SECONDS,

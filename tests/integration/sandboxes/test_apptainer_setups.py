@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from difflib import unified_diff
@@ -167,6 +168,33 @@ async def test_a_repeated_sandbox_ends_with_its_launcher(tmp_path, ends):
         assert not sandbox.healthy
     finally:
         await provider.close()
+
+
+UNUSUAL = """
+import anyio, os, signal, sys
+from pathlib import Path
+from sandboxes import ApptainerConfig, SandboxSpec, make_provider
+from tests.support.repeated_starts import runs_apptainer
+
+async def main():
+    provider = make_provider(ApptainerConfig(), Path(sys.argv[1]))
+    for _ in range(2):
+        async with await provider.start(SandboxSpec()) as sandbox:
+            print(runs_apptainer(sandbox), (await sandbox.exec(["echo", "up"])).stdout)
+    await provider.close()
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for closed in (0, 2):
+    os.close(closed)
+anyio.run(main)
+"""
+
+
+def test_a_service_without_standard_streams_that_ignores_its_children_repeats_starts(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", UNUSUAL, str(tmp_path)], stdout=subprocess.PIPE, timeout=60, check=True
+    )
+    assert done.stdout.splitlines() == [b"True b'up\\n'", b"False b'up\\n'"]
 
 
 async def test_containers_are_made_only_of_images_of_which_one_was_tried(tmp_path):

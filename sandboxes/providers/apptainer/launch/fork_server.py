@@ -36,6 +36,8 @@ class LaunchRequest(TypedDict):
 def main() -> None:
     """Serve requests. The argument is the name of the variable that says whose process this is."""
     channel = socket.socket(fileno=0)
+    if sys.stderr is None:  # the service has none either
+        sys.stderr = open(os.dup2(1, 2), "w", buffering=1)  # noqa: SIM115  until the end
     gc.freeze()  # else a collection in a fork would copy all memory
     while True:
         try:

@@ -5,7 +5,7 @@ import os
 import resource
 import sys
 
-from .container import ContainerCommand, run_container
+from .container import SIG_DFL, ContainerCommand, run_container
 from .files import (
     attach_tree,
     bind,
@@ -32,6 +32,7 @@ from .syscalls import (
     PR_SET_NO_NEW_PRIVS,
     SECCOMP,
     call,
+    libc,
     set_filter,
     write,
 )
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 # From linux/sockios.h and linux/if.h.
 SIOCSIFFLAGS, IFF_UP, IFREQ_SIZE, NAME_SIZE = 0x8914, 1, 40, 16
 AF_INET, SOCK_DGRAM = 2, 2
+SIGCHLD = 17
 
 PREFIX = "LAUNCH_"
 INSIDE, FILE = "INSIDE_", "FILE_"
@@ -65,7 +67,9 @@ class ApptainerLaunch:
 
     def run(self) -> None:
         """Run all steps; afterwards this process is ready to become Apptainer."""
-        os.umask(0o022)  # code inside does not depend on how the service was started
+        # Neither code inside nor this depends on how the service was started.
+        os.umask(0o022)
+        libc.signal(SIGCHLD, SIG_DFL)
         leave_keyring()
         layers = self._copy_layers()
         self._enter_namespaces()

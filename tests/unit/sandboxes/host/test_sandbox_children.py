@@ -68,3 +68,10 @@ def test_a_child_that_another_process_made_is_collected_once():
     assert child.poll() == -signal.SIGTERM
     child.kill()  # which hits no other process that has its pid by now
     assert child.poll() == -signal.SIGTERM
+
+
+def test_a_child_that_others_have_collected_has_ended():
+    child = ForkedChild(os.posix_spawn("/bin/false", ["false"], {}))
+    os.waitpid(child.pid, 0)
+    child.kill()
+    assert child.poll() == 0, "its exit code is lost"
