@@ -332,6 +332,19 @@ async def test_many_start_from_one_snapshot_at_once(provider):
     assert counts == [b"500\n"] * 8
 
 
+NEST = "import os; [(os.mkdir('one'), os.chdir('one')) for _ in range(2000)]"
+
+
+async def test_a_sandbox_starts_from_a_snapshot_with_deeply_nested_folders(provider):
+    first = await provider.start(SandboxSpec())
+    for folder in ("/dev/shm", "/tmp"):
+        assert (await first.exec(["python3", "-c", NEST], cwd=folder)).exit_code == 0
+    snapshot = await first.snapshot()
+    async with await provider.start(SandboxSpec(snapshot=snapshot)) as one:
+        assert (await one.exec(["ls", "/dev/shm", "/tmp"])).stdout == b"/dev/shm:\n\n/tmp:\none\n"
+    await snapshot.close()
+
+
 async def test_a_start_from_a_snapshot_that_is_cancelled_leaves_nothing(run, provider):
     first = await provider.start(SandboxSpec())
     service = run / first.id.split("-")[0]

@@ -117,7 +117,10 @@ def copy_layer(mounts: int, users: int, space: str) -> int:
             if users >= 0:
                 call("setns", users, CLONE_NEWUSER)
             call("setns", mounts, CLONE_NEWNS)
-            shutil.rmtree(f"{space}/shm", ignore_errors=True)  # which no other sandbox sees
+            try:
+                shutil.rmtree(f"{space}/shm", ignore_errors=True)  # which no other sandbox sees
+            except RecursionError:
+                pass  # folders nested so deeply only take space
             layer = f"{space}/data/layer"
             move_files(f"{space}/data/upper", layer)
             tree = call("syscall", OPEN_TREE, AT_FDCWD, os.fsencode(layer), OPEN_TREE_CLONE)
