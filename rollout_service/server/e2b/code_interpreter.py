@@ -29,6 +29,7 @@ from sandboxes import (
     PythonSession,
     SessionDiedError,
 )
+from sandboxes.task_groups import open_task_group
 
 PORT = "49999"
 """The port of E2B's server, by which its requests are told from those to the daemon."""
@@ -94,7 +95,7 @@ async def _run(box: Box, language: str, code: str, receive: Receive) -> list[dic
     session: PythonSession | BashSession = await (
         sandbox.python() if language == "python" else sandbox.bash()
     )
-    async with anyio.create_task_group() as tasks:
+    async with open_task_group() as tasks:
         tasks.start_soon(_interrupt_at_disconnect, receive, session, tasks.cancel_scope.cancel)
         try:
             if isinstance(session, PythonSession):

@@ -102,6 +102,21 @@ def test_a_client_that_gives_up_waiting_stops_no_other(shared):
     assert shared.run_code("'ran' in globals()").text == "False"
 
 
+def test_a_sandbox_that_ends_ends_its_runs(url):
+    sandbox = Sandbox.create(**options(url))
+    with ThreadPoolExecutor(2) as threads:
+        runs = [
+            threads.submit(sandbox.run_code, SLOW.replace("4", "60")),
+            threads.submit(sandbox.run_code, "touch /tmp/bash; sleep 60", language="bash"),
+        ]
+        while not (sandbox.files.exists("/tmp/begun") and sandbox.files.exists("/tmp/bash")):
+            assert not any(run.done() for run in runs)
+        sandbox.kill()
+        for run in runs:
+            with pytest.raises(e2b.TimeoutException):
+                run.result(20)
+
+
 def test_contexts_are_the_languages(shared):
     contexts = {one.id: one for one in shared.list_code_contexts()}
     assert {name: (one.language, one.cwd) for name, one in contexts.items()} == {
