@@ -213,10 +213,11 @@ class BatchFile:
         self.compressed = compressed
         self._lengths = [tokens for head in heads for sample in head.tokens for tokens in sample]
         self._tensors = _tensors(heads, self._lengths)
-        self._first = _header(batch_json(batch, [head.json for head in heads]), self._tensors)
+        first = _header(batch_json(batch, [head.json for head in heads]), self._tensors)
         data = sum(tensor.count * tensor.dtype.itemsize for tensor in self._tensors)
-        self.length = len(self._first) + data
+        self.length = len(first) + data
         """The number of bytes, before they are compressed."""
+        self._first = compress(first) if compressed else first
 
     async def write(self, send: Send) -> None:
         """Send the file in order, in pieces that each take a thread a few milliseconds.
@@ -237,7 +238,7 @@ class BatchFile:
     async def _write(self, send: Send, receive: Callable[[], Awaitable[Sequence[Columns]]]) -> None:
         encode = compress if self.compressed else memoryview
         make_piece = _joined_frames if self.compressed else _unpacked
-        await send(memoryview(encode(self._first)))
+        await send(memoryview(self._first))
         segments: list[Columns] = []
         for tensor in self._tensors:
             if tensor.content is not None:
