@@ -72,6 +72,7 @@ class _Fetch:
         self._request = request
         self._seconds = seconds
         self._connection = _connection(request.url, connect_seconds, context)
+        self._socket: socket.socket | None = None
 
     def send(self) -> tuple[httpx.Response, bytearray]:
         """Send the request, and return the response and its body."""
@@ -80,7 +81,8 @@ class _Fetch:
         headers["accept"] = accepted(headers.get("accept", "*/*"))
         try:
             self._connection.connect()
-            self._connection.sock.settimeout(self._seconds)
+            self._socket = self._connection.sock  # the connection forgets it if the answer is its last
+            self._socket.settimeout(self._seconds)
             self._connection.request(request.method, request.url.raw_path.decode(), headers=headers)
             with self._connection.getresponse() as answer:
                 body = _whole(answer)
@@ -99,10 +101,9 @@ class _Fetch:
 
     def break_off(self) -> None:
         """Stop a thread that still waits for the connection, if there is one."""
-        sock = self._connection.sock
-        if sock is not None:
+        if self._socket is not None:
             with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def _connection(url: httpx.URL, seconds: float, context: ssl.SSLContext) -> http.client.HTTPConnection:

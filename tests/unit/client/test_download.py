@@ -143,8 +143,9 @@ async def test_a_silent_server_is_given_up():
         await fetch("http://127.0.0.1:1")
 
 
-async def test_a_call_that_is_cancelled_closes_its_connection():
-    async with answering(http("200 OK", b"half", 8), hang=True) as (url, asked):
+@pytest.mark.parametrize("headers", [{}, {"connection": "close"}], ids=["kept alive", "closing"])
+async def test_a_call_that_is_cancelled_closes_its_connection(headers):
+    async with answering(http("200 OK", b"half", 8, **headers), hang=True) as (url, asked):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fetch, url)
             await until(lambda: asked)
