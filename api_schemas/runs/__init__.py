@@ -47,11 +47,11 @@ MAX_FAILED_IN_A_ROW = 32
 sorted, and few enough that a broken grader wastes minutes of the engines, not a night."""
 
 BINARY_MEDIA_TYPE = "application/vnd.rollout.batch+safetensors"
+"""The media type that a client accepts to get a batch as arrays; JSON is the default."""
 COMPRESSED_MEDIA_TYPE = f"{BINARY_MEDIA_TYPE}+zstd"
 """The same as frames of zstd."""
 DECODED_LENGTH = "X-Decoded-Content-Length"
 """The header of a compressed batch with its length in bytes before."""
-"""The media type that a client accepts to get a batch as arrays; JSON is the default."""
 
 
 class InlineTasks(WireModel):
