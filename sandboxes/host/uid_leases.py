@@ -84,7 +84,8 @@ class HostUsers:
             (self._used if number in living else self._free).append(number)
 
     def close(self) -> None:
-        """Give the block back. Idempotent."""
+        """Give the block back; none is taken afterwards. Idempotent."""
+        self._tried = True
         if self._handle is not None and self._path is not None:
             self._path.unlink(missing_ok=True)
             os.close(self._handle)

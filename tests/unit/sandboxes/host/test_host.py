@@ -185,6 +185,9 @@ def test_two_services_never_hold_one_id(tmp_path):
     assert fifth.lease() is None
     for users in services:
         users.close()
+    unused = HostUsers(NUMBERS, folder)
+    unused.close()
+    assert unused.lease() is None
     assert list(folder.iterdir()) == []
     after = HostUsers(NUMBERS, folder)
     leased(after)
