@@ -44,6 +44,8 @@ class ForkServer:
     ) -> ForkedChild:
         """Start a launcher with these variables only; `descriptors` are those that it gets, by their number in it.
 
+        The caller shields it from cancellation, since the answer to this launch would be taken for that to the next.
+
         Raises:
             OSError: No process can be started.
             SandboxClosedError: The fork server has been closed.
