@@ -108,9 +108,14 @@ async def test_a_request_that_is_too_large_is_refused(server, log):
     assert await wait_exit(await launch(server, log), 20)
 
 
-async def test_a_launcher_that_is_never_moved_into_its_control_groups_ends(server, log):
+@pytest.mark.parametrize(
+    "begins_with",
+    [{}, {"LAUNCH_LAYERS": "99 -1 0 /nothing"}, {"LAUNCH_SAVED": "/nothing", "LAUNCH_OVERLAY": "plain"}],
+    ids=["nothing", "snapshot", "saved files"],
+)
+async def test_a_launcher_that_is_never_moved_into_its_control_groups_ends(server, log, begins_with):
     gate, hold = os.pipe()
-    child = await launch(server, log, gate, LAUNCH_GATE=str(GATE))
+    child = await launch(server, log, gate, LAUNCH_GATE=str(GATE), **begins_with)
     os.close(gate)
     await until(lambda: GATE in numbers_of_descriptors(child.pid))
     assert child.poll() is None
