@@ -170,6 +170,20 @@ async def test_a_repeated_sandbox_ends_with_its_launcher(tmp_path, ends):
         await provider.close()
 
 
+@pytest.mark.parametrize("reuse", [True, False], ids=["repeated", "by Apptainer"])
+async def test_a_sandbox_outlives_a_signal_that_asks_its_launcher_to_end(tmp_path, reuse):
+    provider = make_provider(ApptainerConfig(reuse_setups=reuse), tmp_path)
+    try:
+        await (await provider.start(SandboxSpec())).close()
+        sandbox = await provider.start(SandboxSpec())
+        assert runs_apptainer(sandbox) != reuse
+        bash = await sandbox.bash()
+        os.kill(sandbox.pid, signal.SIGTERM)
+        assert (await bash.run("echo up")).output == "up\n"
+    finally:
+        await provider.close()
+
+
 UNUSUAL = """
 import anyio, os, signal, sys
 from pathlib import Path

@@ -51,7 +51,10 @@ LINKS = {
     "stderr": "/proc/self/fd/2",
 }
 DEV_OPTIONS = "size=65536k,mode=755"
-SIGKILL, SIGNALS, SIG_DFL, SIG_SETMASK = 9, 64, 0, 2
+SIGKILL, SIGNALS, SIG_DFL, SIG_IGN, SIG_SETMASK = 9, 64, 0, 1, 2
+TO_WHOLE_JOBS = (1, 2, 10, 12, 15)
+"""SIGHUP, SIGINT, SIGUSR1, SIGUSR2 and SIGTERM: Slurm sends them to every process of a job, where the service's own end
+decides."""
 SIGNAL_SET_BYTES = 128
 COPY_BYTES = 1 << 20
 MNT_DETACH = 2
@@ -117,6 +120,8 @@ def run_container(
             sys.stderr.flush()
         finally:
             os._exit(1)
+    for number in TO_WHOLE_JOBS:
+        libc.signal(number, SIG_IGN)
     os.close(begins)
     os.read(begun, 1)
     if original is not None:
