@@ -12,6 +12,7 @@ import sysconfig
 import tomllib
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import isabstract
@@ -71,9 +72,11 @@ class EnvironmentRegistry:
         """
         registry = cls()
         for plugin in entry_points(group=GROUP) if plugins is None else plugins:
-            registry._try(plugin.name, lambda plugin=plugin: _from_plugin(plugin))  # type: ignore[misc]
+            registry._try(
+                plugin.name, partial(_make, plugin.load, f"the plug-in {plugin.name!r} ({plugin.value})")
+            )
         for path in paths:
-            registry._try(str(path), lambda path=path: load_path(path, harbor))  # type: ignore[misc]
+            registry._try(str(path), partial(load_path, path, harbor))
         tasks = [one for one in registry.list() if isinstance(one, HarborEnvironment)]
         if tasks and ALL not in registry:
             registry.add(join(tasks), ALL)
@@ -225,10 +228,6 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def _from_plugin(plugin: EntryPoint) -> Environment:
-    return _make(plugin.load, f"the plug-in {plugin.name!r} ({plugin.value})")
-
-
 def _make(load: Callable[[], object], where: str) -> Environment:
     """Make an environment of a loaded object: an environment, or a class or function that returns one."""
     try:
@@ -288,7 +287,10 @@ KINDS: Final = {
     "swe": f"{_HERE}.swe.environment:load_swe",
     "verifiers": f"{_HERE}.bridges.verifiers.environment:load_verifiers",
 }
-"""The loader of each kind, imported with the first folder of it; `load_folder` loads a folder that names none."""
+"""The loader of each kind, imported with the first folder of it; `load_folder` loads a folder that names none.
+
+Each raises ConfigurationError if the environment is not valid; the message says why.
+"""
 
 
 def load_declared(folder: Path) -> Environment:

@@ -28,9 +28,14 @@ from rollout_service.environments.bridges.openenv_session import (
     OpenEnvSession,
 )
 from rollout_service.environments.bridges.turns import REWARDS, Consequence, Earned, score_turns, take_turns
-from rollout_service.environments.contract import Environment, EnvironmentSettings, EnvironmentSpec
+from rollout_service.environments.contract import Environment, EnvironmentSettings
 from rollout_service.environments.dataset_files import find_empty, read_files, read_instance
-from rollout_service.environments.declarative.declaration import DatasetTable, dataset_files, load_table
+from rollout_service.environments.declarative.declaration import (
+    DatasetTable,
+    dataset_files,
+    load_table,
+    spec_from,
+)
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.tokens import ToolSpec
 
@@ -64,12 +69,8 @@ class OpenEnv(Environment):
         dataset: Sequence[dict[str, JsonValue]] = (),
         findings: Sequence[str] = (),
     ) -> None:
-        """Create it from its settings, the instances that ship with them, and findings about these.
-
-        Raises:
-            ConfigurationError: A prompt is not a valid template.
-        """
-        self.spec = declaration.spec()
+        """Create it from its settings, the instances that ship with them, and findings about these."""
+        self.spec = spec_from(declaration)
         self.replayable = declaration.replayable
         self._declaration = declaration
         self._dataset = dataset
@@ -123,11 +124,6 @@ class OpenEnv(Environment):
 
 
 def load_openenv(folder: Path) -> OpenEnv:
-    """Load the environment in a folder whose `environment.toml` has `kind = "openenv"`.
-
-    Raises:
-        ConfigurationError: The environment is not valid; the message says why.
-    """
     declaration = load_table(OpenEnvDeclaration, folder)
     files = dataset_files(declaration.dataset, folder)
     return OpenEnv(declaration, read_files(files), find_empty(files))
@@ -170,16 +166,6 @@ class OpenEnvDeclaration(EnvironmentSettings):
         if info.data.get("text_field") is not None:
             raise ValueError("give either `text_field` or `tool`")
         return tool
-
-    def spec(self) -> EnvironmentSpec:
-        """Return the environment's description, which has neither the address nor the headers."""
-        return EnvironmentSpec(
-            name=self.name,
-            description=self.description,
-            system=self.system,
-            prompt=self.prompt,
-            limits=self.limits,
-        )
 
 
 # How a policy acts in an environment of OpenEnv, and what it sees of it.

@@ -11,6 +11,7 @@ import json
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -168,6 +169,12 @@ class _FromProgram(ByteReceiveStream):
 
     async def aclose(self) -> None:
         """Do nothing: the program ends with its own block."""
+
+
+@cache
+def source_of(worker: Path) -> str:
+    """Return the text of a program that runs where its file is not."""
+    return worker.read_text()
 
 
 def _read_object(line: bytes) -> dict[str, Any]:

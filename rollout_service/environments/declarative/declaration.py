@@ -201,19 +201,10 @@ class Declaration(EnvironmentSettings):
     def spec(self, folder: Path) -> EnvironmentSpec:
         """Return the environment's description; an image that is a file in the folder becomes its absolute path."""
         fresh = self.evaluate.sandbox is GraderSandbox.FRESH
-        return EnvironmentSpec(
-            name=self.name,
-            description=self.description,
+        return spec_from(
+            self,
             image=resolve_image(self.image, folder),
-            system=self.system,
-            prompt=self.prompt,
             tools=[] if self.harness is not None and "tools" not in self.model_fields_set else self.tools,
-            harness=self.harness,
-            mcp=self.mcp,
-            search=self.search,
-            parallel=self.parallel,
-            limits=self.limits,
-            sandbox=self.sandbox,
             evaluate_in=EvaluateIn.FRESH if fresh else EvaluateIn.SAME,
             artifacts=self.evaluate.artifacts if fresh else [],
             artifacts_size=self.evaluate.artifacts_size,
@@ -224,6 +215,12 @@ class Declaration(EnvironmentSettings):
         )
 
 
+def spec_from(declaration: EnvironmentSettings, **own: Any) -> EnvironmentSpec:
+    """Return the description that has a declaration's keys of the same names, and `own`."""
+    shared = {key: value for key, value in declaration if key in EnvironmentSpec.model_fields}
+    return EnvironmentSpec(**{**shared, **own})
+
+
 def load_table(model: type[M], folder: Path) -> M:
     """Read the `environment.toml` of a folder as the declaration of a kind.
 
@@ -231,7 +228,7 @@ def load_table(model: type[M], folder: Path) -> M:
         ConfigurationError: It cannot be read, or is not valid; the message begins with its path.
     """
     path = folder / FILE_NAME
-    return read_table(model, _parse(read_text(path), where=str(path)), where=str(path))
+    return read_table(model, parse_toml(read_text(path), where=str(path)), where=str(path))
 
 
 def read_text(path: Path) -> str:
@@ -252,11 +249,16 @@ def read_declaration(text: str, *, where: str, image: str | None = None) -> Decl
     Raises:
         ConfigurationError: The text is not valid; the message has a line for every key at fault, after `where`.
     """
-    table = _parse(text, where=where) | ({} if image is None else {"image": image})
+    table = parse_toml(text, where=where) | ({} if image is None else {"image": image})
     return read_table(Declaration, table, where=where)
 
 
-def _parse(text: str, *, where: str) -> dict[str, Any]:
+def parse_toml(text: str, *, where: str) -> dict[str, Any]:
+    """Parse a file of TOML.
+
+    Raises:
+        ConfigurationError: It is not valid; the message begins with `where`.
+    """
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

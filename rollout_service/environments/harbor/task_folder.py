@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_service.base.errors import ConfigurationError
-from rollout_service.environments.declarative.declaration import TEXT_HINT
+from rollout_service.environments.declarative.declaration import read_text
 from rollout_service.environments.declarative.files import PackedFile, read_folder
 from rollout_service.environments.harbor import FILE_NAME
 from rollout_service.environments.harbor.compose import FILES, MAIN, Compose, read_compose
@@ -142,7 +142,7 @@ def load_task(folder: Path, name: str, allowed: Container[str] = ()) -> HarborTa
     """
     where = folder / FILE_NAME
     _require_inside(folder)
-    toml = read_task_toml(_read_text(where), where=str(where))
+    toml = read_task_toml(read_text(where), where=str(where))
     compose = _compose(folder, toml, allowed)
     refusals = [f"{where}: {refusal}" for refusal in _refusals(folder, toml, compose)]
     if refusals:
@@ -164,7 +164,7 @@ def _steps(folder: Path, toml: TaskToml) -> Iterator[TaskStep]:
     if not toml.steps:
         yield TaskStep(
             name="",
-            instruction=_read_text(folder / "instruction.md"),
+            instruction=read_text(folder / "instruction.md"),
             agent=toml.agent,
             verifier=toml.verifier,
             min_reward=None,
@@ -175,7 +175,7 @@ def _steps(folder: Path, toml: TaskToml) -> Iterator[TaskStep]:
         own = folder / "steps" / step.name
         yield TaskStep(
             name=step.name,
-            instruction=_read_text(own / "instruction.md"),
+            instruction=read_text(own / "instruction.md"),
             agent=_agent_of(step, toml),
             verifier=step.verifier or toml.verifier,
             min_reward=step.min_reward,
@@ -335,10 +335,3 @@ def _require_inside(folder: Path) -> None:
             path = Path(parent, name)
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
                 raise ConfigurationError(f"{path}: the link leads out of the task's folder")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}", hint=TEXT_HINT) from error

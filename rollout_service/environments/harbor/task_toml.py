@@ -7,7 +7,6 @@ replaced them; nothing of the host is looked up.
 from __future__ import annotations
 
 import re
-import tomllib
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.validation import describe_problems
 from rollout_service.environments.contract import parse_size
-from rollout_service.environments.declarative.declaration import TOML_HINT
+from rollout_service.environments.declarative.declaration import parse_toml
 
 STEP_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 SIZE = r"^\d+(\.\d+)?[KMGT]$"
@@ -221,10 +220,7 @@ def read_task_toml(text: str, *, where: str) -> TaskToml:
     Raises:
         ConfigurationError: The text is not valid; the message has a line for every key at fault, after `where`.
     """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{where} is not valid TOML: {error}", hint=TOML_HINT) from error
+    table = parse_toml(text, where=where)
     try:
         return TaskToml.model_validate(table)
     except ValidationError as error:

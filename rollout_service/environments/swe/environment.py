@@ -29,7 +29,12 @@ from rollout_service.environments.contract import (
     SandboxSettings,
 )
 from rollout_service.environments.dataset_files import find_empty, read_files
-from rollout_service.environments.declarative.declaration import DatasetTable, dataset_files, load_table
+from rollout_service.environments.declarative.declaration import (
+    DatasetTable,
+    dataset_files,
+    load_table,
+    spec_from,
+)
 from rollout_service.environments.swe.grading import SweEvaluation
 from rollout_service.environments.swe.repository import StartState, apply_patch, make_ready, read_changes
 from rollout_service.environments.swe.tasks import SweFamily, SweTask, read_task
@@ -55,12 +60,8 @@ class SweEnvironment(AgentEnvironment):
         dataset: Sequence[dict[str, JsonValue]] = (),
         findings: Sequence[str] = (),
     ) -> None:
-        """Create it from its settings, the instances that ship with them, and findings about these.
-
-        Raises:
-            ConfigurationError: The settings contradict themselves.
-        """
-        super().__init__(declaration.spec().model_copy(update={"image": ANY_IMAGE}))
+        """Create it from its settings, the instances that ship with them, and findings about these."""
+        super().__init__(declaration.spec(ANY_IMAGE))
         self.spec = declaration.spec()
         self._declaration = declaration
         self._dataset = dataset
@@ -97,11 +98,9 @@ class SweEnvironment(AgentEnvironment):
             raise InvalidFieldError([FieldError(path="instance", message=message)], hint=error.hint) from None
 
     async def run(self, episode: Episode) -> StopReason:  # noqa: ARG002 - it always refuses
-        """Refuse: a rollout has the environment of its task."""
         raise EnvironmentFailedError(f"{self.spec.name!r} runs one task at a time; see `for_instance`")
 
     async def evaluate(self, episode: Episode) -> Score:  # noqa: ARG002 - it always refuses
-        """Refuse: a rollout has the environment of its task."""
         raise EnvironmentFailedError(f"{self.spec.name!r} scores one task at a time; see `for_instance`")
 
     def findings(self) -> list[str]:
@@ -120,7 +119,7 @@ class SweTaskEnvironment(AgentEnvironment):
 
     def __init__(self, declaration: SweDeclaration, task: SweTask, proven: set[str]) -> None:
         """`proven` has the tasks whose tests are known to run; it grows."""
-        super().__init__(declaration.spec().model_copy(update={"image": task.image}))
+        super().__init__(declaration.spec(task.image))
         self._task = task
         self._proven = proven
 
@@ -133,7 +132,6 @@ class SweTaskEnvironment(AgentEnvironment):
         return reason
 
     async def solve(self, episode: Episode) -> StopReason:
-        """Apply the reference repair, in place of an agent; the evaluation then checks the task too."""
         if not self._task.gold:
             raise EnvironmentFailedError(f"the instance {self._task.instance_id} has no reference repair")
         sandbox, reverse = episode.require_sandbox(), self._task.reverse_gold
@@ -142,7 +140,7 @@ class SweTaskEnvironment(AgentEnvironment):
                 f"the reference repair of {self._task.instance_id} does not apply: {why}"
             )
         await self._collect(episode)
-        episode.state[SOLVED] = True
+        episode.state[SOLVED] = True  # the evaluation then checks the task too
         return StopReason.FINISHED
 
     async def _collect(self, episode: Episode) -> None:
@@ -174,11 +172,6 @@ class SweTaskEnvironment(AgentEnvironment):
 
 
 def load_swe(folder: Path) -> SweEnvironment:
-    """Load the environment in a folder whose `environment.toml` has `kind = "swe"`.
-
-    Raises:
-        ConfigurationError: The environment is not valid; the message says why.
-    """
     declaration = load_table(SweDeclaration, folder)
     files = dataset_files(declaration.dataset, folder)
     return SweEnvironment(declaration, read_files(files), find_empty(files))
@@ -231,15 +224,6 @@ class SweDeclaration(EnvironmentSettings):
     dataset: DatasetTable | None = None
     """Files with one instance per line. They are kept in memory: give large ones to a run as a file."""
 
-    def spec(self) -> EnvironmentSpec:
-        """Return the description that all tasks share; each task has its own image."""
-        return EnvironmentSpec(
-            name=self.name,
-            description=self.description,
-            system=self.system,
-            prompt=self.prompt,
-            tools=self.tools,
-            limits=self.limits,
-            sandbox=self.sandbox,
-            evaluate_in=EvaluateIn.FRESH,
-        )
+    def spec(self, image: str | None = None) -> EnvironmentSpec:
+        """Return the description of a task that has the image, or without one what all tasks share."""
+        return spec_from(self, image=image, evaluate_in=EvaluateIn.FRESH)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
@@ -54,27 +55,27 @@ class SweTask:
     """The image that the settings or the instance name, or that the set publishes."""
     folder: str
     """Where the repository is in the image."""
-    base_commit: str
-    """The commit before the repair; "" means that of the image."""
-    branch: str
-    """The branch or commit to start from where the image has others too; "" means that of the image."""
-    bug: bytes
-    """A patch that makes the bug, for images without it and without its branch."""
     gold: bytes
     """The reference repair; empty if the instance has none."""
-    reverse_gold: bool
-    """Whether the repair is made by undoing the patch."""
     tests: frozenset[str]
     """The files of tests, which the evaluation puts in place itself."""
-    hidden: tuple[str, ...]
-    """Paths that the agent must not see."""
     script: str
     """The script of bash that puts the tests in place and runs them."""
-    log_parser: str
     eval_type: str
-    fail_to_pass: tuple[str, ...]
-    pass_to_pass: tuple[str, ...]
-    expected: Mapping[str, str] | None
+    log_parser: str = ""
+    fail_to_pass: tuple[str, ...] = ()
+    pass_to_pass: tuple[str, ...] = ()
+    base_commit: str = ""
+    """The commit before the repair; "" means that of the image."""
+    branch: str = ""
+    """The branch or commit to start from where the image has others too; "" means that of the image."""
+    bug: bytes = b""
+    """A patch that makes the bug, for images without it and without its branch."""
+    reverse_gold: bool = False
+    """Whether the repair is made by undoing the patch."""
+    hidden: tuple[str, ...] = ()
+    """Paths that the agent must not see."""
+    expected: Mapping[str, str] | None = None
     """The status of each test, where all of them are compared; None otherwise."""
 
 
@@ -165,16 +166,16 @@ def _image_of(read: _SweInstance, published: str) -> str:
         raise InvalidFieldError([problem], hint=error.hint) from error
 
 
-def _swe_bench(read: _SweInstance, family: SweFamily = SweFamily.SWE_BENCH, names: str = "") -> SweTask:
-    published = names or "swebench/sweb.eval.x86_64.{}:latest"
+def _swe_bench(
+    read: _SweInstance, family: SweFamily = SweFamily.SWE_BENCH, publisher: str = "swebench"
+) -> SweTask:
     separator = "_s_" if family is SweFamily.SWE_GYM else "_1776_"
-    default = published.format(read.instance_id.replace("__", separator).lower())
+    name = read.instance_id.replace("__", separator).lower()
     command, parser = read.test_cmd, read.log_parser
     if read.install_config is not None:
         words = read.install_config.test_cmd
         command = command or (words if isinstance(words, str) else " && ".join(words))
         parser = parser or read.install_config.log_parser
-    tests = _tests_of(read.test_patch)
     _require(read, {"instance_id": read.instance_id, "FAIL_TO_PASS": read.FAIL_TO_PASS, "log_parser": parser})
     if not read.eval_script:
         _require(
@@ -192,30 +193,17 @@ def _swe_bench(read: _SweInstance, family: SweFamily = SweFamily.SWE_BENCH, name
         family=family,
         repo=read.repo,
         version=read.version,
-        image=default,
+        image=f"{publisher}/sweb.eval.x86_64.{name}:latest",
         folder=read.repo_folder,
         base_commit=read.base_commit,
-        branch="",
-        bug=b"",
         gold=read.patch.encode(errors="surrogateescape"),
-        reverse_gold=False,
-        tests=tests,
-        hidden=(),
+        tests=changed_paths(read.test_patch.encode(errors="surrogateescape")),
         script=script,
         log_parser=parser,
         eval_type=read.eval_type,
         fail_to_pass=read.FAIL_TO_PASS,
         pass_to_pass=read.PASS_TO_PASS,
-        expected=None,
     )
-
-
-def _swe_gym(read: _SweInstance) -> SweTask:
-    return _swe_bench(read, SweFamily.SWE_GYM, "xingyaoww/sweb.eval.x86_64.{}:latest")
-
-
-def _swe_rebench(read: _SweInstance) -> SweTask:
-    return _swe_bench(read, SweFamily.SWE_REBENCH, "swerebench/sweb.eval.x86_64.{}:latest")
 
 
 def _swe_smith(read: _SweInstance) -> SweTask:
@@ -233,19 +221,16 @@ def _swe_smith(read: _SweInstance) -> SweTask:
         version=read.version,
         image=f"swebench/swesmith.x86_64.{owner}_1776_{name}.{commit[:8]}".lower(),
         folder=read.repo_folder,
-        base_commit="",
         branch=read.instance_id,
         bug=read.patch.encode(errors="surrogateescape"),
         gold=read.patch.encode(errors="surrogateescape"),
         reverse_gold=True,
         tests=files,
-        hidden=(),
         script=read.eval_script or make_script(read.repo_folder, command, sorted(files), restore=True),
         log_parser=read.log_parser or "parse_log_pytest",
         eval_type=read.eval_type,
         fail_to_pass=read.FAIL_TO_PASS,
         pass_to_pass=read.PASS_TO_PASS,
-        expected=None,
     )
 
 
@@ -264,27 +249,20 @@ def _r2e_gym(read: _SweInstance) -> SweTask:
         version=read.version,
         image="",
         folder=read.repo_folder,
-        base_commit="",
-        branch="",
-        bug=b"",
         gold=read.patch.encode(errors="surrogateescape"),
-        reverse_gold=False,
         tests=frozenset({"run_tests.sh", "r2e_tests"}),
         hidden=("/r2e_tests", f"{read.repo_folder}/r2e_tests", f"{read.repo_folder}/run_tests.sh"),
         script=read.eval_script or make_script(read.repo_folder, read.test_cmd or "bash run_tests.sh", []),
-        log_parser="",
         eval_type=read.eval_type,
-        fail_to_pass=(),
-        pass_to_pass=(),
         expected=expected,
     )
 
 
-_READERS = {
+_READERS: Mapping[SweFamily, Callable[[_SweInstance], SweTask]] = {
     SweFamily.SWE_BENCH: _swe_bench,
-    SweFamily.SWE_GYM: _swe_gym,
+    SweFamily.SWE_GYM: partial(_swe_bench, family=SweFamily.SWE_GYM, publisher="xingyaoww"),
     SweFamily.SWE_SMITH: _swe_smith,
-    SweFamily.SWE_REBENCH: _swe_rebench,
+    SweFamily.SWE_REBENCH: partial(_swe_bench, family=SweFamily.SWE_REBENCH, publisher="swerebench"),
     SweFamily.R2E_GYM: _r2e_gym,
 }
 
@@ -305,10 +283,6 @@ def _require(read: _SweInstance, fields: Mapping[str, object]) -> None:
             missing,
             hint=f"See docs/how-to/run-swe-tasks.md for what an instance must have ({read.instance_id}).",
         )
-
-
-def _tests_of(test_patch: str) -> frozenset[str]:
-    return changed_paths(test_patch.encode(errors="surrogateescape"))
 
 
 def _runnable(test_patch: str) -> list[str]:

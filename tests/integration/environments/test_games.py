@@ -9,9 +9,11 @@ from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.bridges.games.environment import GameEnvironment
 from rollout_service.environments.bridges.games.library import GameLibrary
-from rollout_service.environments.bridges.gem.environment import GEM, GemGame
-from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM, GymnasiumToyText
-from rollout_service.environments.bridges.textarena.environment import TextArena
+from rollout_service.environments.bridges.gem.environment import GEM
+from rollout_service.environments.bridges.gem.environment import environment as gem_games
+from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM
+from rollout_service.environments.bridges.gymnasium.environment import environment as gymnasium_games
+from rollout_service.environments.bridges.textarena.environment import environment as textarena_games
 from rollout_service.environments.dataset_files import count_splits
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
@@ -101,7 +103,7 @@ def texts(trial: Trial) -> list[str]:
 @pytest.mark.parametrize("name", TOY_TEXTS)
 async def test_the_rewards_are_gymnasiums_own(name, sandboxes):
     instance, moves = TOY_TEXTS[name]
-    trial = await played(GymnasiumToyText(), instance, [text for text, _ in moves], sandboxes)
+    trial = await played(gymnasium_games, instance, [text for text, _ in moves], sandboxes)
     expected = alone(GYMNASIUM, GYMNASIUM_ALONE, instance, [action for _, action in moves])
     assert any(expected["over"])
     assert trial.stop_reason is StopReason.FINISHED
@@ -114,7 +116,7 @@ async def test_the_rewards_are_gymnasiums_own(name, sandboxes):
 @pytest.mark.parametrize("name", GEM_GAMES)
 async def test_the_rewards_are_gems_own(name, sandboxes):
     instance, says = GEM_GAMES[name]
-    trial = await played(GemGame(), instance, says, sandboxes)
+    trial = await played(gem_games, instance, says, sandboxes)
     expected = alone(GEM, GEM_ALONE, instance, says)
     assert any(expected["over"])
     assert trial.stop_reason is StopReason.FINISHED
@@ -125,7 +127,7 @@ async def test_the_rewards_are_gems_own(name, sandboxes):
 
 async def test_what_gem_wants_said_last_ends_each_text(sandboxes):
     instance, says = GEM_GAMES["hanoi"]
-    said = texts(await played(GemGame(), instance, says, sandboxes))
+    said = texts(await played(gem_games, instance, says, sandboxes))
     assert len(said) == len(says)
     assert all(text.endswith("Enter your move.") for text in said)
     assert "C: [1]" in said[1]
@@ -134,7 +136,7 @@ async def test_what_gem_wants_said_last_ends_each_text(sandboxes):
 async def test_a_player_sees_the_board_in_words_and_is_told_of_a_text_without_an_action(sandboxes):
     instance, _ = TOY_TEXTS["lake"]
     says = ["Let me think.", "[fly]", *(text for text, _ in CALM), "[right]"]
-    trial = await played(GymnasiumToyText(), instance, says, sandboxes)
+    trial = await played(gymnasium_games, instance, says, sandboxes)
     first, lost, *_ = said = texts(trial)
     assert "SFFF\nFHFH\nFFFH\nHFFG\nYou are at row 0, column 0." in first
     assert "[left], [down], [right], [up]" in first
@@ -147,19 +149,19 @@ async def test_a_player_sees_the_board_in_words_and_is_told_of_a_text_without_an
 
 async def test_a_taxi_and_a_hand_of_cards_are_shown_in_words(sandboxes):
     moves = [text for text, _ in TOY_TEXTS["cut short"][1]]
-    taxi = texts(await played(GymnasiumToyText(), TOY_TEXTS["cut short"][0], moves, sandboxes))
+    taxi = texts(await played(gymnasium_games, TOY_TEXTS["cut short"][0], moves, sandboxes))
     assert "The taxi is at row " in taxi[0]
     assert "The destination is " in taxi[0]
-    hand = texts(await played(GymnasiumToyText(), TOY_TEXTS["blackjack"][0], ["[stick]"], sandboxes))
+    hand = texts(await played(gymnasium_games, TOY_TEXTS["blackjack"][0], ["[stick]"], sandboxes))
     assert "The dealer shows " in hand[0]
 
 
 @pytest.mark.parametrize(
     ("environment", "game", "options", "why"),
     [
-        (GymnasiumToyText(), "FrozenLake-v1", {"map_name": [[]]}, "failed: "),
-        (GemGame(), "game:GuessTheNumber-v0-hard", {"max_number": [[]]}, "failed: "),
-        (TextArena(), "GuessTheNumber-v0", {"speed": 8}, "speed"),
+        (gymnasium_games, "FrozenLake-v1", {"map_name": [[]]}, "failed: "),
+        (gem_games, "game:GuessTheNumber-v0-hard", {"max_number": [[]]}, "failed: "),
+        (textarena_games, "GuessTheNumber-v0", {"speed": 8}, "speed"),
     ],
     ids=["gymnasium", "gem", "textarena"],
 )
@@ -171,13 +173,13 @@ async def test_an_option_that_a_game_cannot_use_is_a_failure(environment, game, 
 @pytest.mark.parametrize(
     ("environment", "instance", "path", "message"),
     [
-        (GymnasiumToyText(), {"game": "Taxi-v3", "seed": 1}, "instance.game", "did you mean Taxi-v4"),
-        (GymnasiumToyText(), {"game": "CartPole-v1", "seed": 1}, "instance.game", "no game 'CartPole-v1'"),
-        (GemGame(), {"game": "math:Math12K", "seed": 1}, "instance.game", "no game 'math:Math12K'"),
-        (GemGame(), {"game": "game:Sudoku-v0-easy"}, "instance.seed", "required"),
-        (TextArena(), {"game": "Blackjak-v0", "seed": 1}, "instance.game", "did you mean Blackjack-v0"),
-        (TextArena(), {"game": "Chess-v0", "seed": 1}, "instance.game", "for one player"),
-        (TextArena(), {"game": "GuessTheNumber-v0"}, "instance.seed", "required"),
+        (gymnasium_games, {"game": "Taxi-v3", "seed": 1}, "instance.game", "did you mean Taxi-v4"),
+        (gymnasium_games, {"game": "CartPole-v1", "seed": 1}, "instance.game", "no game 'CartPole-v1'"),
+        (gem_games, {"game": "math:Math12K", "seed": 1}, "instance.game", "no game 'math:Math12K'"),
+        (gem_games, {"game": "game:Sudoku-v0-easy"}, "instance.seed", "required"),
+        (textarena_games, {"game": "Blackjak-v0", "seed": 1}, "instance.game", "did you mean Blackjack-v0"),
+        (textarena_games, {"game": "Chess-v0", "seed": 1}, "instance.game", "for one player"),
+        (textarena_games, {"game": "GuessTheNumber-v0"}, "instance.seed", "required"),
     ],
 )
 def test_a_game_that_cannot_be_played_is_refused(environment, instance, path, message):
@@ -189,7 +191,7 @@ def test_a_game_that_cannot_be_played_is_refused(environment, instance, path, me
 
 
 @pytest.mark.parametrize(
-    ("environment", "count"), [(GymnasiumToyText(), 6), (GemGame(), 20), (TextArena(), 15)]
+    ("environment", "count"), [(gymnasium_games, 6), (gem_games, 20), (textarena_games, 15)]
 )
 def test_the_data_set_has_games_of_both_splits(environment, count):
     instances = environment.dataset()

@@ -7,7 +7,8 @@ import pytest
 from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason
-from rollout_service.environments.bridges.textarena.environment import TEXTARENA, TextArena
+from rollout_service.environments.bridges.textarena.environment import TEXTARENA
+from rollout_service.environments.bridges.textarena.environment import environment as textarena_games
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
@@ -42,7 +43,7 @@ PLAYS: dict[str, tuple[dict[str, JsonValue], list[str]]] = {
 
 
 async def played(instance: dict[str, JsonValue], says: list[str], sandboxes: SandboxSource) -> Trial:
-    return await play(TextArena(), instance, ScriptedPolicy(says), sandboxes)
+    return await play(textarena_games, instance, ScriptedPolicy(says), sandboxes)
 
 
 def alone(instance: dict[str, JsonValue], actions: list[str]) -> dict[str, Any]:
@@ -90,7 +91,7 @@ async def test_a_player_sees_what_happened_and_not_its_own_words(sandboxes):
 
 
 async def test_a_limit_ends_a_game_without_a_reward_of_its_own(sandboxes):
-    environment = TextArena()
+    environment = textarena_games
     limits = environment.spec.limits.model_copy(update={"max_turns": 1})
     environment.spec = environment.spec.model_copy(update={"limits": limits})
     instance: dict[str, JsonValue] = {"game": "TowerOfHanoi-v0", "seed": 1}

@@ -24,7 +24,6 @@ from rollout_service.environments.bridges.turns import score_turns, take_actions
 from rollout_service.environments.contract import (
     Environment,
     EnvironmentSettings,
-    EnvironmentSpec,
     SandboxSettings,
 )
 from rollout_service.environments.dataset_files import find_empty, read_files
@@ -35,6 +34,7 @@ from rollout_service.environments.declarative.declaration import (
     dataset_files,
     load_table,
     resolve_image,
+    spec_from,
 )
 from rollout_service.environments.declarative.environment import (
     SecretFolder,
@@ -69,29 +69,17 @@ class GameDeclaration(EnvironmentSettings):
 
 
 class DeclaredGame(Environment):
-    """Plays the game of a folder; `load_game` makes one."""
+    """Plays the game of a folder."""
 
     def __init__(self, declaration: GameDeclaration, folder: Path) -> None:
-        """`folder` is the declaration's.
-
-        Raises:
-            ConfigurationError: The declaration contradicts itself or the folder.
-        """
+        """`folder` is the declaration's."""
         files = dataset_files(declaration.dataset, folder)
         self._declaration = declaration
         self._dataset, self._empty = read_files(files), find_empty(files)
         self._files = read_folder(folder, without=[path for path, _ in files])
         self._system = PromptTemplate(declaration.system, where=f"the system prompt of {declaration.name!r}")
         self.has_solution = declaration.solution is not None
-        self.spec = EnvironmentSpec(
-            name=declaration.name,
-            description=declaration.description,
-            image=resolve_image(declaration.image, folder),
-            system=declaration.system,
-            prompt="",
-            limits=declaration.limits,
-            sandbox=declaration.sandbox,
-        )
+        self.spec = spec_from(declaration, image=resolve_image(declaration.image, folder), prompt="")
 
     def check(self, instance: dict[str, JsonValue]) -> None:
         """Reject an instance that lacks a field which the system prompt uses."""
@@ -149,9 +137,4 @@ class DeclaredGame(Environment):
 
 
 def load_game(folder: Path) -> DeclaredGame:
-    """Load the environment in a folder whose `environment.toml` has `kind = "game"`.
-
-    Raises:
-        ConfigurationError: The environment is not valid; the message says why.
-    """
     return DeclaredGame(load_table(GameDeclaration, folder), folder)

@@ -67,10 +67,10 @@ class GamePartner:
         self._process = process
 
     async def begin(self, request: dict[str, JsonValue]) -> str:
-        """Begin a game, and return its first reply.
+        """Begin a game, and return the text before the policy's first move.
 
         Raises:
-            EnvironmentFailedError: The game cannot be begun.
+            EnvironmentFailedError: The game cannot be begun, or ended before the policy's first move.
         """
         return (await self.reset(request)).text
 
@@ -135,7 +135,6 @@ class GameEnvironment(Environment):
             return await take_turns(episode, messages, partner)
 
     def partner(self, process: LibraryProcess, episode: Episode) -> GamePartner:
-        """Return the other side of an episode."""
         _ = episode  # for games that depend on it
         return GamePartner(process)
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from rollout_service.environments.bridges.process import library_process, run_while_installing
+from rollout_service.environments.bridges.process import library_process, run_while_installing, source_of
 from rollout_service.environments.dataset_files import read_instances
 from rollout_service.environments.libraries import Library
 
@@ -37,7 +37,7 @@ class GameLibrary:
 
     def command(self, python: str, packages: str | None = None) -> list[str]:
         """Return the command that runs the games; `packages` is for an interpreter that does not have them."""
-        options = [python, "-I" if packages is None else "-sP", "-c", _text(WORKER), _text(self.part)]
+        options = [python, "-I" if packages is None else "-sP", "-c", source_of(WORKER), source_of(self.part)]
         return options if packages is None else [*options, packages]
 
     def tasks(self, players: int) -> list[dict[str, JsonValue]]:
@@ -62,7 +62,7 @@ def write_tasks(name: str, part: Path, players: tuple[int, ...], folder: Path) -
     Raises:
         ConfigurationError: The library does not work.
     """
-    command = [str(folder / "bin" / "python"), "-I", "-c", _text(WORKER), _text(part)]
+    command = [str(folder / "bin" / "python"), "-I", "-c", source_of(WORKER), source_of(part)]
 
     async def list_games() -> dict[int, list[str]]:
         async with library_process(command, name) as process:
@@ -87,11 +87,6 @@ def _lines(names: list[str]) -> list[str]:
 
 def _file_name(players: int) -> str:
     return f"players-{players}.jsonl"
-
-
-@cache
-def _text(path: Path) -> str:
-    return path.read_text()
 
 
 @cache

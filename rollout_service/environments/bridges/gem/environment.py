@@ -6,16 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from rollout_service.environments.bridges.games.environment import GameEnvironment
-from rollout_service.environments.bridges.games.library import GameLibrary, game_library
+from rollout_service.environments.bridges.games.library import game_library
 
 GEM: Final = game_library("gem", Path(__file__).parent)
-
-
-class GemGame(GameEnvironment):
-    """Instances: a game and a seed."""
-
-    def __init__(self, games: GameLibrary = GEM) -> None:
-        super().__init__(games, "gem", "Games of GEM")
-
-
-environment = GemGame()
+environment = GameEnvironment(GEM, "gem", "Games of GEM")

@@ -6,16 +6,9 @@ from pathlib import Path
 from typing import Final
 
 from rollout_service.environments.bridges.games.environment import GameEnvironment
-from rollout_service.environments.bridges.games.library import GameLibrary, game_library
+from rollout_service.environments.bridges.games.library import game_library
 
 GYMNASIUM: Final = game_library("gymnasium", Path(__file__).parent)
-
-
-class GymnasiumToyText(GameEnvironment):
-    """Instances: a game and a seed."""
-
-    def __init__(self, games: GameLibrary = GYMNASIUM) -> None:
-        super().__init__(games, "gymnasium", "FrozenLake, Taxi, Blackjack and CliffWalking of Gymnasium")
-
-
-environment = GymnasiumToyText()
+environment = GameEnvironment(
+    GYMNASIUM, "gymnasium", "FrozenLake, Taxi, Blackjack and CliffWalking of Gymnasium"
+)

@@ -12,7 +12,6 @@ import math
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final
 
 from pydantic import JsonValue
@@ -22,7 +21,7 @@ from api_schemas.trajectories import Message
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult, with_notes
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.bridges.nemo_gym.library import NAME, PACKAGES, PYTHON, WORKER
-from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox
+from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox, source_of
 from rollout_service.environments.bridges.turns import Consequence
 from rollout_service.episodes import Score
 from rollout_service.tokens import ToolSpec
@@ -144,7 +143,9 @@ async def open_server(sandbox: Sandbox, row: dict[str, JsonValue]) -> AsyncItera
     Raises:
         SandboxError: The process did not start.
     """
-    async with library_in_sandbox(sandbox, [*_COMMAND, _worker(), PACKAGES], NAME, env=_ENV) as process:
+    async with library_in_sandbox(
+        sandbox, [*_COMMAND, source_of(WORKER), PACKAGES], NAME, env=_ENV
+    ) as process:
         yield GymServer(process, row)
 
 
@@ -174,11 +175,6 @@ def read_verdict(verdict: dict[str, Any], row: dict[str, JsonValue]) -> Score:
         if name not in row and name != "reward" and isinstance(value, int | float) and math.isfinite(value)
     }
     return Score(read_reward(verdict), dict(list(parts.items())[:MAX_PARTS]))
-
-
-@cache
-def _worker() -> str:
-    return WORKER.read_text()
 
 
 # A conversation as a `Response` of OpenAI's Responses API, which is what NeMo Gym's servers verify.

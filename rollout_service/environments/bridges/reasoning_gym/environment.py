@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from api_schemas.errors import FieldError
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.bridges.process import source_of
 from rollout_service.environments.bridges.reasoning_gym.generate import (
     LEFT_OUT,
     REASONING_GYM,
@@ -100,7 +100,7 @@ class ReasoningGym(AgentEnvironment):
             return Score(0.0, {"answered": float(answer is not None)})
         request = {"op": "score", **task.model_dump(mode="json"), "answer": answer}
         limits = [str(MEMORY_KILOBYTES), str(self._cpu_seconds)]
-        program = ["python3", "-I", "-c", _worker(), INSIDE]
+        program = ["python3", "-I", "-c", source_of(WORKER), INSIDE]
         result = await episode.require_sandbox().exec(
             ["bash", "-c", _LIMITED, "bash", *limits, *program],
             stdin=json.dumps(request).encode() + b"\n",
@@ -156,11 +156,6 @@ def _read(instance: dict[str, JsonValue]) -> ReasoningTask:
         message = f"the library's scorer of {task.task} gives full marks to wrong answers"
         raise InvalidFieldError([FieldError(path="instance.task", message=message)])
     return task
-
-
-@cache
-def _worker() -> str:
-    return WORKER.read_text()
 
 
 environment = ReasoningGym()

@@ -6,16 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from rollout_service.environments.bridges.games.environment import GameEnvironment
-from rollout_service.environments.bridges.games.library import GameLibrary, game_library
+from rollout_service.environments.bridges.games.library import game_library
 
 TEXTARENA: Final = game_library("textarena", Path(__file__).parent, players=(1, 2))
-
-
-class TextArena(GameEnvironment):
-    """Instances: a game and a seed."""
-
-    def __init__(self, games: GameLibrary = TEXTARENA) -> None:
-        super().__init__(games, "textarena", "Games of TextArena for one player")
-
-
-environment = TextArena()
+environment = GameEnvironment(TEXTARENA, "textarena", "Games of TextArena for one player")

@@ -21,7 +21,6 @@ from rollout_service.environments.bridges.games.environment import (
     GameReply,
     TextGame,
 )
-from rollout_service.environments.bridges.games.library import GameLibrary
 from rollout_service.environments.bridges.process import LibraryProcess
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA
 from rollout_service.environments.bridges.turns import Consequence
@@ -110,11 +109,6 @@ class PoolMatch(GamePartner):
         self._seat = seat
 
     async def begin(self, request: dict[str, JsonValue]) -> str:
-        """Begin a game, and return the text before the policy's first move.
-
-        Raises:
-            EnvironmentFailedError: The game cannot be begun, or ended before the policy's first move.
-        """
         reply = await self._until_own_turn(await self.reset({**request, "seat": self._seat}))
         if reply.done:
             raise EnvironmentFailedError(
@@ -124,11 +118,6 @@ class PoolMatch(GamePartner):
         return reply.text
 
     async def step(self, action: str) -> Consequence:
-        """Make the policy's move, and then the opponent's until it is the policy's turn again.
-
-        Raises:
-            EnvironmentFailedError: The game or the opponent failed.
-        """
         return (await self._until_own_turn(await self.act(action))).consequence()
 
     async def _until_own_turn(self, reply: GameReply) -> GameReply:
@@ -150,9 +139,10 @@ class TextArenaMatch(GameEnvironment):
     replayable: Replayable = "never"
     """The opponent's moves are sampled, and another time they are others."""
 
-    def __init__(self, games: GameLibrary = TEXTARENA) -> None:
-        name, description = "textarena-two-players", "Games of TextArena against the engines of a pool"
-        super().__init__(games, name, description)
+    def __init__(self) -> None:
+        super().__init__(
+            TEXTARENA, "textarena-two-players", "Games of TextArena against the engines of a pool"
+        )
 
     def partner(self, process: LibraryProcess, episode: Episode) -> GamePartner:
         game = read_instance(MatchGame, episode.instance)

@@ -9,12 +9,7 @@ from pydantic import Field, field_validator
 
 from api_schemas.base import Name
 from rollout_service.base.errors import ConfigurationError
-from rollout_service.environments.contract import (
-    EnvironmentSettings,
-    EnvironmentSpec,
-    EvaluateIn,
-    SandboxSettings,
-)
+from rollout_service.environments.contract import EnvironmentSettings, SandboxSettings
 from rollout_service.environments.declarative.declaration import FILE_NAME, load_table
 from rollout_service.episodes import EpisodeLimits
 
@@ -71,18 +66,6 @@ class VerifiersDeclaration(EnvironmentSettings):
         if options := [one for one in requirements if not one or one.startswith("-")]:
             raise ValueError(f'{options[0]!r} is not a requirement, such as "nltk==3.9.1"')
         return requirements
-
-    def spec(self, binds: dict[str, str]) -> EnvironmentSpec:
-        """Return the description that all tasks share."""
-        return EnvironmentSpec(
-            name=self.name,
-            description=self.description,
-            image=self.image,
-            limits=self.limits,
-            sandbox=self.sandbox,
-            evaluate_in=EvaluateIn.FRESH,
-            binds=binds,
-        )
 
 
 def read_declaration(folder: Path) -> VerifiersDeclaration:

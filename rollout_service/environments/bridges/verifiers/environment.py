@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -22,7 +21,7 @@ from api_schemas.trajectories import FinishReason, Message, ToolCall, Trajectory
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult, with_notes
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError, did_you_mean
-from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox
+from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox, source_of
 from rollout_service.environments.bridges.verifiers.catalog import (
     NAME,
     VERIFIERS,
@@ -36,8 +35,9 @@ from rollout_service.environments.bridges.verifiers.declaration import (
     VerifiersDeclaration,
     read_declaration,
 )
-from rollout_service.environments.contract import Environment
+from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.dataset_files import SPLIT, read_instance
+from rollout_service.environments.declarative.declaration import spec_from
 from rollout_service.environments.libraries import AddedPackages, Library
 from rollout_service.episodes import Episode, Score
 from rollout_service.tokens import ToolSpec
@@ -76,7 +76,7 @@ class VerifiersEnvironment(Environment):
         binds: dict[str, str] | None = None,
     ) -> None:
         """Each taskset has a listing; `binds` has folders of the library and of packages by their path inside."""
-        self.spec = declaration.spec(binds or {})
+        self.spec = spec_from(declaration, evaluate_in=EvaluateIn.FRESH, binds=binds or {})
         self._tasksets: dict[str, tuple[TasksetTable, Listing]] = {
             table.called: (table, listing)
             for table, listing in zip(declaration.taskset, listings, strict=True)
@@ -199,7 +199,7 @@ class VerifiersEnvironment(Environment):
         }
 
     def _command(self) -> list[str]:
-        return ["python3", "-sP", "-c", _worker(), *self.spec.binds]
+        return ["python3", "-sP", "-c", source_of(WORKER), *self.spec.binds]
 
 
 def read_score(reply: dict[str, Any]) -> Score:
@@ -212,11 +212,6 @@ def read_score(reply: dict[str, Any]) -> Score:
 
 
 def load_verifiers(folder: Path, library: Library = VERIFIERS) -> VerifiersEnvironment:
-    """Load the environment in a folder whose `environment.toml` has `kind = "verifiers"`.
-
-    Raises:
-        ConfigurationError: The file is not valid, the library is not installed, or it ended.
-    """
     folder = folder.resolve()
     declaration = read_declaration(folder)
     packages = [(folder / name).resolve() for name in declaration.packages]
@@ -238,11 +233,6 @@ def added_packages(
 def _refusal(field: str, message: str, known: dict[str, Any] | None = None) -> InvalidFieldError:
     hint = f"Known tasksets: {', '.join(known)}." if known else ""
     return InvalidFieldError([FieldError(path=f"instance.{field}", message=message)], hint=hint)
-
-
-@cache
-def _worker() -> str:
-    return WORKER.read_text()
 
 
 # A conversation as the library takes it: its messages, and the token ids of each turn as they were sampled.

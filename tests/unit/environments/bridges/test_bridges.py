@@ -18,8 +18,10 @@ from pydantic import JsonValue
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.bridges.games.library import WORKER
 from rollout_service.environments.bridges.games.library import write_tasks as write_games
-from rollout_service.environments.bridges.gem.environment import GEM, GemGame
-from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM, GymnasiumToyText
+from rollout_service.environments.bridges.gem.environment import GEM
+from rollout_service.environments.bridges.gem.environment import environment as gem_games
+from rollout_service.environments.bridges.gymnasium.environment import GYMNASIUM
+from rollout_service.environments.bridges.gymnasium.environment import environment as gymnasium_games
 from rollout_service.environments.bridges.gymnasium.worker import act
 from rollout_service.environments.bridges.nemo_gym.environment import NemoGym
 from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox, library_process
@@ -30,7 +32,8 @@ from rollout_service.environments.bridges.reasoning_gym.environment import (
 )
 from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM, write_tasks
 from rollout_service.environments.bridges.reasoning_gym.worker import import_alone, is_harmless
-from rollout_service.environments.bridges.textarena.environment import TEXTARENA, TextArena
+from rollout_service.environments.bridges.textarena.environment import TEXTARENA
+from rollout_service.environments.bridges.textarena.environment import environment as textarena_games
 from sandboxes import ExecResult, LocalConfig, SandboxSpec, make_provider
 from tests.support.waiting import until
 
@@ -169,22 +172,21 @@ async def test_a_cancelled_request_leaves_no_process():
 @pytest.mark.parametrize(
     ("environment", "instance"),
     [
-        (ReasoningGym, TASK),
-        (TextArena, {"game": "GuessTheNumber-v0", "seed": 1}),
-        (NemoGym, {"server": "mcqa", "row": {"responses_create_params": {"input": "Which?"}}}),
-        (GymnasiumToyText, {"game": "Taxi-v4", "seed": 1}),
-        (GemGame, {"game": "game:Sudoku-v0-easy", "seed": 1}),
+        (ReasoningGym(), TASK),
+        (textarena_games, {"game": "GuessTheNumber-v0", "seed": 1}),
+        (NemoGym(), {"server": "mcqa", "row": {"responses_create_params": {"input": "Which?"}}}),
+        (gymnasium_games, {"game": "Taxi-v4", "seed": 1}),
+        (gem_games, {"game": "game:Sudoku-v0-easy", "seed": 1}),
     ],
     ids=["reasoning-gym", "textarena", "nemo-gym", "gymnasium", "gem"],
 )
 def test_without_the_library_the_error_names_the_command_that_installs_it(
     environment, instance, nothing_installed
 ):
-    made = environment()
-    for use in (made.dataset, lambda: made.check(instance)):
+    for use in (environment.dataset, lambda: environment.check(instance)):
         with pytest.raises(ConfigurationError) as caught:
             use()
-        assert f"rollout-service env install {made.spec.name}" in caught.value.hint
+        assert f"rollout-service env install {environment.spec.name}" in caught.value.hint
 
 
 @pytest.mark.parametrize(
