@@ -39,16 +39,15 @@ PROGRAMS = (
 
 
 class AgentEnvironment(Environment):
-    """Renders the prompts of its spec over the instance and runs the agent that it names."""
+    """Renders the prompts of its spec over the instance and runs the agent that it names.
+
+    A spec that contradicts itself raises ConfigurationError.
+    """
 
     def __init__(
         self, spec: EnvironmentSpec, *, extra_tools: Sequence[Tool] = (), subagent_tools: Sequence[Tool] = ()
     ) -> None:
-        """The extra tools are for the agent, `subagent_tools` for its sub-agents: both besides those that `spec` names.
-
-        Raises:
-            ConfigurationError: The spec contradicts itself.
-        """
+        """Those that `spec` names come first: `extra_tools` are the agent's, `subagent_tools` its sub-agents'."""
         self.spec = spec
         _check_spec(spec)
         if self.replayable == "answer" and spec.evaluate_in is not EvaluateIn.NONE:
@@ -135,7 +134,6 @@ def _subagent_tools(spec: EnvironmentSpec) -> list[Tool]:
 
 
 def _named_tools(spec: EnvironmentSpec) -> list[Tool]:
-    """Return the tools that the spec names, in its order."""
     if spec.search is None:
         return builtin_tools(spec.tools)
     found = search_tool(spec.search)

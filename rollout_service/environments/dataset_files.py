@@ -56,16 +56,10 @@ def read_instances(path: Path, split: str | None = None) -> list[dict[str, JsonV
 
 
 def read_files(files: Iterable[tuple[Path, str | None]]) -> list[dict[str, JsonValue]]:
-    """Read the instances of several files, each with its split, if any.
-
-    Raises:
-        ConfigurationError: A file cannot be read, or a line is not valid.
-    """
     return [instance for path, split in files for instance in read_instances(path, split)]
 
 
 def find_empty(files: Iterable[tuple[Path, str | None]]) -> list[str]:
-    """Return a finding for each file without an instance."""
     return [f"[dataset]: {path} has no instances" for path, _ in files if not path.read_bytes().strip()]
 
 

@@ -1,6 +1,7 @@
 """Packages with a virtual environment and processes of their own, since their requirements are not the service's.
 
-Guarantees: an environment is complete or not there; one of other requirements has another folder.
+Guarantees: an environment is complete or not there; one of other requirements has another folder. Packages that are
+not installed, or cannot be, raise ConfigurationError, with the end of the installer's output.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ class Library:
 
     @property
     def folder(self) -> Path:
-        """Where its virtual environment is."""
         own = sys.version if sys.version_info >= self.python_version else f"at least {self.python_version}"
         files = (self.requirements, *self.prepared_by)
         key = b"".join(file.read_bytes() for file in files) + own.encode()
@@ -64,11 +64,7 @@ class Library:
         return (self.folder / "bin" / "python").exists()
 
     def python(self) -> Path:
-        """Return the interpreter of its environment.
-
-        Raises:
-            ConfigurationError: It is not installed.
-        """
+        """Return the interpreter of its environment."""
         if not self.is_installed:
             raise ConfigurationError(
                 f"the packages of {self.name!r} are not installed on this machine",
@@ -77,20 +73,11 @@ class Library:
         return self.folder / "bin" / "python"
 
     def instances(self, file: str) -> list[dict[str, JsonValue]]:
-        """Return the instances in a file that was made when the library was installed.
-
-        Raises:
-            ConfigurationError: The library is not installed.
-        """
+        """Return the instances in a file that was made when the library was installed."""
         return [dict(one) for one in _instances(self.python().parents[1] / file)]
 
     def install(self) -> Path:
-        """Make the environment unless it is there, and return its folder. It takes seconds, so call it in a thread.
-
-        Raises:
-            ConfigurationError: The packages cannot be installed; the message has the end of the installer's output. Or
-                this machine has no Python that is new enough.
-        """
+        """Make the environment unless it is there, and return its folder. It takes seconds, so call it in a thread."""
         folder = self.folder
         if self.is_installed:
             return folder
@@ -138,18 +125,12 @@ class AddedPackages:
 
     @property
     def folder(self) -> Path:
-        """Where they are, once they are installed."""
         key = "\0".join([str(self.base), *self.requirements])
         return self.library.folder.with_name(
             f"{self.library.folder.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         )
 
     def require(self) -> Path:
-        """Return their folder.
-
-        Raises:
-            ConfigurationError: They are not installed.
-        """
         if not self.folder.is_dir():
             raise ConfigurationError(
                 f"{self.base}: its `requirements` are not installed on this machine",
@@ -158,11 +139,7 @@ class AddedPackages:
         return self.folder
 
     def install(self) -> Path:
-        """Install them unless they are there, and return their folder; the library keeps its own versions.
-
-        Raises:
-            ConfigurationError: They cannot be installed; the message has the end of the installer's output.
-        """
+        """Install them unless they are there, and return their folder; the library keeps its own versions."""
         python = self.library.python()
         if self.folder.is_dir():
             return self.folder
@@ -188,17 +165,12 @@ class AddedPackages:
 
 
 def _versions(lock: Path) -> list[str]:
-    """Return the requirements of a lock without their hashes."""
     lines = lock.read_text().splitlines()
     return [line.removesuffix("\\").strip() for line in lines if line[:1].isalnum()]
 
 
 def find_interpreter(name: str, oldest: tuple[int, int]) -> str:
-    """Return a Python that a library runs on: the service's own, or the oldest on this machine that will do.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
+    """Return a Python that a library runs on: the service's own, or the oldest on this machine that will do."""
     if sys.version_info >= oldest:
         return sys.executable
     found = next((path for path in _interpreters(oldest) if _starts(path, oldest)), None)

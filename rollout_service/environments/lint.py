@@ -115,8 +115,6 @@ class WrappedEnvironment(Environment):
 
 
 class Solving(WrappedEnvironment):
-    """Solves the task of an environment that has a solution."""
-
     def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
         return Solving(self._environment.for_instance(instance))
 

@@ -47,8 +47,6 @@ _OBJECT = re.compile(r"[\w-]+(\.\w+)*:\w+(\.\w+)*")
 
 
 class EnvironmentRegistry:
-    """Environments by name."""
-
     def __init__(self, environments: Iterable[Environment] = ()) -> None:
         self._environments: dict[str, Environment] = {}
         self.problems: dict[str, ConfigurationError] = {}
@@ -294,11 +292,6 @@ Each raises ConfigurationError if the environment is not valid; the message says
 
 
 def load_declared(folder: Path) -> Environment:
-    """Load a folder with an `environment.toml`.
-
-    Raises:
-        ConfigurationError: The file is not valid, or of a kind that is not known.
-    """
     kind = _kind(folder)
     if kind is None:
         return load_folder(folder)

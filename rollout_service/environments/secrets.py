@@ -25,8 +25,6 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A secret that an environment asks for."""
-
     environment: str
     table: str
     """Where it is declared, such as `[evaluate]`."""
@@ -39,7 +37,6 @@ class Secret:
 
 
 def secrets_of(spec: EnvironmentSpec) -> Iterator[Secret]:
-    """Yield the secrets that an environment asks for."""
     grader = spec.for_grader().sandbox.secrets
     tables = {
         "[sandbox]": spec.sandbox.secrets,
@@ -53,10 +50,12 @@ def secrets_of(spec: EnvironmentSpec) -> Iterator[Secret]:
 
 
 class HostSecrets:
-    """The variables and files of this host that environments may have."""
+    """The variables and files of this host that environments may have: those that the settings name.
+
+    Its methods raise SecretMissingError if a secret is missing, not allowed, or cannot be masked.
+    """
 
     def __init__(self, settings: SecretsSettings | None = None, host: Mapping[str, str] = os.environ) -> None:
-        """Allow the variables and files that the settings name; without settings, nothing."""
         self._settings = settings or SecretsSettings()
         self._host = host
         self.given: set[str] = set()
@@ -81,27 +80,15 @@ class HostSecrets:
             self.lacking.append(f"{error}, as this node started")
 
     def check(self, spec: EnvironmentSpec) -> set[str]:
-        """Return the spellings of all secrets of an environment, which are to be masked.
-
-        Raises:
-            SecretMissingError: It cannot have one.
-        """
+        """Return the spellings of all secrets of an environment, which are to be masked."""
         return {text for secret in secrets_of(spec) for text in spellings(self.read(secret))}
 
     def for_sandbox(self, spec: EnvironmentSpec) -> dict[str, str]:
-        """Return the secrets of `[sandbox]`, by their variables.
-
-        Raises:
-            SecretMissingError: The environment cannot have one.
-        """
+        """Return the secrets of `[sandbox]`, by their variables."""
         return self._resolve(spec, "[sandbox]")
 
     def give(self, episode: Episode, spec: EnvironmentSpec, table: str) -> None:
-        """Put the secrets of a stage's table into `Episode.secrets`, until `hide`.
-
-        Raises:
-            SecretMissingError: The environment cannot have one.
-        """
+        """Put the secrets of a stage's table into `Episode.secrets`, until `hide`."""
         episode.secrets = self._resolve(spec, table)
         episode.hidden.update(*map(spellings, episode.secrets.values()))
 
@@ -109,11 +96,6 @@ class HostSecrets:
         return {secret.key: self.read(secret) for secret in secrets_of(spec) if secret.table == table}
 
     def read(self, secret: Secret) -> str:
-        """Return the value of a secret.
-
-        Raises:
-            SecretMissingError: It is missing, not allowed, or cannot be masked.
-        """
         value = self._read(str(secret), secret.source)
         self.given |= spellings(value)
         return value
@@ -168,7 +150,6 @@ class HostSecrets:
 
 @contextmanager
 def _given(episode: Episode, environment: Environment, secrets: HostSecrets) -> Iterator[None]:
-    """Give an episode the secrets of `[init]` within the block."""
     secrets.give(episode, environment.spec, "[init]")
     try:
         yield
@@ -177,12 +158,7 @@ def _given(episode: Episode, environment: Environment, secrets: HostSecrets) -> 
 
 
 async def prepare(environment: Environment, episode: Episode, secrets: HostSecrets) -> None:
-    """Prepare the files that rollouts share, with the secrets of `[init]`.
-
-    Raises:
-        SecretMissingError: A secret cannot be read.
-        EnvironmentFailedError: The preparation failed.
-    """
+    """Prepare the files that rollouts share, with the secrets of `[init]`."""
     with _given(episode, environment, secrets):
         await environment.prepare(episode)
 
@@ -190,12 +166,7 @@ async def prepare(environment: Environment, episode: Episode, secrets: HostSecre
 async def initialize(
     environment: Environment, episode: Episode, secrets: HostSecrets, *, is_prepared: bool = False
 ) -> None:
-    """Set the sandbox up with the secrets of `[init]`, and leave no process that has them to the agent.
-
-    Raises:
-        SecretMissingError: A secret cannot be read.
-        EnvironmentFailedError: The preparation failed.
-    """
+    """Set the sandbox up with the secrets of `[init]`, and leave no process that has them to the agent."""
     with _given(episode, environment, secrets):
         await environment.set_up(episode, is_prepared=is_prepared)
     if environment.spec.init_secrets and episode.sandbox is not None:

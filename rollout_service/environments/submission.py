@@ -30,8 +30,6 @@ MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class SubmissionRun:
-    """The outcome of one run."""
-
     stdout: str = ""
     stderr: str = ""
     exit_code: int | None = None
@@ -98,5 +96,4 @@ async def _run(sandbox: Sandbox, command: str, text: str, seconds: float, limit:
 
 
 def encode_runs(runs: list[SubmissionRun]) -> bytes:
-    """Return the runs as JSON for the grader."""
     return json.dumps([asdict(run) for run in runs]).encode()

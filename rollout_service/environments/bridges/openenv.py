@@ -69,7 +69,6 @@ class OpenEnv(Environment):
         dataset: Sequence[dict[str, JsonValue]] = (),
         findings: Sequence[str] = (),
     ) -> None:
-        """Create it from its settings, the instances that ship with them, and findings about these."""
         self.spec = spec_from(declaration)
         self.replayable = declaration.replayable
         self._declaration = declaration
@@ -135,8 +134,6 @@ def load_openenv(folder: Path) -> OpenEnv:
 
 
 class OpenEnvDeclaration(EnvironmentSettings):
-    """The whole file."""
-
     kind: Literal["openenv"] = "openenv"
     name: Name
     description: str = "An environment that a server of OpenEnv runs."
@@ -180,7 +177,10 @@ DESCRIPTION_CHARS: Final = 4_096
 
 
 class OpenEnvActor:
-    """The other side of an episode: takes actions to the server."""
+    """The other side of an episode: takes actions to the server.
+
+    Its methods raise EnvironmentFailedError if the environment failed, or ended before it began or without a reward.
+    """
 
     def __init__(
         self,
@@ -198,11 +198,6 @@ class OpenEnvActor:
         self._has_reward = False
 
     async def reset(self, arguments: Mapping[str, Any]) -> str:
-        """Begin the episode, and return the first observation.
-
-        Raises:
-            EnvironmentFailedError: The environment failed, or the episode is over before it began.
-        """
         observed = await self._session.reset(arguments, self._limits.init_seconds)
         if observed.done:
             raise EnvironmentFailedError(
@@ -215,12 +210,6 @@ class OpenEnvActor:
         return await self.act({self._text_field or "": action})
 
     async def act(self, action: Mapping[str, Any]) -> Consequence:
-        """Play an action as the server's schema has it.
-
-        Raises:
-            EnvironmentFailedError: The environment failed, or ended without a reward.
-            OpenEnvServerError: The server was lost.
-        """
         try:
             observed = await self._session.step(action, self._limits.tool_seconds)
         except InvalidActionError as error:
@@ -257,11 +246,6 @@ class ActTool:
     parallel = False
 
     def __init__(self, name: str, schema: dict[str, Any], actor: OpenEnvActor, earned: Earned) -> None:
-        """`schema` is that of an action.
-
-        Raises:
-            EnvironmentFailedError: It is not one of an object, or too large for a prompt.
-        """
         self.name = name
         self.definition: ToolSpec = {
             "type": "function",
@@ -277,7 +261,6 @@ class ActTool:
         self._earned = earned
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> ToolResult:  # noqa: ARG002
-        """Act, and end the agent with the episode."""
         result = await self._actor.act(arguments)
         self._earned.add(result)
         return ToolResult(result.text, answer=result.text if result.done else None)

@@ -54,18 +54,16 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class OpenEnvServer:
-    """A server's address, and the headers of every request to it."""
+    """A server's address, and the headers of every request to it.
+
+    Its methods, and those of its sessions, raise OpenEnvServerError if it cannot be reached, has no free session or was
+    lost, and EnvironmentFailedError for any other mistake of the server or its environment.
+    """
 
     url: str
     headers: Mapping[str, str]
 
     async def action_schema(self) -> dict[str, Any]:
-        """Return the JSON schema of an action.
-
-        Raises:
-            OpenEnvServerError: The server cannot be reached.
-            EnvironmentFailedError: It answers with something else.
-        """
         try:
             with anyio.fail_after(CONNECT_SECONDS):
                 async with self._client() as client, client.get(f"{self.url.rstrip('/')}/schema") as response:
@@ -86,11 +84,6 @@ class OpenEnvServer:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[OpenEnvSession]:
-        """Open a session, and close it with the block.
-
-        Raises:
-            OpenEnvServerError: The server cannot be reached.
-        """
         async with self._client() as client:
             try:
                 with anyio.fail_after(CONNECT_SECONDS):
@@ -136,12 +129,6 @@ class OpenEnvSession:
         self._answers = answers
 
     async def reset(self, arguments: Mapping[str, Any], seconds: float) -> Observed:
-        """Begin an episode.
-
-        Raises:
-            OpenEnvServerError: The server has no free session, or was lost.
-            EnvironmentFailedError: The environment failed, or does not take the arguments.
-        """
         try:
             return await self._ask("reset", arguments, seconds)
         except InvalidActionError as error:
@@ -155,8 +142,6 @@ class OpenEnvSession:
 
         Raises:
             InvalidActionError: The server refused it as written.
-            OpenEnvServerError: The server was lost.
-            EnvironmentFailedError: The environment failed.
         """
         return await self._ask("step", action, seconds)
 
@@ -206,7 +191,6 @@ def _observed(answer: dict[str, Any]) -> Observed:
 
 
 def _failure(url: str, kind: str, data: dict[str, Any]) -> Exception:
-    """Return the exception for an error of the protocol."""
     code, message = str(data.get("code")), str(data.get("message"))[:ERROR_CHARS]
     match code:
         case "VALIDATION_ERROR":
@@ -223,7 +207,6 @@ def _failure(url: str, kind: str, data: dict[str, Any]) -> Exception:
 
 
 def _explain(errors: Any) -> str:
-    """Return the errors of a validation, each with its field."""
     found = [one for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
     lines = (
         f"{'.'.join(map(str, one.get('loc') or ())) or 'action'}: {one.get('msg')}"

@@ -131,11 +131,7 @@ def run_while_installing(work: Callable[[], Awaitable[T]], problem: str) -> T:
 async def library_in_sandbox(
     sandbox: Sandbox, command: Sequence[str], name: str, *, env: Mapping[str, str] | None = None
 ) -> AsyncIterator[LibraryProcess]:
-    """Run a library's process in a sandbox within the block: the place for a library that reads an agent's texts.
-
-    Raises:
-        SandboxError: The process did not start.
-    """
+    """Run a library's process in a sandbox within the block: the place for a library that reads an agent's texts."""
     async with sandbox.program(command, env=env) as program:
         yield LibraryProcess(
             name,

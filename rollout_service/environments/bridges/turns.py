@@ -24,8 +24,6 @@ MAX_PARTS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Consequence:
-    """The other side's reply to an action."""
-
     text: str
     reward: float = 0.0
     done: bool = False
@@ -48,15 +46,12 @@ class Partner(Protocol):
 
 @dataclass(slots=True)
 class Earned:
-    """The rewards and parts of an episode so far."""
-
     rewards: list[float] = field(default_factory=list)
     """One for each action."""
     finished: bool = False
     parts: dict[str, float] = field(default_factory=dict)
 
     def add(self, result: Consequence) -> None:
-        """Count a step."""
         self.rewards.append(result.reward)
         self.finished = result.done
         self.parts.update(result.parts)

@@ -72,8 +72,6 @@ class LookupInstance(BaseModel):
 
 
 class LookupProblem(TypedDict):
-    """An instance as it is made."""
-
     question: str
     names: list[str]
     cells: dict[str, str]
@@ -84,8 +82,6 @@ Make = Callable[[random.Random, int], LookupProblem]
 
 
 class CellKey(Arguments):
-    """The arguments of `read`."""
-
     key: str
 
 
@@ -140,17 +136,14 @@ def add_numbers(texts: list[str], problem: str) -> int:
 
 
 def letters(rng: random.Random, count: int) -> list[str]:
-    """Return different capital letters in any order."""
     return rng.sample(string.ascii_uppercase, count)
 
 
 def coordinate(rng: random.Random, letter: str) -> str:
-    """Return a name of a letter and a digit."""
     return f"{letter}{rng.randint(0, 9)}"
 
 
 def value(rng: random.Random) -> str:
-    """Return a number of two digits."""
     return str(rng.randint(10, 99))
 
 
@@ -182,7 +175,6 @@ def as_instance(problem: LookupProblem) -> dict[str, JsonValue]:
 
 
 def instances(make: Make, sizes: Sequence[int], seed: int) -> list[dict[str, JsonValue]]:
-    """Return the data set that ships with an environment."""
     splits = {
         "held_out": sample_problems(make, sizes, seed, HELD_OUT_PROBLEMS, held_out=True),
         "train": sample_problems(make, sizes, seed + 1, TRAINING_PROBLEMS, held_out=False),

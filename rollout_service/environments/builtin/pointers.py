@@ -43,11 +43,6 @@ class Pointers(LookupEnvironment):
 
 
 def expected_sum(instance: dict[str, JsonValue]) -> int:
-    """Return the sum of the values behind the keys.
-
-    Raises:
-        InvalidFieldError: The instance cannot be used.
-    """
     fields = read_instance(LookupInstance, instance)
     pointers = [fields.cells.get(key, "") for key in fields.names]
     cells = [fields.cells.get(pointer, "") for pointer in pointers]

@@ -1,7 +1,8 @@
 """The keys of `environment.toml`, and how the file is read.
 
 Guarantees: an unknown key is rejected with its path and the nearest known key; a declaration agrees with the folder
-that its file is in.
+that its file is in. One that cannot be read, or is not valid, raises ConfigurationError, with a line for every key at
+fault.
 """
 
 from __future__ import annotations
@@ -75,8 +76,6 @@ class AuditSolution(EnvironmentSettings):
 
 
 class GraderSandbox(StrEnum):
-    """Where the grader runs."""
-
     FRESH = "fresh"
     SAME = "same"
 
@@ -145,20 +144,17 @@ class DatasetTable(EnvironmentSettings):
         return self
 
     def files(self, folder: Path) -> list[tuple[Path, str | None]]:
-        """Return the files of the data set, each with its split, if any."""
         if self.path is not None:
             return [(folder / self.path, None)]
         return [(folder / path, name) for name, path in self.splits.items()]
 
 
 def dataset_files(table: DatasetTable | None, folder: Path) -> list[tuple[Path, str | None]]:
-    """Return the files of a data set, each with its split, if any; none without a data set."""
+    """Return the files of a data set, each with its split, if any."""
     return [] if table is None else table.files(folder)
 
 
 class Declaration(EnvironmentSettings):
-    """The whole file."""
-
     name: Name
     description: str = ""
     image: str = Field(min_length=1)
@@ -222,21 +218,12 @@ def spec_from(declaration: EnvironmentSettings, **own: Any) -> EnvironmentSpec:
 
 
 def load_table(model: type[M], folder: Path) -> M:
-    """Read the `environment.toml` of a folder as the declaration of a kind.
-
-    Raises:
-        ConfigurationError: It cannot be read, or is not valid; the message begins with its path.
-    """
+    """Read the `environment.toml` of a folder as the declaration of a kind."""
     path = folder / FILE_NAME
     return read_table(model, parse_toml(read_text(path), where=str(path)), where=str(path))
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        ConfigurationError: It cannot be read, or is not in UTF-8.
-    """
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -244,21 +231,12 @@ def read_text(path: Path) -> str:
 
 
 def read_declaration(text: str, *, where: str, image: str | None = None) -> Declaration:
-    """Read the text of an `environment.toml`; `image` is the image that it was found in, and replaces the key.
-
-    Raises:
-        ConfigurationError: The text is not valid; the message has a line for every key at fault, after `where`.
-    """
+    """Read the text of an `environment.toml`; `image` is the image that it was found in, and replaces the key."""
     table = parse_toml(text, where=where) | ({} if image is None else {"image": image})
     return read_table(Declaration, table, where=where)
 
 
 def parse_toml(text: str, *, where: str) -> dict[str, Any]:
-    """Parse a file of TOML.
-
-    Raises:
-        ConfigurationError: It is not valid; the message begins with `where`.
-    """
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -266,11 +244,6 @@ def parse_toml(text: str, *, where: str) -> dict[str, Any]:
 
 
 def read_table(model: type[M], table: dict[str, Any], *, where: str) -> M:
-    """Validate a table of TOML.
-
-    Raises:
-        ConfigurationError: It is not valid; the message has a line for every key at fault, after `where`.
-    """
     try:
         return model.model_validate(table)
     except ValidationError as error:
@@ -313,11 +286,7 @@ def _name_of(table: tuple[str, ...]) -> str:
 
 
 def resolve_image(image: str, folder: Path) -> str:
-    """Return an image's name; one that is a file in the environment's folder becomes its absolute path.
-
-    Raises:
-        ConfigurationError: It looks like a file, and there is none.
-    """
+    """Return an image's name; one that is a file in the environment's folder becomes its absolute path."""
     path = folder / image
     if path.exists():
         return str(path.resolve())

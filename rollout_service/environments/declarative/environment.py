@@ -73,11 +73,7 @@ class DeclarativeEnvironment(AgentEnvironment):
     def __init__(
         self, declaration: Declaration, folder: Path, *, in_image: bool = False, warnings: Sequence[str] = ()
     ) -> None:
-        """If the declaration's folder is `in_image` too, sandboxes show an empty one in its place.
-
-        Raises:
-            ConfigurationError: The declaration contradicts itself or the folder.
-        """
+        """If the declaration's folder is `in_image` too, sandboxes show an empty one in its place."""
         if (run := declaration.evaluate.run) and _FOLDER.search(run.command):
             raise ConfigurationError(
                 f"environment {declaration.name!r}: [evaluate.run] names {INSIDE}, which is not there when it runs",
@@ -120,7 +116,6 @@ class DeclarativeEnvironment(AgentEnvironment):
         await place.remove()
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Reject an instance that lacks a field which the prompts or the agent's program use."""
         super().check(instance)
         if run := self._declaration.evaluate.run:
             read_inputs(run, instance)
@@ -225,11 +220,9 @@ class SecretFolder:
         return replace(result, stdout=stdout, stderr=stderr)
 
     def command(self, command: str) -> list[str]:
-        """Return a command of the environment as a program and its arguments."""
         return ["bash", "-c", _FOLDER.sub(self._environment, command)]
 
     def env(self) -> dict[str, str]:
-        """Return the variables of a command, which say where everything is."""
         return {
             # Programs must not read the agent's settings, such as ~/.gitconfig or ~/.local.
             "HOME": self.path,
@@ -261,11 +254,6 @@ class SecretFolder:
             ) from error
 
     async def remove(self) -> None:
-        """Remove the folder.
-
-        Raises:
-            EnvironmentFailedError: The folder could not be removed.
-        """
         result = await self.sandbox.exec(["rm", "-rf", "--", self.path])
         if result.exit_code != 0:
             raise EnvironmentFailedError(
@@ -274,11 +262,7 @@ class SecretFolder:
 
 
 def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnvironment:
-    """Load the environment in a folder; `image` is the image that the folder was extracted from, if any.
-
-    Raises:
-        ConfigurationError: The environment is not valid; the message says why.
-    """
+    """Load the environment in a folder; `image` is the image that the folder was extracted from, if any."""
     path = folder / FILE_NAME
     text = read_text(path)
     if image is None:
@@ -353,11 +337,7 @@ async def _enter_again(sandbox: Sandbox, sessions: frozenset[SessionName], comma
 
 
 def require_success(stage: str, command: str, result: ExecResult) -> None:
-    """Raise unless a command of the environment succeeded.
-
-    Raises:
-        EnvironmentFailedError: It did not; the message has its output.
-    """
+    """Raise EnvironmentFailedError, with a command's output, unless it succeeded."""
     if result.exit_code == 0:
         return
     how = "did not end in time" if result.timed_out else f"ended with exit code {result.exit_code}"
@@ -387,7 +367,6 @@ def _secrets_file(secrets: Mapping[str, str]) -> PackedFile:
 
 
 def instance_file(instance: dict[str, JsonValue]) -> PackedFile:
-    """Return the file in which a command finds the instance."""
     return PackedFile("instance.json", json.dumps(instance).encode())
 
 
@@ -404,7 +383,6 @@ def _build_contexts(files: tuple[PackedFile, ...]) -> set[PurePosixPath]:
 
 
 def _init_files(declaration: Declaration, files: tuple[PackedFile, ...]) -> list[PackedFile]:
-    """Return the files that the init command names, and those listed in `files`."""
     if declaration.init is None:
         return []
     commands = f"{declaration.init.command}\n{declaration.init.each or ''}"

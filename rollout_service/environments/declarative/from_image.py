@@ -58,7 +58,6 @@ def _tree(image: Path, draft: Path) -> ImageTree:
 
 
 def _environment_of(tree: ImageTree, image: Path) -> str:
-    """Return the path of `/environment` with its links resolved."""
     found = tree.find(INSIDE)
     if found is None or not tree.host(found).is_dir():
         raise ConfigurationError(

@@ -47,7 +47,6 @@ class HarborEnvironment(Environment):
         tasks: Mapping[str, HarborTaskEnvironment],
         problems: Mapping[str, ConfigurationError] | None = None,
     ) -> None:
-        """`problems` says why other tasks cannot be used."""
         self.spec = EnvironmentSpec(
             name=name, description=f"{len(tasks)} tasks in Harbor's format", prompt=""
         )
@@ -90,7 +89,6 @@ class HarborEnvironment(Environment):
 
 
 def is_harbor_folder(folder: Path) -> bool:
-    """Return whether a folder is a task, or has tasks below it."""
     return (folder / FILE_NAME).is_file() or next(iter(_find(folder)), None) is not None
 
 

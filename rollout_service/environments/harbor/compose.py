@@ -65,7 +65,6 @@ def _seconds(given: Any) -> Any:
 
 
 def _pairs(given: Any) -> Any:
-    """Read `NAME=VALUE` items as a table."""
     if not isinstance(given, list):
         return given
     if bare := [one for one in given if not isinstance(one, str) or "=" not in one]:
@@ -135,8 +134,6 @@ class BuildKeys(TaskSection):
 
 
 class ComposeService(TaskSection):
-    """One service."""
-
     image: str | None = None
     build: Annotated[
         BuildKeys | None, BeforeValidator(lambda of: {"context": of} if isinstance(of, str) else of)
@@ -176,8 +173,6 @@ class ComposeService(TaskSection):
 
 
 class Compose(TaskSection):
-    """The whole file."""
-
     version: Any = None
     name: Any = None
     services: dict[ServiceName, ComposeService] = Field(min_length=1, max_length=MAX_SERVICES)
@@ -241,11 +236,7 @@ class Compose(TaskSection):
 
 
 def read_compose(path: Path, *, images: Callable[[], Collection[str]], allowed: Container[str]) -> Compose:
-    """Read a Compose file; `images` returns the names that mean the task's image, or one that it was built from.
-
-    Raises:
-        ConfigurationError: It cannot be read, or asks for something unsupported; the message has the key's path.
-    """
+    """Read a Compose file; `images` returns the names that mean the task's image, or one that it was built from."""
     try:
         compose = Compose.model_validate(_replaced(_tree(path) or {}, "", allowed))
     except ValidationError as error:
@@ -285,7 +276,6 @@ def _tree(path: Path) -> Any:
 
 
 def _replaced(tree: Any, path: str, allowed: Container[str]) -> Any:
-    """Return the tree with its variables replaced."""
     if isinstance(tree, dict):
         return {key: _replaced(value, f"{path}.{key}", allowed) for key, value in tree.items()}
     if isinstance(tree, list):

@@ -143,11 +143,7 @@ class HarborTaskEnvironment(AgentEnvironment):
     """Runs the agent on each step of a task, and grades its work with the task's tests."""
 
     def __init__(self, task: HarborTask, name: str, settings: HarborSettings) -> None:
-        """`name` is the environment that the task belongs to.
-
-        Raises:
-            ConfigurationError: The task asks for something unsupported.
-        """
+        """`name` is the environment that the task belongs to."""
         super().__init__(spec_of(task, name, settings))
         self.task = task
         self.has_solution = task.has_solution

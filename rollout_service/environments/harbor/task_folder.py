@@ -1,7 +1,7 @@
 """One task on disk: `task.toml`, the instructions, the tests, the solution, and the image's Dockerfile.
 
 Guarantees: a task is read when it is loaded, except for its tests and its solution; nothing outside its folder is read,
-whatever links there are; an unsupported key is refused with its path.
+whatever links there are. A task that is not valid, or has an unsupported key, raises ConfigurationError with its path.
 """
 
 from __future__ import annotations
@@ -56,15 +56,13 @@ class TaskStep:
     """The task's folder, and the step's, whose files win."""
 
     def tests(self) -> tuple[PackedFile, ...]:
-        """Read the files of the tests; this blocks."""
+        """Read the tests; as all files of a step, this blocks."""
         return self._read("tests")
 
     def solution(self) -> tuple[PackedFile, ...]:
-        """Read the files of the solution; this blocks."""
         return self._read("solution")
 
     def workdir(self) -> tuple[PackedFile, ...]:
-        """Read the files that the step brings into the working folder; this blocks."""
         return self._read("workdir") if self.name else ()
 
     def _read(self, name: str) -> tuple[PackedFile, ...]:
@@ -79,8 +77,6 @@ class TaskStep:
 
 @dataclass(frozen=True, slots=True)
 class HarborTask:
-    """A task."""
-
     name: str
     folder: Path
     toml: TaskToml
@@ -96,7 +92,6 @@ class HarborTask:
 
     @property
     def has_solution(self) -> bool:
-        """Whether the task brings a solution of each step."""
         return all(
             any((folder / "solution" / SOLUTION).is_file() for folder in step.folders) for step in self.steps
         )
@@ -126,7 +121,6 @@ class HarborTask:
                             yield f"{below}/{file.path}", file
 
     def dockerfiles(self) -> dict[str, Path]:
-        """Return the Dockerfiles to be built, by the names of their images."""
         found = {
             self.image: _dockerfile(self.folder / "environment"),
             self.verifier_image: _verifier_file(self),
@@ -135,11 +129,7 @@ class HarborTask:
 
 
 def load_task(folder: Path, name: str, allowed: Container[str] = ()) -> HarborTask:
-    """Load the task in a folder; its Compose file may read the `allowed` variables of this machine.
-
-    Raises:
-        ConfigurationError: The task is not valid, or asks for something unsupported; the message says where.
-    """
+    """Load the task in a folder; its Compose file may read the `allowed` variables of this machine."""
     where = folder / FILE_NAME
     _require_inside(folder)
     toml = read_task_toml(read_text(where), where=str(where))
@@ -206,7 +196,6 @@ def _compose(folder: Path, toml: TaskToml, allowed: Container[str]) -> Compose |
 
 
 def _refusals(folder: Path, toml: TaskToml, compose: Compose | None) -> Iterator[str]:
-    """Yield the unsupported requests of the task, each with its path."""
     services = {MAIN, *compose.services} if compose is not None else set[str]()
     if services and len(toml.steps) > 1:
         yield "steps: a task of several steps cannot have services, since processes end with each step"

@@ -22,8 +22,6 @@ MIB = 1024 * 1024
 
 
 class TaskSection(BaseModel):
-    """A table of the file."""
-
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -139,7 +137,6 @@ class VerifierTable(NetworkKeys):
 
     @property
     def is_separate(self) -> bool:
-        """Whether the task asks for a sandbox of the verifier's own."""
         return self.environment_mode == "separate" or (
             self.environment_mode is None and self.environment is not None
         )
@@ -183,8 +180,6 @@ class AboutTable(TaskSection):
 
 
 class TaskToml(TaskSection):
-    """The whole file."""
-
     schema_version: str = Field("1.4", pattern=r"^1\.\d+$")
     source: str | None = None
     artifacts: tuple[str | ArtifactTable, ...] = ()
@@ -239,7 +234,6 @@ def _put(table: dict[str, Any], old: str, new: str, value: Any) -> None:
 
 
 def _mebibytes(key: str, size: Any) -> int:
-    """Return the number of mebibytes in a size such as `2G`."""
     if not isinstance(size, str) or not re.fullmatch(SIZE, size):
         raise ValueError(f'`{key}` must be a size such as "2G"')
     return max(1, parse_size(size) // MIB)

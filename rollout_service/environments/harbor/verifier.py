@@ -43,39 +43,27 @@ from sandboxes.errors import FileMissingError
 
 
 class HealthcheckFailedError(EnvironmentFailedError):
-    """The sandbox of a task did not become healthy."""
-
     code = "healthcheck_failed"
 
 
 class TestsNeverRanError(EnvironmentFailedError):
-    """The verifier of a task could not run its tests, whatever reward it wrote."""
-
     __test__ = False  # pytest collects classes by their names
     code = "tests_never_ran"
 
 
 class VerifierTimeoutError(EnvironmentFailedError):
-    """The verifier of a task did not end in time."""
-
     code = "verifier_timeout"
 
 
 class RewardMissingError(EnvironmentFailedError):
-    """The verifier of a task wrote no reward."""
-
     code = "reward_missing"
 
 
 class RewardEmptyError(EnvironmentFailedError):
-    """The verifier of a task wrote a file with nothing in it."""
-
     code = "reward_empty"
 
 
 class RewardInvalidError(EnvironmentFailedError):
-    """The verifier of a task wrote something else than finite numbers."""
-
     code = "reward_invalid"
 
 
@@ -219,12 +207,7 @@ _FLAT = TypeAdapter(dict[str, float])
 
 
 def parse_json(data: bytes) -> Rewards:
-    """Return the numbers of a `reward.json`, a flat object.
-
-    Raises:
-        RewardEmptyError: The file has nothing in it.
-        RewardInvalidError: The file has another form.
-    """
+    """Return the numbers of a `reward.json`, a flat object."""
     _require_content(data, "reward.json")
     try:
         rewards = _FLAT.validate_json(data, strict=True)
@@ -240,12 +223,7 @@ def parse_json(data: bytes) -> Rewards:
 
 
 def parse_text(data: bytes) -> Rewards:
-    """Return the number of a `reward.txt`, as the only reward.
-
-    Raises:
-        RewardEmptyError: The file has nothing in it.
-        RewardInvalidError: The file has something else than a finite number.
-    """
+    """Return the number of a `reward.txt`, as the only reward."""
     text = _require_content(data, "reward.txt")
     try:
         value = float(text)

@@ -60,7 +60,6 @@ class SweEnvironment(AgentEnvironment):
         dataset: Sequence[dict[str, JsonValue]] = (),
         findings: Sequence[str] = (),
     ) -> None:
-        """Create it from its settings, the instances that ship with them, and findings about these."""
         super().__init__(declaration.spec(ANY_IMAGE))
         self.spec = declaration.spec()
         self._declaration = declaration
@@ -111,8 +110,6 @@ class SweEnvironment(AgentEnvironment):
 
 
 class SweTaskEnvironment(AgentEnvironment):
-    """One task."""
-
     has_solution = True
     shares_setup = True
     init_leaves_files = True
@@ -178,7 +175,6 @@ def load_swe(folder: Path) -> SweEnvironment:
 
 
 def environment() -> SweEnvironment:
-    """Return the environment `swe`, with the default settings."""
     return SweEnvironment(SweDeclaration())
 
 
@@ -200,8 +196,6 @@ tests and of their configuration are not taken over. There is no network. Call f
 
 
 class SweDeclaration(EnvironmentSettings):
-    """The whole file."""
-
     kind: Literal["swe"] = "swe"
     name: Name = KIND
     description: str = "Software repairs in the form of SWE-bench, scored by hidden tests."

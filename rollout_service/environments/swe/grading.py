@@ -43,8 +43,6 @@ PASSING = frozenset({"PASSED", "XFAIL"})
 
 @dataclass(frozen=True, slots=True)
 class TestVerdict:
-    """The verdict on one run of the tests."""
-
     __test__ = False  # pytest would take it for a class of tests
 
     resolved: bool
@@ -59,12 +57,7 @@ class TestVerdict:
 
 
 async def judge_log(task: SweTask, log: str, canary: str = "") -> TestVerdict:
-    """Return the verdict on the output of a task's evaluation.
-
-    Args:
-        task: the task.
-        log: the output of the tests.
-        canary: a part of the id of a test that the task does not know; "" if there is none.
+    """Return the verdict on the output of a task's tests; `canary` is a part of the id of a test that it does not know.
 
     Raises:
         ConfigurationError: The package swebench is not installed, or has no such parser.
@@ -137,7 +130,6 @@ def _compare(expected: Mapping[str, str], log: str, canary: str) -> TestVerdict:
 
 
 def _summary(log: str) -> list[tuple[str, str]]:
-    """Return the tests of pytest's last summary, each with its status."""
     _, header, summary = _COLORS.sub("", log).rpartition("short test summary info")
     return [(found[2], found[1]) for found in _SUMMARY.finditer(summary)] if header else []
 
@@ -183,16 +175,15 @@ class SweEvaluation:
     async def run(
         self, patch: bytes, *, is_proven: bool = False, run_empty: bool = False, checks_task: bool = False
     ) -> SweOutcome:
-        """Score a patch.
+        """Score a patch in git's format.
 
         Args:
-            patch: the agent's changes, in git's format.
+            patch: the agent's changes.
             is_proven: whether the task's tests are known to run, which spares a run of the canary alone.
             run_empty: whether to run the tests for an empty patch too; its reward is 0 without.
             checks_task: whether to run the tests without the patch first, which must not get the reward.
 
         Raises:
-            ConfigurationError: The package swebench is not installed, or does not have the log parser.
             EnvironmentFailedError: The task cannot be judged, or its tests did not end in time.
         """
         kept, left_out = separate_forbidden(patch, self.task.tests, self.task.gold)
@@ -217,7 +208,6 @@ class SweEvaluation:
         return self._outcome(verdict, planted, log, notes)
 
     async def _prove(self, planted: PlantedScript) -> None:
-        """Run the canary on the repository as it was."""
         log = await self._run(planted.control)
         verdict = await judge_log(self.task, log, planted.canary)
         works = planted.status(verdict.statuses) == "FAILED" if planted.canary else verdict.ran
@@ -229,7 +219,6 @@ class SweEvaluation:
             )
 
     async def _require_unsolved(self, planted: PlantedScript) -> None:
-        """Run the tests on the repository as it was."""
         verdict = await judge_log(self.task, await self._run(planted.text), planted.canary)
         if verdict.resolved:
             raise EnvironmentFailedError(

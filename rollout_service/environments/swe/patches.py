@@ -38,12 +38,10 @@ class FileChange:
 
     @property
     def adds(self) -> bool:
-        """Whether the file is new."""
         return re.search(rb"^(new file mode|rename to|copy to) ", self._head, re.MULTILINE) is not None
 
     @property
     def deletes(self) -> bool:
-        """Whether the file is removed."""
         return re.search(rb"^deleted file mode ", self._head, re.MULTILINE) is not None
 
     @property
@@ -60,7 +58,6 @@ def split_patch(patch: bytes) -> list[FileChange]:
 
 
 def changed_paths(patch: bytes) -> frozenset[str]:
-    """Return the paths that a patch changes."""
     return frozenset(path for change in split_patch(patch) for path in change.paths)
 
 
@@ -95,7 +92,6 @@ def _is_forbidden(path: str, is_new: bool, tests: Collection[str]) -> bool:
 
 
 def _paths(part: bytes) -> Iterator[str]:
-    """Yield the paths in the header of a part."""
     lines = part.split(b"\n")
     named = [line[found.end() :] for line in lines[1:6] if (found := _RENAME.match(line))]
     header = lines[0].removeprefix(b"diff --git ")

@@ -3,6 +3,7 @@
 Guarantees:
 - The agent finds no commit that came after the task's, and no reference, log or object that leads to one.
 - What the agent changed is read with a git folder of our own: its settings, hooks, attributes and index take no part.
+- Where git fails before the agent, functions raise EnvironmentFailedError.
 - Where git fails after the agent, it worked before: the agent's work then counts as nothing.
 - Leftovers of the agent, such as a core file or a folder of builds, do not make its repair too long to be graded.
 """
@@ -185,31 +186,18 @@ class StartState:
 
 
 async def make_ready(sandbox: Sandbox, task: SweTask) -> StartState:
-    """Put the repository at the task's start, and remove its future and the files that the agent must not see.
-
-    Raises:
-        EnvironmentFailedError: The image has no such repository or commit.
-    """
+    """Put the repository at the task's start, and remove its future and the files that the agent must not see."""
     result = await _start(sandbox, task, START + FORGET, hide=True)
     tree, objects = result.stdout.decode().split()[-2:]
     return StartState(tree, objects)
 
 
 async def go_to_start(sandbox: Sandbox, task: SweTask) -> None:
-    """Put the repository at the task's start, for an evaluation.
-
-    Raises:
-        EnvironmentFailedError: The image has no such repository or commit.
-    """
     await _start(sandbox, task, START, hide=False)
 
 
 async def take_snapshot(sandbox: Sandbox, task: SweTask) -> str:
-    """Return the id of the tree of the repository's files; those that git ignores are left out.
-
-    Raises:
-        EnvironmentFailedError: Git fails.
-    """
+    """Return the id of the tree of the repository's files; those that git ignores are left out."""
     result = await _run(sandbox, SNAPSHOT, task.folder)
     if result.exit_code != 0:
         raise EnvironmentFailedError(f"the files of {task.instance_id} cannot be read: {_said(result)}")
@@ -217,11 +205,7 @@ async def take_snapshot(sandbox: Sandbox, task: SweTask) -> str:
 
 
 async def restore_snapshot(sandbox: Sandbox, task: SweTask, tree: str) -> None:
-    """Make the repository's files those of a tree; those that git ignores stay.
-
-    Raises:
-        EnvironmentFailedError: Git fails.
-    """
+    """Make the repository's files those of a tree; those that git ignores stay."""
     result = await _run(sandbox, RESTORE, task.folder, tree)
     if result.exit_code != 0:
         raise EnvironmentFailedError(f"the files of {task.instance_id} cannot be put back: {_said(result)}")

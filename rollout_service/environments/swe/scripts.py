@@ -46,13 +46,8 @@ def make_script(
 ) -> str:
     """Return a script that puts the tests in place, runs them, and takes them away again.
 
-    Args:
-        folder: the repository.
-        command: the program that runs tests; `files` are added to it.
-        files: the files of tests.
-        base: the commit whose tests `test_patch` changes.
-        test_patch: the changes of the tests.
-        restore: whether the tests are those of the repository's last commit that has them.
+    `files` are the arguments of `command`. The `test_patch` changes the tests of the commit `base`; with `restore`, the
+    tests are those of the repository's last commit that has them.
     """
     place = shlex.quote(folder)
     lines = ["#!/bin/bash", "set -uxo pipefail", ACTIVATE.format(folder=place)]
@@ -89,12 +84,9 @@ class PlantedScript:
 
 
 def plant_canary(script: str, tests: Collection[str], folder: str) -> PlantedScript:
-    """Add a canary to the tests that a script runs, and have it print their exit code.
+    """Add a canary to the tests that a script of swebench's form runs, and have it print their exit code.
 
-    Args:
-        script: a script in swebench's form.
-        tests: the files of tests, which the control leaves out.
-        folder: the repository.
+    The control leaves the files `tests` out; `folder` is the repository.
     """
     lines = script.rstrip("\n").split("\n")
     start = next((number for number, line in enumerate(lines) if START in line), None)

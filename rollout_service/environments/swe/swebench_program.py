@@ -15,7 +15,6 @@ from typing import Any
 
 
 def main() -> None:
-    """Answer one request."""
     request = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints may become the answer
@@ -26,8 +25,7 @@ def main() -> None:
 def grade(request: dict[str, Any]) -> dict[str, Any]:
     """Return the status of each test in a log, and swebench's report.
 
-    Args:
-        request: the fields of `swebench.types.TestSpec`, and `log`, the output of the evaluation.
+    The request has the fields of `swebench.types.TestSpec`, and `log`, the output of the evaluation.
     """
     _import_only_what_grades()
     from swebench.harness.grading import get_eval_report, get_logs_eval

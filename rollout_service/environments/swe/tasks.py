@@ -131,12 +131,7 @@ class _SweInstance(BaseModel):
 
 
 def read_task(instance: dict[str, JsonValue], family: SweFamily | None = None, *, image: str = "") -> SweTask:
-    """Read an instance.
-
-    Args:
-        instance: its fields.
-        family: its set, which is otherwise told from its fields.
-        image: the image that the settings name, in place of the instance's.
+    """Read an instance. Its set is told from its fields, unless `family` names it; `image` replaces the instance's.
 
     Raises:
         InvalidFieldError: A field is wrong, or the evaluation lacks one.

@@ -51,8 +51,6 @@ NAMED = re.compile(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)")
 
 
 class GameDeclaration(EnvironmentSettings):
-    """The whole file."""
-
     kind: Literal["game"] = "game"
     name: Name
     description: str = ""
@@ -72,7 +70,6 @@ class DeclaredGame(Environment):
     """Plays the game of a folder."""
 
     def __init__(self, declaration: GameDeclaration, folder: Path) -> None:
-        """`folder` is the declaration's."""
         files = dataset_files(declaration.dataset, folder)
         self._declaration = declaration
         self._dataset, self._empty = read_files(files), find_empty(files)
@@ -82,7 +79,6 @@ class DeclaredGame(Environment):
         self.spec = spec_from(declaration, image=resolve_image(declaration.image, folder), prompt="")
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Reject an instance that lacks a field which the system prompt uses."""
         self._system.render(instance)
 
     async def run(self, episode: Episode) -> StopReason:
@@ -107,7 +103,6 @@ class DeclaredGame(Environment):
         return score_turns(episode)
 
     def findings(self) -> list[str]:
-        """Return the files that commands name and the folder lacks, and files of the data set that are empty."""
         solution = self._declaration.solution
         commands = {"command": self._declaration.command, "[solution]": solution.command if solution else ""}
         there = {file.path for file in self._files}

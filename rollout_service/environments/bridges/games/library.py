@@ -41,11 +41,9 @@ class GameLibrary:
         return options if packages is None else [*options, packages]
 
     def tasks(self, players: int) -> list[dict[str, JsonValue]]:
-        """Return the games for so many players, with their seeds."""
         return self.library.instances(_file_name(players))
 
     def names(self, players: int) -> frozenset[str]:
-        """Return the ids of the games for so many players."""
         return _names(self.library.python().parents[1] / _file_name(players))
 
 
@@ -57,11 +55,7 @@ def game_library(name: str, folder: Path, players: tuple[int, ...] = (1,)) -> Ga
 
 
 def write_tasks(name: str, part: Path, players: tuple[int, ...], folder: Path) -> None:
-    """Write the data sets, while the library is installed in a folder.
-
-    Raises:
-        ConfigurationError: The library does not work.
-    """
+    """Write the data sets, while the library is installed in a folder."""
     command = [str(folder / "bin" / "python"), "-I", "-c", source_of(WORKER), source_of(part)]
 
     async def list_games() -> dict[int, list[str]]:

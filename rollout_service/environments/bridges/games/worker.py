@@ -27,8 +27,6 @@ SEED = 1
 
 
 class PlayedGame:
-    """A game of the library, once it has begun."""
-
     def __init__(self, source: str) -> None:
         self._part: dict[str, Any] = {"__name__": "library"}
         exec(compile(source, "<library>", "exec"), self._part)  # noqa: S102 - it is a file of this package

@@ -21,8 +21,6 @@ STOPS = ("R", "G", "Y", "B", "the taxi")
 
 
 class ToyText(NamedTuple):
-    """A game, as it is described to a player."""
-
     goal: str
     actions: tuple[str, ...]
     """Their names, in the order of their numbers."""
@@ -123,7 +121,6 @@ class _ToyGame:
         self._env, self._toy, self._invalid = env, toy, 0
 
     def ask(self) -> str:
-        """Return the sentence with the player's possible actions."""
         return f"Your actions are {', '.join(f'[{name}]' for name in self._toy.actions)}."
 
     def step(self, text: str) -> Reply:

@@ -115,8 +115,6 @@ RESERVED: Final = frozenset({"seed_session", "verify", "aggregate_metrics", "res
 
 
 class _InputPart(BaseModel):
-    """A part of a message."""
-
     type: Literal["input_text", "text"]
     text: str
 
@@ -138,8 +136,6 @@ class _InputMessage(BaseModel):
 
 
 class _Function(BaseModel):
-    """A function tool."""
-
     type: Literal["function"]
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     description: str | None = None
@@ -188,7 +184,6 @@ class GymTask(BaseModel):
     """Settings of the server, in place of those in its own file."""
 
     def messages(self) -> list[Message]:
-        """Return the messages with which the conversation begins."""
         parameters = self.row.responses_create_params
         first = [Message(role="system", content=parameters.instructions)] if parameters.instructions else []
         given = [
@@ -198,7 +193,6 @@ class GymTask(BaseModel):
         return [*first, *given]
 
     def tools(self) -> list[ToolSpec]:
-        """Return the row's tools in the form that chat formats take."""
         return [_definition(tool) for tool in self.row.responses_create_params.tools or []]
 
 

@@ -36,11 +36,7 @@ HELD_OUT: Final = 1
 
 
 def write_tasks(folder: Path) -> None:
-    """Try the servers and write the data set, while the library is installed.
-
-    Raises:
-        ConfigurationError: The library does not work.
-    """
+    """Try the servers and write the data set, while the library is installed."""
     packages = next(folder.glob("lib/python3.*/site-packages"))
     tasks = {server: list(_examples(packages, server)) for server in SERVERS}
 
@@ -82,11 +78,7 @@ def binds(library: Library) -> dict[str, str]:
 
 
 def servers(library: Library) -> frozenset[str]:
-    """Return the names of all servers in the package.
-
-    Raises:
-        ConfigurationError: The library is not installed.
-    """
+    """Return the names of all servers in the package."""
     library.python()
     return _servers(library.packages / "resources_servers")
 

@@ -57,37 +57,26 @@ class Beginning:
 
 
 class GymServer:
-    """A running server; `open_server` starts one."""
+    """A running server; `open_server` starts one.
+
+    Its methods raise EnvironmentFailedError if it has ended, hangs, refuses the row, or gives no verdict.
+    """
 
     def __init__(self, process: LibraryProcess, row: dict[str, JsonValue]) -> None:
         self._process = process
         self._row = row
 
     async def begin(self, server: str, config: dict[str, JsonValue]) -> Beginning:
-        """Begin the episode's session.
-
-        Raises:
-            EnvironmentFailedError: The server cannot be started, or refuses the row.
-        """
         request = {"op": "begin", "server": server, "row": self._row, "config": config}
         reply = await self._process.ask(request, BEGIN_SECONDS)
         return Beginning(bool(reply["turns"]), frozenset(reply["tools"]), reply["observation"])
 
     async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> str:
-        """Return a tool's answer.
-
-        Raises:
-            EnvironmentFailedError: The server ended or hangs.
-        """
         reply = await self._process.ask({"op": "call", "tool": tool, "arguments": arguments}, seconds)
         return str(reply["text"])
 
     async def verify(self, messages: Sequence[Message], usage: Usage, stop_reason: StopReason) -> Score:
-        """Return the server's verdict on the conversation after the prompt.
-
-        Raises:
-            EnvironmentFailedError: There is no verdict.
-        """
+        """Return the server's verdict on the conversation after the prompt."""
         row = self._with_response(messages, usage, stop_reason)
         reply = await self._process.ask({"op": "verify", "row": row}, VERIFY_SECONDS)
         return read_verdict(reply["verdict"], self._row)
@@ -125,11 +114,6 @@ class GymTool:
         self.name = str(definition["function"]["name"])
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> ToolResult:
-        """Call it at the server.
-
-        Raises:
-            EnvironmentFailedError: The server ended or hangs.
-        """
         if not self._is_answered:
             return ToolResult("", answer="")
         text = await self._server.call(self.name, arguments, context.seconds)
@@ -138,11 +122,6 @@ class GymTool:
 
 @asynccontextmanager
 async def open_server(sandbox: Sandbox, row: dict[str, JsonValue]) -> AsyncIterator[GymServer]:
-    """Run a server's process in a sandbox within the block.
-
-    Raises:
-        SandboxError: The process did not start.
-    """
     async with library_in_sandbox(
         sandbox, [*_COMMAND, source_of(WORKER), PACKAGES], NAME, env=_ENV
     ) as process:
@@ -164,11 +143,7 @@ def read_reward(reply: dict[str, Any]) -> float:
 
 
 def read_verdict(verdict: dict[str, Any], row: dict[str, JsonValue]) -> Score:
-    """Return the reward of a verdict, with the numbers in it that are not the row's.
-
-    Raises:
-        EnvironmentFailedError: There is no reward, or it is not a finite number.
-    """
+    """Return the reward of a verdict, with the numbers in it that are not the row's."""
     parts = {
         name: float(value)
         for name, value in verdict.items()

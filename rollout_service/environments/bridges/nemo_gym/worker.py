@@ -43,14 +43,12 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a module that stands in, if it is one of these packages."""
         _ = path, target
         if fullname.split(".")[0] not in self._names:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Give the module any name that is asked of it."""
 
         def attribute(name: str) -> Any:
             if name.startswith("__"):
@@ -64,8 +62,6 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Gym:
-    """The server of the episode, and its client."""
-
     def __init__(self, stack: contextlib.AsyncExitStack) -> None:
         self._stack = stack
         self._app: Any = None
@@ -74,7 +70,6 @@ class Gym:
         """Servers that this one has tried to reach."""
 
     async def begin(self, request: Request) -> Reply:
-        """Start the server and open its session."""
         server, row = request["server"], request["row"]
         if self._app is None:
             import_library()
@@ -99,7 +94,6 @@ class Gym:
         return {"verdict": await self._ask("verify", request["row"])}
 
     async def step(self, request: Request) -> Reply:
-        """Return the server's reply to the policy's turn, in a server with turns."""
         return {"step": await self._ask("step", request["row"])}
 
     async def _ask(self, route: str, row: Request) -> Reply:
@@ -112,7 +106,6 @@ class Gym:
         return answer if isinstance(answer, dict) else {}
 
     def _has(self, route: str) -> bool:
-        """Return whether the server answers a POST to this path."""
         scope = {"type": "http", "method": "POST", "path": f"/{route}", "headers": []}
         full = importlib.import_module("starlette.routing").Match.FULL
         return any(one.matches(scope)[0] == full for one in self._app.router.routes)

@@ -72,8 +72,6 @@ class ReasoningTask(BaseModel):
 
 
 class ReasoningGym(AgentEnvironment):
-    """Instances: the output of `generate`."""
-
     def __init__(
         self,
         library: Library = REASONING_GYM,
@@ -114,7 +112,6 @@ class ReasoningGym(AgentEnvironment):
 
 
 def final_answer(text: str | None) -> str | None:
-    """Return the text between the last pair of tags, or None."""
     found = _ANSWER.findall(text or "")
     return found[-1].strip() if found else None
 

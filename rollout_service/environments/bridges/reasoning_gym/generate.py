@@ -66,11 +66,6 @@ async def shipped(python: Path) -> AsyncIterator[dict[str, Any]]:
 
 
 def write_tasks(folder: Path) -> None:
-    """Write the data set, while the library is installed.
-
-    Raises:
-        ConfigurationError: The library does not work.
-    """
 
     async def write() -> None:
         async with await anyio.open_file(folder / TASKS, "w") as file:
@@ -84,12 +79,6 @@ REASONING_GYM: Final = Library(NAME, Path(__file__).with_name("requirements.lock
 
 
 async def print_tasks(task: str, seed: int, size: int, config: dict[str, Any]) -> None:
-    """Print instances of one task, one a line.
-
-    Raises:
-        ConfigurationError: The library is not installed, or has no such task.
-        EnvironmentFailedError: The task has no such option.
-    """
     async with library_process([REASONING_GYM.python(), "-I", WORKER], NAME) as process:
         known = await task_names(process)
         if task not in known:
@@ -118,7 +107,6 @@ def _config(text: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the instances that the arguments ask for; a mistake in them ends the program with its cause."""
     parser = argparse.ArgumentParser(description="Make tasks of reasoning-gym, one JSON object a line.")
     parser.add_argument("task", help="the name of a task, such as countdown")
     parser.add_argument("--size", type=_size, default=100)

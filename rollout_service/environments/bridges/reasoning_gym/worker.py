@@ -76,7 +76,6 @@ def generate(request: Request) -> Reply:
 
 
 def score(request: Request, send: Callable[[Reply], None]) -> Reply:
-    """Return the score of an answer, between 0 and 1."""
     import_alone(request["module"])
     dataset = make_dataset(sys.modules["reasoning_gym.factory"], request)
     # Made anew, since JSON changes an entry: its tuples become lists, and then some gold answers score nothing.
@@ -123,7 +122,6 @@ def import_alone(module: str) -> None:
 
 
 def check_number(value: Any) -> float:
-    """Return a score as a finite number."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"the score is {number}")

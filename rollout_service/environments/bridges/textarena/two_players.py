@@ -67,8 +67,6 @@ class PoolOpponent:
 
         Raises:
             EnvironmentFailedError: The move was cut off by a limit.
-            InferenceError: No engine answered.
-            TokenError: The conversation cannot be turned into ids.
         """
         self._messages.append(Message(role="user", content=text))
         pool = self._settings.pool

@@ -30,8 +30,6 @@ LAST_WORDS_CHARS: Final = 2_000
 
 
 class ListedTask(BaseModel):
-    """A task."""
-
     model_config = ConfigDict(frozen=True)
 
     problem: str | None = None
@@ -46,8 +44,6 @@ class ListedTask(BaseModel):
 
 
 class Listing(BaseModel):
-    """A taskset."""
-
     model_config = ConfigDict(frozen=True)
 
     problem: str | None = None
@@ -129,11 +125,7 @@ IMPORT_SECONDS: Final = 600.0
 
 
 def compile_modules(folder: Path) -> None:
-    """Import the library while it is installed: sandboxes cannot keep its compiled modules.
-
-    Raises:
-        ConfigurationError: The library does not work.
-    """
+    """Import the library while it is installed: sandboxes cannot keep its compiled modules."""
 
     async def ready() -> None:
         async with library_process([folder / "bin" / "python", "-I", WORKER], NAME) as process:

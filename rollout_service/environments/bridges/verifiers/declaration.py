@@ -32,13 +32,10 @@ class TasksetTable(EnvironmentSettings):
 
     @property
     def called(self) -> str:
-        """The name by which instances call it."""
         return self.name or self.id
 
 
 class VerifiersDeclaration(EnvironmentSettings):
-    """The whole file."""
-
     kind: Literal["verifiers"] = "verifiers"
     name: Name = KIND
     description: str = "Tasks of verifiers, scored by their own rewards."
@@ -69,11 +66,6 @@ class VerifiersDeclaration(EnvironmentSettings):
 
 
 def read_declaration(folder: Path) -> VerifiersDeclaration:
-    """Read the `environment.toml` of a folder.
-
-    Raises:
-        ConfigurationError: It is not valid, or a folder of packages is missing.
-    """
     path = folder / FILE_NAME
     declaration = load_table(VerifiersDeclaration, folder)
     for name in declaration.packages:

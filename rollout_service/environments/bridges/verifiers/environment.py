@@ -158,7 +158,6 @@ class VerifiersEnvironment(Environment):
         return read_score(reply)
 
     def dataset(self) -> list[dict[str, JsonValue]]:
-        """Return the tasks that can be run, in the order of the tasksets."""
         instances: list[dict[str, JsonValue]] = []
         for name, (table, listing) in self._tasksets.items():
             split: dict[str, JsonValue] = {SPLIT: table.split} if table.split else {}
@@ -190,7 +189,6 @@ class VerifiersEnvironment(Environment):
         return table, listing, task
 
     def _request(self, episode: Episode) -> dict[str, Any]:
-        """Return the request with which the library makes the task again."""
         table, listing, task = self._find(episode.instance)
         return {
             **table.model_dump(include={"id", "config"}),
@@ -244,7 +242,6 @@ def library_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def library_turns(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return whether each turn was cut off, and its ids."""
     return [
         {"truncated": reason is FinishReason.LENGTH, "tokens": _tokens(trajectory, number)}
         for number, reason in enumerate(trajectory.finish_reasons)
@@ -312,11 +309,6 @@ class LibraryTool:
         self.name = str(definition["function"]["name"])
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> ToolResult:
-        """Call it in the library's process.
-
-        Raises:
-            EnvironmentFailedError: The process has ended, or answers no more.
-        """
         request = {"op": "call", "name": self.name, "arguments": arguments, "seconds": context.seconds}
         reply = await self._process.ask(request, context.seconds + GRACE_SECONDS)
         return ToolResult(with_notes(str(reply["text"]), [], context.output_chars))
@@ -325,11 +317,6 @@ class LibraryTool:
 async def open_tools(
     process: LibraryProcess, task: dict[str, Any], definitions: Sequence[ToolSpec]
 ) -> list[LibraryTool]:
-    """Set the tools of a task up.
-
-    Raises:
-        EnvironmentFailedError: The library failed, or has other tools than when it was listed.
-    """
     found = (await process.ask({"op": "open", "task": task}, OPEN_SECONDS))["tools"]
     tools = [LibraryTool(process, definition) for definition in definitions]
     if found != sorted(tool.name for tool in tools):
@@ -341,11 +328,6 @@ async def open_tools(
 
 
 async def read_state(process: LibraryProcess) -> str:
-    """Return the tools' state for the rewards.
-
-    Raises:
-        EnvironmentFailedError: The process has ended.
-    """
     reply = await process.ask({"op": "state"}, STATE_SECONDS)
     if "state" not in reply:  # the answer to a call that the agent's time limit cut off
         reply = await process.ask({"op": "state"}, STATE_SECONDS)

@@ -99,7 +99,6 @@ def import_library() -> None:
 
 
 async def ready(_: Request) -> Reply:
-    """Do nothing more: the library is imported."""
     return {"ready": True}
 
 
@@ -107,7 +106,6 @@ async def ready(_: Request) -> Reply:
 
 
 async def list_tasksets(request: Request) -> Reply:
-    """Return the tasks and tools of each taskset, or why it cannot be used."""
     return {"tasksets": [await _list_one(one) for one in request["tasksets"]]}
 
 
@@ -300,7 +298,6 @@ class ToolServers:
         return {"tools": sorted(self._calls)}
 
     async def call(self, request: Request) -> Reply:
-        """Call a tool, and return its result for the policy."""
         call = self._calls[request["name"]](request["arguments"])
         try:
             return {"text": await asyncio.wait_for(call, request["seconds"])}
@@ -308,7 +305,6 @@ class ToolServers:
             return {"text": f"[stopped: it took longer than {request['seconds']:g} s]"}
 
     async def state(self, _: Request) -> Reply:
-        """Return the state, as the library would send it."""
         return {"state": self.read_state().decode()}
 
     def read_state(self) -> bytes:
@@ -335,7 +331,6 @@ class ToolServer:
         self.definitions: list[Reply] = []
 
     async def describe(self) -> "ToolServer":
-        """Find the tools, with the names that the library shows to a policy."""
         prefix = f"{self._server.server_name}_" if self._server.server_name else ""
         for tool in await self._mcp.list_tools():
             function = {
@@ -402,7 +397,6 @@ def _checked(made: list[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
 
 
 async def score(request: Request) -> Reply:
-    """Return the rewards and metrics of a conversation."""
     task, _ = make_task(request["task"])
     trace = make_trace(task, request)
     await task.score(trace)

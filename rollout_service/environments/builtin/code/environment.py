@@ -53,7 +53,7 @@ SPEC = EnvironmentSpec(
 
 
 class _Instance(BaseModel):
-    """The fields of an instance that the tests need; the prompt may use others."""
+    """The fields that the tests need; the prompt may use others."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -167,8 +167,6 @@ async def _passed(sandbox: Sandbox, instance: _StdioInstance | _AssertInstance, 
 
 @dataclass(frozen=True, slots=True)
 class _TestRunner:
-    """Runs the tests of one program."""
-
     sandbox: Sandbox
     cpu_seconds: float
     """The CPU time of one test; the wall-clock limit only ends a program that sleeps."""
@@ -270,7 +268,6 @@ class Question:
 
     @classmethod
     def of(cls, expression: str) -> Question:
-        """Ask for the value of an expression."""
         marker = f"--value-{secrets.token_hex(16)}--"
         return cls(json.dumps({"expression": expression, "marker": marker}).encode(), marker)
 
@@ -360,7 +357,6 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _value(plain: Any) -> Any:
-    """Restore the value that the harness encoded."""
     if not isinstance(plain, dict):
         return plain
     [(kind, items)] = plain.items()

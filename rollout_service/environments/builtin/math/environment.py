@@ -88,8 +88,6 @@ PER_MAKER: Final = 5
 
 
 class MathProblem(TypedDict):
-    """A question, and its answer in LaTeX."""
-
     question: str
     answer: str
 

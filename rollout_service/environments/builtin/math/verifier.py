@@ -27,11 +27,7 @@ MAX_CHARS: Final = 4_096
 
 
 def require_math_verify() -> None:
-    """Refuse to check answers on a machine that lacks the package.
-
-    Raises:
-        ConfigurationError: It is not installed.
-    """
+    """Raise ConfigurationError on a machine that lacks the package."""
     if find_spec("math_verify") is None:
         raise ConfigurationError(
             "comparing answers mathematically needs the package math-verify, which is not installed",
@@ -121,7 +117,6 @@ class _Worker:
         return str(json.loads(line))
 
     def close(self) -> None:
-        """End the process; idempotent."""
         self._process.kill()
         self._process.communicate()
 

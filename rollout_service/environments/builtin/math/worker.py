@@ -40,8 +40,6 @@ _NUMERAL = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*", re.ASCII)
 
 
 class MathVerdict(StrEnum):
-    """The result of a check."""
-
     EQUAL = "equal"
     DIFFERENT = "different"
     UNREADABLE = "unreadable"

@@ -97,7 +97,6 @@ class StemTask(BaseModel):
 
     @property
     def asked_unit(self) -> Unit | None:
-        """The unit that the question asks for."""
         return read_unit(self.unit) if self.unit is not None else None
 
     @property
@@ -229,8 +228,6 @@ _WORD = re.compile(r"\\(?:text|mathrm|textbf)\b|[\W_]+")
 
 
 class RuleVerdict(StrEnum):
-    """A rule's verdict on an answer."""
-
     RIGHT = "right"
     WRONG = "wrong"
     UNDECIDED = "undecided"

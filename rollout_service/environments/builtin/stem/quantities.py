@@ -53,8 +53,6 @@ _POWER_OF_TEN = re.compile(r"\s*([+-]?)10\s*\^\s*\(?([+-]?\d{1,3})\)?(?![\d.])")
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number in a unit."""
-
     value: float
     unit: Unit
     is_bare: bool
@@ -75,7 +73,6 @@ class Quantity:
         return is_same or (None if given.is_bare and not self.is_bare else False)
 
     def in_unit(self, unit: Unit) -> Quantity:
-        """Return the bare number of this quantity in a unit."""
         return Quantity(self.value, unit, is_bare=unit is ONE, is_integer=self.is_integer)
 
 

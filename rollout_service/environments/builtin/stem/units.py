@@ -27,7 +27,6 @@ class Unit:
     offset: float = 0.0
 
     def times(self, other: Unit, power: int) -> Unit:
-        """Return the product of this unit and a power of another."""
         powers = tuple(a + b * power for a, b in zip(self.powers, other.powers, strict=True))
         return Unit(self.factor * other.factor**power, powers)
 
@@ -165,7 +164,6 @@ def _product(tokens: deque[_Token], *, is_nested: bool = False) -> Unit | None:
 
 
 def _symbol(symbol: str) -> Unit | None:
-    """Return the unit of one symbol, with or without a prefix."""
     found = PREFIXED.get(symbol) or PLAIN.get(symbol)
     if found is not None:
         return found
