@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from rollout_client.adapters.engines import TrainerEngines
 from rollout_client.adapters.samples import Sample, count_left_out, only_largest, samples_of
-from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
+from rollout_client.adapters.submit import RolloutSubmitter
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ PADDING = {"input_ids": 0, "loss_mask": 0, "logprobs": 0.0, "versions": -1, "att
 
 
 class Episodes:
-    """Runs one rollout for an episode."""
-
     def __init__(
         self,
         submitter: RolloutSubmitter | None = None,
@@ -47,7 +45,7 @@ class Episodes:
         submitter = submitter or RolloutSubmitter.from_environment(**({"url": url} if url else {}))
         self.engines = TrainerEngines("areal", submitter)
         names = ("temperature", "top_p", "top_k")
-        self.sampling = read_sampling({name: getattr(gconfig, name, None) for name in names})
+        self.params = {name: getattr(gconfig, name, None) for name in names}
         self.max_tokens = getattr(gconfig, "max_new_tokens", None)
 
     async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,9 +55,7 @@ class Episodes:
             NoRewardError: The rollout has no reward after all attempts.
         """
         submitter = await self.engines.follow(*engines_of(engine))
-        request = submitter.request(
-            data, sampling=self.sampling, max_tokens=self.max_tokens, metadata={"trainer": "areal"}
-        )
+        request = submitter.request(data, self.params, max_tokens=self.max_tokens, trainer="areal")
         samples = samples_of(await submitter.run_scored(request))
         return tensors(samples if self.segments == "all" else self._largest(samples))
 

@@ -25,20 +25,22 @@ from typing import Any, ClassVar, cast
 
 from api_schemas.rollouts import Rollout
 from api_schemas.trajectories import Message
-from rollout_client.adapters.samples import Sample, count_left_out, largest_sample, samples_of, turns_of
-from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError, read_sampling
+from rollout_client.adapters.samples import (
+    Sample,
+    conversation_of,
+    count_left_out,
+    only_largest,
+    samples_of,
+    turns_of,
+)
+from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError
 from rollout_client.errors import InvalidRequestError
 
 
 async def run(submitter: RolloutSubmitter, body: Mapping[str, Any]) -> dict[str, Any]:
     """Run a rollout for a row, and return the response of an agent's `/run`."""
     params = body.get("responses_create_params") or {}
-    request = submitter.request(
-        body,
-        sampling=read_sampling(params),
-        max_tokens=params.get("max_output_tokens"),
-        metadata={"trainer": "nemo_gym"},
-    )
+    request = submitter.request(body, params, max_tokens=params.get("max_output_tokens"), trainer="nemo_gym")
     return dict(body) | verified(await submitter.run_scored(request), params)
 
 
@@ -87,8 +89,8 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
 def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a rollout in the form of NeMo Gym's verify response."""
     samples = samples_of(rollout)
-    sample = largest_sample([one for one in samples if one.prompt_ids == samples[0].prompt_ids])
-    if sample is None or rollout.reward is None:
+    rows = only_largest([one for one in samples if one.prompt_ids == samples[0].prompt_ids])
+    if not rows or rollout.reward is None:
         raise ValueError(f"rollout {rollout.rollout_id} has nothing to train on")
     return {
         "reward": rollout.reward,
@@ -97,22 +99,20 @@ def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
             "object": "response",
             "created_at": time.time(),
             "model": rollout.pool,
-            "output": output_items(sample, messages_of(rollout)),
+            "output": output_items(rows[0], messages_of(rollout)),
             "parallel_tool_calls": True,
             "tool_choice": params.get("tool_choice", "auto"),
             "tools": list(params.get("tools") or []),
         },
         "service_rollout_id": rollout.rollout_id,
-        "left_out": count_left_out(samples, [sample]),
+        "left_out": count_left_out(samples, rows),
     }
 
 
 def messages_of(rollout: Rollout) -> list[Message]:
     """Return the message of each turn; none if a compaction has removed turns."""
-    if rollout.trajectory is None:
-        return []
-    said = [message for message in rollout.trajectory.messages if message.role == "assistant"]
-    return said if len(said) == len(rollout.trajectory.finish_reasons) else []
+    messages, own = conversation_of(rollout)
+    return [messages[place] for place in own]
 
 
 def output_items(sample: Sample, messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -25,8 +25,8 @@ import anyio
 from api_schemas.rollouts import Rollout
 from rollout_client.adapters.engine_server import EngineServer
 from rollout_client.adapters.engines import TrainerEngines
-from rollout_client.adapters.samples import CUT_OFF, count_left_out, largest_sample, samples_of
-from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError, parse_task, read_sampling
+from rollout_client.adapters.samples import CUT_OFF, count_left_out, only_largest, samples_of
+from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError, parse_task
 from rollout_client.errors import ClientError
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ UPDATES = ("update_weight", "update_weight_cuda_ipc")
 
 
 class Executor:
-    """Runs one rollout for a prompt."""
-
     def __init__(self, submitter: RolloutSubmitter | None = None) -> None:
         self.engines = TrainerEngines(
             "openrlhf", submitter or RolloutSubmitter.from_environment(), kind="sglang"
@@ -61,12 +59,8 @@ class Executor:
         del hf_tokenizer  # the service loads it
         submitter = self.engines.submitter if llm_engine is None else await self._serve(llm_engine)
         given = {name: getattr(sampling_params, name, None) for name in SAMPLING}
-        request = submitter.request(
-            _task(prompt, label),
-            sampling=read_sampling(given),
-            max_tokens=getattr(sampling_params, "max_tokens", None),
-            metadata={"trainer": "openrlhf"},
-        )
+        most = getattr(sampling_params, "max_tokens", None)
+        request = submitter.request(_task(prompt, label), given, max_tokens=most, trainer="openrlhf")
         rollout = await submitter.run_scored(request)
         return {"prompt": prompt, "label": label, "images": images} | response(rollout, max_length)
 
@@ -130,9 +124,9 @@ def _task(prompt: object, label: object) -> object:
 def response(rollout: Rollout, max_length: int) -> dict[str, Any]:
     """Return a rollout in the form of OpenRLHF's response, without the prompt that it repeats."""
     samples = samples_of(rollout)
-    chosen = largest_sample(samples)
-    if chosen is None:
+    if not samples:
         raise ValueError(f"rollout {rollout.rollout_id} sampled nothing")
+    [chosen] = only_largest(samples)
     before = len(chosen.prompt_ids)
     sample = chosen.cut(max(0, max_length - before))
     return {
@@ -143,10 +137,7 @@ def response(rollout: Rollout, max_length: int) -> dict[str, Any]:
         "action_ranges": _ranges(sample.response_mask, before),
         "rollout_log_probs": [0.0] * before + sample.logprobs,
         "truncated": rollout.stop_reason in CUT_OFF,
-        "extra_logs": {
-            "turns": rollout.usage.turns,
-            "left_out": count_left_out(samples, [sample]),
-        },
+        "extra_logs": {"turns": rollout.usage.turns, "left_out": count_left_out(samples, [sample])},
     }
 
 

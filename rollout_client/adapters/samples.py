@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from api_schemas.rollouts import Rollout, StopReason
-from api_schemas.trajectories import Segment
+from api_schemas.trajectories import Message, Segment
 
 CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
 """The reasons to stop with which a token limit ended a rollout."""
@@ -114,20 +114,32 @@ def samples_of(rollout: Rollout) -> list[Sample]:
     return [_sample(rollout, segments[number], number, last=number == numbers[-1]) for number in numbers]
 
 
-def largest_sample(samples: list[Sample]) -> Sample | None:
-    """Return the row with the most tokens to train on, for trainers that take one; None if there is none."""
-    return max(samples, key=lambda sample: sample.sampled, default=None)
-
-
 def only_largest(samples: list[Sample]) -> list[Sample]:
-    """Return the same row as a list."""
-    largest = largest_sample(samples)
-    return [] if largest is None else [largest]
+    """Return the row with the most tokens to train on, for trainers that take one; none if there are no rows."""
+    return [max(samples, key=lambda sample: sample.sampled)] if samples else []
 
 
 def count_left_out(samples: Sequence[Sample], rows: Sequence[Sample]) -> int:
     """Return how many tokens to train on a trainer does not get if it gets these `rows` of all `samples`."""
     return sum(sample.sampled for sample in samples) - sum(row.sampled for row in rows)
+
+
+def conversation_of(rollout: Rollout) -> tuple[list[Message], list[int]]:
+    """Return the messages of a rollout, and the places of its turns among them.
+
+    No places are returned if a compaction has removed turns.
+    """
+    if rollout.trajectory is None:
+        return [], []
+    messages = rollout.trajectory.messages
+    own = [place for place, message in enumerate(messages) if message.role == "assistant"]
+    return messages, own if len(own) == len(rollout.trajectory.finish_reasons) else []
+
+
+def last_said(rollout: Rollout) -> str:
+    """Return the policy's last message, for a trainer's log; training uses the ids."""
+    messages = rollout.trajectory.messages if rollout.trajectory is not None else []
+    return next((one.content for one in reversed(messages) if one.role == "assistant"), "")
 
 
 def _sample(rollout: Rollout, segment: Segment, number: int, *, last: bool) -> Sample:

@@ -22,7 +22,7 @@ from typing import Any
 from api_schemas.rollouts import Rollout, RolloutRequest
 from rollout_client.adapters.engines import TrainerEngines
 from rollout_client.adapters.samples import CUT_OFF, Sample, count_left_out, only_largest, samples_of
-from rollout_client.adapters.submit import RolloutSubmitter, read_sampling, run_in_order
+from rollout_client.adapters.submit import RolloutSubmitter, run_in_order
 
 
 def generator(
@@ -72,10 +72,7 @@ def _requests(submitter: RolloutSubmitter, batch: Mapping[str, Any]) -> Sequence
     limit = params.get("max_generate_length") or params.get("max_tokens")
     return [
         submitter.request(
-            extra if "environment" in extra else prompt,
-            sampling=read_sampling(params),
-            max_tokens=limit,
-            metadata={"trainer": "skyrl"},
+            extra if "environment" in extra else prompt, params, max_tokens=limit, trainer="skyrl"
         )
         for prompt, extra in zip(batch["prompts"], extras, strict=True)
     ]

@@ -33,8 +33,8 @@ import httpx
 
 from api_schemas.rollouts import Rollout, RolloutRequest
 from rollout_client.adapters.engines import TrainerEngines
-from rollout_client.adapters.samples import CUT_OFF, Sample, samples_of
-from rollout_client.adapters.submit import NoRewardError, RolloutSubmitter, read_sampling
+from rollout_client.adapters.samples import CUT_OFF, Sample, last_said, samples_of
+from rollout_client.adapters.submit import NoRewardError, RolloutSubmitter
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,6 @@ class Router:
 
 @lru_cache(maxsize=8)
 def router_at(host: str, port: int) -> Router:
-    """Return the router at this address, with its last answer."""
     return Router(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
 
@@ -95,11 +94,12 @@ async def generate(
     """Run a rollout for slime and return a sample for each segment; always a list, since slime flattens all alike."""
     metadata = sample.metadata or {}
     submitter = await submitter_for(args)
-    request = submitter.request(
+    row, most = (
         metadata if "environment" in metadata else sample.prompt,
-        sampling=read_sampling(sampling_params),
-        max_tokens=sampling_params.get("max_new_tokens"),
-        metadata={"trainer": "slime", "group": sample.group_index},
+        sampling_params.get("max_new_tokens"),
+    )
+    request = submitter.request(
+        row, sampling_params, max_tokens=most, trainer="slime", group=sample.group_index
     )
     if evaluation:
         return [await _evaluate(submitter, sample, request)]
@@ -165,16 +165,11 @@ def _fill(sample: Any, row: Sample, rollout: Rollout) -> Any:
     sample.rollout_log_probs = row.logprobs
     sample.weight_versions = [str(version) for version in sorted({v for v in row.versions if v >= 0})]
     sample.reward = row.reward
-    sample.response = _text(rollout)
+    sample.response = last_said(rollout)
     sample.status = status.TRUNCATED if rollout.stop_reason in CUT_OFF else status.COMPLETED
     if sample.index is not None:
         sample.rollout_id = sample.index
-    sample.metadata = {
-        **(sample.metadata or {}),
-        "service_rollout_id": row.rollout_id,
-        "segment": row.segment,
-    }
-    return sample
+    return _note(sample, rollout, segment=row.segment)
 
 
 def _without_reward(sample: Any, rollout: Rollout) -> Any:
@@ -182,19 +177,9 @@ def _without_reward(sample: Any, rollout: Rollout) -> Any:
     sample.reward = None
     sample.remove_sample = True
     cause = rollout.error.code if rollout.error else rollout.state.value
-    sample.metadata = {
-        **(sample.metadata or {}),
-        "service_rollout_id": rollout.rollout_id,
-        "no_reward": cause,
-    }
+    return _note(sample, rollout, no_reward=cause)
+
+
+def _note(sample: Any, rollout: Rollout, **facts: object) -> Any:
+    sample.metadata = {**(sample.metadata or {}), "service_rollout_id": rollout.rollout_id, **facts}
     return sample
-
-
-def _text(rollout: Rollout) -> str:
-    """Return the policy's last message, for slime's log; training uses the ids."""
-    said = (
-        [one.content for one in rollout.trajectory.messages if one.role == "assistant"]
-        if rollout.trajectory
-        else []
-    )
-    return said[-1] if said else ""

@@ -90,7 +90,6 @@ def parse_task(row: object) -> Task:
 
 
 def _parsed(value: Any) -> Any:
-    """Parse text as JSON; return anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -99,7 +98,7 @@ def _parsed(value: Any) -> Any:
         raise TaskRowError(f"{value[:80]!r} is not a task. Make prompts with task_text(task)") from error
 
 
-def read_sampling(params: Mapping[str, Any], base: Sampling | None = None) -> Sampling:
+def read_sampling(params: Mapping[str, Any]) -> Sampling:
     """Convert a trainer's sampling parameters to the service's, ignoring those that it does not have."""
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
     given = {name: params[name] for name in names if params.get(name) is not None}
@@ -108,7 +107,7 @@ def read_sampling(params: Mapping[str, Any], base: Sampling | None = None) -> Sa
     stop = params.get("stop")
     if stop:
         given["stop"] = [stop] if isinstance(stop, str) else list(stop)
-    return Sampling.model_validate((base or Sampling()).model_dump() | given)
+    return Sampling.model_validate(given)
 
 
 async def run_in_order(
@@ -164,15 +163,16 @@ class RolloutSubmitter:
     def request(
         self,
         row: object,
+        params: Mapping[str, Any] | None = None,
         *,
-        sampling: Sampling | None = None,
         max_tokens: int | None = None,
         max_turn_tokens: int | None = None,
-        metadata: Mapping[str, JsonValue] | None = None,
+        **metadata: JsonValue,
     ) -> RolloutRequest:
         """Return a request for a row's task, with an id, so that sending it twice starts one rollout.
 
-        `max_tokens` and `max_turn_tokens` are the trainer's; the submitter's own limits come first.
+        `params` are the trainer's sampling parameters. `max_tokens` and `max_turn_tokens` are its limits; the
+        submitter's own come first.
         """
         limits = self.limits
         for name, most in (("max_tokens", max_tokens), ("max_turn_tokens", max_turn_tokens)):
@@ -182,14 +182,14 @@ class RolloutSubmitter:
             RolloutRequest(
                 task=parse_task(row),
                 pool=self.pool,
-                sampling=sampling or Sampling(),
+                sampling=read_sampling(params or {}),
                 limits=limits,
-                metadata=dict(metadata or {}),
+                metadata=metadata,
             )
         )
 
     async def run(self, request: RolloutRequest) -> Rollout:
-        """Request a rollout and wait for the result. Connections are kept for later calls in this event loop."""
+        """Run a rollout. Connections are kept for later calls in this event loop."""
         loop = asyncio.get_running_loop()
         if (client := self._clients.get(loop)) is None:
             client = RolloutClient(self.url, self.key, patience_seconds=self.patience_seconds)
@@ -224,7 +224,6 @@ class RolloutSubmitter:
             await client.aclose()
 
     def run_all_blocking(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Run these rollouts from blocking code, and return the results in the same order."""
         return self.blocking(lambda client: self._run_all(client, requests))
 
     def blocking(self, work: Callable[[RolloutClient], Awaitable[T]]) -> T:

@@ -34,12 +34,11 @@ from typing import Any
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message
-from rollout_client.adapters.samples import CUT_OFF, Sample, samples_of
+from rollout_client.adapters.samples import CUT_OFF, Sample, last_said, samples_of
 from rollout_client.adapters.submit import (
     NoRewardError,
     RolloutSubmitter,
     TaskRowError,
-    read_sampling,
     run_in_order,
     task_text,
 )
@@ -80,21 +79,12 @@ def rows(tasks: Iterable[Task]) -> list[dict[str, Any]]:
     return [{"messages": [{"role": "user", "content": task_text(task)}]} for task in tasks]
 
 
-def request_of(
+def _request_of(
     submitter: RolloutSubmitter, asked: Mapping[str, Any], config: Mapping[str, Any]
 ) -> RolloutRequest:
-    """Return the service's request for one of swift's.
-
-    Raises:
-        TaskRowError: It does not name a task.
-    """
     columns = asked.get("data_dict") or {}
-    return submitter.request(
-        columns if "environment" in columns else asked.get("messages") or [],
-        sampling=read_sampling(config),
-        max_tokens=config.get("max_tokens"),
-        metadata={"trainer": "swift"},
-    )
+    row = columns if "environment" in columns else asked.get("messages") or []
+    return submitter.request(row, config, max_tokens=config.get("max_tokens"), trainer="swift")
 
 
 async def infer(submitter: RolloutSubmitter, body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -106,7 +96,7 @@ async def infer(submitter: RolloutSubmitter, body: Mapping[str, Any]) -> list[di
     """
     asked = body["infer_requests"]
     config = body.get("request_config") or {}
-    requests = [request_of(submitter, one, config) for one in asked]
+    requests = [_request_of(submitter, one, config) for one in asked]
     calls = [partial(submitter.run_scored, request) for request in requests]
     rollouts = await run_in_order(calls, concurrency=submitter.concurrency)  # swift takes all or nothing
     return [
@@ -163,8 +153,7 @@ def _texts(rollout: Rollout) -> tuple[str, str]:
     """
     messages: Sequence[Message] = rollout.trajectory.messages if rollout.trajectory is not None else []
     asked = [f"{one.role}: {one.content}" for one in takewhile(lambda one: one.role != "assistant", messages)]
-    said = (one.content for one in reversed(messages) if one.role == "assistant")
-    return "\n".join(asked), next(said, "")
+    return "\n".join(asked), last_said(rollout)
 
 
 def make_app(submitter: RolloutSubmitter) -> Any:

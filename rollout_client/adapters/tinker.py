@@ -14,22 +14,16 @@ under `rollout_errors/groups_skipped`, in training as in an evaluation.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import anyio
-
 from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason
 from rollout_client.adapters.samples import SampledTurn, samples_of, turns_of
-from rollout_client.adapters.submit import NoRewardError, RolloutSubmitter, parse_task, read_sampling
-
-if sys.version_info < (3, 11):
-    from exceptiongroup import ExceptionGroup
+from rollout_client.adapters.submit import NoRewardError, RolloutSubmitter, parse_task, run_in_order
 
 STOPS = {
     StopReason.FINISHED: "completed",
@@ -46,7 +40,6 @@ STOPS = {
 
 
 def is_cut_off(rollout: Rollout, turn: SampledTurn) -> bool:
-    """Return whether a token limit ended a turn."""
     reasons = rollout.trajectory.finish_reasons if rollout.trajectory is not None else []
     return turn.number < len(reasons) and reasons[turn.number] is FinishReason.LENGTH
 
@@ -132,35 +125,16 @@ class RolloutPlace:
     """The attempts that ended without a reward."""
 
     async def run(self) -> None:
-        """Run the rollout.
-
-        Raises:
-            NoRewardError: It has no reward after all attempts.
-        """
         self.rollout = await self.submitter.run_scored(self.request, on_failure=self.failures.append)
-
-
-async def run_members(members: Sequence[RolloutPlace]) -> None:
-    """Run the rollouts of a group at once, and give up the others as soon as one has no reward.
-
-    Raises:
-        NoRewardError: A rollout has no reward after all attempts.
-    """
-    try:
-        async with anyio.create_task_group() as tasks:
-            for member in members:
-                tasks.start_soon(member.run)
-    except ExceptionGroup as group:  # the cookbook should see what happened, not how it was waited for
-        raise group.exceptions[0] from group
 
 
 def request_for(group: GroupTask, policy: Any) -> RolloutRequest:
     """Return a request with the temperature and the limit per turn of the cookbook's token completer."""
     return group.submitter.request(
         group.row,
-        sampling=read_sampling({"temperature": getattr(policy, "temperature", None)}),
+        {"temperature": getattr(policy, "temperature", None)},
         max_turn_tokens=getattr(policy, "max_tokens", None),
-        metadata={"trainer": "tinker"},
+        trainer="tinker",
     )
 
 
@@ -214,7 +188,7 @@ def make_classes() -> Mapping[str, type]:
             """
             members = env_group_builder.members(policy)
             try:
-                await run_members(members)
+                await run_in_order([member.run for member in members])
             except NoRewardError as error:
                 raise AllTrajectoriesFailedError(f"{error} Its group is dropped.") from error
             errors = [
@@ -232,10 +206,7 @@ def make_classes() -> Mapping[str, type]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in {
-        "RolloutEnv",
-        "RolloutGroup",
-        "ServiceStrategy",
-    }:  # made on first use: their bases are the cookbook's
+    # Made on first use, since their bases are the cookbook's.
+    if name in ("RolloutEnv", "RolloutGroup", "ServiceStrategy"):
         return make_classes()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,8 +24,8 @@ from typing import Any
 from api_schemas.inference import PoolOutcome
 from api_schemas.rollouts import Rollout
 from api_schemas.tasks import Task
-from rollout_client.adapters.samples import count_left_out, largest_sample, only_largest, samples_of
-from rollout_client.adapters.submit import RolloutSubmitter, read_sampling, task_text
+from rollout_client.adapters.samples import count_left_out, only_largest, samples_of
+from rollout_client.adapters.submit import RolloutSubmitter, task_text
 from rollout_client.client import RolloutClient
 from rollout_client.errors import WeightsError
 
@@ -67,15 +67,10 @@ class RolloutHook:
         """Return a completion for each of TRL's prompts, which TRL has already repeated for each group."""
         if self.weights is not None:
             keep_up(self.weights, trainer)
-        sampling = read_sampling({name: getattr(trainer.args, name, None) for name in SAMPLING})
-        step = int(trainer.state.global_step)
+        params = {name: getattr(trainer.args, name, None) for name in SAMPLING}
+        step, most = int(trainer.state.global_step), trainer.args.max_completion_length
         requests = [
-            self.submitter.request(
-                prompt,
-                sampling=sampling,
-                max_tokens=trainer.args.max_completion_length,
-                metadata={"trainer": "trl", "step": step},
-            )
+            self.submitter.request(prompt, params, max_tokens=most, trainer="trl", step=step)
             for prompt in prompts
         ]
         rollouts = self.submitter.run_all_blocking(requests)
@@ -94,9 +89,8 @@ def columns(rollouts: Sequence[Rollout], end: int) -> dict[str, list[Any]]:
     rows = []
     for rollout in rollouts:
         samples = samples_of(rollout)
-        sample = largest_sample(samples)
         row: dict[str, Any] = dict(nothing)
-        if sample is not None and sample.reward is not None:
+        for sample in only_largest(samples) if rollout.reward is not None else ():
             row = {
                 "prompt_ids": sample.prompt_ids,
                 "completion_ids": sample.response_ids,

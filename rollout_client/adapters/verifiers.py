@@ -26,8 +26,8 @@ from typing import Any
 from api_schemas.rollouts import Rollout, StopReason
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, Message
-from rollout_client.adapters.samples import Sample, SampledTurn, samples_of, turns_of
-from rollout_client.adapters.submit import NoRewardError, RolloutSubmitter, parse_task, read_sampling
+from rollout_client.adapters.samples import Sample, SampledTurn, conversation_of, samples_of, turns_of
+from rollout_client.adapters.submit import NoRewardError, RolloutSubmitter, parse_task
 from rollout_client.sync import SyncRolloutClient
 
 STOPS = {
@@ -79,7 +79,7 @@ def branch_of(rollout: Rollout, sample: Sample) -> Iterator[TraceNode]:
 
     Texts are for reading only: if a compaction has removed turns from the conversation, they are empty.
     """
-    messages, own = _conversation(rollout)
+    messages, own = conversation_of(rollout)
     read, said = 0, 0
     for turn in turns_of(sample):
         context = turn.prompt_ids[read:]
@@ -95,17 +95,8 @@ def branch_of(rollout: Rollout, sample: Sample) -> Iterator[TraceNode]:
         read = len(turn.prompt_ids) + len(turn.sampled_ids)
 
 
-def _conversation(rollout: Rollout) -> tuple[list[Message], list[int]]:
-    """Return the messages of a rollout and the places of its turns in them; no places if they are not all there."""
-    if rollout.trajectory is None:
-        return [], []
-    messages = rollout.trajectory.messages
-    own = [place for place, message in enumerate(messages) if message.role == "assistant"]
-    return messages, own if len(own) == len(rollout.trajectory.finish_reasons) else []
-
-
 def message_fields(message: Message) -> dict[str, Any]:
-    """Return the fields of verifiers' message."""
+    """Return the fields of verifiers' message. A malformed call keeps the text that was sampled as its arguments."""
     if message.role == "assistant":
         calls = [
             {
@@ -176,8 +167,6 @@ def make_classes() -> Mapping[str, type]:
     import verifiers.v1 as vf
 
     class ServiceTaskData(vf.TaskData):  # type: ignore[misc]
-        """A task of the service."""
-
         environment: str
         instance: dict[str, Any] = {}
 
@@ -194,18 +183,12 @@ def make_classes() -> Mapping[str, type]:
         """A file of JSON Lines with `environment` and `instance`, instead."""
 
     class ServiceTaskset(vf.Taskset[ServiceTask, ServiceTasksetConfig]):  # type: ignore[misc]
-        """Tasks of the service."""
-
         def load(self) -> Iterator[Any]:
             """Yield the tasks; verifiers calls this."""
             given = self.config
-            tasks = tasks_of(
-                RolloutSubmitter.from_environment(),
-                rows=given.rows,
-                environment=given.environment,
-                split=given.split,
-            )
-            for task in tasks:
+            service = RolloutSubmitter.from_environment()
+            source = {"rows": given.rows, "environment": given.environment, "split": given.split}
+            for task in tasks_of(service, **source):
                 prompt = str(task.instance.get("question", ""))
                 data = ServiceTaskData(prompt=prompt, **task.model_dump(mode="json"))
                 yield ServiceTask(data, given.task)
@@ -244,12 +227,8 @@ def make_classes() -> Mapping[str, type]:
             given = Task(environment=task.data.environment, instance=task.data.instance)
             try:
                 sampling = ctx.sampling.model_dump(exclude_none=True)
-                request = self.submitter.request(
-                    given,
-                    sampling=read_sampling(sampling),
-                    max_turn_tokens=sampling.get("max_tokens"),
-                    metadata={"trainer": "verifiers"},
-                )
+                most = sampling.get("max_tokens")
+                request = self.submitter.request(given, sampling, max_turn_tokens=most, trainer="verifiers")
                 rollout = await self.submitter.run_scored(request)
             except Exception as error:  # noqa: BLE001 - as verifiers does: a failure is data of its episode
                 episode.errors.append(vf.Error(type=error_type(error), message=str(error)))
@@ -271,8 +250,7 @@ def make_classes() -> Mapping[str, type]:
 
 
 def __getattr__(name: str) -> Any:
-    if (
-        name.startswith("Service") and name in make_classes()
-    ):  # made on first use: their bases are verifiers' own
+    # Made on first use, since their bases are verifiers' own.
+    if name.startswith("Service") and name in make_classes():
         return make_classes()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

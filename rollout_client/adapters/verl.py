@@ -27,7 +27,7 @@ from uuid import uuid4
 from api_schemas.rollouts import Rollout, Stage
 from rollout_client.adapters.engines import TrainerEngines
 from rollout_client.adapters.samples import Sample, count_left_out, only_largest, samples_of
-from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
+from rollout_client.adapters.submit import RolloutSubmitter
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
@@ -83,7 +83,7 @@ class RolloutAgentLoop:
     async def run(
         self, sampling_params: Mapping[str, Any], **row: Any
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Run a rollout of the row's task.
+        """Run a rollout of the row's task; verl calls this.
 
         Raises:
             NoRewardError: The rollout has no reward after all attempts.
@@ -91,20 +91,12 @@ class RolloutAgentLoop:
         """
         submitter = await self.engines.follow(*await engines_of(self.server_manager))
         request = submitter.request(
-            task_row(row),
-            sampling=read_sampling(sampling_params),
-            max_tokens=self.response_length,
-            metadata={"trainer": "verl"},
+            task_row(row), sampling_params, max_tokens=self.response_length, trainer="verl"
         )
         rollout = await submitter.run_scored(request)
         from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-        rows = rows_of(
-            rollout,
-            prompt_length=self.prompt_length,
-            response_length=self.response_length,
-            takes_all=self.takes_all,
-        )
+        rows = self._rows_of(rollout)
         outputs = [
             AgentLoopOutput(
                 **output_fields(row, rollout, rows),
@@ -114,29 +106,22 @@ class RolloutAgentLoop:
         ]
         return outputs if self.takes_all else outputs[0]
 
-
-def rows_of(
-    rollout: Rollout, *, prompt_length: int, response_length: int, takes_all: bool = False
-) -> list[Sample]:
-    """Return a rollout's rows: one for each segment if verl `takes_all`, else the one with the most sampled tokens.
-
-    Raises:
-        RowTooLongError: No token to train on has room.
-    """
-    samples = samples_of(rollout)
-    if takes_all:
-        most = prompt_length + response_length
-        rows = [sample.cut(max(0, most - len(sample.prompt_ids))) for sample in samples]
-    else:
-        fitting = [sample.with_prompt(prompt_length).cut(response_length) for sample in samples]
-        rows = only_largest(fitting)
-    if not (rows := [row for row in rows if row.sampled]):
-        shortest = min(len(sample.prompt_ids) for sample in samples)
-        raise RowTooLongError(
-            f"rollout {rollout.rollout_id} has prompts of {shortest} tokens and more, which leave no room for a token "
-            f"to train on: raise prompt_length ({prompt_length}) or response_length ({response_length})"
-        )
-    return rows
+    def _rows_of(self, rollout: Rollout) -> list[Sample]:
+        """Return a row for each segment if verl takes all, else the one with the most sampled tokens."""
+        samples, most = samples_of(rollout), self.prompt_length + self.response_length
+        if self.takes_all:
+            rows = [sample.cut(max(0, most - len(sample.prompt_ids))) for sample in samples]
+        else:
+            cut = (sample.with_prompt(self.prompt_length).cut(self.response_length) for sample in samples)
+            rows = only_largest(list(cut))
+        if not (rows := [row for row in rows if row.sampled]):
+            shortest = min(len(sample.prompt_ids) for sample in samples)
+            raise RowTooLongError(
+                f"rollout {rollout.rollout_id} has prompts of {shortest} tokens and more, which leave no room for a "
+                f"token to train on: raise prompt_length ({self.prompt_length}) or response_length "
+                f"({self.response_length})"
+            )
+        return rows
 
 
 def task_row(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.trees import AgentNode, NodeParent, NodePrompt, Work
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Trajectory
-from rollout_client.adapters.samples import largest_sample, samples_of
+from rollout_client.adapters.samples import only_largest, samples_of
 from rollout_client.adapters.submit import (
     NoRewardError,
     RolloutSubmitter,
@@ -60,7 +60,7 @@ def test_every_sampled_token_of_a_rollout_is_in_one_row():
     last = segment([1, 2, 3, 4, 5], [0, 0, 0, 0, 1], parent=0)
     samples = samples_of(rollout(first, untouched, last))
     assert [(one.segment, one.sampled, one.last) for one in samples] == [(0, 2, False), (2, 1, True)]
-    assert largest_sample(samples) is samples[0]
+    assert only_largest(samples) == samples[:1]
     assert samples[1].prompt_ids == [1, 2, 3, 4]
 
 
@@ -84,7 +84,7 @@ def test_sub_agents_change_no_row():
 def test_a_rollout_that_sampled_nothing_has_no_rows():
     assert samples_of(rollout()) == []
     assert samples_of(rollout(trajectory=False)) == []
-    assert largest_sample([]) is None
+    assert only_largest([]) == []
 
 
 def test_a_cut_row_stays_aligned():
@@ -139,7 +139,7 @@ def test_sampling_in_the_services_terms():
 def test_orders_go_to_other_processes():
     submitter = pickle.loads(pickle.dumps(RolloutSubmitter(url="http://node-3:8080", retries=5)))
     assert (submitter.url, submitter.retries) == ("http://node-3:8080", 5)
-    request = submitter.request({"environment": "calc"}, max_tokens=9, metadata={"step": 1})
+    request = submitter.request({"environment": "calc"}, max_tokens=9, step=1)
     assert (request.limits.max_tokens, request.metadata, bool(request.rollout_id)) == (9, {"step": 1}, True)
 
 

@@ -194,3 +194,24 @@ def test_tasks_come_from_a_file(library, tmp_path):
         list(verifiers.tasks_of(RolloutSubmitter(), rows=rows, **given))
     with pytest.raises(ValueError, match="`environment`"):
         list(verifiers.tasks_of(RolloutSubmitter(), rows=None, **given))
+
+
+def test_messages_keep_calls_results_and_what_was_malformed():
+    calls = [
+        ToolCall(id="a", name="add", arguments={"x": 1}, raw="add(1)"),
+        ToolCall(id="b", name=None, arguments=None, raw="add(", error="invalid_json"),
+    ]
+    said = [
+        Message(role="developer", content="Be brief."),
+        Message(role="user", content="Add."),
+        Message(role="assistant", content="Well", reasoning="Hm.", tool_calls=calls),
+        Message(role="tool", content="2", tool_call_id="a", name="add"),
+    ]
+    messages = [verifiers.message_fields(message) for message in said]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
+    assert messages[2]["reasoning_content"] == "Hm."
+    assert messages[2]["tool_calls"] == [
+        {"id": "a", "name": "add", "arguments": '{"x": 1}'},
+        {"id": "b", "name": "", "arguments": "add("},
+    ]
+    assert messages[3] == {"role": "tool", "content": "2", "tool_call_id": "a", "name": "add"}

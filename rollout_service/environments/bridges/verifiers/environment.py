@@ -8,7 +8,6 @@ library would leave their rewards out. What fails in the library fails the rollo
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Self
@@ -17,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
-from api_schemas.trajectories import FinishReason, Message, ToolCall, Trajectory
+from api_schemas.trajectories import FinishReason, Trajectory
+from rollout_client.adapters.verifiers import message_fields
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolResult, with_notes
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError, did_you_mean
@@ -143,7 +143,7 @@ class VerifiersEnvironment(Environment):
             "op": "score",
             "task": self._request(episode),
             "tools": listing.tools,
-            "messages": library_messages(episode.policy.messages),
+            "messages": [message_fields(message) for message in episode.policy.messages],
             "first_messages": len(task.messages),
             "turns": library_turns(episode.policy.trajectory()),
             "state": episode.state.get(STATE),
@@ -233,12 +233,7 @@ def _refusal(field: str, message: str, known: dict[str, Any] | None = None) -> I
     return InvalidFieldError([FieldError(path=f"instance.{field}", message=message)], hint=hint)
 
 
-# A conversation as the library takes it: its messages, and the token ids of each turn as they were sampled.
-
-
-def library_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in the library's form. A malformed call keeps the text that was sampled as its arguments."""
-    return [_message(message) for message in messages]
+# The token ids of each turn as they were sampled, in the library's form.
 
 
 def library_turns(trajectory: Trajectory) -> list[dict[str, Any]]:
@@ -246,29 +241,6 @@ def library_turns(trajectory: Trajectory) -> list[dict[str, Any]]:
         {"truncated": reason is FinishReason.LENGTH, "tokens": _tokens(trajectory, number)}
         for number, reason in enumerate(trajectory.finish_reasons)
     ]
-
-
-def _message(message: Message) -> dict[str, Any]:
-    match message.role:
-        case "assistant":
-            return {
-                "role": "assistant",
-                "content": message.content,
-                "reasoning_content": message.reasoning,
-                "tool_calls": [_call(call) for call in message.tool_calls] or None,
-            }
-        case "tool":
-            called = {"tool_call_id": message.tool_call_id or "", "name": message.name}
-            return {"role": "tool", "content": message.content, **called}
-        case "developer":
-            return {"role": "system", "content": message.content}
-        case role:
-            return {"role": role, "content": message.content}
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    arguments = call.raw if call.arguments is None else json.dumps(call.arguments)
-    return {"id": call.id, "name": call.name or "", "arguments": arguments}
 
 
 def _tokens(trajectory: Trajectory, turn: int) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.trajectories import FinishReason, Message, ToolCall, Trajectory
+from api_schemas.trajectories import FinishReason, Trajectory
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.environments.bridges.process import library_process
 from rollout_service.environments.bridges.verifiers.catalog import (
@@ -16,7 +16,6 @@ from rollout_service.environments.bridges.verifiers.catalog import (
 )
 from rollout_service.environments.bridges.verifiers.declaration import TasksetTable, read_declaration
 from rollout_service.environments.bridges.verifiers.environment import (
-    library_messages,
     library_turns,
     open_tools,
     read_score,
@@ -117,28 +116,6 @@ def test_a_wrong_declaration_is_refused_with_its_key(tmp_path, text, why):
     (tmp_path / "environment.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=why):
         read_declaration(tmp_path)
-
-
-def test_messages_keep_calls_results_and_what_was_malformed():
-    calls = [
-        ToolCall(id="a", name="add", arguments={"x": 1}, raw="add(1)"),
-        ToolCall(id="b", name=None, arguments=None, raw="add(", error="invalid_json"),
-    ]
-    messages = library_messages(
-        [
-            Message(role="developer", content="Be brief."),
-            Message(role="user", content="Add."),
-            Message(role="assistant", content="Well", reasoning="Hm.", tool_calls=calls),
-            Message(role="tool", content="2", tool_call_id="a", name="add"),
-        ]
-    )
-    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
-    assert messages[2]["reasoning_content"] == "Hm."
-    assert messages[2]["tool_calls"] == [
-        {"id": "a", "name": "add", "arguments": '{"x": 1}'},
-        {"id": "b", "name": "", "arguments": "add("},
-    ]
-    assert messages[3] == {"role": "tool", "content": "2", "tool_call_id": "a", "name": "add"}
 
 
 def test_turns_have_the_ids_that_were_sampled():
