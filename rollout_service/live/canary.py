@@ -35,11 +35,7 @@ class Canaries:
     """The canaries of one node."""
 
     def __init__(self, path: Path, is_served: Callable[[str], bool]) -> None:
-        """Read the shares saved in `path`; `is_served` tells whether a pool has an engine in service.
-
-        Raises:
-            ConfigurationError: The file cannot be read.
-        """
+        """Read the shares saved in `path`; `is_served` tells whether a pool has an engine in service."""
         self._path = path
         self._is_served = is_served
         self._saved = _read(path)
@@ -51,11 +47,8 @@ class Canaries:
     def choose(self, pool: str, session_id: str) -> str:
         """Return the pool that serves a new session: the candidate for its share, if an engine serves it."""
         for canary in self._saved.canaries:
-            if (
-                canary.pool == pool
-                and _place(session_id) < canary.share
-                and self._is_served(canary.candidate)
-            ):
+            is_chosen = canary.pool == pool and _place(session_id) < canary.share
+            if is_chosen and self._is_served(canary.candidate):
                 return canary.candidate
         return pool
 
@@ -90,9 +83,8 @@ class Canaries:
         if canary.candidate == canary.pool:
             problem = "a pool cannot be its own candidate"
         others = [one for one in self._saved.canaries if one.pool != canary.pool]
-        if any(
-            one.pool == canary.candidate or one.candidate in (canary.pool, canary.candidate) for one in others
-        ):
+        pools = (canary.pool, canary.candidate)
+        if any(one.pool == canary.candidate or one.candidate in pools for one in others):
             problem = "the pools are those of another canary"
         if problem:
             hint = "Register the engines with the candidate's weights under a pool of their own."

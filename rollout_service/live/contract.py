@@ -175,7 +175,3 @@ class Deleted:
     sessions: tuple[str, ...]
     turns: int
     parts: tuple[PartRecord, ...]
-
-
-KINDS: Mapping[str, TurnKind] = {kind.value: kind for kind in TurnKind}
-"""The values of `X-Turn-Type`."""

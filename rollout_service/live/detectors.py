@@ -118,19 +118,12 @@ BUILT_IN: Final[Mapping[str, Sequence[_Pattern]]] = {
 
 
 class Detectors:
-    """Detectors that the settings name."""
-
     def __init__(self, detectors: Mapping[str, Detector]) -> None:
-        """`detectors` are by name."""
         self._detectors = detectors
 
     @classmethod
     def load(cls, names: Iterable[str], *, plugins: Iterable[EntryPoint] | None = None) -> Detectors:
-        """Return the detectors of these names; it imports plug-ins, so call it in a thread.
-
-        Raises:
-            ConfigurationError: There is no such detector, or its plug-in cannot be loaded.
-        """
+        """Return the detectors of these names; it imports plug-ins, so call it in a thread."""
         built_in: dict[str, Detector] = {
             name: partial(_find, patterns) for name, patterns in BUILT_IN.items()
         }

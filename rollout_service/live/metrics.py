@@ -90,11 +90,9 @@ class LiveMetrics:
             self._judge_seconds.observe(max(0.0, mark.at - turn.next_state.arrived_at))
 
     def compared(self, *, judged: float, explicit: float) -> None:
-        """Count a turn that has a user's and a judge's value."""
         self._compared.labels("yes" if _sign(judged) == _sign(explicit) else "no").inc()
 
     def handed_over(self, seconds: float) -> None:
-        """Record how long a part waited for its run."""
         self._part_seconds.observe(seconds)
 
     def held(self, pool: str, seconds: float, *, refused: bool) -> None:
@@ -102,12 +100,10 @@ class LiveMetrics:
         self._held.labels(pool, "refused" if refused else "served").observe(seconds)
 
     def redacted(self, kinds: Mapping[str, int]) -> None:
-        """Count the detectors' findings in a turn."""
         for kind, count in kinds.items():
             self._redactions.labels(kind).inc(count)
 
     def unrecorded(self, reason: str) -> None:
-        """Count a request that belongs to no session."""
         self._unrecorded.labels(reason).inc()
 
 

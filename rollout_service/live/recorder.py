@@ -30,7 +30,7 @@ from rollout_service.gateway.capture.history import canonical
 from rollout_service.gateway.capture.text_stream import SentAnswer
 from rollout_service.gateway.contract import ClientMessage, ModelCall, map_roles
 from rollout_service.live.consent import ConversationConsent, MessageHashes, new_messages
-from rollout_service.live.contract import KINDS, NextStateRecord, OptOuts, SessionRecord, TurnRecord
+from rollout_service.live.contract import NextStateRecord, OptOuts, SessionRecord, TurnRecord
 from rollout_service.live.detectors import Detectors
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.replay import PackedTurn, pack
@@ -76,7 +76,10 @@ class RecordingParts:
 
 @dataclass(slots=True)
 class SessionRecorder:
-    """Sees the calls of one session; implements `gateway.contract.CallObserver`."""
+    """Sees the calls of one session; implements `gateway.contract.CallObserver`.
+
+    Its methods raise StoreError if an opt-out cannot be noted: the request is then not answered.
+    """
 
     session: SessionRecord
     capture: TurnCapture
@@ -90,11 +93,7 @@ class SessionRecorder:
     calls: int = 0
 
     async def planned(self, call: ModelCall, planned: PlannedTurn) -> LiveTurn:
-        """Note a call whose prompt was made, and return the recorder of its turn.
-
-        Raises:
-            StoreError: It is not to be stored, and that cannot be noted: then it is not answered either.
-        """
+        """Note a call whose prompt was made, and return the recorder of its turn."""
         kind = self._kind(call, planned)
         is_recorded = self._agrees(call) and await self.consent.allows(planned)
         self._note_echo(planned)
@@ -111,11 +110,6 @@ class SessionRecorder:
         return turn
 
     async def refused(self, call: ModelCall) -> None:
-        """Note the opt-outs of a request that is not answered.
-
-        Raises:
-            StoreError: It cannot be noted.
-        """
         if not self._agrees(call):
             await self._refuse(map_roles(call.messages))
 
@@ -128,18 +122,13 @@ class SessionRecorder:
 
     def _kind(self, call: ModelCall, planned: PlannedTurn) -> TurnKind:
         if call.kind:
-            return KINDS[call.kind]
+            return TurnKind(call.kind)
         if self.default_kind is TurnKind.SIDE or call.lane.purpose in ("side", "subagent"):
             return TurnKind.SIDE
         is_main = self.capture.role_of(planned) is SegmentRole.MAIN
         return TurnKind.MAIN if is_main else TurnKind.SIDE
 
     async def opt_out(self, added: OptOuts) -> None:
-        """Remember further opt-outs.
-
-        Raises:
-            StoreError: The store failed.
-        """
         await self.parts.store.opt_out(self.consent.conversation, added, self.parts.clock())
 
     def _note_echo(self, planned: PlannedTurn) -> None:
@@ -236,7 +225,6 @@ class LiveTurn:
         return await anyio.to_thread.run_sync(make) if new > INLINE_IDS else make()
 
     def _texts(self, packed: PackedTurn, generation: Generation) -> list[str]:
-        """Return all texts that would be stored with the turn."""
         sent = self.planned.splitter.sent
         said = self.recorder.capture.renderer.decode(generation.output_ids)
         return [*packed.texts(), said, answer_text(sent), *_calls(sent)]

@@ -33,8 +33,6 @@ DEFAULT_TENANT = "default"
 
 
 class UserHashes:
-    """The hashes of the users of one node."""
-
     def __init__(self, salt: bytes) -> None:
         self._salt = salt
 
@@ -81,10 +79,6 @@ class UserHashes:
         return hashlib.blake2b(data, digest_size=_HASH_BYTES, key=self._salt, person=kind).hexdigest()
 
 
-PAGE = 1_000
-"""How many records are read at once."""
-
-
 class SessionRegister:
     """Makes, opens, finds and closes the records of sessions."""
 
@@ -105,10 +99,8 @@ class SessionRegister:
         self.open_sessions = 0
 
     async def count_open(self) -> None:
-        before: tuple[float, str] | None = None
-        while page := await self._store.sessions(before=before, limit=PAGE, is_open=True):
-            self.open_sessions += len(page)
-            before = (page[-1].opened_at, page[-1].session_id)
+        async for _ in self._store.all_sessions(is_open=True):
+            self.open_sessions += 1
 
     def user_of(self, user: str | None, tenant: str, session_id: str) -> str:
         """Return the hash of a user; without one, a session is a user of its own."""
@@ -116,7 +108,6 @@ class SessionRegister:
         return users.hash(user, tenant) if user is not None else users.of_session(session_id)
 
     def client_of(self, key: LiveKey, client_id: str) -> str:
-        """Return the hash of a client's own id."""
         return self._users.of_client(key.tenant, key.name, client_id)
 
     async def make(

@@ -30,7 +30,7 @@ from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFou
 from rollout_service.live.contract import NextStateRecord, SessionRecord, TurnMarkRecord, TurnRecord
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.recorder import RecordingParts
-from rollout_service.live.register import DEFAULT_TENANT, PAGE, SessionRegister, UserHashes, hash_of
+from rollout_service.live.register import DEFAULT_TENANT, SessionRegister, UserHashes, hash_of
 from rollout_service.live.serving.engines import SessionEngines
 from rollout_service.live.serving.resolver import KEY_PREFIX, ActiveSessions, SessionResolver
 from rollout_service.live.serving.views import (
@@ -68,7 +68,10 @@ class LiveSessionParts:
 
 
 class LiveSessions:
-    """The sessions of one node."""
+    """The sessions of one node.
+
+    Its methods raise NotFoundError if there is no such session or turn.
+    """
 
     def __init__(self, parts: LiveSessionParts) -> None:
         self._parts = parts
@@ -76,11 +79,7 @@ class LiveSessions:
         self._store = parts.store
         self._active = ActiveSessions()
         self._register = SessionRegister(
-            parts.settings,
-            parts.store,
-            parts.users,
-            parts.choose_pool,
-            parts.clock,
+            parts.settings, parts.store, parts.users, parts.choose_pool, parts.clock
         )
         self.served = SessionResolver(
             parts.settings,
@@ -117,7 +116,7 @@ class LiveSessions:
         request = await self._without_secrets(request)
         if (known := await self._store.session(session_id)) is not None:
             return await self._reopened(known, request)
-        self._parts.engines.check(request.pool)
+        self._parts.engines.policies.check(request.pool)
         key = f"{KEY_PREFIX}{secrets.token_urlsafe(_KEY_BYTES)}"
         user = self._register.user_of(request.user, request.tenant, session_id)
         record = await self._register.make(request, session_id, user, key_hash=hash_of(key))
@@ -148,11 +147,6 @@ class LiveSessions:
         return await self.show(known), None
 
     async def get(self, session_id: str) -> LiveSession:
-        """Return a session with its turns.
-
-        Raises:
-            NotFoundError: There is no such session.
-        """
         session = await self.show(await self._register.known(session_id))
         turns = [show_turn(turn) for turn in await self._store.turns(session_id)]
         parts = [show_part(part) for part in await self._store.parts(session_id=session_id)]
@@ -182,11 +176,7 @@ class LiveSessions:
         )
 
     async def end(self, session_id: str) -> LiveSession:
-        """End a session; answers that are being sampled are cut off. Idempotent.
-
-        Raises:
-            NotFoundError: There is no such session.
-        """
+        """End a session; answers that are being sampled are cut off. Idempotent."""
         await self._register.known(session_id)
         await self._close(session_id, ClosedBecause.EXPLICIT)
         return await self.get(session_id)
@@ -203,7 +193,6 @@ class LiveSessions:
         `user` is the name with which sessions were opened, or the hash that they show.
 
         Raises:
-            NotFoundError: There is no such session.
             InvalidFieldError: Several tenants have a user of this name, and `tenant` is not given.
         """
         if session_id is not None:
@@ -211,7 +200,8 @@ class LiveSessions:
             await self._close(session_id, ClosedBecause.DELETED)
             return await self._parts.deletion.delete(session_id=session_id)
         hashed = await self._hash_of(user or "", tenant)
-        await self._close_all_of(hashed)
+        async for record in self._store.all_sessions(is_open=True, user=hashed):
+            await self._close(record.session_id, ClosedBecause.DELETED)
         return await self._parts.deletion.delete(user=hashed)
 
     async def _hash_of(self, user: str, tenant: str | None) -> str:
@@ -227,20 +217,7 @@ class LiveSessions:
             return hashes[tenant]  # of whom all may be gone but what a run has
         return next(iter(known.values()), user)
 
-    async def _close_all_of(self, user: str) -> None:
-        before: tuple[float, str] | None = None
-        while page := await self._store.sessions(before=before, limit=PAGE, is_open=True, user=user):
-            before = (page[-1].opened_at, page[-1].session_id)
-            for record in page:
-                await self._close(record.session_id, ClosedBecause.DELETED)
-
     async def feedback(self, session_id: str, feedback: SessionFeedback) -> FeedbackAnswer:
-        """Set the rating that a user gives an answer; it wins over the judge's.
-
-        Raises:
-            NotFoundError: There is no such session or turn.
-            ConflictError: The user said something else of it before.
-        """
         await self._register.known(session_id)
         return await take_feedback(self._parts.recording, session_id, feedback)
 

@@ -31,7 +31,6 @@ from rollout_service.judging.rubric import Rubric, without_reasoning
 from rollout_service.live.contract import TurnRecord
 from rollout_service.live.judging.overrides import Overrides
 from rollout_service.live.judging.stage import JudgeStage, OnMark
-from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.judging.turn_judge import (
     USABLE,
     FoundHint,
@@ -53,11 +52,7 @@ async def make_judge_stage(
     serving: PolicyServing,
     on_mark: OnMark | None = None,
 ) -> JudgeStage:
-    """Return the stage, which begins to work with `running`.
-
-    Raises:
-        ConfigurationError: A prompt, a rule or a setting cannot be used.
-    """
+    """Return the stage, which begins to work with `running`."""
 
     def make() -> TurnJudge:
         hints = None
@@ -82,13 +77,7 @@ async def make_judge_stage(
     )
 
 
-def make_teacher(settings: LiveJudgeSettings, serving: PolicyServing) -> TeacherReader:
-    """Return the reader of recorded answers, for runs that ask for a teacher."""
-    return TeacherReader(serving, settings.teacher_pool)
-
-
 def recorded_prompts(store: SqliteLiveStore, serving: PolicyServing) -> PromptOf:
-    """Return a function that finds a turn's prompt in the store."""
 
     async def find(turn: TurnRecord) -> RecordedPrompt:
         session = await store.session(turn.session_id)
@@ -136,8 +125,6 @@ PromptOf = Callable[[TurnRecord], Awaitable[RecordedPrompt]]
 
 
 class JudgedHints:
-    """Asks the judge for hints, and selects one."""
-
     def __init__(
         self,
         judge: Judge,
@@ -262,11 +249,7 @@ async def overlaps(
     hinted: Sequence[Sequence[int]],
     sampled_ids: Sequence[int],
 ) -> list[int]:
-    """Return the overlap under each hinted prompt.
-
-    Raises:
-        InferenceError: An engine does not return its likeliest tokens, or does not answer.
-    """
+    """Return the overlap under each hinted prompt."""
     places = positions(len(sampled_ids))
     limit = anyio.CapacityLimiter(AT_ONCE)
     found: dict[tuple[int, int], frozenset[int]] = {}
@@ -286,7 +269,6 @@ async def overlaps(
 
 
 def positions(length: int) -> list[int]:
-    """Return the positions of an answer of this length that are looked at."""
     count = min(length, POSITIONS)
     return [number * length // count for number in range(count)]
 
@@ -295,7 +277,7 @@ async def likeliest(engines: BackendPool, ids: Sequence[int]) -> frozenset[int]:
     """Return the likeliest tokens after these ids.
 
     Raises:
-        InferenceError: The engine does not return them.
+        InferenceError: The engine does not return them, or does not answer.
     """
     request = GenerateRequest(
         new_request_id(), list(ids), SamplingOptions(max_new_tokens=1), RequestedExtras(top_logprobs=TOP)

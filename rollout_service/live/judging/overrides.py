@@ -93,7 +93,6 @@ class Overrides:
     """The rules that the settings name, in their order."""
 
     def __init__(self, rules: Mapping[str, Override]) -> None:
-        """`rules` are by name."""
         self._rules = rules
 
     def __bool__(self) -> bool:
@@ -101,11 +100,7 @@ class Overrides:
 
     @classmethod
     def load(cls, names: Iterable[str], *, plugins: Iterable[EntryPoint] | None = None) -> Overrides:
-        """Return the rules of these names; it imports plug-ins, so call it in a thread.
-
-        Raises:
-            ConfigurationError: There is no such rule, or its plug-in cannot be loaded.
-        """
+        """Return the rules of these names; it imports plug-ins, so call it in a thread."""
         setting = "live.judge.overrides"
         return cls(load_functions(names, BUILT_IN, group=GROUP, setting=setting, plugins=plugins))
 

@@ -57,7 +57,6 @@ class JudgeStage:
         on_mark: OnMark | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """`run` does the work."""
         self._store = store
         self._judge = judge
         self._serving = serving
@@ -212,5 +211,4 @@ def _lacks_hint(turn: TurnRecord) -> bool:
 
 
 def _is_open(turn: TurnRecord) -> bool:
-    """Return whether nothing has decided about a turn yet."""
     return turn.next_state is not None and turn.mark is None and turn.mask is None and turn.part is None

@@ -30,8 +30,8 @@ from sandboxes.task_groups import open_task_group
 # The prompts of the judge of served turns: rubrics over an answer and its next state.
 #
 # Guarantees: both texts are quoted between markers that they cannot contain, and are cut in the middle. The judge votes
-# in boxes, and only the last box of its own answer counts. An operator's prompt that is not valid is refused at the
-# start.
+# in boxes, and only the last box of its own answer counts. An operator's prompt or setting that is not valid is a
+# ConfigurationError at the start.
 
 VALUES: Final = {"1": 1.0, "0": 0.0, "-1": -1.0}
 """The values of a turn, by the judge's vote."""
@@ -40,20 +40,12 @@ USABLE, USELESS = "1", "-1"
 
 
 def value_rubric(settings: LiveJudgeSettings) -> Rubric:
-    """Return the rubric for the value of a turn; it reads the prompt, so call it in a thread.
-
-    Raises:
-        ConfigurationError: The prompt or a setting cannot be used.
-    """
+    """Return the rubric for the value of a turn; it reads the prompt, so call it in a thread."""
     return _rubric(settings, "live-turn", _read(settings.prompt, "turn"), VALUES, "majority")
 
 
 def hint_rubric(settings: LiveJudgeSettings) -> Rubric:
-    """Return the rubric for hints, every vote of which is wanted; it reads the prompt, so call it in a thread.
-
-    Raises:
-        ConfigurationError: The prompt or a setting cannot be used.
-    """
+    """Return the rubric for hints, every vote of which is wanted; it reads the prompt, so call it in a thread."""
     labels = {USABLE: 1.0, USELESS: -1.0}
     return _rubric(settings, "live-hint", _read(settings.hint_prompt, "hint"), labels, "mean")
 
@@ -118,8 +110,6 @@ FindHint = Callable[[TurnRecord], Awaitable[FoundHint]]
 
 
 class TurnJudge:
-    """Gives turns their marks."""
-
     def __init__(
         self,
         judge: Judge,
@@ -199,8 +189,6 @@ def _overridden(name: str, value: float) -> TurnMarkRecord:
 
 @dataclass(frozen=True, slots=True)
 class VoteTally:
-    """The outcome of a vote."""
-
     value: float | None
     reason: MarkReason
     votes: Votes

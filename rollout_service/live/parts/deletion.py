@@ -26,12 +26,9 @@ log = structlog.get_logger(__name__)
 
 CANCEL_SECONDS = 10.0
 """How long to wait for a rollout that is under way to end."""
-_PAGE = 1_000
 
 
 class SessionDeletion:
-    """Deletes sessions from the store of sessions and from that of runs."""
-
     def __init__(self, live: SqliteLiveStore, store: Store) -> None:
         self._live = live
         self._store = store
@@ -66,12 +63,7 @@ class SessionDeletion:
             return [session_id]
         if user is None:
             raise ValueError("name a session or a user")
-        found: list[str] = []
-        before = None
-        while page := await self._live.sessions(before=before, limit=_PAGE, user=user):
-            found += [session.session_id for session in page]
-            before = (page[-1].opened_at, page[-1].session_id)
-        return found
+        return [session.session_id async for session in self._live.all_sessions(user=user)]
 
     async def _erase(self, parts: Sequence[PartRecord]) -> Mapping[str, str]:
         names = [part.rollout_id for part in parts if part.rollout_id is not None]

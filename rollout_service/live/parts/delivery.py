@@ -49,8 +49,6 @@ class PartGroup:
 
 
 class PartDelivery:
-    """Appends parts to runs."""
-
     def __init__(
         self,
         store: SqliteLiveStore,
@@ -151,7 +149,7 @@ class PartDelivery:
             if part.offset is None or part.rollout_id is not None:
                 continue
             tasks = await self._runs.inline_tasks(run.run_id, first=part.offset, limit=1)
-            if not any([part.session_id, part.part] in _parts_of(task) for task in tasks):
+            if not any((part.session_id, part.part) in parts_named(task.instance) for task in tasks):
                 await self._store.set_offset(part.session_id, part.part, None)
                 lost.append(part)
         return lost
@@ -225,10 +223,15 @@ def _task(group: PartGroup, node: str | None) -> Task:
     return Task(environment=ENVIRONMENT, instance=instance if node is None else instance | {"node": node})
 
 
-def _parts_of(task: Task) -> list[list[JsonValue]]:
-    """Return the parts that a task names, as pairs of a session's id and a number."""
-    named = task.instance.get("parts")
-    return [one for one in named if isinstance(one, list)] if isinstance(named, list) else []
+def parts_named(instance: dict[str, JsonValue]) -> list[tuple[str, int]]:
+    """Return the parts that an instance names; entries of another form are left out."""
+    named = instance.get("parts")
+    found: list[tuple[str, int]] = []
+    for one in named if isinstance(named, list) else []:
+        match one:
+            case [str(session_id), int(part)]:
+                found.append((session_id, part))
+    return found
 
 
 # Which run takes a session: the oldest running one that trains on its pool and takes its tenant.

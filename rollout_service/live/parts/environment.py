@@ -7,10 +7,8 @@ mean of their values. Tasks of it come from the service alone.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from math import fsum
 
 import anyio
@@ -19,16 +17,17 @@ from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import RolloutRequest, StopReason, Usage
-from api_schemas.rollouts.sessions import Hint, NextState, SessionInfo, TurnMark
+from api_schemas.rollouts.sessions import Hint, SessionInfo, TurnMark
 from api_schemas.trajectories import Message, Trajectory
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.base.ids import SampleId
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, Score, UndrivenPolicy
 from rollout_service.live import replay
-from rollout_service.live.contract import NextStateRecord, PartRecord, SessionRecord, TurnRecord
+from rollout_service.live.contract import PartRecord, SessionRecord, TurnRecord
 from rollout_service.live.judging.teacher import TeacherReader
-from rollout_service.live.parts.delivery import ENVIRONMENT, order_of
+from rollout_service.live.parts.delivery import ENVIRONMENT, order_of, parts_named
+from rollout_service.live.serving.views import mark_of, time_of
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.pipeline.attempt import ElsewhereError
 from rollout_service.store.runs_contract import RunStore
@@ -115,7 +114,7 @@ class SessionParts:
         marks = await self._marks(request, session, part, own, trajectory)
         usable = [turn for turn in own if turn.turn in part.usable]
         return PartPolicy(
-            info=session_info(session, part),
+            info=_info(session, part),
             marks=marks,
             recorded=trajectory,
             usage=_usage(usable, trajectory),
@@ -151,7 +150,15 @@ class SessionParts:
         trajectory: Trajectory,
     ) -> list[TurnMark]:
         order = order_of(await self._runs.get(SampleId.parse(request.rollout_id or "").run))
-        marks = [turn_mark(turn, part, with_text=order.next_state) for turn in turns]
+        marks = [
+            mark_of(
+                turn,
+                usable=turn.turn in part.usable,
+                because=None if turn.turn in part.usable else turn.dropped,
+                with_text=order.next_state,
+            )
+            for turn in turns
+        ]
         if not order.teacher or self._teacher is None:
             return marks
         taught: dict[int, TurnMark] = {}
@@ -170,8 +177,6 @@ class SessionParts:
 
 
 class SessionEnvironment(Environment):
-    """Parts of live sessions as tasks."""
-
     spec = EnvironmentSpec(
         name=ENVIRONMENT,
         description="Parts of live sessions, which the service hands to runs with `live`.",
@@ -183,11 +188,7 @@ class SessionEnvironment(Environment):
         self.recorded = parts
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Refuse a task that somebody submits.
-
-        Raises:
-            InvalidFieldError: Always.
-        """
+        """Refuse a task that somebody submits."""
         _ = instance
         raise InvalidFieldError(
             [FieldError(path="environment", message="the service alone makes tasks of live sessions")],
@@ -195,7 +196,6 @@ class SessionEnvironment(Environment):
         )
 
     async def init(self, episode: Episode) -> None:
-        """Note which part of which session the episode is."""
         if isinstance(episode.policy, PartPolicy):
             episode.session = episode.policy.info
             episode.turn_marks = list(episode.policy.marks)
@@ -208,22 +208,10 @@ class SessionEnvironment(Environment):
         return episode.policy.stop_reason
 
     async def evaluate(self, episode: Episode) -> Score:
-        """Return the mean value of the usable turns."""
         values = [mark.value for mark in episode.turn_marks if mark.usable and mark.value is not None]
         if not values:
             raise EnvironmentFailedError("no turn of this part of a session has a value")
         return Score(fsum(values) / len(values))
-
-
-def parts_named(instance: dict[str, JsonValue]) -> list[tuple[str, int]]:
-    """Return the parts that an instance names; entries of another form are left out."""
-    named = instance.get("parts")
-    found: list[tuple[str, int]] = []
-    for one in named if isinstance(named, list) else []:
-        match one:
-            case [str(session_id), int(part)]:
-                found.append((session_id, part))
-    return found
 
 
 def _gone(request: RolloutRequest) -> PartGoneError:
@@ -247,7 +235,6 @@ def _sampled(trajectory: Trajectory, turn: int) -> list[int]:
 
 
 def _usage(turns: Sequence[TurnRecord], trajectory: Trajectory) -> Usage:
-    """Return the cost of the turns that are trained on."""
     chosen = {turn.turn for turn in turns}
     return Usage(
         turns=len(turns),
@@ -262,50 +249,14 @@ def _usage(turns: Sequence[TurnRecord], trajectory: Trajectory) -> Usage:
     )
 
 
-# The marks of the turns of a session's part, for its rollout.
-
-
-def session_info(session: SessionRecord, part: PartRecord) -> SessionInfo:
-    """Return the session that a part belongs to."""
+def _info(session: SessionRecord, part: PartRecord) -> SessionInfo:
     return SessionInfo(
         session_id=session.session_id,
         user=session.user,
         tenant=session.tenant,
         continues=session.continues,
         closed_because=session.closed_because,
-        opened_at=_when(session.opened_at),
-        closed_at=None if session.closed_at is None else _when(session.closed_at),
+        opened_at=time_of(session.opened_at),
+        closed_at=None if session.closed_at is None else time_of(session.closed_at),
         part=part.part,
     )
-
-
-def turn_mark(turn: TurnRecord, part: PartRecord, *, with_text: bool) -> TurnMark:
-    """Return the mark of a part's turn; with `with_text`, it has the text of the next state."""
-    mark = turn.mark
-    is_usable = turn.turn in part.usable
-    return TurnMark(
-        turn=turn.turn,
-        kind=turn.kind,
-        usable=is_usable,
-        masked_because=None if is_usable else turn.dropped,
-        value=None if mark is None or mark.value is None else float(mark.value),
-        reason=None if mark is None else mark.reason,
-        source=None if mark is None else mark.source,
-        votes=None if mark is None else mark.votes,
-        judge=None if mark is None else mark.judge,
-        next_state=None if turn.next_state is None else _next_state(turn.next_state, with_text=with_text),
-        hint=None if mark is None else mark.hint,
-    )
-
-
-def _next_state(state: NextStateRecord, *, with_text: bool) -> NextState:
-    return NextState(
-        role=state.role,
-        chars=len(state.text),
-        sha256=hashlib.sha256(state.text.encode(errors="surrogatepass")).hexdigest(),
-        text=state.text if with_text else None,
-    )
-
-
-def _when(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)

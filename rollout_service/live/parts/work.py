@@ -65,8 +65,6 @@ follow in the next."""
 
 
 class PartCloser:
-    """Decides about the turns of sessions."""
-
     def __init__(
         self,
         store: SqliteLiveStore,
@@ -86,11 +84,7 @@ class PartCloser:
         """Whether the last step found no turn to decide about."""
 
     async def step(self) -> int:
-        """Look at the sessions that wait longest; return how many parts were made.
-
-        Raises:
-            StoreError: A store failed; earlier decisions stay.
-        """
+        """Look at the sessions that wait longest; return how many parts were made."""
         sessions = await self._store.undecided(SESSIONS_AT_ONCE)
         self.is_idle = not sessions
         if not sessions:
@@ -145,16 +139,12 @@ class PartCloser:
 
 @dataclass(frozen=True, slots=True)
 class TurnDecision:
-    """The decision on some turns of a session: which are usable, and why the others are not."""
-
     usable: tuple[int, ...] = ()
     dropped: Mapping[int, MaskReason] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionTime:
-    """When turns are looked at."""
-
     now: float
     judging_since: float | None
     """Since when the judge is at work; None while it is not, so that no turn fails for want of it."""

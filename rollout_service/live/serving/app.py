@@ -72,7 +72,6 @@ class LiveApp(GatewayApp):
         self._keep_alive_seconds = settings.keep_alive_seconds
 
     def knows(self, key: str) -> bool:
-        """Return whether a key looks like one of a session."""
         return self._served.knows(key)
 
     async def _find(self, request: GatewayRequest, scope: Scope) -> GatewaySession:

@@ -24,7 +24,6 @@ from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.sessions.engines import PolicyEngines
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
-from rollout_service.live.contract import SessionRecord
 from rollout_service.live.metrics import LiveMetrics
 from rollout_service.live.register import PoolHeldError
 from rollout_service.live.replay import LIVE
@@ -60,7 +59,10 @@ class Unrecorded:
 
 @dataclass(frozen=True, slots=True)
 class SessionEngines:
-    """Connects live sessions with the engines of their pools."""
+    """Connects live sessions with the engines of their pools.
+
+    Its methods raise PoolHeldError if the pool is not served, or not yet again.
+    """
 
     policies: PolicyServing
     settings: LiveSettings
@@ -74,45 +76,8 @@ class SessionEngines:
     url: str
     """The address of the gateway."""
 
-    def check(self, pool: str) -> None:
-        """Check that a pool is served.
-
-        Raises:
-            NoBackendError: It is not.
-        """
-        self.policies.check(pool)
-
     def renderer(self, pool: str) -> ChatRenderer:
-        """Return the chat format of a pool.
-
-        Raises:
-            PoolHeldError: The pool is not served, or not yet again.
-        """
         return self._connect(pool)[0].renderer
-
-    def open(
-        self,
-        record: SessionRecord,
-        capture: TurnCapture,
-        observer: CallObserver,
-        charge: Callable[[int], None],
-    ) -> GatewaySession:
-        """Return the gateway session of a live session; `charge` counts answers beside the first one of a request.
-
-        Raises:
-            PoolHeldError: The pool is not served, or not yet again.
-        """
-        return self._open(record.pool, record.tenant, record.session_id, capture, observer, charge)
-
-    def open_unrecorded(
-        self, pool: str, tenant: str, observer: CallObserver, charge: Callable[[int], None]
-    ) -> GatewaySession:
-        """Return a gateway session for one request that belongs to no session; `charge` is as for `open`.
-
-        Raises:
-            PoolHeldError: The pool is not served, or not yet again.
-        """
-        return self._open(pool, tenant, "", TurnCapture(self.renderer(pool), LIVE), observer, charge)
 
     def _connect(self, pool: str) -> tuple[PoolModel, BackendPool]:
         try:
@@ -124,17 +89,22 @@ class SessionEngines:
                 seconds=_NO_ENGINE_SECONDS,
             ) from error
 
-    def _open(
+    def open(
         self,
         pool: str,
         tenant: str,
-        session_id: str,
-        capture: TurnCapture,
         observer: CallObserver,
         charge: Callable[[int], None],
+        *,
+        session_id: str = "",
+        capture: TurnCapture | None = None,
     ) -> GatewaySession:
+        """Return the gateway session of a live session, or without an id of one request that belongs to none.
+
+        `charge` counts answers beside the first one of a request.
+        """
         model, engines = self._connect(pool)
-        salt = "" if self.settings.share_prefixes else _salt(tenant)
+        salt = blake2b(tenant.encode(), digest_size=_SALT_BYTES).hexdigest()
         policy = PolicyEngines(
             HeldPool(pool, engines, self.changed, self.settings.hold_seconds, self.live_metrics),
             affinity=f"live/{tenant}/{session_id}",
@@ -143,7 +113,7 @@ class SessionEngines:
             sampling=Sampling(),
             exports=TokenExtras(),
             obey_sampling=self.gateway.obey_sampling,
-            cache_salt=salt,
+            cache_salt="" if self.settings.share_prefixes else salt,
             decode=model.renderer.decode,
         )
         place = SessionPlace(
@@ -157,15 +127,11 @@ class SessionEngines:
             is_private=True,
             charge=charge,
         )
-        return GatewaySession(capture, policy, LIMITS, place)
+        return GatewaySession(capture or TurnCapture(model.renderer, LIVE), policy, LIMITS, place)
 
 
 def _refuse(*_: object) -> NoReturn:
     raise UnavailableError("a live session has no listener of its own", hint="Use its URL and key.")
-
-
-def _salt(tenant: str) -> str:
-    return blake2b(tenant.encode(), digest_size=_SALT_BYTES).hexdigest()
 
 
 # Engines that keep a request of a live session waiting for a bounded time.
@@ -188,10 +154,6 @@ class _Wait:
         if self.since is None:
             self.since = time.monotonic()
         return self.since
-
-    def is_waiting(self) -> bool:
-        """Whether no token has come since the wait began."""
-        return self.since is not None
 
     def end(self) -> None:
         if self.since is not None:
@@ -238,7 +200,8 @@ class HeldPool:
                     failure = error
             tasks.cancel_scope.cancel()
         wait.end()
-        self._count(wait)
+        if wait.held or wait.refused:
+            self.metrics.held(self.name, wait.held, refused=wait.refused)
         if wait.refused or isinstance(failure, NoBackendError | PoolPaused):
             raise self._error() from failure
         if failure is not None:
@@ -247,7 +210,6 @@ class HeldPool:
         return generation
 
     def release(self, affinity: str) -> None:
-        """Free the place of a session that has ended."""
         self.pool.release(affinity)
 
     async def _watch(self, wait: _Wait) -> None:
@@ -261,14 +223,10 @@ class HeldPool:
             with anyio.move_on_after(wait.begin() + self.seconds - time.monotonic()):
                 await changed.wait()
                 continue
-            if wait.is_waiting():  # otherwise tokens came while the pool began to pause
+            if wait.since is not None:  # otherwise tokens came while the pool began to pause
                 wait.refused = True
                 wait.scope.cancel()
                 return
-
-    def _count(self, wait: _Wait) -> None:
-        if wait.held or wait.refused:
-            self.metrics.held(self.name, wait.held, refused=wait.refused)
 
     def _error(self) -> PoolHeldError:
         return PoolHeldError(

@@ -55,7 +55,6 @@ class SessionResolver:
         recording: RecordingParts,
         clock: Callable[[], float],
     ) -> None:
-        """`active` keeps sessions with a recent call."""
         self._settings = settings
         self._store = store
         self._register = register
@@ -108,7 +107,7 @@ class SessionResolver:
             charge = partial(self._rate.take, user)
             charge()
             self._recording.metrics.unrecorded("no_session")
-            return self._engines.open_unrecorded(key.pool, key.tenant, Unrecorded("no-session"), charge)
+            return self._engines.open(key.pool, key.tenant, Unrecorded("no-session"), charge)
         if len(client_id) > _MAX_ID:
             message = f"must have at most {_MAX_ID} characters"
             raise InvalidFieldError([FieldError(path="X-Session-Id", message=message)])
@@ -133,7 +132,7 @@ class SessionResolver:
         self, key: LiveKey, client_id: str, client: str, latest: SessionRecord | None
     ) -> SessionRecord:
         """Open a session for a client under the first id that is free."""
-        self._engines.check(key.pool)
+        self._engines.policies.check(key.pool)
         user = self._register.user_of(key.user, key.tenant, client)
         continues = None if latest is None else latest.session_id
         for number in count(1 if continues is None else _number_of(continues) + 1):
@@ -185,7 +184,10 @@ class SessionResolver:
             sent={turn.turn for turn in turns if turn.delivered},
         )
         charge = partial(self._rate.take, record.user)
-        return ActiveSession(record, engines.open(record, capture, recorder, charge), recorder)
+        gateway = engines.open(
+            record.pool, record.tenant, recorder, charge, session_id=record.session_id, capture=capture
+        )
+        return ActiveSession(record, gateway, recorder)
 
 
 def _client_session_id(key_name: str, client_id: str, number: int) -> str:
@@ -243,7 +245,6 @@ class RequestRate:
         self._users.move_to_end(user)
 
     def _forget(self, now: float) -> None:
-        """Forget users whose allowance is whole again."""
         while self._users and next(iter(self._users.values())).at <= now - MINUTE:
             self._users.popitem(last=False)
 

@@ -19,7 +19,6 @@ _DROPPED = "dropped:"
 
 
 def show_counts(counts: Mapping[str, int]) -> SessionCounts:
-    """Return the numbers of turns of a store."""
     dropped = {
         MaskReason(name.removeprefix(_DROPPED)): count
         for name, count in counts.items()
@@ -40,9 +39,9 @@ def show_session(session: SessionRecord, counts: SessionCounts, parts: int) -> L
         continues=session.continues,
         group=session.group,
         metadata=dict(session.metadata),
-        opened_at=_time(session.opened_at),
-        used_at=_time(session.used_at),
-        closed_at=None if session.closed_at is None else _time(session.closed_at),
+        opened_at=time_of(session.opened_at),
+        used_at=time_of(session.used_at),
+        closed_at=None if session.closed_at is None else time_of(session.closed_at),
         closed_because=session.closed_because,
         parts=parts,
         counts=counts,
@@ -50,41 +49,48 @@ def show_session(session: SessionRecord, counts: SessionCounts, parts: int) -> L
 
 
 def show_part(part: PartRecord) -> SessionPart:
-    """Return where a part of a session went."""
     return SessionPart(
         part=part.part,
         run_id=part.run_id,
         rollout_id=part.rollout_id,
         turns=list(part.usable),
-        closed_at=_time(part.closed_at),
+        closed_at=time_of(part.closed_at),
     )
 
 
 def show_turn(turn: TurnRecord) -> TurnMark:
     """Return the mark of a turn so far; one about which nothing is decided has no reason yet."""
-    mark = turn.mark
-    because = turn.dropped or turn.mask
+    mark, because = turn.mark, turn.dropped or turn.mask
+    has_value = mark is not None and mark.value is not None
+    return mark_of(turn, usable=because is None and (turn.part is not None or has_value), because=because)
+
+
+def mark_of(
+    turn: TurnRecord, *, usable: bool, because: MaskReason | None, with_text: bool = False
+) -> TurnMark:
+    """Return the mark of a turn; with `with_text`, it has the text of the next state."""
+    names = ("value", "reason", "source", "votes", "judge", "hint")
+    state = turn.next_state
     return TurnMark(
         turn=turn.turn,
         kind=turn.kind,
-        usable=because is None and (turn.part is not None or (mark is not None and mark.value is not None)),
+        usable=usable,
         masked_because=because,
-        value=mark.value if mark is not None else None,
-        reason=mark.reason if mark is not None else None,
-        source=mark.source if mark is not None else None,
-        votes=mark.votes if mark is not None else None,
-        judge=mark.judge if mark is not None else None,
-        next_state=_next_state(turn.next_state) if turn.next_state is not None else None,
-        hint=mark.hint if mark is not None else None,
+        next_state=None if state is None else _next_state(state, with_text=with_text),
+        **{name: None if turn.mark is None else getattr(turn.mark, name) for name in names},
     )
 
 
-def _next_state(state: NextStateRecord) -> NextState:
-    text = state.text.encode("utf-8", "surrogatepass")
-    return NextState(role=state.role, chars=len(state.text), sha256=hashlib.sha256(text).hexdigest())
+def _next_state(state: NextStateRecord, *, with_text: bool) -> NextState:
+    return NextState(
+        role=state.role,
+        chars=len(state.text),
+        sha256=hashlib.sha256(state.text.encode("utf-8", "surrogatepass")).hexdigest(),
+        text=state.text if with_text else None,
+    )
 
 
-def _time(seconds: float) -> datetime:
+def time_of(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 

@@ -229,7 +229,6 @@ def _counts_of(db: sqlite3.Connection, session: int) -> Counter[str]:
 
 
 def delete(db: sqlite3.Connection, *, session_id: str | None, user: str | None) -> Deleted:
-    """Remove a session, or all of a user."""
     rows = db.execute(
         "SELECT seq, session_id FROM sessions WHERE session_id = :id OR user = :user ORDER BY seq",
         {"id": session_id, "user": user},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from api_schemas.rollouts.sessions import ClosedBecause, MarkReason, MaskReason
@@ -18,36 +18,12 @@ from rollout_service.live.contract import (
 )
 from rollout_service.live.sqlite import contents
 
-_COLUMNS = (
-    "session_id",
-    "key_hash",
-    "pool",
-    "user",
-    "tenant",
-    "train",
-    "explicit",
-    "client",
-    "quarantined",
-    "retention_seconds",
-    "continues",
-    "group",
-    "opened_at",
-    "used_at",
-    "closed_at",
-    "closed_because",
-    "served",
-    "opted_out",
-)
-_OPEN = """
-INSERT INTO sessions (
-    session_id, key_hash, pool, user, tenant, train, explicit, client, quarantined, retention_seconds, continues,
-    "group", opened_at, used_at, closed_at, closed_because, served, opted_out
-) VALUES (
-    :session_id, :key_hash, :pool, :user, :tenant, :train, :explicit, :client, :quarantined, :retention_seconds,
-    :continues, :group, :opened_at, :used_at, :closed_at, :closed_because, :served, :opted_out
-)
+_COLUMNS = tuple(each.name for each in fields(SessionRecord) if each.name != "metadata")
+_OPEN = f"""
+INSERT INTO sessions ({", ".join(f'"{name}"' for name in _COLUMNS)})
+VALUES ({", ".join(f":{name}" for name in _COLUMNS)})
 ON CONFLICT (session_id) DO NOTHING RETURNING seq
-"""
+"""  # noqa: S608 - the names are ours
 _OF_CLIENT = "SELECT * FROM sessions WHERE client = ? AND client != '' ORDER BY seq DESC LIMIT 1"
 _PAGE = """
 SELECT * FROM sessions
@@ -146,9 +122,7 @@ def had(db: sqlite3.Connection, user: str) -> int:
 
 
 def served(db: sqlite3.Connection, session_id: str, at: float, *, opted_out: bool) -> None:
-    """Note that a turn was served. One that is opted out is counted here, and leaves nothing else; others are
-    counted when they are recorded.
-    """
+    """Note that a turn was served. One that is opted out is counted here alone; others are when they are recorded."""
     db.execute(_SERVED, {"id": session_id, "at": at, "opted_out": opted_out})
 
 
@@ -255,7 +229,6 @@ def record(db: sqlite3.Connection, turn: TurnRecord) -> None:
 
 
 def deliver(db: sqlite3.Connection, session_id: str, turn: int) -> None:
-    """Note that the client got the turn's last token."""
     db.execute(_DELIVER, {"id": session_id, "turn": turn})
 
 

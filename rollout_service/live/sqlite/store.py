@@ -9,19 +9,14 @@ transaction.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from api_schemas.rollouts.sessions import MaskReason
 from rollout_service.base.errors import StoreError
-from rollout_service.live.contract import (
-    DIGEST_BYTES,
-    Deleted,
-    OptOuts,
-    PartRecord,
-)
+from rollout_service.live.contract import DIGEST_BYTES, Deleted, OptOuts, PartRecord, SessionRecord
 from rollout_service.live.sqlite import part_statements, session_statements
 from rollout_service.live.sqlite.schema import LIVE
 from rollout_service.store.sqlite.schema import Disk
@@ -29,6 +24,8 @@ from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes
 
 # The statements on what was not to be stored; each function runs inside one transaction, in the database's thread.
 
+PAGE = 1_000
+"""How many records are read at once."""
 MAX_DIGESTS = 4_096
 """The most hashes that are kept of one conversation: 32 KiB, which each of its turns without consent writes again."""
 
@@ -64,7 +61,6 @@ def opt_out(db: sqlite3.Connection, conversation: str, added: OptOuts, at: float
 
 
 def forget_opt_outs(db: sqlite3.Connection, before: float) -> None:
-    """Forget the opt-outs of conversations that had none since a time."""
     db.execute("DELETE FROM opt_outs WHERE used_at < ?", (before,))
 
 
@@ -94,11 +90,7 @@ class SqliteLiveStore:
         await self._thread.close()
 
     async def failed(self) -> None:
-        """Wait until the store fails for good, which only a defect can cause.
-
-        Raises:
-            StoreError: The store has failed.
-        """
+        """Wait until the store fails for good, which only a defect can cause, and raise its StoreError."""
         await self._thread.failed()
 
     @property
@@ -107,7 +99,6 @@ class SqliteLiveStore:
         return self._thread.problem
 
     def size_bytes(self) -> int:
-        """Return the size of the file with its log; 0 in memory."""
         return self._thread.size_bytes()
 
     open = writes(session_statements.open_session)
@@ -138,6 +129,16 @@ class SqliteLiveStore:
     to_judge = reads(session_statements.to_judge)
     undecided = writes(session_statements.undecided)
     fates = reads(part_statements.fates)
+
+    async def all_sessions(
+        self, *, is_open: bool | None = None, user: str | None = None
+    ) -> AsyncIterator[SessionRecord]:
+        """Yield sessions, the newest first; they are read a page at a time."""
+        before: tuple[float, str] | None = None
+        while page := await self.sessions(before=before, limit=PAGE, is_open=is_open, user=user):
+            for record in page:
+                yield record
+            before = (page[-1].opened_at, page[-1].session_id)
 
     async def take_part(
         self,

@@ -21,8 +21,9 @@ from rollout_service.judging.contract import Judge
 from rollout_service.live.canary import Canaries
 from rollout_service.live.consent import MessageHashes
 from rollout_service.live.detectors import Detectors
-from rollout_service.live.judging.factory import make_judge_stage, make_teacher
+from rollout_service.live.judging.factory import make_judge_stage
 from rollout_service.live.judging.stage import JudgeStage
+from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.metrics import LiveFunnel, LiveMetrics
 from rollout_service.live.parts.work import SessionTraining
 from rollout_service.live.recorder import RecordingParts
@@ -114,7 +115,7 @@ def _make_training(
         foundation.store,
         serving,
         judge_pool=judge.pool,
-        teacher=make_teacher(judge, serving),
+        teacher=TeacherReader(serving, judge.teacher_pool),
         trained_pool=canaries.main_of,
         node=foundation.settings.node_name,
         metrics=metrics,

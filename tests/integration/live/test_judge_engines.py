@@ -29,7 +29,8 @@ from rollout_service.gateway.contract import ClientMessage, Dialect, ModelCall
 from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.live.contract import TurnMarkRecord
-from rollout_service.live.judging.factory import make_judge_stage, make_teacher
+from rollout_service.live.judging.factory import make_judge_stage
+from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.recorder import next_state
 from rollout_service.live.replay import LIVE, pack
 from rollout_service.live.sqlite.store import SqliteLiveStore
@@ -117,9 +118,7 @@ async def test_a_hint_is_rendered_into_the_recorded_prompt_and_a_teacher_reads_t
         text = RENDERER.decode(mark.hint.prompt_ids)
         assert f"2 + 2?\n\n[user's hint / instruction]\n{HINT}" in text
         assert "Be brief." in text
-        reading = await make_teacher(LiveJudgeSettings(), serving).read(
-            "policy", mark.hint.prompt_ids, OUTPUT
-        )
+        reading = await TeacherReader(serving).read("policy", mark.hint.prompt_ids, OUTPUT)
         assert reading.teacher is not None, reading.reason
         assert len(reading.teacher.logprobs) == len(OUTPUT)
         assert reading.teacher.model.startswith(str(POLICY))
@@ -129,7 +128,7 @@ async def test_a_teacher_that_leaves_logprobs_out_is_no_teacher(tmp_path: Path) 
     async with scripted("4") as policy, serving_pools(tmp_path, policy=policy) as serving:
         for fault in (Fault.NO_EXTRAS, Fault.SHORT_EXTRAS):
             policy.inject(fault, 10)
-            reading = await make_teacher(LiveJudgeSettings(), serving).read("policy", [1, 2, 3], OUTPUT)
+            reading = await TeacherReader(serving).read("policy", [1, 2, 3], OUTPUT)
             assert reading.teacher is None
             assert reading.reason
             policy._faults.clear()
@@ -141,7 +140,7 @@ async def test_without_a_hint_the_policy_teaches_itself_nothing(tmp_path: Path) 
         sampling = SamplingOptions(max_new_tokens=40)
         _, engines = serving.connect("policy")
         turn = await engines.generate(GenerateRequest(new_request_id(), prompt, sampling))
-        reading = await make_teacher(LiveJudgeSettings(), serving).read("policy", prompt, turn.output_ids)
+        reading = await TeacherReader(serving).read("policy", prompt, turn.output_ids)
     assert reading.teacher is not None, reading.reason
     assert reading.teacher.logprobs == pytest.approx(turn.logprobs, abs=1e-3)
     assert reading.teacher.model == f"{POLICY}@0"

@@ -73,7 +73,7 @@ async def requests(*, share_prefixes: bool) -> list[GenerateRequest]:
     """Return what engines are asked for one call of each of two tenants, and another of the first."""
     async with engines(share_prefixes=share_prefixes) as (connected, pool):
         for tenant in ("one", "two", "one"):
-            session = connected.open_unrecorded("policy", tenant, Unrecorded("no-session"), lambda _: None)
+            session = connected.open("policy", tenant, Unrecorded("no-session"), lambda _: None)
             call = ModelCall(dialect=Dialect.CHAT, model="p", messages=(ClientMessage("user", "hi"),))
             await session.answer(call)
             await anyio.wait_all_tasks_blocked()
@@ -88,6 +88,6 @@ async def test_an_answer_may_be_as_long_as_the_context_allows() -> None:
 async def test_a_pool_that_is_not_served_yet_is_to_be_asked_later() -> None:
     async with engines(share_prefixes=True) as (connected, _):
         with pytest.raises(PoolHeldError):
-            connected.open_unrecorded("none", "t", Unrecorded("no-session"), lambda _: None)
+            connected.open("none", "t", Unrecorded("no-session"), lambda _: None)
         with pytest.raises(NoBackendError):
-            connected.check("none")
+            connected.policies.check("none")
