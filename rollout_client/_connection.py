@@ -9,14 +9,15 @@ from __future__ import annotations
 import random
 import ssl
 import urllib.request
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import anyio
 import httpx
+from pydantic import BaseModel
 
 from api_schemas.nodes import Readiness
 from rollout_client._answers import error_from, parse, readiness_from
@@ -32,6 +33,8 @@ from rollout_client.errors import (
 T = TypeVar("T")
 Receive = Callable[[httpx.Response], Awaitable[object]]
 """Reads the body of a response."""
+Query: TypeAlias = Mapping[str, str | float | Sequence[str] | None]
+"""The parameters of a request; one that is None is left out."""
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
@@ -76,17 +79,18 @@ class Connection:
         path: str,
         body: object = None,
         *,
-        params: Mapping[str, str | list[str]] | None = None,
+        params: Query | None = None,
         seconds: float = ANSWER_SECONDS,
         wait_seconds: float = 0.0,
     ) -> T:
         """Send a request and parse the response as `model`; None takes any JSON.
 
-        `wait_seconds` is how long the server was asked to wait before it answers; it comes on top of `seconds`.
+        `wait_seconds` is how long the server is asked to wait before it answers; it comes on top of `seconds`.
 
         Raises:
             ClientError: The request failed, as for `send`, or the response is of another type.
         """
+        params = {**(params or {}), "wait": f"{wait_seconds:g}" if wait_seconds > 0 else None}
         response = await self.send(method, path, body, params=params, seconds=seconds + wait_seconds)
         return parse(cast("type[T]", Any) if model is None else model, response.content or b"null")
 
@@ -96,7 +100,7 @@ class Connection:
         path: str,
         body: object = None,
         *,
-        params: Mapping[str, str | list[str]] | None = None,
+        params: Query | None = None,
         seconds: float = ANSWER_SECONDS,
         headers: dict[str, str] | None = None,
         receive: Receive | None = None,
@@ -111,9 +115,13 @@ class Connection:
             ProblemError: The server refuses the request.
             ProtocolError: The response is not one of this API.
         """
-        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         request = self.http.build_request(
-            method, path, json=body, params=params, headers=headers, timeout=timeout
+            method,
+            path,
+            json=body.model_dump(mode="json") if isinstance(body, BaseModel) else body,
+            params={name: value for name, value in (params or {}).items() if value is not None},
+            headers=headers,
+            timeout=httpx.Timeout(seconds, connect=CONNECT_SECONDS),
         )
         patience = self.patience()
         while True:

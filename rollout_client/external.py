@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, TypedDict
 import anyio
 
 from rollout_client import _wire as wire
+from rollout_client.calls.rollouts import LONG_POLL_SECONDS, wait_for_end
 from rollout_client.errors import ClientError, ConflictError, NotFoundError
 
 if TYPE_CHECKING:
     from rollout_client._connection import Connection
 
-LONG_POLL_SECONDS = 30.0
 END_SECONDS = 10.0
 END_CHARS = 10_000
 """The most characters of a failure's description."""
@@ -118,17 +118,7 @@ class ExternalRollout:
 
     async def result(self) -> wire.Rollout:
         """Wait for the rollout's end, and return it with its trajectory."""
-        params = {"trajectory": "true", "wait": f"{LONG_POLL_SECONDS:g}"}
-        while True:
-            rollout = await self._connection.call(
-                wire.Rollout,
-                "GET",
-                f"/v1/rollouts/{self.rollout_id}",
-                params=params,
-                wait_seconds=LONG_POLL_SECONDS,
-            )
-            if rollout.state.terminal:
-                return rollout
+        return await wait_for_end(self._connection, self.rollout_id)
 
 
 @asynccontextmanager
@@ -143,7 +133,6 @@ async def open_external(
     request = request.model_copy(update={"agent": wire.AgentKind.EXTERNAL})
     body = request.model_dump(mode="json", exclude_defaults=True)
     rollout = await connection.call(wire.Rollout, "POST", "/v1/rollouts", body)
-    params = {"wait": f"{LONG_POLL_SECONDS:g}", "until": "access"}
     while rollout.access is None:
         if rollout.state.terminal:
             raise RolloutOverError(rollout)
@@ -151,7 +140,7 @@ async def open_external(
             wire.Rollout,
             "GET",
             f"/v1/rollouts/{rollout.rollout_id}",
-            params=params,
+            params={"until": "access"},
             wait_seconds=LONG_POLL_SECONDS,
         )
     external = ExternalRollout(connection, rollout.rollout_id, rollout.task, rollout.access)

@@ -24,7 +24,7 @@ from rollout_client.errors import ClientError, GoneError, ProtocolError
 if TYPE_CHECKING:
     import httpx
 
-    from rollout_client._connection import Connection
+    from rollout_client._connection import Connection, Query
 
 LEASE_SECONDS = 600.0
 LONG_POLL_SECONDS = 30.0
@@ -113,7 +113,7 @@ async def send_rescore(connection: Connection, path: str, order: wire.RescoreOpt
     """
     from rollout_client._answers import parse
 
-    response = await connection.send("POST", path, order.model_dump(mode="json"), seconds=RESCORE_SECONDS)
+    response = await connection.send("POST", path, order, seconds=RESCORE_SECONDS)
     lines = response.content.splitlines()
     results = [parse(wire.Rescored, line) for line in lines[:-1]]
     if not lines or parse(wire.RescoreEnd, lines[-1]).rescored != len(results):
@@ -122,7 +122,7 @@ async def send_rescore(connection: Connection, path: str, order: wire.RescoreOpt
 
 
 class ClientRun:
-    """A run at a server."""
+    """A run at a server; its methods raise `NotFoundError` if there is none of this id."""
 
     def __init__(self, run_id: str, connection: Connection, spawn: Spawn | None = None) -> None:
         """`spawn` starts background tasks that live as long as the client is open."""
@@ -133,12 +133,8 @@ class ClientRun:
         self._version: int | None = None
 
     async def view(self, *, parallel: bool = False) -> wire.Run:
-        """Return the run in its present state, with figures on its use of sub-agents if `parallel`.
-
-        Raises:
-            NotFoundError: There is no such run.
-        """
-        params = {"parallel": "true"} if parallel else None
+        """Return the run in its present state, with figures on its use of sub-agents if `parallel`."""
+        params = {"parallel": parallel or None}
         return await self._connection.call(wire.Run, "GET", self._path, params=params)
 
     async def append(
@@ -152,9 +148,7 @@ class ClientRun:
         if offset is None:
             offset = (await self.view()).tasks or 0
         order = wire.AppendTasks(tasks=list(tasks), offset=offset, close=close)
-        return await self._connection.call(
-            wire.Run, "POST", f"{self._path}/tasks", order.model_dump(mode="json")
-        )
+        return await self._connection.call(wire.Run, "POST", f"{self._path}/tasks", order)
 
     async def patch(self, patch: wire.RunPatch) -> wire.Run:
         """Change a run that has not ended."""
@@ -174,12 +168,8 @@ class ClientRun:
         """Return a page of the run's groups with their samples, of those in this state, or dropped for this reason.
 
         A page can be short, or empty, although there are more: go on while `next_cursor` is not None.
-
-        Raises:
-            NotFoundError: There is no such run.
         """
-        given = {"state": state, "reason": reason, "order": order, "cursor": cursor, "limit": str(limit)}
-        params = {name: value for name, value in given.items() if value is not None}
+        params = {"state": state, "reason": reason, "order": order, "cursor": cursor, "limit": limit}
         return await self._connection.call(wire.GroupPage, "GET", f"{self._path}/groups", params=params)
 
     async def groups(
@@ -189,11 +179,7 @@ class ClientRun:
         reason: str | None = None,
         order: Literal["newest", "oldest"] = "newest",
     ) -> AsyncGenerator[wire.GroupRow]:
-        """Yield the run's groups with their samples, of those in this state, or dropped for this reason.
-
-        Raises:
-            NotFoundError: There is no such run.
-        """
+        """Yield the run's groups with their samples, of those in this state, or dropped for this reason."""
         cursor: str | None = None
         while True:
             page = await self.group_page(state=state, reason=reason, order=order, cursor=cursor)
@@ -203,13 +189,9 @@ class ClientRun:
                 return
 
     async def history(self, *, points: int = 100) -> wire.RunHistory:
-        """Return how the run went, as columns with an entry for each of up to `points` intervals of closed groups.
-
-        Raises:
-            NotFoundError: There is no such run.
-        """
-        params = {"points": str(points)}
-        return await self._connection.call(wire.RunHistory, "GET", f"{self._path}/history", params=params)
+        """Return how the run went, as columns with an entry for each of up to `points` intervals of closed groups."""
+        path = f"{self._path}/history"
+        return await self._connection.call(wire.RunHistory, "GET", path, params={"points": points})
 
     async def pause(self) -> wire.Run:
         """Stop starting groups."""
@@ -247,13 +229,16 @@ class ClientRun:
         """
         if arrays:
             require_numpy()
-        params = {"key": uuid.uuid4().hex, "seconds": f"{lease_seconds:g}"}
-        params |= {"allow_stale": "true"} if allow_stale else {}
-        params |= {} if self._version is None else {"version": str(self._version)}
-        left = timeout_seconds
+        key, left = uuid.uuid4().hex, timeout_seconds
+        params = {
+            "key": key,
+            "seconds": f"{lease_seconds:g}",
+            "allow_stale": allow_stale or None,
+            "version": self._version,
+        }
         while True:
             wait = LONG_POLL_SECONDS if left is None else min(left, LONG_POLL_SECONDS)
-            leased = await self._lease_once(params | {"timeout": f"{wait:g}"}, wait, arrays=arrays)
+            leased = await self._lease_once(key, {**params, "timeout": f"{wait:g}"}, wait, arrays=arrays)
             if leased is not None:
                 return leased
             if left is not None:
@@ -261,7 +246,7 @@ class ClientRun:
                 if left <= 0:
                     return None
 
-    async def _lease_once(self, params: dict[str, str], wait: float, *, arrays: bool) -> LeasedBatch | None:
+    async def _lease_once(self, key: str, params: Query, wait: float, *, arrays: bool) -> LeasedBatch | None:
         from rollout_client._answers import parse
         from rollout_client._download import LargeBody
 
@@ -277,14 +262,14 @@ class ClientRun:
         if response.status_code == HTTPStatus.NO_CONTENT:
             return None
         if not arrays:
-            return LeasedBatch(self, params["key"], response.content, parse(wire.Batch, response.content))
+            return LeasedBatch(self, key, response.content, parse(wire.Batch, response.content))
         try:
             read = BatchArrays.from_bytes(body.content)
         except ValueError as error:
             raise ProtocolError(
                 f"the batch cannot be read: {error}. Is the server of another version?"
             ) from error
-        return LeasedBatch(self, params["key"], body.content, read.batch, read)
+        return LeasedBatch(self, key, body.content, read.batch, read)
 
     async def batches(
         self, *, lease_seconds: float = LEASE_SECONDS, arrays: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from rollout_client import _wire as wire
@@ -15,7 +15,11 @@ ORDER_SECONDS = 1_800.0
 
 
 class EngineCalls:
-    """The calls of `RolloutClient` for engines."""
+    """The calls of `RolloutClient` for engines.
+
+    They raise `NotFoundError` if there is no such engine, perhaps because its lease ran out, and `OrderError` if an
+    engine of a pool does not carry out an order.
+    """
 
     _connection: Connection
 
@@ -25,32 +29,18 @@ class EngineCalls:
 
     async def add_backend(self, backend: wire.BackendSpec) -> wire.BackendView:
         """Register an engine, after asking it for its model."""
-        return await self._connection.call(
-            wire.BackendView, "POST", "/v1/backends", backend.model_dump(mode="json")
-        )
+        return await self._connection.call(wire.BackendView, "POST", "/v1/backends", backend)
 
     async def remove_backend(self, backend_id: str) -> None:
-        """Remove an engine at once; its requests continue elsewhere.
-
-        Raises:
-            NotFoundError: There is no such engine.
-        """
+        """Remove an engine at once; its requests continue elsewhere."""
         await self._connection.call(None, "DELETE", _backend(backend_id))
 
     async def renew_backend(self, backend_id: str) -> None:
-        """Extend the lease of an engine.
-
-        Raises:
-            NotFoundError: There is no such engine, perhaps because its lease ran out; register it again.
-        """
+        """Extend the lease of an engine; if it ran out, register the engine again."""
         await self._connection.call(None, "POST", f"{_backend(backend_id)}/renew")
 
     async def drain_backend(self, backend_id: str) -> wire.BackendView:
-        """Send an engine no new requests; it finishes those that it has.
-
-        Raises:
-            NotFoundError: There is no such engine.
-        """
+        """Send an engine no new requests; it finishes those that it has."""
         return await self._connection.call(wire.BackendView, "POST", f"{_backend(backend_id)}/drain")
 
     async def update_weights(
@@ -76,39 +66,27 @@ class EngineCalls:
         source = wire.DiskWeights(path=weights) if isinstance(weights, str) else weights
         mode = mode or wire.PauseMode.ABORT
         order = wire.WeightsRequest(source=source, version=version, pool=pool, mode=mode, force=force)
-        return await self._order("/v1/weights", order.model_dump(mode="json"))
+        return await self._order("/v1/weights", order)
 
     async def join_weights_group(self, group: wire.WeightsGroupRequest) -> wire.PoolOutcome:
-        """Have the engines of a pool join a process group; join it yourself at the same time.
-
-        Raises:
-            OrderError: An engine did not join.
-        """
-        return await self._order("/v1/weights/group", group.model_dump(mode="json"))
+        """Have the engines of a pool join a process group; join it yourself at the same time."""
+        return await self._order("/v1/weights/group", group)
 
     async def pause(self, *, pool: str = "policy", mode: wire.PauseMode | None = None) -> wire.PoolOutcome:
-        """Pause the generation of a pool. `mode` is the treatment of requests in flight: without it, `PauseMode.ABORT`.
-
-        Raises:
-            OrderError: An engine did not pause.
-        """
+        """Pause the generation of a pool; `mode` is the treatment of requests in flight, or else `PauseMode.ABORT`."""
         order = wire.PauseRequest(pool=pool, mode=mode or wire.PauseMode.ABORT)
-        return await self._order("/v1/pause", order.model_dump(mode="json"))
+        return await self._order("/v1/pause", order)
 
     async def resume(self, *, pool: str = "policy") -> wire.PoolOutcome:
-        """Resume the generation of a paused pool.
-
-        Raises:
-            OrderError: An engine did not resume.
-        """
-        return await self._order("/v1/resume", wire.ResumeRequest(pool=pool).model_dump(mode="json"))
+        """Resume the generation of a paused pool."""
+        return await self._order("/v1/resume", wire.ResumeRequest(pool=pool))
 
     async def abort(self, rollout_ids: list[str] | None = None) -> dict[str, wire.JsonValue]:
         """Cancel these rollouts, or all that have not ended, and return which or how many were cancelled."""
-        body = wire.AbortRequest(rollout_ids=rollout_ids).model_dump(mode="json")
+        body = wire.AbortRequest(rollout_ids=rollout_ids)
         return await self._connection.call(dict[str, wire.JsonValue], "POST", "/v1/abort", body)
 
-    async def _order(self, path: str, body: dict[str, Any]) -> wire.PoolOutcome:
+    async def _order(self, path: str, body: object) -> wire.PoolOutcome:
         return await self._connection.call(wire.PoolOutcome, "POST", path, body, seconds=ORDER_SECONDS)
 
 

@@ -30,7 +30,7 @@ class SummaryFilters(TypedDict, total=False):
 
 
 class ListCalls:
-    """The calls of `RolloutClient` for lists."""
+    """The calls of `RolloutClient` for lists; they raise `InvalidRequestError` if a filter cannot be used as it is."""
 
     _connection: Connection
 
@@ -46,9 +46,6 @@ class ListCalls:
 
         `text` is the beginning of the id, and `error` the code of the error that ended the rollout, or its last
         attempt. A page can be short, or empty, although there are more: go on while `next_cursor` is not None.
-
-        Raises:
-            InvalidRequestError: A filter cannot be used as it is.
         """
         states = filters.pop("states", ())
         given = {**filters, "state": states, "order": order, "cursor": cursor, "limit": limit}
@@ -58,11 +55,7 @@ class ListCalls:
     async def summaries(
         self, *, order: Literal["newest", "oldest"] = "newest", **filters: Unpack[SummaryFilters]
     ) -> AsyncGenerator[wire.RolloutSummary]:
-        """Yield all rollouts that all these filters select, as short rows; `summary_page` explains them.
-
-        Raises:
-            InvalidRequestError: A filter cannot be used as it is.
-        """
+        """Yield all rollouts that all these filters select, as short rows; `summary_page` explains them."""
         cursor: str | None = None
         while True:
             page = await self.summary_page(order=order, cursor=cursor, limit=1_000, **filters)
@@ -82,7 +75,10 @@ def _param(value: object) -> str | list[str]:
 
 
 class ViewCalls:
-    """The calls of `RolloutClient` for pages and terminals."""
+    """The calls of `RolloutClient` for pages and terminals.
+
+    They raise `NotFoundError` if there is no such rollout or sub-agent, or if it has no trajectory or has not ended.
+    """
 
     _connection: Connection
 
@@ -91,14 +87,9 @@ class ViewCalls:
         return await self._connection.call(wire.Overview, "GET", "/v1/overview")
 
     async def outline(self, rollout_id: str, *, node: int | None = None) -> wire.TrajectoryOutline:
-        """Return a trajectory without its tokens; `node` is the number of a sub-agent, for its trajectory.
-
-        Raises:
-            NotFoundError: There is no such rollout or sub-agent, or it has no trajectory.
-        """
-        params = {} if node is None else {"node": str(node)}
+        """Return a trajectory without its tokens; `node` is the number of a sub-agent, for its trajectory."""
         path = f"/v1/rollouts/{rollout_id}/outline"
-        return await self._connection.call(wire.TrajectoryOutline, "GET", path, params=params)
+        return await self._connection.call(wire.TrajectoryOutline, "GET", path, params={"node": node})
 
     async def tokens(
         self,
@@ -112,20 +103,14 @@ class ViewCalls:
         """Return up to 20,000 tokens of a segment as columns, with their text.
 
         Raises:
-            NotFoundError: There is no such rollout or sub-agent, or it has no trajectory.
             InvalidRequestError: There is no such segment, or `count` is too large.
         """
-        given = {"segment": segment, "start": start, "count": count, "node": node}
-        params = {name: str(value) for name, value in given.items() if value is not None}
+        params = {"segment": segment, "start": start, "count": count, "node": node}
         path = f"/v1/rollouts/{rollout_id}/tokens"
         return await self._connection.call(wire.TokenRange, "GET", path, params=params)
 
     async def saved_page(self, rollout_id: str) -> bytes:
-        """Return the page of a rollout that has ended as one HTML file, which needs neither network nor service.
-
-        Raises:
-            NotFoundError: There is no such rollout, or it has not ended.
-        """
+        """Return the page of a rollout that has ended as one HTML file, which needs neither network nor service."""
         response = await self._connection.send(
             "GET", f"/v1/rollouts/{rollout_id}/page", headers={"accept": "text/html"}
         )

@@ -22,7 +22,11 @@ LONG_POLL_SECONDS = 30.0
 
 
 class RolloutCalls:
-    """The calls of `RolloutClient` for single rollouts."""
+    """The calls of `RolloutClient` for single rollouts.
+
+    They raise `NotFoundError` if there is no such rollout, run or sub-agent, or if it lacks what is asked for, as a
+    trajectory before its end.
+    """
 
     _connection: Connection
 
@@ -36,18 +40,13 @@ class RolloutCalls:
             ConflictError: The id was used with another body.
         """
         body = with_id(request).model_dump(mode="json", exclude_defaults=True)
-        params = {"wait": f"{wait_seconds:g}"} if wait_seconds > 0 else None
         return await self._connection.call(
-            wire.Rollout, "POST", "/v1/rollouts", body, params=params, wait_seconds=wait_seconds
+            wire.Rollout, "POST", "/v1/rollouts", body, wait_seconds=wait_seconds
         )
 
     async def get(self, rollout_id: str, *, trajectory: bool = False) -> wire.Rollout:
-        """Return a rollout in its present state.
-
-        Raises:
-            NotFoundError: There is no such rollout.
-        """
-        params = {"trajectory": "true"} if trajectory else None
+        """Return a rollout in its present state."""
+        params = {"trajectory": trajectory or None}
         return await self._connection.call(wire.Rollout, "GET", f"/v1/rollouts/{rollout_id}", params=params)
 
     async def wait(self, rollout_id: str, *, timeout_seconds: float | None = None) -> wire.Rollout:
@@ -55,17 +54,9 @@ class RolloutCalls:
 
         Raises:
             TimeoutError: The rollout has not ended in time.
-            NotFoundError: There is no such rollout.
         """
-        params = {"trajectory": "true", "wait": f"{LONG_POLL_SECONDS:g}"}
         with anyio.fail_after(timeout_seconds):
-            while True:
-                path = f"/v1/rollouts/{rollout_id}"
-                rollout = await self._connection.call(
-                    wire.Rollout, "GET", path, params=params, wait_seconds=LONG_POLL_SECONDS
-                )
-                if rollout.state.terminal:
-                    return rollout
+            return await wait_for_end(self._connection, rollout_id)
 
     async def run(self, request: wire.RolloutRequest) -> wire.Rollout:
         """Request a rollout and wait for the result, through restarts of the server."""
@@ -100,45 +91,26 @@ class RolloutCalls:
         return None if was is None else wire.RolloutState(was)
 
     async def trajectory(self, rollout_id: str) -> wire.Trajectory:
-        """Return the trajectory of a finished rollout.
-
-        Raises:
-            NotFoundError: There is no such rollout, or it has no trajectory.
-        """
+        """Return the trajectory of a finished rollout."""
         return await self._connection.call(wire.Trajectory, "GET", f"/v1/rollouts/{rollout_id}/trajectory")
 
     async def rollout_nodes(self, rollout_id: str) -> wire.RolloutNodes:
-        """Return the sub-agents of a finished rollout without trajectories, and how the work was divided among them.
-
-        Raises:
-            NotFoundError: There is no such rollout, or it has not ended.
-        """
+        """Return the sub-agents of a finished rollout without trajectories, and how the work was divided among them."""
         return await self._connection.call(wire.RolloutNodes, "GET", f"/v1/rollouts/{rollout_id}/nodes")
 
     async def rollout_node(self, rollout_id: str, number: int) -> wire.AgentNode:
         """Return a sub-agent of a finished rollout, with its trajectory if that was asked for.
 
         `number` is the one at the end of its `node_id`.
-
-        Raises:
-            NotFoundError: There is no such rollout or sub-agent, or the rollout has not ended.
         """
         return await self._connection.call(wire.AgentNode, "GET", f"/v1/rollouts/{rollout_id}/nodes/{number}")
 
     async def steps(self, rollout_id: str) -> wire.RolloutSteps:
-        """Return the steps of a rollout so far, over all its attempts.
-
-        Raises:
-            NotFoundError: There is no such rollout.
-        """
+        """Return the steps of a rollout so far, over all its attempts."""
         return await self._connection.call(wire.RolloutSteps, "GET", f"/v1/rollouts/{rollout_id}/steps")
 
     async def run_steps(self, run_id: str) -> AsyncGenerator[wire.RolloutAttempts]:
-        """Yield the steps of the rollouts of a run as columns, a rollout at a time; those without steps are left out.
-
-        Raises:
-            NotFoundError: There is no such run.
-        """
+        """Yield the steps of the rollouts of a run as columns, a rollout at a time, except those without steps."""
         from rollout_client._answers import parse
 
         async for line in self.step_lines(run=run_id):
@@ -147,11 +119,7 @@ class RolloutCalls:
     async def step_lines(
         self, *, run: str | None = None, rollouts: Sequence[str] = ()
     ) -> AsyncGenerator[bytes]:
-        """Yield the steps of the rollouts of a run, or of these, as they are sent: a JSON document for each rollout.
-
-        Raises:
-            NotFoundError: There is no such run.
-        """
+        """Yield the steps of the rollouts of a run, or of these, as they are sent: a JSON document for each rollout."""
         params = [("run", run)] if run is not None else [("rollout", name) for name in rollouts]
         async for line in self._connection.lines("/v1/steps", params):
             yield line
@@ -160,7 +128,6 @@ class RolloutCalls:
         """Return the step that a rollout under way is in now.
 
         Raises:
-            NotFoundError: There is no such rollout.
             ConflictError: It is not under way.
         """
         path = f"/v1/rollouts/{rollout_id}/activity"
@@ -170,8 +137,7 @@ class RolloutCalls:
         self, *, state: wire.RolloutState | None = None, cursor: str | None = None, limit: int = 100
     ) -> wire.RolloutPage:
         """Return a page of rollouts, oldest first, with the number of rollouts in each state."""
-        given = {"state": state, "cursor": cursor, "limit": str(limit)}
-        params = {name: value for name, value in given.items() if value is not None}
+        params = {"state": state, "cursor": cursor, "limit": limit}
         return await self._connection.call(wire.RolloutPage, "GET", "/v1/rollouts", params=params)
 
     async def rollouts(self, *, state: wire.RolloutState | None = None) -> AsyncGenerator[wire.Rollout]:
@@ -183,6 +149,17 @@ class RolloutCalls:
                 yield rollout
             if (cursor := page.next_cursor) is None:
                 return
+
+
+async def wait_for_end(connection: Connection, rollout_id: str) -> wire.Rollout:
+    """Return a rollout with its trajectory once it has ended."""
+    path, params = f"/v1/rollouts/{rollout_id}", {"trajectory": "true"}
+    while True:
+        rollout = await connection.call(
+            wire.Rollout, "GET", path, params=params, wait_seconds=LONG_POLL_SECONDS
+        )
+        if rollout.state.terminal:
+            return rollout
 
 
 def with_id(request: wire.RolloutRequest) -> wire.RolloutRequest:

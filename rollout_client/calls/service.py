@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 class ServiceCalls:
-    """The calls of `RolloutClient` for the service itself."""
+    """The calls of `RolloutClient` for the service itself.
+
+    They raise `NotFoundError` if there is no such node or environment, and `ConflictError` if a node is dead or, to be
+    removed, is not.
+    """
 
     _connection: Connection
 
@@ -25,11 +29,9 @@ class ServiceCalls:
         """Return instances that ship with an environment, all or those of one split.
 
         Raises:
-            NotFoundError: There is no such environment.
             InvalidRequestError: There is no such split.
         """
-        params = {"limit": str(limit), "offset": str(offset)}
-        params |= {} if split is None else {"split": split}
+        params = {"limit": limit, "offset": offset, "split": split}
         path = f"/v1/environments/{environment}/dataset"
         return await self._connection.call(list[dict[str, wire.JsonValue]], "GET", path, params=params)
 
@@ -42,39 +44,19 @@ class ServiceCalls:
         return await self._connection.call(list[wire.NodeView], "GET", "/v1/nodes")
 
     async def hangs(self, *, node: str | None = None) -> wire.HangReport:
-        """Return the steps that are stuck, slow or held back at a node; by default, at the one that answers.
-
-        Raises:
-            NotFoundError: There is no such node.
-        """
-        params = {} if node is None else {"node": node}
-        return await self._connection.call(wire.HangReport, "GET", "/v1/hangs", params=params)
+        """Return the steps that are stuck, slow or held back at a node; by default, at the one that answers."""
+        return await self._connection.call(wire.HangReport, "GET", "/v1/hangs", params={"node": node})
 
     async def drain_node(self, node: str) -> wire.NodeView:
-        """Let a node end its rollouts and begin no more.
-
-        Raises:
-            NotFoundError: There is no such node.
-            ConflictError: The node is dead.
-        """
+        """Let a node end its rollouts and begin no more."""
         return await self._connection.call(wire.NodeView, "POST", f"/v1/nodes/{node}/drain")
 
     async def resume_node(self, node: str) -> wire.NodeView:
-        """Let a drained node begin rollouts again.
-
-        Raises:
-            NotFoundError: There is no such node.
-            ConflictError: The node is dead.
-        """
+        """Let a drained node begin rollouts again."""
         return await self._connection.call(wire.NodeView, "POST", f"/v1/nodes/{node}/resume")
 
     async def remove_node(self, node: str) -> None:
-        """Remove a dead node from the list of nodes.
-
-        Raises:
-            NotFoundError: There is no such node.
-            ConflictError: The node is alive.
-        """
+        """Remove a dead node from the list of nodes."""
         await self._connection.call(None, "DELETE", f"/v1/nodes/{node}")
 
     async def node(self) -> wire.NodeConcurrency:

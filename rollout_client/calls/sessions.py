@@ -20,7 +20,7 @@ PATH = "/v1/sessions"
 
 
 class SessionCalls:
-    """The calls of `RolloutClient` for live sessions."""
+    """The calls of `RolloutClient` for live sessions; they raise `NotFoundError` if there is no such session."""
 
     _connection: Connection
 
@@ -45,16 +45,12 @@ class SessionCalls:
             await self.end_session(session_id)  # an answer was lost, and the key with it
 
     async def session(self, session_id: str) -> wire.LiveSession:
-        """Return a session in its present state, with its turns.
-
-        Raises:
-            NotFoundError: There is no such session.
-        """
+        """Return a session in its present state, with its turns."""
         return await self._connection.call(wire.LiveSession, "GET", _path(session_id))
 
     async def session_page(self, *, cursor: str | None = None, limit: int = 100) -> wire.SessionPage:
         """Return a page of sessions without their turns, the newest first, with the counts of all."""
-        params = {"limit": str(limit)} | ({} if cursor is None else {"cursor": cursor})
+        params = {"limit": limit, "cursor": cursor}
         return await self._connection.call(wire.SessionPage, "GET", PATH, params=params)
 
     async def sessions(self) -> AsyncGenerator[wire.LiveSession]:
@@ -68,11 +64,7 @@ class SessionCalls:
                 return
 
     async def end_session(self, session_id: str) -> wire.LiveSession:
-        """End a session, so that its last turns are decided; a request to it is refused from now on.
-
-        Raises:
-            NotFoundError: There is no such session.
-        """
+        """End a session, so that its last turns are decided; a request to it is refused from now on."""
         return await self._connection.call(wire.LiveSession, "POST", f"{_path(session_id)}/end")
 
     async def feedback(
@@ -91,11 +83,7 @@ class SessionCalls:
         return await self._connection.call(wire.FeedbackAnswer, "POST", f"{_path(session_id)}/feedback", body)
 
     async def delete_session(self, session_id: str) -> wire.DeletedSessions:
-        """Delete a session and all that was recorded of it, and return the parts that were leased before.
-
-        Raises:
-            NotFoundError: There is no such session.
-        """
+        """Delete a session and all that was recorded of it, and return the parts that were leased before."""
         return await self._connection.call(wire.DeletedSessions, "DELETE", _path(session_id))
 
     async def delete_sessions(self, *, user: str, tenant: str | None = None) -> wire.DeletedSessions:
@@ -104,7 +92,7 @@ class SessionCalls:
         Raises:
             InvalidRequestError: Several tenants have a user of this name: name one.
         """
-        params = {"user": user} | ({} if tenant is None else {"tenant": tenant})
+        params = {"user": user, "tenant": tenant}
         return await self._connection.call(wire.DeletedSessions, "DELETE", PATH, params=params)
 
     async def feedback_by_version(self) -> list[wire.FeedbackByVersion]:
@@ -121,8 +109,7 @@ class SessionCalls:
         Raises:
             InvalidRequestError: There is no such pool, or the candidate is the pool itself.
         """
-        body = canary.model_dump(mode="json")
-        return await self._connection.call(wire.Canary, "PUT", f"{PATH}/canary", body)
+        return await self._connection.call(wire.Canary, "PUT", f"{PATH}/canary", canary)
 
     async def remove_canary(self, pool: str = "policy") -> None:
         """Send all new sessions of a pool to itself again; open ones stay where they began."""
