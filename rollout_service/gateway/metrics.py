@@ -7,6 +7,7 @@ none from the names that are known.
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -49,25 +50,23 @@ class GatewayMetrics:
     """The metrics of one service's gateway."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=registry)
         self._clients: set[str] = set()
         """Clients that are not known by name, and have time series of their own."""
-        self._calls = Counter(
+        self._calls = counter(
             "rollout_gateway_calls_total",
             "Calls of model APIs, by what became of them",
             ["dialect", "client", "outcome"],
-            registry=registry,
         )
-        self._parameters = Counter(
+        self._parameters = counter(
             "rollout_gateway_parameters_total",
             "Parameters of calls without effect: ignored, or recorded since sampling is the run's",
             ["parameter", "treatment"],
-            registry=registry,
         )
-        self._prompt_tokens = Counter(
+        self._prompt_tokens = counter(
             "rollout_gateway_prompt_tokens_total",
             "Prompt tokens: kept from the turn that a call continues, or rendered",
             ["client", "kind"],
-            registry=registry,
         )
         self._prompt_seconds = Histogram(
             "rollout_gateway_prompt_seconds",
@@ -76,27 +75,22 @@ class GatewayMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self._standings = Counter(
+        self._standings = counter(
             "rollout_gateway_echoes_total",
             "Answers in their client's history, by how they stood there",
             ["standing"],
-            registry=registry,
         )
-        self._forks = Counter(
+        self._forks = counter(
             "rollout_gateway_segments_total",
             "Segments of programs' conversations, by the reason why they began",
             ["reason"],
-            registry=registry,
         )
-        self._malformed = Counter(
-            "rollout_gateway_malformed_calls_total",
-            "Malformed tool calls that programs got",
-            registry=registry,
+        self._malformed = counter(
+            "rollout_gateway_malformed_calls_total", "Malformed tool calls that programs got"
         )
-        self._undelivered = Counter(
+        self._undelivered = counter(
             "rollout_gateway_undelivered_total",
             "Turns that are not trained on, since their client did not receive them",
-            registry=registry,
         )
         self._sessions = Gauge(
             "rollout_gateway_sessions", "Rollouts whose key is valid now", registry=registry

@@ -7,6 +7,7 @@ cannot be reached.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -22,21 +23,16 @@ class JudgeMetrics:
     """The metrics of one service's judges."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._judgments = Counter(
+        counter = partial(Counter, registry=registry)
+        self._judgments = counter(
             "rollout_judge_judgments_total",
             "Questions to judges: judged, cached, or the code of the error",
             ["rubric", "outcome"],
-            registry=registry,
         )
-        self._votes = Counter(
-            "rollout_judge_votes_total",
-            "Calls of judges, by what became of them",
-            ["rubric", "outcome"],
-            registry=registry,
+        self._votes = counter(
+            "rollout_judge_votes_total", "Calls of judges, by what became of them", ["rubric", "outcome"]
         )
-        self._tokens = Counter(
-            "rollout_judge_tokens_total", "Tokens of judges, by kind", ["rubric", "kind"], registry=registry
-        )
+        self._tokens = counter("rollout_judge_tokens_total", "Tokens of judges, by kind", ["rubric", "kind"])
         self._seconds = Histogram(
             "rollout_judge_seconds",
             "Time to a judgment that was not cached",

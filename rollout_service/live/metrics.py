@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import anyio
@@ -38,48 +39,41 @@ class LiveMetrics:
     """The metrics of one service's live sessions, which its parts report to."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._values = Counter(
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self._values = counter(
             "rollout_live_values_total",
             "Values given to turns, by source and by value: minus, zero, plus, or none",
             ["source", "value"],
-            registry=registry,
         )
-        self._judge_seconds = Histogram(
+        self._judge_seconds = histogram(
             "rollout_live_judge_seconds",
             "Time from what followed a turn to its value or the judge's failure",
             buckets=JUDGE_SECONDS,
-            registry=registry,
         )
-        self._compared = Counter(
+        self._compared = counter(
             "rollout_live_compared_total",
             "Turns with a user's and a judge's value, by whether both point the same way",
             ["agree"],
-            registry=registry,
         )
-        self._part_seconds = Histogram(
+        self._part_seconds = histogram(
             "rollout_live_part_seconds",
             "Time that a part waited for others to fill a batch of its run",
             buckets=PART_SECONDS,
-            registry=registry,
         )
-        self._held = Histogram(
+        self._held = histogram(
             "rollout_live_held_seconds",
             "Time that requests of sessions waited for a paused pool, by outcome: served or refused",
             ["pool", "outcome"],
             buckets=HELD_SECONDS,
-            registry=registry,
         )
-        self._redactions = Counter(
-            "rollout_live_redactions_total",
-            "What detectors found in turns, by kind",
-            ["kind"],
-            registry=registry,
+        self._redactions = counter(
+            "rollout_live_redactions_total", "What detectors found in turns, by kind", ["kind"]
         )
-        self._unrecorded = Counter(
+        self._unrecorded = counter(
             "rollout_live_unrecorded_total",
             "Requests that were served and belong to no session, by reason",
             ["reason"],
-            registry=registry,
         )
 
     def judged(self, turn: TurnRecord, mark: TurnMarkRecord) -> None:

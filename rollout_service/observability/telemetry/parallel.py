@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
@@ -43,57 +44,51 @@ class SlotMetrics(Collector):
 
 class ParallelMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._rollouts = Counter(
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self._rollouts = counter(
             "rollout_parallel_rollouts_total",
             "Scored rollouts whose agent may have sub-agents, by whether it assigned tasks and was solved",
             ["run", "assigned", "solved"],
-            registry=registry,
         )
-        self._assigns = Counter(
+        self._assigns = counter(
             "rollout_parallel_assigns_total",
             "Calls of assign_task, by what became of them: valid, why the result is not, or why it did not run",
             ["run", "outcome"],
-            registry=registry,
         )
-        self._duplicates = Counter(
+        self._duplicates = counter(
             "rollout_parallel_duplicates_total",
             "Assigned tasks that were assigned to the same sub-agent before",
             ["run"],
-            registry=registry,
         )
-        self._amounts = Counter(
+        self._amounts = counter(
             "rollout_parallel_amounts_total",
             "What rollouts did, by kind: created sub-agents, turns, direct_calls, subagent_tokens, result_chars",
             ["run", "kind"],
-            registry=registry,
         )
-        self._steps = Histogram(
+        self._steps = histogram(
             "rollout_parallel_steps",
             "Steps of a rollout, by kind: critical, scheduled, total",
             ["run", "kind"],
             buckets=STEPS,
-            registry=registry,
         )
-        self._width = Histogram(
+        self._width = histogram(
             "rollout_parallel_width",
             "The most different tasks that a rollout assigned in one turn, if it assigned any",
             ["run"],
             buckets=WIDTHS,
-            registry=registry,
         )
-        self._balance = Histogram(
+        self._balance = histogram(
             "rollout_parallel_balance",
             "Mean over most steps of the sub-agents at work at the same time, by rollout",
             ["run"],
             buckets=SHARES,
-            registry=registry,
         )
-        self._seconds = Histogram(
+        self._seconds = histogram(
             "rollout_parallel_seconds",
             "Time of a rollout, by kind: critical, queued, straggler, and active, the sum over sub-agents",
             ["run", "kind"],
             buckets=SECONDS,
-            registry=registry,
         )
 
     def observe(self, run: str, rollouts: Iterable[Rollout]) -> None:
