@@ -33,30 +33,10 @@ from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.web.search import SearchSettings
 from rollout_service.base.errors import ENVIRONMENT_PACKAGES, EnvironmentFailedError
-from rollout_service.episodes import Episode, EpisodeLimits, Policy, PolicyTurn, Score
+from rollout_service.episodes import Episode, EpisodeLimits, Policy, Score
 from rollout_service.tokens import ToolSpec
 from sandboxes import SandboxConfigError, SessionName
 from sandboxes.egress.rules import AllowList
-
-__all__ = [
-    "DEFAULT_DISK_BYTES",
-    "Environment",
-    "EnvironmentSettings",
-    "EnvironmentSpec",
-    "Episode",
-    "EpisodeLimits",
-    "EvaluateIn",
-    "Policy",
-    "PolicyTurn",
-    "RecordedPolicies",
-    "Replayable",
-    "SandboxSettings",
-    "Score",
-    "SecretSource",
-    "Secrets",
-    "Size",
-    "parse_size",
-]
 
 
 class EnvironmentSettings(BaseModel):

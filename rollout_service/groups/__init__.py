@@ -22,14 +22,12 @@ from rollout_service.groups.filters import (
     FilterRegistry,
     GroupFilter,
     GroupOutcome,
-    RewardFilter,
     SampleOutcome,
     Verdict,
     require_outcome_filters,
 )
 from rollout_service.groups.scheduler import Claim, CompletionTimes, FairScheduler, StragglerRule
 from rollout_service.groups.statistics import (
-    GroupStatistics,
     group_normalized,
     group_statistics,
     leave_one_out,
@@ -56,8 +54,6 @@ __all__ = [
     "GroupFilter",
     "GroupOutcome",
     "GroupProgress",
-    "GroupStatistics",
-    "RewardFilter",
     "SampleOutcome",
     "StragglerRule",
     "Verdict",

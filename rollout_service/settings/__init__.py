@@ -5,22 +5,14 @@ beyond loopback without a key does not start. Nested keys are tables in TOML and
 `[pipeline] rollout_workers = 64` is `ROLLOUT_PIPELINE__ROLLOUT_WORKERS=64`.
 """
 
-from rollout_service.settings.engines import DefaultEngine, EmbeddedSettings, PoolSettings
-from rollout_service.settings.http import GatewaySettings, HttpSettings
-from rollout_service.settings.live import LiveSettings
+from rollout_service.settings.engines import DefaultEngine, PoolSettings
 from rollout_service.settings.loader import build_settings, load_own_settings, load_settings, read_sources
-from rollout_service.settings.pipeline import HarborSettings, PipelineSettings, SandboxesSettings
+from rollout_service.settings.pipeline import PipelineSettings, SandboxesSettings
 from rollout_service.settings.service import LogFormat, Settings, is_loopback
-from rollout_service.settings.store import ClusterSettings, RetentionSettings, StoreSettings
+from rollout_service.settings.store import RetentionSettings, StoreSettings
 
 __all__ = [
-    "ClusterSettings",
     "DefaultEngine",
-    "EmbeddedSettings",
-    "GatewaySettings",
-    "HarborSettings",
-    "HttpSettings",
-    "LiveSettings",
     "LogFormat",
     "PipelineSettings",
     "PoolSettings",

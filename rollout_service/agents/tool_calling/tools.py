@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
@@ -21,9 +21,6 @@ from rollout_service.tokens import ToolSpec
 from sandboxes import ExecResult, LimitExceededError, Sandbox
 from sandboxes.errors import SandboxFileError
 from sandboxes.task_groups import open_task_group
-
-if TYPE_CHECKING:
-    from rollout_service.episodes import Episode
 
 
 async def sample_turn(episode: Episode, messages: list[Message]) -> PolicyTurn | StopReason:

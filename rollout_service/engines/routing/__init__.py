@@ -5,7 +5,6 @@ from typing import Literal
 from rollout_service.engines.routing.contract import (
     Candidate,
     Cost,
-    CostRouterOptions,
     Decision,
     LeastLoaded,
     Observer,
@@ -19,7 +18,6 @@ __all__ = [
     "Candidate",
     "Cost",
     "CostRouter",
-    "CostRouterOptions",
     "Decision",
     "LeastLoaded",
     "Observer",
