@@ -72,7 +72,10 @@ class RunningProgram(ABC):
 
 
 class Sandbox(ABC):
-    """A place to run untrusted code. Use it as an async context manager, or `close` it."""
+    """A place to run untrusted code. Use it as an async context manager, or `close` it.
+
+    Whatever needs the sandbox raises `SandboxClosedError` once it is closed or has ended.
+    """
 
     @property
     @abstractmethod
@@ -129,7 +132,6 @@ class Sandbox(ABC):
 
         Raises:
             SandboxStartError: The shell did not start.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -138,7 +140,6 @@ class Sandbox(ABC):
 
         Raises:
             SandboxStartError: The kernel did not start, for example because the image has no ipykernel.
-            SandboxClosedError: The sandbox is closed or has ended.
             SessionDiedError: An earlier kernel ended, and a new one did not start.
         """
 
@@ -160,7 +161,6 @@ class Sandbox(ABC):
         the two streams.
 
         Raises:
-            SandboxClosedError: The sandbox is closed or has ended.
             ValueError: `argv` is empty, a string contains a NUL character, or a limit is not positive.
         """
 
@@ -174,7 +174,6 @@ class Sandbox(ABC):
         called. Several may run at once. A program that does not exist ends at once with exit code 127.
 
         Raises:
-            SandboxClosedError: The sandbox is closed or has ended.
             SandboxStartError: The program did not start, for example because no process was left.
             ValueError: `argv` is empty, or a string contains a NUL character.
         """
@@ -194,7 +193,7 @@ class Sandbox(ABC):
         grader, in a sandbox that an agent has used.
 
         Raises:
-            SandboxClosedError: The sandbox is closed or has ended, or a process does not end.
+            SandboxClosedError: A process does not end.
         """
 
     @abstractmethod
@@ -205,7 +204,6 @@ class Sandbox(ABC):
             FileMissingError: There is no such file.
             FileTooLargeError: The file has more than `limit` bytes.
             SandboxFileError: The file cannot be read, for example because it is a folder.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -220,7 +218,6 @@ class Sandbox(ABC):
             FileTooLargeError: The file has more than `limit` bytes; None sets no limit.
             FileStalledError: No byte of the file arrived for half a minute.
             SandboxFileError: The file cannot be read, is not a file, or shrank while it was read.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -232,7 +229,6 @@ class Sandbox(ABC):
         Raises:
             DiskFullError: There is no room for the file in the sandbox.
             SandboxFileError: The file cannot be written, for example because it is a folder or a device.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -245,7 +241,6 @@ class Sandbox(ABC):
             DiskFullError: There is no room for the file in the sandbox.
             FileStalledError: The sandbox took no byte of the file for half a minute.
             SandboxFileError: The file cannot be written.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -257,7 +252,6 @@ class Sandbox(ABC):
             FileMissingError: There is no such file.
             FileTooLargeError: The file is larger than `DEFAULT_FILE_LIMIT`.
             SandboxFileError: The file is not UTF-8 text, or cannot be read or written.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -268,7 +262,6 @@ class Sandbox(ABC):
             FileMissingError: There is no such folder.
             FileTooLargeError: The folder has more entries than a listing may hold.
             SandboxFileError: The folder cannot be listed.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -286,7 +279,6 @@ class Sandbox(ABC):
             FileTooLargeError: The tree is larger than `limit`. A file counts with its whole size, holes included,
                 and every entry with at least 4 KiB. Discard the output before.
             SandboxFileError: The tree cannot be read.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -297,7 +289,6 @@ class Sandbox(ABC):
             DiskFullError: There is no room for the files in the sandbox.
             FileStalledError: The sandbox took no byte of the stream for half a minute.
             SandboxFileError: The stream cannot be unpacked.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     async def snapshot(self) -> Snapshot:
@@ -310,7 +301,6 @@ class Sandbox(ABC):
 
         Raises:
             SandboxConfigError: This provider takes no snapshots here; see `SandboxProvider.takes_snapshots`.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
         raise SandboxConfigError("this provider takes no snapshots of sandboxes")
 
@@ -325,7 +315,6 @@ class Sandbox(ABC):
                 open files of its bash.
             FileTooLargeError: The files are larger than `limit`, counted as in `export_path`. Discard the output.
             SandboxConfigError: Sandboxes cannot be saved here; see `SandboxProvider.saves`.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
         _ = limit
         raise SandboxConfigError("this provider cannot save sandboxes")
@@ -340,7 +329,6 @@ class Sandbox(ABC):
         Raises:
             SandboxConfigError: Sandboxes cannot be paused here; see `SandboxProvider.pausing`.
             SandboxPauseError: It was not stopped.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
         raise SandboxConfigError("this provider cannot pause sandboxes")
 

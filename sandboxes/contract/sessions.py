@@ -1,4 +1,7 @@
-"""The contract of sessions: a persistent bash and a persistent Python."""
+"""The contract of sessions: a persistent bash and a persistent Python.
+
+Their methods raise `SandboxClosedError` once the sandbox is closed or has ended.
+"""
 
 from abc import ABC, abstractmethod
 
@@ -24,7 +27,6 @@ class BashSession(ABC):
             SessionDiedError: The shell ended (`exit`, a kill, or a command that nothing else could stop), now
                 or since the last command; raised once. The next `run` starts a new shell in the working folder.
             LimitExceededError: The kernel ended the shell because the sandbox used up its memory.
-            SandboxClosedError: The sandbox is closed or has ended.
             ValueError: The command contains a NUL character, or a limit is not positive.
         """
 
@@ -35,18 +37,11 @@ class BashSession(ABC):
         Its `run` returns the output and the shell's exit code, 130 for most commands, and the session lives on,
         as do processes in the background. A command that goes on gets a second SIGINT after one second; one that
         ignores both runs until its timeout.
-
-        Raises:
-            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
     async def restart(self) -> None:
-        """End the shell and everything it started, then start a new one.
-
-        Raises:
-            SandboxClosedError: The sandbox is closed or has ended.
-        """
+        """End the shell and everything it started, then start a new one."""
 
 
 class PythonSession(ABC):
@@ -63,17 +58,12 @@ class PythonSession(ABC):
                 else stopped the cell; raised once. The next `execute` starts a new kernel.
             LimitExceededError: The kernel was ended because the sandbox used up its memory.
             SandboxStartError: A new kernel did not start, for example because the image has no ipykernel.
-            SandboxClosedError: The sandbox is closed or has ended.
             ValueError: A limit is not positive.
         """
 
     @abstractmethod
     async def interrupt(self) -> None:
-        """Interrupt the running cell, as Ctrl-C does; do nothing if none is running.
-
-        Raises:
-            SandboxClosedError: The sandbox is closed or has ended.
-        """
+        """Interrupt the running cell, as Ctrl-C does; do nothing if none is running."""
 
     @abstractmethod
     async def restart(self) -> None:
@@ -81,5 +71,4 @@ class PythonSession(ABC):
 
         Raises:
             SandboxStartError: The new kernel did not start.
-            SandboxClosedError: The sandbox is closed or has ended.
         """
