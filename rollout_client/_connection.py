@@ -43,8 +43,6 @@ LAST_BACKOFF_SECONDS = 5.0
 
 
 class Connection:
-    """The HTTP connections of one client."""
-
     def __init__(
         self,
         base_url: str,

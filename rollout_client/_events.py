@@ -71,8 +71,6 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 @dataclass(frozen=True, slots=True)
 class ServerSentEvent:
-    """One event of a stream."""
-
     event: str
     data: str
     id: str

@@ -188,7 +188,6 @@ class LimitExceededError(SandboxError):
 
     @property
     def is_of_call(self) -> bool:
-        """Whether it is a limit of one call, and not of the sandbox."""
         return self.limit in ("output", "time")
 
 

@@ -74,7 +74,6 @@ class SharedProvider:
         return self
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """Start a sandbox."""
         return await self._provider.start(spec)
 
     async def release(self) -> None:

@@ -154,8 +154,6 @@ class Step:
 
 @dataclass
 class Report:
-    """The outcome of a check."""
-
     trainer: str
     version: str
     steps: list[Step]
@@ -176,8 +174,6 @@ class Report:
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of a check."""
-
     tasks: list[Task]
     steps: int = 2
     group: int = 4

@@ -13,8 +13,6 @@ from rollout_client.trainer_check.check import Row, Trainer
 
 
 class Trl(Trainer):
-    """TRL with GRPO."""
-
     package = "trl"
     std_epsilon = 1e-4
     drops_failures = True

@@ -63,8 +63,6 @@ class Queue:
 
 
 class Verl(Trainer):
-    """verl with GRPO."""
-
     package = "verl"
     drops_failures = True
 

@@ -24,8 +24,6 @@ class TrialRecord:
 
 @dataclass(slots=True)
 class InstanceAudit:
-    """The runs of one instance."""
-
     index: int
     """Its place in the data set, from 0."""
     idle: list[TrialRecord] = field(default_factory=list)
@@ -75,8 +73,6 @@ class InstanceAudit:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The result of an audit."""
-
     environment: str
     has_solution: bool
     network: str

@@ -93,7 +93,6 @@ def failure(code: str, message: str, **more: Any) -> dict[str, Any]:
 
 
 def invalid(errors: ValidationError | Sequence[FieldError]) -> dict[str, Any]:
-    """Return the error message for an invalid message of the client."""
     if isinstance(errors, ValidationError):
         found = [
             {"type": one["type"], "loc": list(one["loc"]), "msg": one["msg"]}

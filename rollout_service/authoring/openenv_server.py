@@ -56,8 +56,6 @@ END_SECONDS: Final = 30.0
 
 
 class EnvironmentServer:
-    """Serves one environment."""
-
     def __init__(
         self,
         environment: Environment,

@@ -73,8 +73,6 @@ def _check(places: Places, target: Path) -> None:
 
 
 class _Backup:
-    """A backup that is being made."""
-
     def __init__(self, places: Places, target: Path) -> None:
         self._places = places
         self._target = target

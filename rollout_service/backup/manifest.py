@@ -37,8 +37,6 @@ _READ_BYTES = 1 << 20
 
 
 class BackedUpFile(BaseModel):
-    """A file of a backup."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     bytes: int
@@ -46,8 +44,6 @@ class BackedUpFile(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The contents of a backup."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal[1] = 1

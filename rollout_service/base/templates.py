@@ -121,8 +121,6 @@ def _plain(value: object) -> str | None:
 
 
 class PromptTemplate:
-    """A compiled template."""
-
     def __init__(self, source: str, *, where: str, texts: Collection[str] = ()) -> None:
         """Compile the template, which may use `instance` and the `texts` of these names.
 

@@ -28,8 +28,6 @@ _SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 
 
 class CallOutcome(StrEnum):
-    """The outcome of a call."""
-
     ANSWERED = "answered"
     """A turn was sampled for it, and recorded."""
     REPEATED = "repeated"

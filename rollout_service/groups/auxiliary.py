@@ -97,7 +97,6 @@ def annealed(weight: Annealed, elapsed: int, length: int) -> float:
 
 
 def weighted_parts(weights: RewardWeights) -> dict[RewardPart, float]:
-    """Return the weights that are not 0, by part."""
     by_part = {
         RewardPart.PERF: weights.perf,
         RewardPart.PARALLEL: weights.parallel,

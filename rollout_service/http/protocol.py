@@ -63,8 +63,6 @@ class _Part(Enum):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
-
     def __init__(
         self,
         config: Config,

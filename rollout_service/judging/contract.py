@@ -50,8 +50,6 @@ class JudgeTimeoutError(JudgeError):
 
 
 class VoteOutcome(StrEnum):
-    """The outcome of one call of the judge."""
-
     VALID = "valid"
     UNREADABLE = "unreadable"
     """Its answer has no verdict, or one that the rubric does not have."""

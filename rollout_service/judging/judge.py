@@ -202,8 +202,6 @@ class _OpenQuestion:
 
 
 class JudgmentCache:
-    """The last judgments."""
-
     def __init__(self, size: int = SIZE) -> None:
         self._size = size
         self._kept: OrderedDict[str, Judgment] = OrderedDict()

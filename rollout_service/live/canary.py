@@ -32,8 +32,6 @@ class _Saved(BaseModel):
 
 
 class Canaries:
-    """The canaries of one node."""
-
     def __init__(self, path: Path, is_served: Callable[[str], bool]) -> None:
         """Read the shares saved in `path`; `is_served` tells whether a pool has an engine in service."""
         self._path = path

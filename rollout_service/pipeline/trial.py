@@ -36,8 +36,6 @@ SANDBOXES = 64
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The outcome of a trial."""
-
     score: Score
     stop_reason: StopReason
     episode: Episode

@@ -255,8 +255,6 @@ _LEVEL = 1
 
 
 class RunExporter:
-    """Exports runs."""
-
     def __init__(self, runs: RunStore, run_service: RunService) -> None:
         self._runs = runs
         self._run_service = run_service

@@ -83,8 +83,6 @@ def shuffled(size: int, seed: int, epoch: int) -> list[int]:
 
 
 class RunTasks:
-    """The tasks of one run."""
-
     def __init__(self, source: TaskSource, size: int, rows: Rows | None, inline: ReadInline) -> None:
         """`rows` are those of a file or data set, if any; `inline` reads inline and appended tasks from the store."""
         self._source = source

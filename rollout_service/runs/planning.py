@@ -209,7 +209,6 @@ def new_group(run: RunRecord, position: TaskPosition, task: Task) -> NewGroup:
 def rollout_request(
     run: RunRecord, number: int, sample: int, task: Task, retry: int, branch_of: BranchPoint | None = None
 ) -> RolloutRequest:
-    """Return the rollout request for one sample of a group."""
     request, sampling = run.request, run.request.sampling
     if sampling.seed is not None:
         sampling = sampling.model_copy(update={"seed": sample_seed(sampling.seed, number, sample)})

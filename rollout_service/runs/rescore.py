@@ -179,7 +179,6 @@ class Replay:
         return cls(runner, policy, recorded, context.judge, with_tools)
 
     async def run(self) -> Score:
-        """Return the new score."""
         if self.with_tools:
             return await self.runner.run()
         answer = final_answer(self.policy.trajectory().messages)

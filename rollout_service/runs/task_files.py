@@ -124,7 +124,6 @@ class Parquet(Rows):
 
 
 def _as_json(row: dict[str, Any]) -> bytes:
-    """Return a row as JSON."""
     columns = []
     for name, value in row.items():
         try:

@@ -298,7 +298,6 @@ class TokenText:
 
 
 def join(tokens: Sequence[bytes]) -> TokenText:
-    """Return the text of tokens, given by their bytes."""
     result = TokenText()
     parts: list[str] = []
     length, pending, partial = 0, b"", set[int]()

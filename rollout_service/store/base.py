@@ -139,8 +139,6 @@ class BaseStore(StoreShard):
 
 
 class BaseRuns(ShardRuns):
-    """The runs of a store."""
-
     async def group_page(
         self,
         run_id: str,

@@ -94,8 +94,6 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The answer to a heartbeat."""
-
     is_member: bool
     """Whether the node is still a member. If not, it was declared dead: its leases are lost, and it has to join again
     once it has dropped their work."""

@@ -313,9 +313,7 @@ class Store(SummaryStore, Protocol):
         """
         ...
 
-    async def trajectory(self, rollout_id: str) -> Trajectory | None:
-        """Return the trajectory of a finished rollout, or None."""
-        ...
+    async def trajectory(self, rollout_id: str) -> Trajectory | None: ...
 
     async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes | None:
         """Return the sub-agents of a finished rollout, whatever its request asks for, or None.

@@ -36,8 +36,6 @@ class CommandKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SharedBackend:
-    """A registered backend."""
-
     backend_id: str
     spec: BackendSpec
     loopback_of: str = ""

@@ -40,8 +40,6 @@ from rollout_service.store.lists_contract import RunLists
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run and its counters."""
-
     run_id: str
     request: RunRequest
     """The request with all patches applied; inline tasks are stored separately."""
@@ -76,8 +74,6 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A group to start."""
-
     number: int
     epoch: int
     requests: Sequence[RolloutRequest]
@@ -141,8 +137,6 @@ class ReadyGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupClosure:
-    """The outcome of a group."""
-
     number: int
     reason: str | None
     """Why the group is dropped; None if it is kept."""

@@ -63,7 +63,6 @@ class Conversation:
         self._pending: tuple[list[int], ForkReason | None] | None = None
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Change the tools."""
         if self._turns:
             raise ConversationStateError("tools cannot change after the first turn")
         self._tools = list(tools)

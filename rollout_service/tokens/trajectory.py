@@ -143,7 +143,6 @@ class GrowingSegment:
     def add_sampled(
         self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn_id: int
     ) -> None:
-        """Add the tokens of one turn."""
         self._add(ids, 1, logprobs, versions, turn_id)
 
     def _add(

@@ -85,8 +85,6 @@ class TreePrompt:
 
 @dataclass(slots=True)
 class TurnTree:
-    """The turns of one rollout."""
-
     _renderer: ChatRenderer
     _turns: list[TreeTurn] = field(default_factory=list)
     _next_id: int = 0

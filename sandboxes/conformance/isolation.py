@@ -55,7 +55,6 @@ async def reachable_owner(_: Sandbox, provider: SandboxProvider) -> None:
 
 
 async def _answer(listener: socket.socket) -> None:
-    """Answer one connection."""
     loop = asyncio.get_running_loop()
     connection, _ = await loop.sock_accept(listener)
     with connection:

@@ -19,8 +19,6 @@ Verdict = Literal["holds", "fails", "known failure", "holds now"]
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of one check."""
-
     check: str
     promise: str
     """The check's docstring, which is the contract's promise."""
@@ -46,7 +44,6 @@ class ConformanceReport:
         return all(outcome.verdict != "fails" for outcome in self.outcomes)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as JSON data."""
         return {"conforms": self.conforms, **asdict(self)}
 
 

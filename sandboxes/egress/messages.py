@@ -18,7 +18,6 @@ class ProxyRequest:
     private: bool = False
 
     def encode(self) -> bytes:
-        """Return it as a packet."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -41,7 +40,6 @@ class EgressCounts:
     """Refusals by the code of their reason."""
 
     def add(self, other: "EgressCounts") -> None:
-        """Add the counts of another."""
         self.connections += other.connections
         self.allowed += other.allowed
         self.bytes_out += other.bytes_out
@@ -56,5 +54,4 @@ def encode_counts(counts: EgressCounts) -> bytes:
 
 
 def decode_counts(packet: bytes) -> EgressCounts:
-    """Return the counts of an answer."""
     return EgressCounts(**json.loads(packet))

@@ -20,8 +20,6 @@ from sandboxes.limits.cgroups import raise_open_files
 
 @dataclass(slots=True)
 class RunningProxy:
-    """The proxy of one sandbox."""
-
     proxy: EgressProxy
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     ended: anyio.Event = field(default_factory=anyio.Event)

@@ -108,8 +108,6 @@ async def resolve(host: str, port: int) -> Sequence[str]:
 
 
 class EgressProxy:
-    """The proxy of one sandbox."""
-
     def __init__(
         self,
         label: str,

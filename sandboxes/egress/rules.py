@@ -124,7 +124,6 @@ class HostRule:
         return host == self.host
 
     def has_port(self, port: int) -> bool:
-        """Return whether it matches this port of its host."""
         return port in DEFAULT_PORTS if self.port is None else port == self.port
 
 

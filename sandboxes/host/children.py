@@ -144,7 +144,6 @@ class LingeringChildren:
         self._kept.append(_Kept(process, finish))
 
     async def collect(self) -> None:
-        """Collect the children that have ended."""
         ended = [kept for kept in self._kept if kept.process.poll() is not None]
         self._kept = [kept for kept in self._kept if kept not in ended]
         for kept in ended:

@@ -95,7 +95,6 @@ class ImageFacts:
         return tuple(_advice(self))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields, for `from_json`."""
         return asdict(self)
 
     @classmethod

@@ -38,7 +38,6 @@ class Definition:
 
     @property
     def kind(self) -> str:
-        """The kind of source, for messages."""
         return "definition"
 
     def __str__(self) -> str:
@@ -74,7 +73,6 @@ class Reference:
 
     @property
     def kind(self) -> str:
-        """The kind of source, for messages."""
         return "reference"
 
     def __str__(self) -> str:
@@ -129,7 +127,6 @@ class ArchiveSource:
 
     @property
     def kind(self) -> str:
-        """The kind of source, for messages."""
         return "archive"
 
     def __str__(self) -> str:
@@ -155,7 +152,6 @@ class Tree:
 
     @property
     def kind(self) -> str:
-        """The kind of source, for messages."""
         return "tree"
 
     def __str__(self) -> str:
@@ -217,7 +213,6 @@ class DockerfileSource:
 
     @property
     def kind(self) -> str:
-        """The kind of source, for messages."""
         return "Dockerfile"
 
     def __str__(self) -> str:

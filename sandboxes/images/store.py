@@ -51,8 +51,6 @@ KINDS = {Definition: "build", Tree: "tree", DockerfileSource: "dockerfile", Arch
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """One named image of the store."""
-
     name: str
     path: Path
     size_bytes: int

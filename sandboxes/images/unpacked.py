@@ -38,8 +38,6 @@ FORMAT = "5"
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """An unpacked image and its facts."""
-
     folder: Path
     facts: ImageFacts
 

@@ -88,7 +88,6 @@ class LimitMonitor:
         return tuple(self.make_error(limit) for limit in WHOLE if counts.get(limit))
 
     def make_error(self, limit: str) -> LimitExceededError:
-        """Return the error that reports this limit."""
         match limit:
             case "memory":
                 size = _format_size(self.limits.memory_bytes)

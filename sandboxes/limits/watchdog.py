@@ -163,15 +163,12 @@ class ProcessorYield:
             self._yields = hog
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class WatchedSandbox:
-    """One sandbox that the watchdog looks at."""
-
     def __init__(self, monitor: LimitMonitor, *, shares_user: bool = False) -> None:
         self.monitor = monitor
         self._shares_user = shares_user
@@ -223,7 +220,6 @@ class WatchedSandbox:
         return sum(_proportional_size(process) for process in inside) > limit
 
     def close(self) -> None:
-        """Close files."""
         if self._yielding is not None:
             self._yielding.close()
 
@@ -249,7 +245,6 @@ class Watchdog:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread is running."""
         return self._thread is not None
 
     def close(self) -> None:

@@ -109,8 +109,6 @@ def bash_argv(text: str, *arguments: str) -> list[str]:
 
 
 class Files:
-    """The files of one sandbox."""
-
     def __init__(
         self,
         run: ScriptRunner,

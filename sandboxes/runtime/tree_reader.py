@@ -193,7 +193,6 @@ class Archive:
         self._now = int(time.time())
 
     def close(self) -> None:
-        """End the archive."""
         self._out.write(bytes(END_BLOCKS * BLOCK))
         self._out.close()
 

@@ -103,7 +103,6 @@ class AdmissionController:
 
     @property
     def waiting(self) -> int:
-        """How many wait to be admitted."""
         return sum(len(queue) for queue in self._queues.values())
 
     @property

@@ -32,7 +32,6 @@ class HostReader:
         self.cpus = len(os.sched_getaffinity(0))
 
     def read(self) -> HostMetrics:
-        """Read the current metrics."""
         available, total = self._read_memory()
         return HostMetrics(
             cpus=self.cpus,

@@ -117,8 +117,6 @@ class InterruptTiming:
 
 
 class ShellCommand(NamedTuple):
-    """One command of a shell."""
-
     nonce: str
     """Marks the report of its end."""
 

@@ -190,7 +190,6 @@ async def open_transport(settings: McpSettings, sandbox: Sandbox) -> AsyncIterat
 
 
 def _data(event: bytes) -> bytes:
-    """Return the data of an event of a stream."""
     lines = event.split(b"\n")
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
 

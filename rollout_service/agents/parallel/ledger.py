@@ -130,8 +130,6 @@ class Steps:
 
 @dataclass(slots=True)
 class TurnSteps:
-    """The steps of one turn of an agent."""
-
     main: int = 1
     """The agent's own."""
     waves: list[list[Steps]] = field(default_factory=list)

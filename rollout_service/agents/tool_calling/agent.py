@@ -39,9 +39,7 @@ class CallRunner(Protocol):
     """Runs the tool calls of an agent's turns; `calls.ToolCalls` is the plain one."""
 
     @property
-    def definitions(self) -> list[ToolSpec]:
-        """The definitions of the tools for the policy."""
-        ...
+    def definitions(self) -> list[ToolSpec]: ...
 
     def stop_reason(self, episode: Episode) -> StopReason | None:
         """Return why there may be no further turn; None if there may."""

@@ -71,8 +71,6 @@ class ToolInputError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """The resources of a call."""
-
     sandbox: Sandbox | None
     """The agent's sandbox; None in an environment without one."""
     seconds: float
@@ -98,8 +96,6 @@ class ToolContext:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of a call."""
-
     text: str
     answer: str | None = None
     """The agent's final answer, set by a tool that ends the agent."""

@@ -53,8 +53,6 @@ class AttackVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttackOutcome:
-    """One attack and its outcome."""
-
     attack: str
     does: str
     verdict: AttackVerdict

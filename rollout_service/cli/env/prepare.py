@@ -171,7 +171,6 @@ def _look_for(
 
 
 def _source_of(image: str, environment: Environment, store: ImageStore) -> Source:
-    """Return the source of an image."""
     if (dockerfile := environment.dockerfiles().get(image)) is not None:
         return dockerfile_at(dockerfile)
     if REFERENCE.fullmatch(image):

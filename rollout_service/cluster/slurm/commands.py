@@ -94,7 +94,6 @@ async def submit(script: Path) -> str:
 
 
 async def job_state(job: str) -> JobState:
-    """Return a job's state."""
     try:
         said = await run(["scontrol", "--oneliner", "show", "job", job])
     except ConfigurationError as error:

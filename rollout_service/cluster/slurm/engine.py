@@ -43,8 +43,6 @@ LAST_BYTES = 4_096
 
 @dataclass
 class JobEngine:
-    """One engine on this node."""
-
     folder: JobFolder
     engines: Engines
     name: str

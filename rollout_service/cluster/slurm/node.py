@@ -35,8 +35,6 @@ DRAIN_MARGIN_SECONDS = 30.0
 
 @dataclass
 class JobNode:
-    """The service on this node."""
-
     folder: JobFolder
     spec: JobSpec
     scratch: Path

@@ -106,7 +106,6 @@ def expect_count(stated: object, name: str, expected: int, *, required: bool) ->
 
 
 def cached_count(cached: Any, name: str, prompt_tokens: int, *, required: bool, hint: str = "") -> int:
-    """Return how many of the prompt's tokens were cached."""
     if cached is None and not required:
         return 0
     if not is_count(cached) or cached > prompt_tokens:
@@ -203,8 +202,6 @@ def versions_of_spans(spans: object, count: int) -> list[int]:
 
 
 class ExtraKind(StrEnum):
-    """One kind of extra."""
-
     TOP_LOGPROBS = "top_logprobs"
     PROMPT_LOGPROBS = "prompt_logprobs"
     ROUTED_EXPERTS = "routed_experts"

@@ -37,8 +37,6 @@ class Connect(Protocol):
 
 
 class EngineKinds:
-    """The kinds of engines by name."""
-
     def __init__(self, *, plugins: Iterable[EntryPoint] | None = None) -> None:
         """`plugins` are those that are installed unless they are given."""
         self._plugins = plugins

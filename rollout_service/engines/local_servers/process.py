@@ -44,8 +44,6 @@ class EngineStartError(ConfigurationError):
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How to start a server."""
-
     command: list[str]
     environment: Mapping[str, str]
     """The child's entire environment."""

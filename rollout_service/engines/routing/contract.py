@@ -80,8 +80,6 @@ class Decision:
 
 
 class RequestEnd(StrEnum):
-    """How a request to a backend ended."""
-
     ANSWERED = "answered"
     FAILED = "failed"
     CANCELLED = "cancelled"

@@ -58,8 +58,6 @@ Save = Callable[[int, SavedTurn], None]
 
 
 class TurnLog:
-    """The turns of one attempt."""
-
     def __init__(
         self,
         saved: Sequence[SavedTurn] = (),

@@ -29,8 +29,6 @@ RUNNERS = frozenset({"pytest", "_pytest", "pluggy", "iniconfig", "py", "unittest
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """The part of a patch that changes one file."""
-
     paths: frozenset[str]
     """Its path before and after, which differ if it was renamed."""
     data: bytes

@@ -24,8 +24,6 @@ from rollout_service.gateway.contract import (
 
 @dataclass(slots=True)
 class SentCall:
-    """A tool call as it was sent."""
-
     id: str
     name: str
     number: int

@@ -129,7 +129,6 @@ class Fields:
         return invalid(self.at(name), f"must be a list, not {kind(value)}")
 
     def objects(self, name: str) -> Iterator[Fields]:
-        """Yield the objects of a list."""
         path = self.at(name)
         for index, item in enumerate(self.items(name)):
             yield as_fields(item, f"{path}.{index}")
@@ -270,8 +269,6 @@ _MAX_RECORDED = 8_192
 
 
 class Treatment(StrEnum):
-    """The treatment of a parameter."""
-
     HONORED = "honored"
     """The answer is as the client asked."""
     RECORDED = "recorded"
@@ -296,8 +293,6 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """The parameters of a dialect."""
-
     rows: tuple[Parameter, ...]
     by_path: Mapping[str, Parameter] = field(init=False)
     groups: frozenset[str] = field(init=False)

@@ -93,7 +93,6 @@ class GatewayApp:
                 raise NotFoundError(f"there is no route {request.method} {request.path}")
 
     async def _find(self, request: GatewayRequest, scope: Scope) -> GatewaySession:
-        """Return the session of a request."""
         _ = scope
         return self._sessions.find(request.key)
 

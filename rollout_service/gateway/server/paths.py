@@ -23,8 +23,6 @@ _KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")
 
 
 class Action(Enum):
-    """An action of the gateway."""
-
     ALIVE = auto()
     ANSWER = auto()
     COUNT = auto()
@@ -51,8 +49,6 @@ _COMPILED = [(method, re.compile(path), dialect, action) for method, path, diale
 
 @dataclass(frozen=True, slots=True)
 class GatewayRequest:
-    """The head of a request."""
-
     method: str
     path: str
     """The path without the key and the versions."""

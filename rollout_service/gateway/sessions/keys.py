@@ -20,8 +20,6 @@ MAX_REMEMBERED = 100_000
 
 
 class SessionSource(Protocol):
-    """Finds the session of a key."""
-
     def find(self, key: str) -> GatewaySession:
         """Return the session of a key.
 
@@ -55,7 +53,6 @@ class GatewaySessions:
         return True
 
     def find(self, key: str) -> GatewaySession:
-        """Return the session of a key."""
         digest = _hash(key)
         if (session := self._open.get(digest)) is not None:
             return session

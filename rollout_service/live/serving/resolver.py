@@ -262,8 +262,6 @@ MIN_KEEP_SECONDS = 10.0
 
 @dataclass(slots=True)
 class ActiveSession:
-    """A session that is being served."""
-
     record: SessionRecord
     gateway: GatewaySession
     recorder: SessionRecorder

@@ -280,7 +280,6 @@ def _replace_value(db: sqlite3.Connection, turn: sqlite3.Row, value: float | Non
 
 
 def turns(db: sqlite3.Connection, session_id: str, first: int = 0) -> list[TurnRecord]:
-    """Return the turns of a session from this one on, by their ids."""
     rows = db.execute(_FROM, (session_id, first)).fetchall()
     return contents.of_session(db, rows[0]["session"], rows, first) if rows else []
 

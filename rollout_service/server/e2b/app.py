@@ -133,7 +133,6 @@ class E2BApp:
         return "" if key is None else key.name
 
     def _box(self, request: Request) -> Box:
-        """Return the sandbox that a request is for."""
         headers = request.headers
         box = self._boxes.find(headers.get("e2b-sandbox-id", ""))
         if box is None:

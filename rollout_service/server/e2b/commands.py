@@ -221,7 +221,6 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
 
 
 def _command(request: Any) -> Command:
-    """Return the command that a request names."""
     wanted = request.process.selector.value if request.process and request.process.selector else None
     commands: list[Command] = CURRENT_BOX.get().commands
     for command in commands:

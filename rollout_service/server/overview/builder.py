@@ -199,8 +199,6 @@ PERIOD_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One overview, as it is sent."""
-
     number: int
     """A number that grows with each."""
     overview: Overview

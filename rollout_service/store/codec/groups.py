@@ -151,8 +151,6 @@ def _delivered(row: Row) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A group as a store has it."""
-
     number: int
     state: str
     reason: str | None

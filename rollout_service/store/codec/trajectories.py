@@ -36,8 +36,6 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class CompressedColumn:
-    """A compressed column."""
-
     dtype: np.dtype[Any]
     data: memoryview
 

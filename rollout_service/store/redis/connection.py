@@ -137,7 +137,6 @@ class RedisConnection(JobThread[_RedisJob]):
         return {library_name(each) for each in found} - {self.library_name}
 
     async def delete_library(self, name: str) -> None:
-        """Delete a library, if it is there."""
         try:
             await self._run(("FUNCTION DELETE", name), writes=True)
         except DefectError as error:

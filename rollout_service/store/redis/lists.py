@@ -77,7 +77,6 @@ class _RowSearch:
         return self.wanted == 0
 
     def text(self, **among: Sequence[str] | Sequence[int]) -> bytes:
-        """Return the search for `lists.lua`."""
         given = self._filter | ({"states": self._states} if "ids" in among else {})
         return to_json({"filter": given, "states": self._states, "newest": self.newest} | among)
 

@@ -32,8 +32,6 @@ _OTHERWISE = "Check the file system of [store] folder, and the kernel's log (dme
 
 
 class SharedFiles(SegmentFiles):
-    """The files of one folder."""
-
     write_seconds = 0.0
     """A flush takes long enough to gather records."""
     reads_at_once = 8

@@ -181,8 +181,6 @@ class SegmentFolder:
 
 
 class SegmentReader:
-    """Reads from the files of one folder."""
-
     def __init__(self, files: SegmentFiles, proof: FolderProof) -> None:
         self._files = files
         self._proof = proof

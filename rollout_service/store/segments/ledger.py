@@ -20,8 +20,6 @@ from typing import Protocol, Self
 
 @dataclass(frozen=True, slots=True)
 class SegmentTotals:
-    """The totals of the segment files."""
-
     files: int
     """Files that are open or referenced."""
     records: int

@@ -141,7 +141,6 @@ def _probe(files: SegmentFiles) -> None:
 
 
 def _read(files: SegmentFiles) -> FolderMark | None:
-    """Return the mark, or None if there is none."""
     try:
         text = files.read(MARK_FILE, 0, _MARK_BYTES)
     except FileNotFoundError:

@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 
 class ShardedCluster(ClusterStore):
-    """The members of all shards."""
-
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
         self._home, *self._others = shards

@@ -15,8 +15,6 @@ from rollout_service.store.sharded.shard import Shard, ShardAnswers, ask_each, d
 
 
 class ShardedRuns(RunStore):
-    """The runs of all shards."""
-
     def __init__(self, shards: Sequence[Shard], shard_of: Callable[[str], int]) -> None:
         self._shards = shards
         self._shard_of = shard_of

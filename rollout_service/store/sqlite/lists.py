@@ -53,8 +53,6 @@ class SummarySearch:
 
 @dataclass(frozen=True, slots=True)
 class SummaryRows:
-    """One page of rows."""
-
     rows: Sequence[sqlite3.Row]
     next: int | None
     """The number of the rollout after which to go on; None if nothing is left."""

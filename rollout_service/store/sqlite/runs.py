@@ -31,8 +31,6 @@ from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes, w
 
 
 class SqliteRuns(BaseRuns):
-    """The runs of one store."""
-
     def __init__(
         self, thread: DatabaseThread, clock: Callable[[], float], work_added: Callable[[], None]
     ) -> None:

@@ -29,8 +29,6 @@ ABOUT = "layer.json"
 
 @dataclass(frozen=True, slots=True)
 class ImageLayer:
-    """One layer."""
-
     key: str
     files: Path
     size_bytes: int

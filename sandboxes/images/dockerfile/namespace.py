@@ -98,8 +98,6 @@ class StepJob:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """How a step ended."""
-
     exit_code: int
     last_lines: tuple[str, ...] = ()
     full: bool = False

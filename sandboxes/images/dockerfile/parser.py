@@ -54,8 +54,6 @@ class Heredoc:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction as it was written."""
-
     keyword: str
     """In capitals."""
 

@@ -59,8 +59,6 @@ MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One `--mount` of a RUN."""
-
     kind: str
     """bind, cache or tmpfs."""
 

@@ -218,7 +218,6 @@ class Link(relay.Carrier):
             raise ValueError("a line or a frame that is too long")
 
     def obey(self, kind: bytes, number: int, content: bytes) -> None:
-        """Obey one frame."""
         if kind == relay.HELLO:
             hello = json.loads(content)
             self._prefix, self.home = list(map(str, hello["prefix"])), str(hello["home"])

@@ -148,7 +148,6 @@ class Carrier:
         self.incoming = b""
 
     def send(self, kind: bytes, number: int, content: bytes = b"") -> None:
-        """Send a frame."""
         self.outgoing += HEADER.pack(kind, number, len(content)) + content
 
     def wait(self, handles: "dict[int, Callable[[int], object]]", seconds: "float | None" = None) -> None:
@@ -341,7 +340,6 @@ class Relay(Carrier):
         self.next += 1
 
     def obey(self, kind: bytes, number: int, content: bytes) -> None:
-        """Obey one frame."""
         if kind == ASK:
             self.send(ASK, number, json.dumps(self.end()).encode())
         elif kind == FILE:

@@ -20,8 +20,6 @@ _GREEDY_BELOW = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSettings:
-    """How one request is sampled."""
-
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1

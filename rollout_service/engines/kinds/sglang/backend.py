@@ -41,8 +41,6 @@ from rollout_service.engines.kinds.token_stream import TokenStream, generation_b
 
 
 class SGLangBackend(HttpBackend):
-    """One SGLang server."""
-
     def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
         super().__init__(url, backend_id=backend_id, timeout=timeout)
         self._weights = SGLangWeights(self.id, self._exchange)

@@ -20,8 +20,6 @@ _NAMES = (_RUNNING, _WAITING, _USAGE, _CAPACITY, _SAMPLED, _READ)
 
 @dataclass(frozen=True, slots=True)
 class ReportedLoad:
-    """The load that a server reported."""
-
     load: BackendLoad
 
     @property

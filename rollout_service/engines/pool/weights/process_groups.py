@@ -50,8 +50,6 @@ def require_process_groups(backend: Backend) -> SupportsProcessGroups:
 
 
 class ProcessGroups:
-    """The process groups of one pool."""
-
     def __init__(self) -> None:
         self._backends: dict[str, frozenset[str]] = {}
 
@@ -92,8 +90,6 @@ class ProcessGroups:
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """The ranks of each backend."""
-
     first: dict[BackendHandle, int]
     count: dict[BackendHandle, int]
 

@@ -271,8 +271,6 @@ class _OpenCalls:
 
 
 class ContentReader:
-    """Reads the contents of one request."""
-
     def __init__(self, notes: Sorted) -> None:
         self._notes = notes
         self._open_calls = _OpenCalls()

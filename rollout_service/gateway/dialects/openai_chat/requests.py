@@ -98,7 +98,6 @@ _LIMITS = frozenset({"max_tokens", "max_completion_tokens"})
 
 
 def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
-    """Return the call that a request makes."""
     fields = read_body(body)
     notes = sort_parameters(fields, PARAMETERS)
     options = fields.object("stream_options") or Fields({})

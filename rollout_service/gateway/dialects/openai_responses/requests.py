@@ -82,7 +82,6 @@ _LIMITS = frozenset({"max_output_tokens"})
 
 
 def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
-    """Return the call that a request makes."""
     fields = read_body(body)
     notes = sort_parameters(fields, PARAMETERS)
     if _LOGPROBS in fields.items("include"):
@@ -163,8 +162,6 @@ class _FoldedAnswer:
 
 
 class ItemReader:
-    """Reads the items of one request."""
-
     def __init__(self, tools: ToolReader, notes: Sorted) -> None:
         self.head_tools: list[ToolSpec] = []
         """The tools that items add to the head."""

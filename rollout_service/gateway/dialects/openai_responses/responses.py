@@ -235,8 +235,6 @@ class ReasoningItem(Item):
 
 
 class TextItem(Item):
-    """A message."""
-
     def __init__(self, turn_key: str, index: int) -> None:
         super().__init__("msg", turn_key, index)
 

@@ -92,8 +92,6 @@ class CountingExporter(SpanExporter):
 
 
 class CountingProcessor(BatchSpanProcessor):
-    """A batch processor that counts the spans that it is given."""
-
     def __init__(self, exporter: SpanExporter, counts: SpanCounts, queue_size: int) -> None:
         super().__init__(exporter, max_queue_size=queue_size)
         self._counts = counts

@@ -19,8 +19,6 @@ UNKNOWN = -1
 
 
 class EngineCalls:
-    """The calls of all engines."""
-
     def __init__(self) -> None:
         self._engines: dict[str, int] = {}
         self._rollouts: list[str] = []

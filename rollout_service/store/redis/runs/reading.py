@@ -52,8 +52,6 @@ _MEMBER = ("state", "reward", "changed_at", "oldest_version", "newest_version", 
 
 
 class GroupReader(BaseRuns):
-    """The groups of one store."""
-
     def __init__(self, database: RunDatabase, rollouts: RedisRollouts) -> None:
         self._database = database
         self._rollouts = rollouts

@@ -24,8 +24,6 @@ _LEVEL = 1
 
 @dataclass(slots=True)
 class OpenRecord:
-    """An open group."""
-
     epoch: int
     members: list[str]
     """The ids of its present rollouts, by sample."""
@@ -130,7 +128,6 @@ class GroupStatus:
 
     @property
     def counter(self) -> str:
-        """The counter of the run that counts it."""
         return str(self) if self.state == "dropped" else self.state
 
 

@@ -47,7 +47,6 @@ class RunKeys:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every key of the run."""
         groups = (self.open, self.closed, self.states, self.ready, self.heads, self.settled, self.held)
         return (self.run, self.tasks, *groups, self.out, self.batches, self.history)
 

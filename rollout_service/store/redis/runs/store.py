@@ -52,8 +52,6 @@ ROLLOUTS_AT_ONCE = 64
 
 
 class RedisRuns(GroupReader):
-    """The runs of one store."""
-
     def __init__(self, database: RunDatabase, rollouts: RedisRollouts, topics: TopicReader) -> None:
         super().__init__(database, rollouts)
         self._retention = RunRetention(database, rollouts)

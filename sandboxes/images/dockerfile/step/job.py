@@ -96,7 +96,6 @@ class Step:
 
 
 def say(report: int, line: "dict[str, Any]") -> None:
-    """Write a line of the report."""
     os.write(report, json.dumps(line).encode() + b"\n")
 
 

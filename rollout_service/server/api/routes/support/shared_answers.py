@@ -30,8 +30,6 @@ Make = Callable[[], Awaitable[Response]]
 
 @dataclass(slots=True)
 class _LastAnswer:
-    """The last answer to a question."""
-
     turn: anyio.Lock = field(default_factory=anyio.Lock)
     """Who holds it makes the answer."""
     response: Response | None = None
