@@ -111,8 +111,6 @@ class OpenStep:
 
 
 class Activity:
-    """The steps of one attempt."""
-
     def __init__(
         self,
         rollout_id: str,

@@ -108,7 +108,6 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
     # -- start and stop --------------------------------------------------------
 
     async def start(self, force_build: bool) -> None:
-        """Build or find the image, and start the sandbox."""
         image = await self._image(force_build=force_build)
         self._provider = shared_provider(self._settings)
         try:

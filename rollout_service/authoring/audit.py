@@ -209,8 +209,6 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """A text to search for."""
-
     what: str
     """Where it comes from."""
     text: str

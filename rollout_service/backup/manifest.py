@@ -105,7 +105,6 @@ class Manifest(BaseModel):
 
 
 def describe(path: Path) -> BackedUpFile:
-    """Return the size and the hash of a file."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while part := file.read(_READ_BYTES):
@@ -205,8 +204,6 @@ class SharedStore:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places that a backup is made of, or restored to."""
-
     states: Mapping[str, Path]
     """State folders, by the names that they have in a backup."""
     owns_store: bool = True

@@ -126,7 +126,6 @@ class MonotonicCounter:
         self.advance(self.value + 1)
 
     async def wait_above(self, value: int) -> int:
-        """Wait until the counter is above a value, then return the counter."""
         while self.value <= value:
             await self._advanced.wait()
         return self.value

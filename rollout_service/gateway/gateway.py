@@ -41,8 +41,6 @@ ONE_PROGRAM = ConnectionLimits(admitted=256, pending=64)
 
 @dataclass(frozen=True, slots=True)
 class GatewayParts:
-    """The parts of the service that a gateway uses."""
-
     settings: GatewaySettings
     policies: PolicyServing
     make_capture: Callable[[ChatRenderer], TurnCapture]

@@ -45,8 +45,6 @@ class CallOutcome(StrEnum):
 
 
 class GatewayMetrics:
-    """The metrics of one service's gateway."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
         self._clients: set[str] = set()

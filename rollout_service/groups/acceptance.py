@@ -29,8 +29,6 @@ _LOWEST_RATE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
-    """How far a group has come."""
-
     ended: int = 0
     """The number of samples that have ended."""
     varied: bool = False

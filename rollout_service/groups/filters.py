@@ -268,8 +268,6 @@ GROUP = "rollout_service.filters"
 
 
 class FilterRegistry:
-    """Classes of filters by name."""
-
     def __init__(self) -> None:
         self._kinds: dict[str, type[GroupFilter]] = {
             "zero_variance": ZeroVariance,

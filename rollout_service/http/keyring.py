@@ -153,8 +153,6 @@ FileVersion = tuple[int, int, int, int]
 
 
 class Keyring:
-    """The keys of one server."""
-
     def __init__(
         self,
         fixed: Sequence[ApiKey],

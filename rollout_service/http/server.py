@@ -31,8 +31,6 @@ POLL_SECONDS = 10.0
 
 
 class Certificate:
-    """A certificate with its chain and key."""
-
     def __init__(self, certificate: Path, key: Path | None, password: str | None) -> None:
         """Check that the files can be used.
 
@@ -104,8 +102,6 @@ KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP
 
 
 class Server(uvicorn.Server):
-    """Serves one listening socket."""
-
     def __init__(
         self,
         config: uvicorn.Config,

@@ -98,8 +98,6 @@ class TextSampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One call of the judge."""
-
     outcome: VoteOutcome
     label: str | None = None
     """The rubric's label that it chose; None unless `outcome` is valid."""
@@ -112,8 +110,6 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Judgment:
-    """A judge's decision."""
-
     value: float
     """The value of the label that has the majority, or the mean of the values of all labels that were chosen."""
     label: str | None

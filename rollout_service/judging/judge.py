@@ -195,8 +195,6 @@ SIZE = 10_000
 
 @dataclass(slots=True)
 class _OpenQuestion:
-    """A question that is being asked."""
-
     answered: anyio.Event = field(default_factory=anyio.Event)
     error: Exception | None = None
 

@@ -20,8 +20,6 @@ JUDGED: Final = "judged"
 
 
 class JudgeMetrics:
-    """The metrics of one service's judges."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
         self._judgments = counter(

@@ -25,8 +25,6 @@ from sandboxes.scheduling.admission import AdmissionController
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The limiters of the three stages."""
-
     init: StageLimiter
     rollout: StageLimiter
     evaluate: StageLimiter

@@ -48,8 +48,6 @@ class Setup:
 
 @dataclass(slots=True)
 class _Shared:
-    """A setup that is made, or being made by one of its users."""
-
     users: int = 0
     used_at: float = 0.0
     setup: Setup | None = None

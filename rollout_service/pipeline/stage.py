@@ -105,8 +105,6 @@ class Slot:
 
 
 class StageLimiter:
-    """The queue and the workers of one stage."""
-
     def __init__(self, stage: Stage, *, places: int, workers: int, metrics: Metrics) -> None:
         self.stage = stage
         self.places = ResizableSemaphore(places)

@@ -60,8 +60,6 @@ class PromptTooLongError(RequestError):
 
 
 class PolicySource(Protocol):
-    """Opens the one policy of an episode."""
-
     async def open(self, tools: list[ToolSpec], hidden: Collection[str]) -> Policy:
         """Open the conversation with the policy, with the texts of `hidden` masked; called in the init stage."""
         ...

@@ -230,7 +230,6 @@ class RunManager:
         return settled
 
     async def _pause(self, run: RunRecord, error: Exception) -> RunRecord:
-        """Pause a run, and record its problem."""
         info = describe(error)
         state = RunState.PAUSED if run.state is RunState.RUNNING else None
         stopped = await self._runs.update(run.run_id, state=state, problem=info)

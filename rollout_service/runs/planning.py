@@ -143,8 +143,6 @@ _SEEDS = 2**31
 
 @dataclass(slots=True)
 class ActiveRun:
-    """A run that is being worked on."""
-
     run: RunRecord
     chain: FilterChain
     estimates: RunEstimates

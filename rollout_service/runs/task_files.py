@@ -49,9 +49,7 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, row: int) -> dict[str, JsonValue]:
-        """Return the instance with this index."""
-        ...
+    def read(self, row: int) -> dict[str, JsonValue]: ...
 
 
 class JsonLines(Rows):

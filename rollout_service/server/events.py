@@ -37,8 +37,6 @@ _Said = tuple[EventKind, str, dict[str, JsonValue]]
 
 
 class Announcer:
-    """Writes events in the background."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
         self._said, self._waiting = anyio.create_memory_object_stream[_Said](MAX_WAITING)

@@ -113,8 +113,6 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class RoleLease:
-    """A role, held by one service."""
-
     role: str
     owner: str
     token: int
@@ -199,6 +197,4 @@ class ClusterStore(Protocol):
         """Give up a role, so that another service can take it at once. Idempotent."""
         ...
 
-    async def leader(self, role: str) -> RoleLease | None:
-        """Return who leads a role now, or None."""
-        ...
+    async def leader(self, role: str) -> RoleLease | None: ...

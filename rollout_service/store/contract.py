@@ -87,8 +87,6 @@ MAX_RECORDS = 64
 
 @dataclass(frozen=True, slots=True)
 class EncodedSteps:
-    """The steps of one attempt, ready to be stored."""
-
     rollout_id: str
     data: bytes
 
@@ -122,9 +120,7 @@ class Store(SummaryStore, Protocol):
         """The number of failed calls since the store was opened."""
         ...
 
-    def size_bytes(self) -> int:
-        """Return the size of the store's files."""
-        ...
+    def size_bytes(self) -> int: ...
 
     @property
     def commit_seconds(self) -> Histogram:

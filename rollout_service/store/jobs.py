@@ -46,8 +46,6 @@ def commit_histogram() -> Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job that somebody waits for."""
-
     writes: bool
     future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The future that the caller awaits."""
@@ -58,8 +56,6 @@ J = TypeVar("J", bound=Job)
 
 @dataclass(frozen=True, slots=True)
 class JobResult(Generic[J]):
-    """The value of a job, or its error."""
-
     job: J
     value: Any = None
     error: BaseException | None = None

@@ -162,7 +162,6 @@ class GroupClosure:
 
     @property
     def state(self) -> str:
-        """The state of the group once it is closed."""
         return "ready" if self.reason is None else "dropped"
 
 
@@ -182,8 +181,6 @@ class GroupHead:
 
 @dataclass(frozen=True, slots=True)
 class BatchLeaseRequest:
-    """A consumer's request for a batch."""
-
     run_id: str
     key: str
     """A consumer that repeats a key gets the batch it already holds, for example after a lost response."""
@@ -236,9 +233,7 @@ class RunStore(RunLists, Protocol):
         """
         ...
 
-    async def get(self, run_id: str) -> RunRecord:
-        """Return a run in its current state."""
-        ...
+    async def get(self, run_id: str) -> RunRecord: ...
 
     async def list(self) -> Sequence[RunRecord]:
         """Return all runs, oldest first."""

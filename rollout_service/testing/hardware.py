@@ -139,8 +139,6 @@ class KVCache:
 
 @dataclass(slots=True)
 class Admission:
-    """One request in the batch."""
-
     hold: CacheHold
     seconds_per_token: float
 

@@ -246,7 +246,6 @@ _LARGEST_ID, _LARGEST_VERSION = 2**31 - 1, 2**63 - 1
 
 
 def as_message(parsed: ParsedTurn) -> Message:
-    """Return the assistant's message that a turn was parsed into."""
     return Message.model_construct(
         role="assistant",
         content=parsed.content,

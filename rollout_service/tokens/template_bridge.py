@@ -25,8 +25,6 @@ Wire = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A chat template and its tokenizer."""
-
     write: Callable[[list[Wire], bool], str]
     """A function from messages, and whether to begin the assistant's turn, to text.
 

@@ -56,7 +56,6 @@ class GrowingExtras:
 
     @property
     def routed(self) -> int:
-        """The number of tokens that have experts."""
         return sum(len(part) for part in self._experts)
 
     def add_turn(self, turn: TurnExtras, *, before: int, prompt: int, sampled: int) -> None:

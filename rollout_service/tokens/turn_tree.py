@@ -91,7 +91,6 @@ class TurnTree:
 
     @property
     def next_id(self) -> int:
-        """The id of the turn that is recorded next."""
         return self._next_id
 
     def skip(self) -> None:

@@ -25,7 +25,6 @@ class RunningProxy:
     ended: anyio.Event = field(default_factory=anyio.Event)
 
     async def serve(self, listening: socket.socket) -> None:
-        """Serve until it is closed."""
         try:
             with self.scope:
                 await self.proxy.serve(listening)
@@ -33,14 +32,11 @@ class RunningProxy:
             self.ended.set()
 
     async def close(self) -> None:
-        """End it and its connections."""
         self.scope.cancel()
         await self.ended.wait()
 
 
 class ProxySet:
-    """The running proxies, by sandbox."""
-
     def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
         self._tasks = tasks
         self._running: dict[str, RunningProxy] = {}

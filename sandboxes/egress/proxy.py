@@ -62,8 +62,6 @@ class RefusedError(Exception):
 
 
 class Target(NamedTuple):
-    """The destination of a request."""
-
     host: str
     port: int
     path: str | None

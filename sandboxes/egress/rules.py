@@ -92,8 +92,6 @@ def split_port(text: str) -> tuple[str, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class HostRule:
-    """One entry of a list."""
-
     host: str
     subdomains: bool
     """Whether it matches the subdomains of `host`, and not `host` itself."""

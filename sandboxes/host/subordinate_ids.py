@@ -23,7 +23,6 @@ class SubordinateIds(NamedTuple):
     ids: range
 
     def __str__(self) -> str:
-        """Return the line as it is in the file."""
         return f"{self.owner}:{self.ids.start}:{len(self.ids)}"
 
 

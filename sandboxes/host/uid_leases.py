@@ -176,7 +176,6 @@ def _overlap(one: range, other: range) -> bool:
 
 
 def users_of_processes() -> set[int]:
-    """Return the users that any process of this host runs as."""
     found: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

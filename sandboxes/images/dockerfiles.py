@@ -33,8 +33,6 @@ REGISTRY = (
 
 @dataclass(frozen=True, slots=True)
 class BuildOutcome:
-    """The outcome of one of many builds: an image, or an error."""
-
     source: Source
     name: str
     image: StoredImage | None = None

@@ -113,7 +113,6 @@ def read_environment(tree: ImageTree) -> dict[str, str]:
 
 
 def read_labels(tree: ImageTree) -> dict[str, str]:
-    """Return the labels of an unpacked image."""
     return _labels(tree)
 
 

@@ -59,7 +59,6 @@ class Definition:
         return text, *(f"{name}={value}" for name, value in sorted(self.arguments.items()))
 
     def flags(self) -> list[str]:
-        """Return the flags of `apptainer build`."""
         return [f"--build-arg={name}={value}" for name, value in sorted(self.arguments.items())]
 
 
@@ -113,7 +112,6 @@ class Reference:
         return self.text, f"{found.st_size} {found.st_mtime_ns}"
 
     def flags(self) -> list[str]:
-        """Return the flags of `apptainer build`."""
         return [] if self.https else ["--no-https"]
 
 
@@ -185,7 +183,6 @@ class Tree:
         return str(self.path), digest.hexdigest()
 
     def flags(self) -> list[str]:
-        """Return the flags of `apptainer build`."""
         return []
 
 

@@ -70,7 +70,6 @@ class LimitMonitor:
             return dict(self._counts)
 
     def is_reached(self, limit: str) -> bool:
-        """Return whether the limit was reached at the last look."""
         return self._at.get(limit, False)
 
     def record(self, limit: str) -> None:

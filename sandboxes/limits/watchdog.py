@@ -60,8 +60,6 @@ class Process:
 
 
 class Processes:
-    """A snapshot of all processes on this host."""
-
     def __init__(self) -> None:
         self._all = {found.pid: found for entry in os.scandir("/proc") if (found := _read(entry.name))}
         self._children: dict[int, list[Process]] = defaultdict(list)

@@ -159,7 +159,6 @@ class ControlledSandbox(Sandbox):
 
     @property
     def info(self) -> SandboxInfo:
-        """The record for operators."""
         return replace(self._info, state="paused") if self._freezer.frozen else self._info
 
     @property

@@ -67,7 +67,6 @@ class Guard:
 
     @property
     def alive(self) -> bool:
-        """Whether its process is running."""
         return self.process.poll() is None
 
     def dismiss(self, *, clean: bool) -> None:

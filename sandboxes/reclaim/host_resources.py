@@ -129,7 +129,6 @@ class LeftoverProcesses:
         self._waiting: set[str] = set()
 
     async def end(self, sandbox_id: str) -> None:
-        """End the processes that are left of one sandbox."""
         batch = self._waiting
         batch.add(sandbox_id)
         async with self._lock:

@@ -33,8 +33,6 @@ LONGEST = "00000000/0000000/sockets/00000000-5"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The folder of one sandbox, and its parts."""
-
     path: Path
 
     @property

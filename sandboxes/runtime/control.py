@@ -76,7 +76,6 @@ class ControlShell:
         return ready
 
     async def _next_reply(self) -> str | None:
-        """Return the next answer, or None if the shell has ended."""
         line: str | None = None
         async with anyio.create_task_group() as tasks:
             if self._answers is not None:

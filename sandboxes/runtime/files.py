@@ -129,11 +129,9 @@ class Files:
         self._resolve = resolve
 
     async def read(self, path: str, limit: int) -> bytes:
-        """See `Sandbox.read_file`."""
         return b"".join([part async for part in self.read_stream(path, limit)])
 
     async def read_stream(self, path: str, limit: int | None) -> AsyncGenerator[bytes, None]:
-        """See `Sandbox.read_stream`."""
         allowed = "" if limit is None else str(limit)
         stream = self._stream(bash_argv(READ, self._resolve(path), allowed), limit)
         try:
@@ -144,12 +142,10 @@ class Files:
             raise _make_error(path, error.exit_code, error.said) from error
 
     async def write(self, path: str, data: bytes | str) -> None:
-        """See `Sandbox.write_file`."""
         content = data.encode() if isinstance(data, str) else data
         await self._feed_script(path, WRITE, secrets.token_hex(8), _as_stream(content), size=len(content))
 
     async def write_stream(self, path: str, data: AsyncIterable[bytes]) -> None:
-        """See `Sandbox.write_stream`."""
         token = secrets.token_hex(8)
         try:
             size = await self._feed_script(path, RECEIVE, token, data)
@@ -179,7 +175,6 @@ class Files:
                 return
 
     async def edit(self, path: str, old: str, new: str, *, replace_all: bool) -> int:
-        """See `Sandbox.edit_file`."""
         try:
             text = (await self.read(path, DEFAULT_FILE_LIMIT)).decode("utf-8")
         except UnicodeDecodeError as error:
@@ -195,7 +190,6 @@ class Files:
         return count
 
     async def list(self, path: str) -> list[FileEntry]:
-        """See `Sandbox.list`."""
         result = await self._run(
             bash_argv(LIST, self._resolve(path)), timeout=FILE_TIMEOUT, output_limit=LIST_LIMIT
         )

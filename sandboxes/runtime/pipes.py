@@ -73,7 +73,6 @@ class Pipes:
             os.close(both)
 
     def unlink(self) -> None:
-        """Remove the names."""
         for path in self._paths.values():
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -139,7 +138,6 @@ class Reader:
         """Whether the stream has ended."""
 
     def start(self, sink: Callable[[bytes], object]) -> None:
-        """Start passing data on."""
         self._sink, self._seen, self._rest_at = sink, 0, FLOOD_BYTES
         if not self.ended:
             self._timer = self._loop.call_later(FIRST_LOOK, self._resume)
@@ -281,7 +279,6 @@ class OutputBuffer:
         """All bytes seen, including those not kept."""
 
     def add(self, data: bytes) -> None:
-        """Add the next bytes of the stream."""
         self.total += len(data)
         room = self._head_limit - len(self._head)
         if room > 0:

@@ -145,7 +145,6 @@ class PressureController:
 
 
 def measure_pressure(metrics: HostMetrics, config: PressureConfig) -> list[ResourcePressure]:
-    """Return the pressure on each resource that the host reports."""
     found = [
         *_measure_cpu(metrics, config),
         *_measure_stall("memory", "some", metrics.memory_stall, config.memory_percent),

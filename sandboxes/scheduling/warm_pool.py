@@ -219,7 +219,6 @@ class WarmPool(SandboxProvider):
             await self._provider.close()
 
     async def _record_demand(self, spec: SandboxSpec) -> Kind:
-        """Record the demand for a specification, and return its kind."""
         identity = await self._provider.identity(spec)
         kept = replace(spec, label="")
         kind = _make_kind(kept, identity)

@@ -142,7 +142,6 @@ class Interrupter:
 
     @property
     def is_requested(self) -> bool:
-        """Whether an interrupt of the current command was requested."""
         return self._requested is not None
 
     def begin(self) -> ShellCommand:

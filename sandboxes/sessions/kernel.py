@@ -63,8 +63,6 @@ class KernelPaths:
 
 
 class Cell:
-    """Collects the messages of one cell."""
-
     def __init__(self, limit: int) -> None:
         self.output = OutputBuffer(limit)
         self.result: str | None = None
@@ -78,7 +76,6 @@ class Cell:
         self._limit = limit
 
     def add_message(self, kind: str, content: Mapping[str, Any]) -> None:
-        """Add one message, from either channel."""
         self.taken += 1
         if kind == "execute_reply":
             self.replied.set()

@@ -20,8 +20,6 @@ from sandboxes.task_groups import open_task_group
 
 
 class SessionProcess(Protocol):
-    """The process of a session, with the parts that talk to it."""
-
     @property
     def has_ended(self) -> bool:
         """Whether the process is known to have ended."""
@@ -129,7 +127,6 @@ PERIOD = 5.0
 
 
 def restart_limiter() -> TokenBucket:
-    """Return the limit on the starts of one session."""
     return TokenBucket(FREE, PERIOD)
 
 

@@ -77,7 +77,6 @@ def harness_image(name: str, arguments: Mapping[str, str] | None = None) -> Defi
 
 
 def joint_image(names: Sequence[str], arguments: Mapping[str, str] | None = None) -> Definition:
-    """Return the definition of one image with the programs of several harnesses."""
     presets = [get_harness(name) for name in names]
     without = next((preset.name for preset in presets if preset.install is None), None)
     if without is not None:

@@ -29,8 +29,6 @@ class FrozenPoolChangedError(ServiceError):
 
 @dataclass(slots=True)
 class AgentTree:
-    """The sub-agents of one rollout."""
-
     settings: ParallelSettings
     episode: Episode
     """The root's."""

@@ -107,9 +107,7 @@ class Tool(Protocol):
     """A tool that the policy can call."""
 
     @property
-    def name(self) -> str:
-        """The name by which the policy calls it."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def definition(self) -> ToolSpec:

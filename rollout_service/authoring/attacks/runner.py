@@ -64,8 +64,6 @@ class AttackOutcome:
 
 @dataclass(frozen=True, slots=True)
 class AttackReport:
-    """The outcomes of all attacks on one environment."""
-
     environment: str
     evaluate_in: EvaluateIn
     idle_reward: float

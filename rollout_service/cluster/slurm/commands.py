@@ -47,7 +47,6 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or is unknown."""
         return self.state in OVER or self.state == "UNKNOWN"
 
 
@@ -130,7 +129,6 @@ def _seconds(time: str) -> float | None:
 
 
 async def partition_nodes() -> list[PartitionNode]:
-    """Return every node of every partition."""
     said = await run(["sinfo", "-h", "-N", "-o", "%N|%P|%a|%c|%m|%G|%l"])
     return [_partition_node(line) for line in said.splitlines() if line.strip()]
 
@@ -161,7 +159,6 @@ async def host_names(nodes: str) -> list[str]:
 
 
 async def cancel(job: str, *flags: str) -> None:
-    """End or signal a job."""
     await run(["scancel", *flags, job])
 
 

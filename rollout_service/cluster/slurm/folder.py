@@ -48,8 +48,6 @@ class StartFailure(BaseModel):
 
 
 class Submitted(BaseModel):
-    """A submitted job and its specification."""
-
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     job: str

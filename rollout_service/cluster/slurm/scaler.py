@@ -183,7 +183,6 @@ class Scaler:
                 await commands.cancel(action.job)
 
     async def _submit(self, slots: Sequence[int], why: str, now: float) -> None:
-        """Submit an array of jobs, one for each slot."""
         specs = {slot: self.spec.model_copy(update={"name": f"{self.spec.name}-{slot}"}) for slot in slots}
         for slot, spec in specs.items():
             folder = self.folder(slot)

@@ -75,8 +75,6 @@ class ScaleInput:
 
 
 class ActionKind(StrEnum):
-    """An act on a slot."""
-
     SUBMIT = "submit"
     DRAIN = "drain"
     END = "end"
@@ -86,8 +84,6 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScaleAction:
-    """One thing to do."""
-
     kind: ActionKind
     slot: int
     why: str

@@ -87,8 +87,6 @@ DRAIN_MARGIN_SECONDS = 30.0
 
 @dataclass
 class Supervisor:
-    """The parts of a job."""
-
     folder: JobFolder
     spec: JobSpec
     stopping: anyio.Event = field(default_factory=anyio.Event)

@@ -122,7 +122,6 @@ def are_logprobs(values: Sequence[object]) -> bool:
 
 
 def logprob(value: object, where: str) -> float:
-    """Return a value that must be a logprob."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value > _LOGPROB_SLACK:  # type: ignore[arg-type, operator]
         raise BackendProtocolError(f"{where} is {value!r}, but must be a finite number of at most 0")

@@ -91,8 +91,6 @@ _BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class CutStops:
-    """The stop strings of one request."""
-
     stops: Sequence[str]
     decode: Callable[[Sequence[int]], str]
 

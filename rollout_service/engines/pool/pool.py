@@ -283,8 +283,6 @@ class BackendPool:
 
 @dataclass(slots=True)
 class _LastProgress:
-    """The last sign of progress of an engine."""
-
     delivered: int
     """The answers, and the chunks of answers."""
     signature: str

@@ -64,8 +64,6 @@ class SampleGroup:
 
 @dataclass(slots=True)
 class WorkloadStats:
-    """The averages of a pool."""
-
     turns: float = 8.0
     """Turns of a rollout."""
     samples: float = 8.0

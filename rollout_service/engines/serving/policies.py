@@ -227,7 +227,6 @@ class PolicyServing:
         return view
 
     async def remove(self, backend_id: str) -> None:
-        """Remove an engine for good."""
         was_awaited = await self._awaited.end(backend_id)
         self._followed.pop(backend_id, None)
         was_listed = await self._backends.remove(backend_id)
@@ -324,7 +323,6 @@ class PolicyServing:
         return pools & self._served.keys(), changed
 
     def connect(self, pool: str) -> tuple[PoolModel, BackendPool]:
-        """Return the model that a pool serves, and its engines."""
         served = self._served.get(pool)
         if served is None:
             raise NoBackendError(f"pool {pool!r} has no backend", hint="Register one with POST /v1/backends.")

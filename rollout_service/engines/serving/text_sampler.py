@@ -20,8 +20,6 @@ from rollout_service.judging.contract import SampledText
 
 
 class PoolTextSampler:
-    """Samples from the pools that a service serves."""
-
     def __init__(self, serving: PolicyServing) -> None:
         self._serving = serving
 

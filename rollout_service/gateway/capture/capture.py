@@ -259,7 +259,6 @@ class TurnCapture:
         return self._index.calls
 
     def same_as(self, planned: PlannedTurn) -> Sequence[RecordedTurn]:
-        """Return the recorded turns that answer the same messages."""
         return self._index.answers(planned.match.state)
 
     def role_of(self, planned: PlannedTurn) -> SegmentRole:
@@ -330,7 +329,6 @@ class TurnCapture:
         ]
 
     def _begin(self, call: ModelCall, messages: Sequence[ClientMessage], cause: _ForkCause) -> TreePrompt:
-        """Return a prompt that is rendered as a whole."""
         after = cause.after.turn if cause.after is not None else None
         return self._tree.begin(as_messages(messages, self._index.calls), call.tools, cause.reason, after)
 

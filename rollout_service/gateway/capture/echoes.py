@@ -94,7 +94,6 @@ class RecordedTurn:
         self.after = digest(self.state, self.key)
 
     def match(self, message: ClientMessage) -> EchoMatch:
-        """Return how the answer stands in a message."""
         key = echo_key(message)
         if key not in self.echoes:
             self.echoes[key] = compare(self.sent, message)
@@ -154,7 +153,6 @@ class TurnIndex:
             self._by_text[turn.sent.text.strip()] = turn
 
     def answers(self, state: bytes) -> Sequence[RecordedTurn]:
-        """Return the turns that answer a conversation in this state."""
         return self._by_state.get(state, ())
 
     def match(self, messages: Sequence[ClientMessage], head: Head) -> Match:
@@ -198,7 +196,6 @@ class TurnIndex:
     def _standing_here(
         self, state: bytes, message: ClientMessage, named: RecordedTurn | None
     ) -> RecordedTurn | None:
-        """Return the turn that answers this state and stands in this message."""
         if named is not None:
             return named if named.state == state else None
         if any(call.id is not None for call in message.calls):

@@ -98,13 +98,11 @@ class Splitter:
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many of the ids were reasoning."""
         if self._region is _Region.WAIT:
             return len(self._renderer.encode(self.sent.reasoning))
         return self._reasoning_ids
 
     def feed(self, ids: Sequence[int]) -> list[AnswerEvent]:
-        """Return the events that these ids complete."""
         plain: list[int] = []
         for token in ids:
             if not self._ids and token == self._header:

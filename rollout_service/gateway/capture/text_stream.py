@@ -89,7 +89,6 @@ class TextStream:
     """How many characters of the text of `_ids` were returned."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text that these ids complete."""
         self._ids += ids
         text = self.decode(self._ids)
         whole = len(text) - min(len(text) - len(text.rstrip(_REPLACEMENT)), _UNFINISHED)
@@ -176,7 +175,6 @@ class StopFilter:
         """Where the first string begins, of those that were read to their end, and the string."""
 
     def push(self, text: str) -> str:
-        """Return the text of which no stop string is a part."""
         if not self._matchers:
             return text
         if self.found is not None:
@@ -190,7 +188,6 @@ class StopFilter:
         return text[: len(text) - waits]
 
     def end(self) -> str:
-        """Return the text that has waited."""
         text, self._held = self._held, ""
         for matcher in self._matchers:
             matcher.matched = 0
@@ -244,7 +241,6 @@ class Channel:
         self._send = send
 
     def push(self, ids: Sequence[int]) -> None:
-        """Send the text that these ids complete."""
         self._pass(self._stream.push(ids), 0)
 
     def end_region(self, *, goes_on: bool) -> None:
@@ -274,8 +270,6 @@ _STRUCTURE = re.compile(r'["{}\[\]\\]')
 
 @dataclass(slots=True)
 class JsonCall:
-    """The name and the arguments of one call, from its text."""
-
     name: str | None = None
     """The name, once the arguments have begun."""
     arguments: str = ""

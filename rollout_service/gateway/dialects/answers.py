@@ -19,16 +19,12 @@ from rollout_service.gateway.contract import (
 
 @dataclass(slots=True)
 class TextPart:
-    """A run of text, or of reasoning."""
-
     text: str
     is_reasoning: bool
 
 
 @dataclass(slots=True)
 class CallPart:
-    """A tool call as it was sampled."""
-
     call_id: str
     name: str
     arguments: str = ""

@@ -31,8 +31,6 @@ from rollout_service.gateway.errors import ContextOverflowError
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model for the lists that clients ask for."""
-
     name: str
     context_length: int | None = None
 
@@ -119,7 +117,6 @@ def fingerprint(dialect: Dialect, body: Fields, lane: Lane, *other: str, limits:
 
 
 def sse(data: object, event: str | None = None) -> bytes:
-    """Return a server-sent event."""
     head = b"event: " + event.encode() + b"\n" if event else b""
     return head + b"data: " + orjson.dumps(data) + b"\n\n"
 

@@ -146,7 +146,6 @@ class Fields:
 
 
 def as_fields(value: JsonValue, path: str) -> Fields:
-    """Return a value that must be an object."""
     if type(value) is dict:
         return Fields(value, path)
     return invalid(path, f"must be an object, not {kind(value)}")

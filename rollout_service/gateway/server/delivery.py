@@ -127,7 +127,6 @@ class AnswerResponse:
 
 
 async def send_error(error: ErrorAnswer, send: Send) -> None:
-    """Send an error in the form of its dialect."""
     later = error.retry_after
     more = [(b"retry-after", b"%d" % later)] if later is not None else []
     await send(_head(error.status, JSON, len(error.body), more))

@@ -115,8 +115,6 @@ def _key(headers: Mapping[str, str], query: str) -> str:
 
 
 class KeyedApp(Protocol):
-    """An application with keys of its own."""
-
     def knows(self, key: str) -> bool:
         """Return whether a key looks like one of its own, without looking it up."""
         ...

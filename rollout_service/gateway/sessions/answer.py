@@ -182,8 +182,6 @@ class LiveAnswer:
 
 
 class SampledSoFar:
-    """The tokens that were streamed of one answer."""
-
     def __init__(self) -> None:
         self._ids: list[int] = []
         self._logprobs: list[float] = []

@@ -35,9 +35,7 @@ class StreamingGenerator(Protocol):
         *,
         affinity: str | None = None,
         on_tokens: inference.TokenSink | None = None,
-    ) -> inference.Generation:
-        """Sample a continuation."""
-        ...
+    ) -> inference.Generation: ...
 
     def release(self, affinity: str) -> None:
         """Free the place of a rollout that has ended."""

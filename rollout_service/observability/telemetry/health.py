@@ -97,8 +97,6 @@ class HealthMetrics(Collector):
 
 @dataclass(frozen=True, slots=True)
 class NodeMetrics(Collector):
-    """The nodes by state, and the roles of this one."""
-
     beat: Callable[[], Heartbeat]
     """Returns the answer to the last heartbeat."""
     roles: Callable[[], Iterable[str]]

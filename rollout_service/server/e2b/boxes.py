@@ -49,8 +49,6 @@ class NewBox(BaseModel):
 
 @dataclass(eq=False, slots=True)
 class Box:
-    """A sandbox of a program."""
-
     sandbox: Sandbox
     owner: str
     """The name of the key that it belongs to."""

@@ -124,7 +124,6 @@ def _entry(
     link: str,
     path: str,
 ) -> Any:
-    """Return the entry of what `find` printed."""
     return filesystem_pb.EntryInfo(
         name=posixpath.basename(path) or "/",
         type=KINDS.get(target_kind, Kind.SYMLINK if kind == "l" else Kind.UNSPECIFIED),

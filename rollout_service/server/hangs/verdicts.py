@@ -121,7 +121,6 @@ class Verdicts:
             start_soon(self._store.ask)
 
     def of(self, suspects: list[StepWait]) -> list[Judged]:
-        """Return those that are remarkable."""
         usual: dict[StepClass, UsualTimes | None] = {}
         judged: list[Judged] = []
         for wait in suspects:

@@ -32,8 +32,6 @@ _IN_SANDBOX = frozenset(
 
 @dataclass(eq=False, slots=True)
 class StepWait:
-    """One step that waits, at one moment."""
-
     activity: Activity
     step: OpenStep
     now: float

@@ -58,8 +58,6 @@ class ReadinessSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """The latest figures of the store."""
-
     counts: dict[RolloutState, int] = field(default_factory=dict)
     last_event: int = 0
     runs: Sequence[RunRecord] = ()

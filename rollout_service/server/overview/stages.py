@@ -14,7 +14,6 @@ from rollout_service.pipeline.stage import StageLimiter
 
 
 def stage_overviews(stages: Stages, board: ActivityBoard) -> list[StageOverview]:
-    """Return the stages of this node, in their order."""
     working: dict[str, list[Activity]] = {}
     for activity in board.all():
         if activity.stage is not None:

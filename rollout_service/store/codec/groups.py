@@ -166,8 +166,6 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroups:
-    """One page of groups, with their rollouts."""
-
     groups: Sequence[StoredGroup]
     rollouts: Mapping[str, Row]
     """Those of their members that exist, by id."""

@@ -176,7 +176,6 @@ def _unpack_into(data: memoryview, target: memoryview) -> None:
 
 
 def _arrays(segment: Segment, *, strict: bool = True) -> dict[str, NDArray[Any]]:
-    """Return a segment's columns."""
     arrays = {name: _array(getattr(segment, name), dtype) for name, dtype in COLUMNS.items()}
     if strict and len({len(array) for array in arrays.values()}) > 1:
         raise ValueError("the columns differ in length")

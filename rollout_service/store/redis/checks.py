@@ -45,8 +45,6 @@ _DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class FunctionLibrary:
-    """A library of functions, ready to be loaded."""
-
     name: str
     text: str
     suffix: str

@@ -144,7 +144,6 @@ class RedisConnection(JobThread[_RedisJob]):
                 raise
 
     def key(self, name: str) -> str:
-        """Return the full name of a key of this store."""
         return f"{self.config.root}:{name}"
 
     @property

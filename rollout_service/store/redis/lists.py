@@ -58,8 +58,6 @@ async def find_summaries(
 
 
 class _RowSearch:
-    """A search under way."""
-
     def __init__(self, connection: RedisConnection, which: SummaryFilter, newest: bool, limit: int) -> None:
         self.connection = connection
         self.newest = newest

@@ -319,7 +319,6 @@ class RedisStore(RedisRollouts):
 
     @property
     def connection(self) -> RedisConnection:
-        """The connection to the Redis, for the other parts of the store."""
         return self._connection
 
     @property

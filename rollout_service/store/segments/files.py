@@ -190,8 +190,6 @@ class SharedFiles(SegmentFiles):
 
 
 class _FolderFile(SegmentFile):
-    """A file of the folder that is open for writing."""
-
     takes_more = True
 
     def __init__(self, files: SharedFiles, name: str, descriptor: int) -> None:

@@ -137,8 +137,6 @@ class ObjectFiles(SegmentFiles):
 
 
 class _ObjectFile(SegmentFile):
-    """An object that is yet to be written."""
-
     takes_more = False
 
     def __init__(self, files: ObjectFiles, name: str) -> None:

@@ -29,8 +29,6 @@ _MARK_BYTES = 4_096
 
 @dataclass(frozen=True, slots=True)
 class FolderMark:
-    """The contents of the file that marks a folder."""
-
     store: str
     mark: str | None
     """None: no service of the store has marked a folder yet."""

@@ -57,8 +57,6 @@ class _Registered:
 
 @dataclass(eq=False, kw_only=True)
 class _OpenSegment(_Registered):
-    """A file that this service writes."""
-
     file: SegmentFile
     opened: float
     end: int = len(FILE_HEADER)
@@ -81,8 +79,6 @@ class _PendingWrite:
 
 
 class SegmentWriter:
-    """The segment files of one service."""
-
     def __init__(
         self,
         files: SegmentFiles,

@@ -27,8 +27,6 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)  # slots would break generic classes that are frozen
 class PageSource(Generic[P, R]):
-    """How the pages of a shard are read."""
-
     fetch: Callable[[Shard, str | None, int], Awaitable[P]]
     """Returns a page of a shard after a cursor, with up to so many rows."""
     rows: Callable[[P], Sequence[R]]

@@ -116,7 +116,6 @@ WHERE {conditions} LIMIT :wanted
 
 
 def _conditions(which: SummaryFilter) -> Iterator[str]:
-    """Yield all that a row has to meet."""
     if which.states:
         yield f"rollouts.state IN ({', '.join(f':state{n}' for n in range(len(which.states)))})"
     given = {

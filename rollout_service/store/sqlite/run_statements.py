@@ -143,7 +143,6 @@ def record_of(db: sqlite3.Connection, row: sqlite3.Row) -> RunRecord:
 
 
 def seq_and_counters(db: sqlite3.Connection, run_id: str) -> tuple[int, dict[str, int]]:
-    """Return the number of a run in the database, and its counters."""
     row = row_of(db, run_id)
     return row["seq"], {row["name"]: row["count"] for row in db.execute(_COUNTERS, (row["seq"],))}
 

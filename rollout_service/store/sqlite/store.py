@@ -386,7 +386,6 @@ class SqliteStore(BaseStore):
         return await self.get(rollout_id)
 
     def _held(self, lease: Lease, owner: str) -> dict[str, Any]:
-        """Return the parameters of a statement on a lease."""
         return {"id": lease.rollout_id, "owner": owner, "token": lease.token, "now": self._clock()}
 
     def _announce(self, ended: Iterable[str]) -> None:

@@ -199,7 +199,6 @@ def writes_now(
 
 
 def _attempt(connection: sqlite3.Connection, job: _DatabaseJob) -> JobResult[_DatabaseJob]:
-    """Run one job in a savepoint."""
     if job.writes:
         connection.execute("SAVEPOINT job")
     try:

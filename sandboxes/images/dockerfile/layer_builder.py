@@ -59,7 +59,6 @@ class LayerBuilder:
         job: StepJob,
         data: Sender | StepJob | None = None,
     ) -> None:
-        """Add a layer with the changes of a step."""
         most = self.options.max_bytes
 
         def fill(changes: Path) -> StepResult:
@@ -96,7 +95,6 @@ class LayerBuilder:
             raise self._too_large(one)
 
     def where(self, one: Instruction) -> str:
-        """Return the file and line of an instruction."""
         return f"{self._file}:{one.line}"
 
     def failed(self, one: Instruction, result: StepResult) -> ImageBuildError:

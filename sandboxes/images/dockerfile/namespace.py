@@ -57,7 +57,6 @@ class StepMount:
     path: Path | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as `step` reads it."""
         found: dict[str, Any] = {"kind": self.kind, "target": self.target, "source": self.source}
         found |= {"layers": [str(layer) for layer in self.layers]} if self.kind == "bind" else {}
         return found | ({"path": str(self.path)} if self.path is not None else {})

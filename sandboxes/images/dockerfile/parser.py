@@ -84,7 +84,6 @@ class Instruction:
         return next((value for found, value in reversed(self.flags) if found == name), None)
 
     def __str__(self) -> str:
-        """Return it on one line, for messages."""
         flags = "".join(f" --{name}={value}" if value else f" --{name}" for name, value in self.flags)
         return f"{self.keyword}{flags} {' '.join(self.text.split())}".strip()
 
@@ -100,7 +99,6 @@ class ParsedDockerfile:
     escape: str
 
     def error(self, line: int, message: str, hint: str | None = None) -> DockerfileError:
-        """Return an error that names the file and the line."""
         return DockerfileError(message, file=self.file, line=line, hint=hint)
 
 

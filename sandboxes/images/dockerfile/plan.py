@@ -72,8 +72,6 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class BuildStage:
-    """One FROM and the instructions that follow it."""
-
     index: int
     name: str
     """In small letters; its number if it has no name."""
@@ -110,7 +108,6 @@ class BuildPlan:
 
     @property
     def target(self) -> BuildStage:
-        """The stage that becomes the image."""
         return self.stages[-1]
 
 

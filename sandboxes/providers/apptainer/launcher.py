@@ -141,7 +141,6 @@ class Launcher:
         return told
 
     def image_path(self, image: Path, space: Path, *, overlay: bool) -> Path:
-        """Return where Apptainer finds the image."""
         if overlay:
             return space / "root"
         return space / "image" if self.root else image

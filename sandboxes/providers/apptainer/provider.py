@@ -312,7 +312,6 @@ class ApptainerProvider(HostProvider):
 
     @staticmethod
     def _layers_of(spec: SandboxSpec, image: Path) -> tuple[FileLayer, ...]:
-        """Return the layers that a sandbox starts from."""
         if spec.snapshot is None:
             return ()
         if isinstance(spec.snapshot, LayeredSnapshot):
@@ -362,7 +361,6 @@ class ApptainerProvider(HostProvider):
             self._users.close()
 
     def _exec_command(self, spec: SandboxSpec, folder: RunFolder, *, overlay: bool) -> list[str]:
-        """Return the command up to the image."""
         return [
             *(
                 str(self._binary),
@@ -452,8 +450,6 @@ class PreparedImage:
 
 
 class PreparedImages:
-    """Finds images by name, and prepares them."""
-
     def __init__(
         self, config: ApptainerConfig, images: ImageStore, apptainer: Path, owner: tuple[int, int]
     ) -> None:

@@ -140,8 +140,6 @@ def count_pending(descriptor: int) -> int:
 
 
 class Carrier:
-    """One side of all channels."""
-
     def __init__(self) -> None:
         self.channels = {}  # type: dict[int, LinkChannel]
         self.outgoing = bytearray()
@@ -294,7 +292,6 @@ class Relay(Carrier):
         self.send(HELLO, 0, json.dumps({"ticks": ticks, "prefix": prefix, "home": home}).encode())
 
     def start_shell(self, channel: socket.socket, workdir: str, home: str) -> int:
-        """Start the control shell, and return its process."""
         pid = os.fork()
         if pid == 0:
             try:

@@ -184,8 +184,6 @@ class Client:
 
 @dataclass(slots=True)
 class Remote:
-    """One sandbox of the server."""
-
     client: Client
     link: Link
     folder: RunFolder

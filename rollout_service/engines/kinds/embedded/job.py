@@ -68,7 +68,6 @@ class EngineJob:
         return len(self.prompt) + self.max_new_tokens
 
     def append(self, token: int, logprob: float, version: str, likeliest: list[Entry] | None = None) -> None:
-        """Add a sampled token."""
         if likeliest is not None:
             self.likeliest.append(likeliest)
         if not self._version_starts or self._version_starts[-1][0] != version:

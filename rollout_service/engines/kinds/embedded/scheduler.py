@@ -35,8 +35,6 @@ _ABORTED = "Aborted by request"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The engine's limits."""
-
     max_running: int = 64
     """Requests in a batch."""
     kv_tokens: int = 131_072

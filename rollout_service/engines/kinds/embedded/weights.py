@@ -24,8 +24,6 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a Qwen3 model."""
-
     hidden_size: int
     layers: int
     heads: int

@@ -112,8 +112,6 @@ PoolCommand = Callable[[BackendHandle], Awaitable[None]]
 
 @dataclass(slots=True)
 class CommandRecord:
-    """The result of a command at one backend."""
-
     in_flight: int
     version_before: int
     steps: dict[str, float] = field(default_factory=dict)

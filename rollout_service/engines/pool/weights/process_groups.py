@@ -98,7 +98,6 @@ class RankAssignment:
 
 
 async def assign_ranks(handles: Sequence[BackendHandle], group: WeightsGroupRequest) -> RankAssignment:
-    """Assign ranks to the backends, in order."""
     counts = [await require_process_groups(handle.backend).ranks() for handle in handles]
     *firsts, size = accumulate(counts, initial=group.rank_offset)
     if size != group.world_size:

@@ -30,8 +30,6 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class ChatStream(AnswerStream):
-    """A stream of `chat.completion.chunk`."""
-
     def __init__(self, call: ModelCall) -> None:
         self._call = call
         self._head: dict[str, Any] = {

@@ -16,8 +16,6 @@ from rollout_service.gateway.dialects.openai_responses.responses import Response
 
 
 class ResponsesCodec(DialectCodec):
-    """Reads and writes Responses."""
-
     dialect = Dialect.RESPONSES
     parameters = PARAMETERS
     bounded = BoundedFields(messages="input", tools="tools", schema="text.format")

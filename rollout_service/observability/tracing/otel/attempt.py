@@ -45,8 +45,6 @@ class Agent:
 
 @dataclass(slots=True)
 class StageSpan:
-    """The span of a stage, and of the agents in it."""
-
     stage: Stage
     span: Span
     queued: float = 0.0

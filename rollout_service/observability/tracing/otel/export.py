@@ -65,8 +65,6 @@ class SpanCounts:
 
 
 class CountingExporter(SpanExporter):
-    """An exporter that counts the results of another one."""
-
     def __init__(self, exporter: SpanExporter, counts: SpanCounts) -> None:
         self._exporter = exporter
         self._counts = counts

@@ -154,8 +154,6 @@ class WaitingGroup:
 
 @dataclass(slots=True)
 class BatchRecord:
-    """A batch that is leased or was returned."""
-
     number: int
     state: BatchState
     lease_key: str

@@ -15,8 +15,6 @@ from rollout_service.store.redis.runs.records import Command
 
 
 class RunKeys:
-    """The names of a run's keys."""
-
     def __init__(self, root: str, run_id: str) -> None:
         self.run_id = run_id
         self.root = root

@@ -28,7 +28,6 @@ class Layers:
         self._descriptors: dict[str, int] = {}
 
     def open(self, paths: "list[str]") -> None:
-        """Open folders or files."""
         for path in paths:
             if path not in self._descriptors:
                 self._descriptors[path] = os.open(path, os.O_PATH | os.O_CLOEXEC)

@@ -73,7 +73,6 @@ class ContainerCommand:
         self._options, self.inside = arguments[:where], arguments[where + 1 :]
 
     def replaced(self, argument: str, by: str) -> "ContainerCommand":
-        """Return the command with another argument in place of one."""
         return ContainerCommand([by if each == argument else each for each in self.arguments], self._image)
 
     def binds(self) -> "Iterator[tuple[str, str, bool]]":

@@ -186,7 +186,6 @@ def restore(archive: "BinaryIO", user: int, group: int, prefix: str) -> None:
 
 
 def make(members: tarfile.TarFile, entry: tarfile.TarInfo, path: str) -> None:
-    """Make one file of an archive."""
     if entry.isdir():
         if path != "/":
             os.mkdir(path, 0o700)

@@ -70,6 +70,5 @@ def set_filter(program: bytes) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write text to a kernel file."""
     with open(path, "w") as file:
         file.write(text)
