@@ -66,7 +66,6 @@ class ExternalRollout:
         self.access = access
         """The URL, the key and the name of the model."""
         self.ended = False
-        """Whether the end was reported."""
         self._connection = connection
 
     @property

@@ -48,7 +48,6 @@ class Shutdown:
         self.failed = False
         """Whether the service is ending because a part of it failed."""
         self.drained = False
-        """Whether the drain is over."""
         self.began_at = 0.0
         self._waits: set[anyio.CancelScope] = set()
         self._requests: set[anyio.CancelScope] = set()

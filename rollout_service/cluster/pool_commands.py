@@ -60,7 +60,6 @@ class CommandResult(BaseModel):
     outcome: PoolOutcome | None = None
     error: ErrorInfo | None = None
     context: dict[str, Any] = {}
-    """The context of the error."""
 
 
 class SharedCommands(PoolCommands):

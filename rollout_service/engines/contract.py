@@ -214,7 +214,6 @@ class BackendLoad:
     running: int
     waiting: int
     used_tokens: int
-    """KV tokens in use."""
     token_usage: float
     """Fraction of the KV budget in use, 0 to 1."""
     waiting_tokens: int | None = None

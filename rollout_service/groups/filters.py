@@ -175,7 +175,6 @@ DELETED = "deleted"
 NOT_FILTERED = frozenset({STALE, SURPLUS, CANCELLED, DELETED})
 """The reasons for dropping a group that say nothing about its task."""
 NOT_A_NUMBER = "reward_not_finite"
-"""The reward is infinite or not a number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,6 @@ class GroupFigures:
     failed: int = 0
     turns: int = 0
     tokens: int = 0
-    """The sampled tokens."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """The time over all attempts, by phase."""
 

@@ -255,7 +255,6 @@ class EpisodeSandboxes:
         self._ticket: Ticket | None = None
         self._artifacts: Artifacts | None = None
         self._episode: Episode | None = None
-        """The episode whose sandbox is open."""
 
     async def admit(self, purpose: Purpose) -> None:
         self._ticket = await self._admission.admit(purpose)

@@ -28,7 +28,6 @@ class TurnScheduler:
         self.spread = 0.0
         """By which share of that a turn may take longer or shorter, at random."""
         self.version = "default"
-        """The version of the weights."""
         self.paused = False
         self.accelerator = Accelerator(hardware) if hardware else None
         self._script = script

@@ -121,7 +121,6 @@ class ArchiveSource:
 
     path: Path
     tag: str | None = None
-    """Which image, if there are many."""
 
     @property
     def kind(self) -> str:

@@ -50,7 +50,6 @@ class UnpackedImages:
     ) -> None:
         self._apptainer = apptainer
         self.root = root.expanduser().absolute()
-        """The folder."""
         self._owner = (user, group)
         self._budget_bytes = budget_bytes
         self._shared = SharedFolder(self.root)

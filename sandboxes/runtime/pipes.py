@@ -135,7 +135,6 @@ class Reader:
         self._seen = 0
         self._rest_at = FLOOD_BYTES
         self.ended = False
-        """Whether the stream has ended."""
 
     def start(self, sink: Callable[[bytes], object]) -> None:
         self._sink, self._seen, self._rest_at = sink, 0, FLOOD_BYTES

@@ -130,7 +130,6 @@ class Interrupter:
     def __init__(self, control: ControlShell, child: Child, timing: InterruptTiming | None = None) -> None:
         self.timing = timing or InterruptTiming()
         self.running: ShellCommand | None = None
-        """The command that runs."""
 
         self._control = control
         self._child = child

@@ -67,7 +67,6 @@ class AttackReport:
     environment: str
     evaluate_in: EvaluateIn
     idle_reward: float
-    """The reward of an idle agent."""
     outcomes: tuple[AttackOutcome, ...]
 
     @property

@@ -96,7 +96,6 @@ class BackendHandle:
     is_local: bool = False
     """Whether it runs on this node."""
     id: str = field(init=False)
-    """The backend's id."""
     state: BackendState = BackendState.READY
     in_flight: int = 0
     queued: int | None = None

@@ -65,7 +65,6 @@ class SampleGroup:
 @dataclass(slots=True)
 class WorkloadStats:
     turns: float = 8.0
-    """Turns of a rollout."""
     samples: float = 8.0
     """Rollouts that begin with the same prompt."""
     first_prompt: float = 1000.0

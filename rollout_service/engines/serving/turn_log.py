@@ -75,7 +75,6 @@ class TurnLog:
         """
         self.clock = WorkClock()
         self.played = 0
-        """The number of turns played."""
         self.replay_seconds = 0.0
         """How long the replay took, or has taken so far when it was given up."""
         self.failed: AnewReason | None = None

@@ -180,7 +180,6 @@ class StartState:
     """The repository's files before the agent."""
 
     tree: str
-    """The id of their tree."""
     objects: str
     """The folder of the repository's objects."""
 

@@ -80,7 +80,6 @@ class RecordedTurn:
     """The request, without its messages and tools."""
     delivered: bool
     malformed: int
-    """How many of its calls are malformed."""
     disagreed: bool
     """Whether the client was sent something else than the parser found."""
     messages: Sequence[ClientMessage]

@@ -60,7 +60,6 @@ class Splitter:
         """Give calls the ids `{call_prefix}_{index}`; end the text before the first of the `stop` strings."""
         self.sent = SentAnswer()
         self.malformed = 0
-        """How many calls were malformed."""
         self.disagreed = False
         """Whether the answer that was sent differs from the parser's result."""
         self.parsed: ParsedTurn | None = None

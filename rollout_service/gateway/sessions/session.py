@@ -92,7 +92,6 @@ class GatewaySession(UndrivenPolicy):
         self.key = f"rk-{secrets.token_urlsafe(KEY_BYTES)}"
         """The secret that names this session."""
         self.url = place.url
-        """The address of the gateway."""
         self.model = place.model
         """The model that programs see."""
         self.stop_reason: StopReason | None = None

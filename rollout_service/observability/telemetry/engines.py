@@ -103,7 +103,6 @@ class PoolMetrics(RoutingTrace, Collector):
         self._views = views
         labels = ["pool", "backend"]
         self._backends: dict[tuple[str, str], BackendSeries] = {}
-        """By pool and backend."""
         self._requests = Counter(
             "rollout_backend_requests_total",
             "Requests to an engine by how they ended: answered, failed, or cancelled by this service",

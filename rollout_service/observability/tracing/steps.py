@@ -155,7 +155,6 @@ class StepWriter(StepObserver):
             for _ in store.shards
         ]
         self.dropped = 0
-        """The attempts whose steps were dropped."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

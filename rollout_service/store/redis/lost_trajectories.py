@@ -44,7 +44,6 @@ class FolderReport:
     problem: StoreError | None
     """Why the folder itself cannot be used, or None."""
     referenced: int
-    """The trajectories that are referred to."""
     lost: Sequence[LostTrajectory]
 
     def by_run(self) -> Counter[str | None]:

@@ -23,7 +23,6 @@ class SegmentTotals:
     files: int
     """Files that are open or referenced."""
     records: int
-    """Records that are referenced."""
     bytes: int
     """The length of these records; the files are larger by the records that were dropped from them."""
     garbage: int

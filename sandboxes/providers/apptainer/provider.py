@@ -461,7 +461,6 @@ class PreparedImages:
             *owner,
             budget_bytes=config.unpacked_budget_bytes,
         )
-        """The unpacked images."""
 
     async def prepare(self, name: str) -> PreparedImage:
         """Prepare an image. The first time takes seconds if the image has to be unpacked.

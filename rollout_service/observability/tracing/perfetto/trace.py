@@ -77,7 +77,6 @@ class RolloutTrace:
         self._weights = WeightUpdates()
         self._spans: list[tuple[int, int]] = []
         self.rollouts = 0
-        """How many rollouts there are."""
         for order, (pid, name) in enumerate(
             ((ROLLOUTS, "rollouts"), (ENGINES, "engines"), (SANDBOXES, "sandboxes"))
         ):
