@@ -21,7 +21,7 @@ INSTALL_PREFIX = Path("/opt/apptainer")
 
 INSTALL_HINT = "run scripts/install-apptainer (as root), or name the binary in ROLLOUT_APPTAINER"
 
-CAP_SYS_ADMIN, CAP_SYS_RESOURCE = 21, 24
+CAP_SYS_ADMIN = 21
 """From linux/capability.h. Apptainer as root needs the first to mount; it asks for the second and stops without it."""
 
 VERSION_SECONDS = 10.0
@@ -58,9 +58,6 @@ class HostFacts:
     subgid_ranges: tuple[str, ...]
     """This user's lines of /etc/subgid."""
 
-    sys_resource: bool
-    """Whether CAP_SYS_RESOURCE is permitted. Without it, root passes `--no-privs` to Apptainer."""
-
     sys_admin: bool
     """Whether CAP_SYS_ADMIN is permitted. Root cannot mount images without it, as in a plain container."""
 
@@ -71,11 +68,6 @@ class HostFacts:
     def mounts_images(self) -> bool:
         """Whether Apptainer can mount images: root by a capability, an ordinary user through FUSE."""
         return self.sys_admin if self.is_root else self.fuse
-
-    @property
-    def needs_no_privs(self) -> bool:
-        """Whether Apptainer needs `--no-privs`, because it runs as root without a capability that root asks for."""
-        return self.is_root and not self.sys_resource
 
     def require_apptainer(self) -> Path:
         """Return the binary.
@@ -128,7 +120,6 @@ def read_host_facts(environ: Mapping[str, str] | None = None) -> HostFacts:
         cgroup_limits=find_control_groups().enforced,
         subuid_ranges=tuple(map(str, subordinate_ids_of(os.getuid(), SUBUID))),
         subgid_ranges=tuple(map(str, subordinate_ids_of(os.getuid(), SUBGID))),
-        sys_resource=_permits(CAP_SYS_RESOURCE),
         sys_admin=_permits(CAP_SYS_ADMIN),
         max_open_files=_number(Path("/proc/sys/fs/file-max")),
     )

@@ -17,10 +17,10 @@ from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
 from rollout_service.engines.kinds.registry import SGLANG, VLLM, EngineKinds
 from rollout_service.engines.local_servers.cpu_server import SGLangCpuServer
 from rollout_service.engines.local_servers.process import ServerCommand, ServerProcess
-from rollout_service.engines.local_servers.vllm_cpu import CACHE_BLOCK, VllmCpuServer
 from rollout_service.testing import Counting, ScriptedEngine, ScriptedVllm, Shape, write_random_checkpoint
 from sandboxes.host.ports import free_port
 from tests.support.engines.engine_under_test import Checkpoints, EngineUnderTest, until_idle
+from tests.support.vllm_cpu import CACHE_BLOCK, VllmCpuServer
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from api_schemas.inference import PauseMode
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import BackendRejected
 from rollout_service.engines.kinds.vllm.backend import VllmBackend
-from rollout_service.engines.local_servers.vllm_cpu import DEFAULT_ENVIRONMENT
+from tests.support.vllm_cpu import DEFAULT_ENVIRONMENT
 
 pytestmark = [
     pytest.mark.anyio,

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from rollout_client import SyncRolloutClient
-from rollout_service.engines.local_servers.vllm_cpu import DEFAULT_ENVIRONMENT
 from rollout_service.engines.shipped import policy_folder
 from tests.support.adapters.service import service
+from tests.support.vllm_cpu import DEFAULT_ENVIRONMENT
 
 ROOT = Path(__file__).parents[3]
 SUPPORT = ROOT / "tests" / "support"

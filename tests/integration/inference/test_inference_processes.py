@@ -17,8 +17,8 @@ from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.local_servers.cpu_server import SGLangCpuServer
 from rollout_service.engines.local_servers.process import EngineStartError
-from rollout_service.engines.local_servers.vllm_cpu import VllmCpuServer
 from rollout_service.testing import write_random_checkpoint
+from tests.support.vllm_cpu import VllmCpuServer
 
 pytestmark = pytest.mark.anyio
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from rollout_service.cli import app
 from sandboxes import ApptainerConfig, SandboxSpec, make_provider
 from sandboxes.errors import DockerfileError, ImageBuildError, ImageNotFoundError
-from sandboxes.host.facts import find_apptainer, read_host_facts
+from sandboxes.host.facts import find_apptainer
 from sandboxes.images import squashfs
 from sandboxes.images.build import ApptainerBuilder
 from sandboxes.images.dockerfile import namespace
@@ -154,7 +154,7 @@ def test_stages_heredocs_copies_and_settings(store, context, tmp_path, built):
     assert (labels["docker.workdir"], labels["docker.user"]) == ("/place/here", "app")
     assert (labels["my.label"], labels["docker.expose"]) == ("x y", "80/tcp")
     assert json.loads(labels["docker.cmd"]) == ["by default"]
-    privileges = ["--no-privs"] if read_host_facts().needs_no_privs else []
+    privileges = ["--no-privs"] if os.geteuid() == 0 else []
     ran = [find_apptainer(), "--silent", "run", *privileges, "--containall", made.path]
     said = subprocess.run(ran, capture_output=True, text=True, check=True)
     assert said.stdout == "ran by default\n"

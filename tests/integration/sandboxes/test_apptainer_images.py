@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rollout_service.cli import app
 from sandboxes import ApptainerConfig, make_provider
 from sandboxes.errors import ImageBuildError, ImageError, ImageNotFoundError
-from sandboxes.host.facts import find_apptainer, read_host_facts
+from sandboxes.host.facts import find_apptainer
 from sandboxes.images.sources import (
     ArchiveSource,
     Definition,
@@ -79,7 +79,7 @@ def definition(tmp_path: Path, tree: Path) -> Path:
 
 
 def read(image: Path, path: str) -> str:
-    privileges = ["--no-privs"] if read_host_facts().needs_no_privs else []
+    privileges = ["--no-privs"] if os.geteuid() == 0 else []
     command = [find_apptainer(), "exec", *privileges, "--containall", image, "bash", "-c", f"echo $(<{path})"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

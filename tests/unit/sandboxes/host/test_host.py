@@ -34,7 +34,6 @@ FACTS = HostFacts(
     cgroup_limits=frozenset(),
     subuid_ranges=(),
     subgid_ranges=(),
-    sys_resource=False,
     sys_admin=False,
     max_open_files=None,
 )
@@ -89,9 +88,6 @@ def test_facts_are_read_from_this_host(tmp_path):
 def test_facts_are_interpreted():
     with pytest.raises(ProviderUnavailableError):
         FACTS.require_apptainer()
-    assert not FACTS.needs_no_privs, "an ordinary user has no privileges to give up"
-    assert replace(FACTS, is_root=True).needs_no_privs
-    assert not replace(FACTS, is_root=True, sys_resource=True).needs_no_privs
     assert FACTS.mounts_images, "an ordinary user mounts through FUSE"
     assert not replace(FACTS, is_root=True).mounts_images
     assert replace(FACTS, is_root=True, sys_admin=True, fuse=False).mounts_images
@@ -108,10 +104,10 @@ def test_root_without_capabilities_cannot_mount_images():
     code = (
         "from sandboxes.host.facts import read_host_facts\n"
         "facts = read_host_facts({'PATH': ''})\n"
-        "print(facts.sys_admin, facts.sys_resource)"
+        "print(facts.sys_admin)"
     )
     done = subprocess.run([*drop, sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert done.stdout.split() == ["False"]
 
 
 def test_a_port_is_free_and_below_those_that_the_kernel_gives():
