@@ -334,15 +334,16 @@ class FilterRegistry:
             raise InvalidFieldError(fields, hint=hint) from error
 
 
-def require_outcome_filters(filters: Sequence[GroupFilter], *, field: str) -> None:
+def require_outcome_filters(filters: Sequence[GroupFilter]) -> None:
     """Refuse filters that look at rewards for handing on work, for a run that has none.
 
     Raises:
-        InvalidFieldError: A filter looks at such a part; the paths begin with `field`.
+        InvalidFieldError: A filter of `body.filters` looks at such a part.
     """
     problems = [
         FieldError(
-            path=f"{field}.{index}.options.part", message=f"the run has no auxiliary reward, so no {one.part}"
+            path=f"body.filters.{index}.options.part",
+            message=f"the run has no auxiliary reward, so no {one.part}",
         )
         for index, one in enumerate(filters)
         if isinstance(one, RewardFilter) and one.part in (RewardPart.PARALLEL, RewardPart.FINISH)

@@ -139,7 +139,7 @@ class RunManager:
             for index, spec in enumerate(request.filters)
         ]
         if request.auxiliary is None:
-            require_outcome_filters(made, field="body.filters")
+            require_outcome_filters(made)
         return FilterChain(made, request.min_usable)
 
     def resize(self, places: int) -> None:

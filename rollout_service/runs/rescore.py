@@ -203,6 +203,7 @@ class _RecordedSource:
     """Opens a recorded policy; implements `stage_runner.PolicySource`."""
 
     policy: RecordedPolicy
+    gateway: GatewayAccess | None = None
 
     async def open(
         self,
@@ -210,10 +211,6 @@ class _RecordedSource:
         hidden: Collection[str],
     ) -> Policy:
         return without_secrets(self.policy, hidden)
-
-    @property
-    def gateway(self) -> GatewayAccess | None:
-        return None
 
     async def end(self) -> None:
         """Do nothing: a recorded policy records nothing."""

@@ -26,16 +26,14 @@ _SPECS = TypeAdapter(list[BackendSpec])
 class FileBackends(BackendStore):
     """Backends in a JSON file; a drain lasts until the service ends, and leases begin again with it."""
 
+    is_shared = False
+
     def __init__(self, path: Path, id_of: Callable[[BackendSpec], str]) -> None:
         self._path = path
         self._id_of = id_of
         self._backends: dict[str, SharedBackend] | None = None
         self._changes = MonotonicCounter(1)
         self._saving = anyio.Lock()
-
-    @property
-    def is_shared(self) -> bool:
-        return False
 
     async def put(self, backend: SharedBackend) -> None:
         self._known()[backend.backend_id] = backend

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from sandboxes.errors import ImageError, ImageNotFoundError
 from sandboxes.image_names import SCHEMES
@@ -35,10 +35,7 @@ class Definition:
     arguments: Mapping[str, str] = field(default_factory=dict)
     begin: Path | None = field(default=None, compare=False)
     """An image of the same definition without arguments, with whose files the definition may begin."""
-
-    @property
-    def kind(self) -> str:
-        return "definition"
+    kind: ClassVar[str] = "definition"
 
     def __str__(self) -> str:
         return str(self.path)
@@ -69,10 +66,7 @@ class Reference:
     text: str
     https: bool = True
     """Whether the registry must be reached with encryption."""
-
-    @property
-    def kind(self) -> str:
-        return "reference"
+    kind: ClassVar[str] = "reference"
 
     def __str__(self) -> str:
         return self.text
@@ -121,10 +115,7 @@ class ArchiveSource:
 
     path: Path
     tag: str | None = None
-
-    @property
-    def kind(self) -> str:
-        return "archive"
+    kind: ClassVar[str] = "archive"
 
     def __str__(self) -> str:
         return f"{self.path}" + (f" ({self.tag})" if self.tag else "")
@@ -146,10 +137,7 @@ class Tree:
     """A folder with a root file system, such as debootstrap creates."""
 
     path: Path
-
-    @property
-    def kind(self) -> str:
-        return "tree"
+    kind: ClassVar[str] = "tree"
 
     def __str__(self) -> str:
         return str(self.path)
@@ -206,10 +194,7 @@ class DockerfileSource:
 
     cached: bool = True
     """Whether layers of earlier builds may be used."""
-
-    @property
-    def kind(self) -> str:
-        return "Dockerfile"
+    kind: ClassVar[str] = "Dockerfile"
 
     def __str__(self) -> str:
         return str(self.path)

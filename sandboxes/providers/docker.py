@@ -254,6 +254,7 @@ class DockerProvider(HostProvider):
 
     name = "docker"
     isolates = True
+    known_failures = KNOWN_FAILURES
 
     def __init__(self, config: DockerConfig, state_dir: Path) -> None:
         """
@@ -270,10 +271,6 @@ class DockerProvider(HostProvider):
         self._binary = binary
         self._env = _client_env(config.host)
         self._containers = Containers(binary, self._env)
-
-    @property
-    def known_failures(self) -> Mapping[str, str]:
-        return KNOWN_FAILURES
 
     def groups(self) -> ControlGroups:
         return ControlGroups({})  # the daemon makes its own

@@ -9,7 +9,7 @@ limits, a clean environment, and a private working folder that is removed with t
 import os
 import posixpath
 import sys
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import anyio.to_thread
@@ -42,15 +42,12 @@ class LocalProvider(HostProvider):
 
     name = "local"
     isolates = False
+    known_failures = KNOWN_FAILURES
 
     def __init__(self, config: LocalConfig, state_dir: Path) -> None:
         super().__init__(state_dir, config.run_dir, config.start_timeout)
         self._python = str(config.python or sys.executable)
         log.warning("sandboxes are not isolated", provider=self.name, use="for tests and trusted code alone")
-
-    @property
-    def known_failures(self) -> Mapping[str, str]:
-        return KNOWN_FAILURES
 
     def groups(self) -> ControlGroups:
         return ControlGroups({})

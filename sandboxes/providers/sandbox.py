@@ -478,7 +478,7 @@ class ControlledSandbox(Sandbox):
 
     async def _stream(self, argv: Sequence[str], limit: int | None) -> AsyncGenerator[bytes, None]:
         with self._operation():
-            stream = stream_out(self._launched.control, argv, cwd="/", env=self._env, limit=limit)
+            stream = stream_out(self._launched.control, argv, env=self._env, limit=limit)
             async with aclosing(stream):
                 async for part in stream:
                     yield part

@@ -112,19 +112,18 @@ async def stream_out(
     control: ControlShell,
     argv: Sequence[str],
     *,
-    cwd: str,
     env: Mapping[str, str],
     limit: int | None,
     mode: str = "run",
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the standard output of a program, as fast as the caller takes it.
+    """Yield the standard output of a program that starts in `/`, as fast as the caller takes it.
 
     Raises:
         FileTooLargeError: The output is longer than `limit`.
         FileStalledError: Nothing arrived for `STALL_SECONDS`.
         ProgramFailedError: The program failed.
     """
-    child = await control.spawn(mode, argv, cwd=cwd, env=env)
+    child = await control.spawn(mode, argv, cwd="/", env=env)
     errors, total = OutputBuffer(MESSAGE_LIMIT), 0
     reader = Reader(child.pipes.fds[ERROR])
     reader.start(errors.add)

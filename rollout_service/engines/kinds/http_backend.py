@@ -72,6 +72,8 @@ class HttpBackend(ABC):
         timeout: seconds that one `generate` may take.
     """
 
+    keeps_kv_apart = False
+
     def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
         self._url = normalize_url(url)
         self._id = backend_id or location_of(url)
@@ -89,10 +91,6 @@ class HttpBackend(ABC):
     @property
     def url(self) -> str:
         return self._url
-
-    @property
-    def keeps_kv_apart(self) -> bool:
-        return False
 
     async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
         if self._info is not None:

@@ -60,9 +60,7 @@ class ServerProcess(ABC):
 
     start_seconds = 60.0
 
-    def __init__(self, *, on_wait: Callable[[float], None] | None = None) -> None:
-        """Start nothing yet; `on_wait` is called during the start with the seconds passed so far."""
-        self._on_wait = on_wait
+    def __init__(self) -> None:
         self._stack = AsyncExitStack()
         self._url = ""
         self._pid = 0
@@ -106,7 +104,7 @@ class ServerProcess(ABC):
         self, process: anyio.abc.Process, command: ServerCommand, folder: Path
     ) -> str:
         started = time.monotonic()
-        while (waited := time.monotonic() - started) < self.start_seconds:
+        while time.monotonic() - started < self.start_seconds:
             if process.returncode is not None:
                 raise EngineStartError(
                     f"the engine exited with code {process.returncode}. Its log ends with:\n{_tail(folder)}"
@@ -114,8 +112,6 @@ class ServerProcess(ABC):
             port = command.port()
             if port is not None and await _is_healthy(f"http://127.0.0.1:{port}"):
                 return f"http://127.0.0.1:{port}"
-            if self._on_wait is not None:
-                self._on_wait(waited)
             await anyio.sleep(_POLL_SECONDS)
         raise EngineStartError(
             f"the engine did not serve within {self.start_seconds:g} s. Its log ends with:\n{_tail(folder)}"

@@ -29,7 +29,7 @@ from rollout_service.engines.pool.health import HealthChecks
 from rollout_service.engines.pool.registry import BackendRegistry, PoolOptions
 from rollout_service.engines.pool.weights.controller import Exclusive, PoolController
 from rollout_service.engines.pool.weights.state import PoolState
-from rollout_service.engines.routing import CostRouter, Observer, Router
+from rollout_service.engines.routing import Observer, Router
 
 
 class BackendPool:
@@ -40,12 +40,11 @@ class BackendPool:
         name: str,
         tasks: TaskGroup,
         *,
-        options: PoolOptions | None = None,
-        router: Router | None = None,
-        observer: Observer | None = None,
-        on_change: Callable[[], None] | None = None,
-        exclusive: Exclusive | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        options: PoolOptions,
+        router: Router,
+        observer: Observer | None,
+        on_change: Callable[[], None],
+        exclusive: Exclusive | None,
     ) -> None:
         """Start empty; `on_change` is called after every change of a backend's state or of the pause.
 
@@ -53,9 +52,7 @@ class BackendPool:
         """
         self.name = name
         self._tasks = tasks
-        self._options = options or PoolOptions()
-        self._clock = clock
-        router = router or CostRouter()
+        self._options = options
         self._queue = WaitQueue()
         self._versions = VersionWatch(name)
         self._on_change = on_change
@@ -90,8 +87,7 @@ class BackendPool:
 
     def _changed(self) -> None:
         self._queue.wake_all()
-        if self._on_change is not None:
-            self._on_change()
+        self._on_change()
 
     @property
     def version_changes(self) -> int:
@@ -157,7 +153,6 @@ class BackendPool:
                 self._options.slow_start,
                 self._versions,
                 self._controller.external_version,
-                self._clock,
             )
             handle.bring_back(info, is_tried=is_tried)
             handle.max_in_flight = max_in_flight or self._options.max_in_flight_per_backend

@@ -1,6 +1,6 @@
 """The pools of the service by name, such as `policy`, `judge` or `frozen-1`."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -17,7 +17,7 @@ from rollout_service.engines.pool.backend_handle import BackendHandle
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.pool.weights.controller import Exclusive
-from rollout_service.engines.routing import Observer, Router, make_router
+from rollout_service.engines.routing import Observer, make_router
 
 DEFAULT_POOL = "policy"
 
@@ -34,15 +34,8 @@ def backend_id_of(url: str, pool: str) -> str:
 class Pools:
     """Named pools, with the tasks that probe their backends, and the backends' connections.
 
-    Use as an async context manager; everything ends with the context.
-
-    Args:
-        options: the options of every pool that `options_of` does not name.
-        options_of: the options of single pools, by name.
-        router: makes the router of each pool; by default its options name it.
-        observer: notified of every routing decision.
-        kinds: the kinds of engines; by default, those that are installed.
-        exclusive: keeps other services, if the backends are shared, from commanding a pool.
+    Use as an async context manager; everything ends with the context. `options_of` are those of single pools, by name.
+    `exclusive` keeps other services, if the backends are shared, from commanding a pool.
     """
 
     def __init__(
@@ -50,15 +43,12 @@ class Pools:
         options: PoolOptions | None = None,
         *,
         options_of: Mapping[str, PoolOptions] | None = None,
-        router: Callable[[], Router] | None = None,
-        observer: Observer | None = None,
         kinds: EngineKinds | None = None,
         exclusive: Exclusive | None = None,
     ) -> None:
         self._options = options or PoolOptions()
         self._options_of = options_of or {}
-        self._router = router
-        self._observer = observer
+        self._observer: Observer | None = None
         self._kinds = kinds or EngineKinds()
         self._exclusive = exclusive
         self._pools: dict[str, BackendPool] = {}
@@ -176,7 +166,7 @@ class Pools:
                 name,
                 self._tasks,
                 options=options,
-                router=self._router() if self._router else make_router(options.router),
+                router=make_router(options.router),
                 observer=self._observer,
                 on_change=self.note_change,
                 exclusive=self._exclusive,

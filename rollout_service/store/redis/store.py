@@ -52,6 +52,8 @@ _BACKEND = TypeAdapter(SharedBackend)
 class RedisEngines(EnginesStore):
     """The engines of all services with the same prefix in one Redis."""
 
+    is_shared = True
+
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection
         self._changes = MonotonicCounter(1)
@@ -60,10 +62,6 @@ class RedisEngines(EnginesStore):
     def _notice(self, message: bytes | None) -> None:
         if message is None or message.startswith((b"backend.", b"pool.")):
             self._changes.increment()
-
-    @property
-    def is_shared(self) -> bool:
-        return True
 
     async def wait_for_change(self, after: int) -> int:
         await self._connection.topics.confirmed("cluster")
@@ -136,6 +134,8 @@ _REPORT = TypeAdapter(NodeReport)
 class RedisCluster(ClusterStore):
     """The cluster of all services with the same prefix in one Redis."""
 
+    is_shared = True
+
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection
         self._changes = MonotonicCounter(1)
@@ -153,10 +153,6 @@ class RedisCluster(ClusterStore):
         elif message.startswith(b"role "):
             self._free_at.pop(message.removeprefix(b"role ").decode(), None)
             self._resigned.notify()
-
-    @property
-    def is_shared(self) -> bool:
-        return True
 
     async def join(self, report: NodeReport, *, replacing: str | None = None) -> None:
         holder: bytes = await self._connection.call(

@@ -55,9 +55,7 @@ class TrajectoryPlace(Protocol):
 class InRedis(TrajectoryPlace):
     """Keeps trajectories in Redis itself, for short ones and for tests."""
 
-    @property
-    def problem(self) -> None:
-        return None
+    problem = None
 
     @asynccontextmanager
     async def keep(self, data: bytes) -> AsyncIterator[bytes]:

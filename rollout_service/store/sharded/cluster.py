@@ -29,15 +29,13 @@ T = TypeVar("T")
 
 
 class ShardedCluster(ClusterStore):
+    is_shared = True
+
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
         self._home, *self._others = shards
         self.rejoined = 0
         """How often this node has joined single shards again, where its leases were lost."""
-
-    @property
-    def is_shared(self) -> bool:
-        return True
 
     async def join(self, report: NodeReport, *, replacing: str | None = None) -> None:
         """Become a member of each shard that answers; the others follow with a heartbeat."""

@@ -58,6 +58,8 @@ Record = Callable[[str, str, dict[str, JsonValue]], Awaitable[Event]]
 class SingleCluster(ClusterStore):
     """A cluster of at most one node, in memory."""
 
+    is_shared = False
+
     def __init__(self, record: Record) -> None:
         self._record = record
         self._node: NodeRecord | None = None
@@ -65,10 +67,6 @@ class SingleCluster(ClusterStore):
         self._roles: dict[str, RoleLease] = {}
         self._resigned = ChangeSignal()
         self._tokens = count(1)
-
-    @property
-    def is_shared(self) -> bool:
-        return False
 
     async def join(self, report: NodeReport, *, replacing: str | None = None) -> None:
         if self._node is not None and self._node.report.owner not in (report.owner, replacing):
@@ -151,6 +149,8 @@ class SqliteStore(BaseStore):
     """
 
     segments = None
+    rewinds = 0  # a file that went back in time is another start
+    engines = None
 
     def __init__(
         self, path: Path | str, *, clock: Callable[[], float] = time.time, disk: Disk = "local"
@@ -182,16 +182,8 @@ class SqliteStore(BaseStore):
         return store
 
     @property
-    def rewinds(self) -> int:
-        return 0  # a file that went back in time is another start
-
-    @property
     def runs(self) -> SqliteRuns:
         return self._runs
-
-    @property
-    def engines(self) -> None:
-        return None
 
     @property
     def cluster(self) -> SingleCluster:

@@ -102,7 +102,7 @@ class E2BSandbox(ControlledSandbox):
 
     async def _export(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
         program = ["python3", "-I", "-S", "-c", READER, path, str(limit)]
-        stream = stream_out(self._launched.control, program, cwd="/", env={}, limit=None, mode=TRUSTED)
+        stream = stream_out(self._launched.control, program, env={}, limit=None, mode=TRUSTED)
         try:
             async with aclosing(stream):
                 async for part in stream:

@@ -105,10 +105,10 @@ def test_each_filter_has_its_rule_for_the_outcome_or_a_named_part(name, options,
 def test_parts_that_a_run_does_not_have_are_refused_by_their_paths():
     filters = [ZeroVariance(), Never(), AllFailed(part="finish"), ZeroVariance(part="parallel")]
     with pytest.raises(InvalidFieldError) as refused:
-        require_outcome_filters(filters, field="body.filters")
+        require_outcome_filters(filters)
     paths = [error.path for error in refused.value.fields]
     assert paths == ["body.filters.2.options.part", "body.filters.3.options.part"]
-    require_outcome_filters([ZeroVariance(part="reward"), AllFailed(part="perf")], field="body.filters")
+    require_outcome_filters([ZeroVariance(part="reward"), AllFailed(part="perf")])
 
 
 def test_a_chain_names_the_parts_that_it_looks_at():

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from rollout_service.engines.local_servers.process import ServerCommand, ServerProcess
@@ -22,19 +21,16 @@ class EmbeddedEngine(ServerProcess):
         model_path: Path | str,
         *,
         port: int = 0,
-        max_running: int = 64,
         kv_tokens: int = 131_072,
         threads: int = 1,
         weight_version: str = "default",
-        on_wait: Callable[[float], None] | None = None,
     ) -> None:
         """`port` 0 is a free one; the engine's `--help` explains the rest."""
-        super().__init__(on_wait=on_wait)
+        super().__init__()
         self._arguments = [
             *("--model", str(Path(model_path).resolve())),
             *("--port", str(port)),
-            *("--max-running", str(max_running), "--kv-tokens", str(kv_tokens)),
-            *("--threads", str(threads), "--weight-version", weight_version),
+            *("--kv-tokens", str(kv_tokens), "--threads", str(threads), "--weight-version", weight_version),
             "--exit-with-parent",
         ]
 

@@ -50,7 +50,6 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     reserved_tokens: int = 0
-    cache_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -208,7 +207,6 @@ class EngineCore:
     def _report(self) -> None:
         self.stats.running = len(self._running) + (self._filling is not None)
         self.stats.waiting = len(self._waiting)
-        self.stats.cache_tokens = self._cache.tokens
 
     def _stop(self) -> None:
         self._stopping = True

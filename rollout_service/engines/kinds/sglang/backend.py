@@ -41,14 +41,12 @@ from rollout_service.engines.kinds.token_stream import TokenStream, generation_b
 
 
 class SGLangBackend(HttpBackend):
+    keeps_kv_apart = True
+
     def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
         super().__init__(url, backend_id=backend_id, timeout=timeout)
         self._weights = SGLangWeights(self.id, self._exchange)
         self._streams_incrementally = False
-
-    @property
-    def keeps_kv_apart(self) -> bool:
-        return True
 
     async def _sample(
         self, request: GenerateRequest, started: float, on_tokens: TokenSink | None

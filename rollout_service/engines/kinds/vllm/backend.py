@@ -109,15 +109,13 @@ class VllmStream(TokenStream):
 class VllmBackend(HttpBackend):
     """One vLLM server."""
 
+    keeps_kv_apart = True
+
     def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
         super().__init__(url, backend_id=backend_id, timeout=timeout)
         self._mode: wire.LogprobsMode | None = None
         self._open_ids: set[str] = set()
         self._last_load = self._idle_load = ""
-
-    @property
-    def keeps_kv_apart(self) -> bool:
-        return True
 
     async def _sample(
         self, request: GenerateRequest, started: float, on_tokens: TokenSink | None

@@ -184,8 +184,9 @@ async def test_a_pool_uses_the_router_that_its_options_name():
     options_of = {"counted": PoolOptions(router="least_loaded")}
     async with (
         ScriptedEngine(Counting()) as engine,
-        Pools(options_of=options_of, observer=Recorder()) as pools,
+        Pools(options_of=options_of) as pools,
     ):
+        pools.observe(Recorder())
         for pool in ("policy", "counted"):
             await pools.register(engine.url, pool)
             await pools[pool].generate(request())
