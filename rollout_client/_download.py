@@ -34,8 +34,6 @@ def accepted(media_type: str) -> str:
 
 
 class LargeBody:
-    """The memory for the body of a large response."""
-
     def __init__(self) -> None:
         self.content = bytearray()
 
@@ -75,7 +73,6 @@ class _Fetch:
         self._socket: socket.socket | None = None
 
     def send(self) -> tuple[httpx.Response, bytearray]:
-        """Send the request, and return the response and its body."""
         request = self._request
         headers = {name: value for name, value in request.headers.items() if name in _PASSED_ON}
         headers["accept"] = accepted(headers.get("accept", "*/*"))

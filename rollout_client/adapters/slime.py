@@ -157,7 +157,6 @@ def scored(args: Any, samples: Sequence[Any], **_: object) -> Any:
 
 
 def _fill(sample: Any, row: Sample, rollout: Rollout) -> Any:
-    """Write a row into slime's sample."""
     status = type(sample).Status
     sample.tokens = row.token_ids
     sample.response_length = len(row.response_ids)

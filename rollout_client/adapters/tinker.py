@@ -82,8 +82,6 @@ def metrics_of(rollout: Rollout) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class GroupTask:
-    """A task whose rollouts form a group."""
-
     row: Any
     """A task, or a row that names one; see `submit.parse_task`."""
     group_size: int

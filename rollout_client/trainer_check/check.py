@@ -187,7 +187,6 @@ class Policy:
     """A copy of the served model in torch, which is trained, and whose weights the engines get."""
 
     def __init__(self, client: SyncRolloutClient, folder: str, plan: Plan) -> None:
-        """Save weights in `folder`."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -33,8 +33,6 @@ NOT_LISTENING = "it does not listen yet"
 
 @dataclass(frozen=True, slots=True)
 class ServerChild:
-    """A server that is ready, and its process."""
-
     client: RolloutClient
     process: Process
 

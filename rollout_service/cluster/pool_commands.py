@@ -145,7 +145,7 @@ class SharedCommands(PoolCommands):
         try:
             request = REQUESTS[record.kind].model_validate_json(record.request)
             await self._hold(record, request)
-            await anyio.sleep(await self._patience(record.pool))
+            await anyio.sleep(_OTHERS_FIRST_SECONDS if await self._missing(record.pool) else 0.0)
             while self._is_open(record):
                 changed = self._changed.next
                 if not await self._carry_out_if_leader(record, request):
@@ -167,9 +167,6 @@ class SharedCommands(PoolCommands):
                 await pool.drained(request.drain_seconds)
         hold = partial(self._store.hold, record.pool, record.number, self._owner)
         await retry_until_stored("confirm that requests are held", hold)
-
-    async def _patience(self, pool: str) -> float:
-        return _OTHERS_FIRST_SECONDS if await self._missing(pool) else 0.0
 
     async def _missing(self, pool: str) -> list[str]:
         """Return the backends of a pool that this node does not have."""

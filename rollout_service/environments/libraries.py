@@ -32,8 +32,6 @@ NEWER_MINORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A package with its requirements."""
-
     name: str
     """Its name for `rollout-service env install`."""
     requirements: Path
@@ -64,7 +62,6 @@ class Library:
         return (self.folder / "bin" / "python").exists()
 
     def python(self) -> Path:
-        """Return the interpreter of its environment."""
         if not self.is_installed:
             raise ConfigurationError(
                 f"the packages of {self.name!r} are not installed on this machine",

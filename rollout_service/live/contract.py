@@ -96,8 +96,6 @@ class TurnMarkRecord:
 
 @dataclass(frozen=True, slots=True)
 class UnjudgedTurn:
-    """A turn that waits to be judged."""
-
     session_id: str
     turn: int
     since: float
@@ -106,8 +104,6 @@ class UnjudgedTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
-    """A recorded turn of a session."""
-
     session_id: str
     turn: int
     """Its id in the session's trajectory."""

@@ -162,7 +162,6 @@ class _SessionReplay:
         return replay
 
     def messages(self, turn: int) -> list[Message]:
-        """Return the messages that a turn answers."""
         history = self.histories[turn]
         index = self.capture.calls
         rendered = as_messages(history, index)

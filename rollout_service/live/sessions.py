@@ -54,8 +54,6 @@ PRUNE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LiveSessionParts:
-    """The parts of the service that live sessions use."""
-
     settings: LiveSettings
     store: SqliteLiveStore
     users: UserHashes

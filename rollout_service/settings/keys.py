@@ -24,8 +24,6 @@ ANY_NAME = "NAME"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key that can be set."""
-
     path: tuple[str, ...]
     field: FieldInfo
     about: str
@@ -119,7 +117,6 @@ def _step(annotation: Any, part: str) -> Iterator[FieldInfo]:
 
 
 def _values_of(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models of the values in a table whose keys are names."""
     return models_in(get_args(annotation)[1]) if get_origin(annotation) is dict else []
 
 

@@ -151,7 +151,6 @@ class Sources:
                 _refuse_what_is_not_json(name, text)
 
     def source(self, path: Sequence[str]) -> Source:
-        """Return the source of the value at a path."""
         if _holds(self.flags, path):
             return Source(Origin.FLAG, _flag(path))
         for name in sorted(self.variables, key=len, reverse=True):

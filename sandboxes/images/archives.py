@@ -26,8 +26,6 @@ DOCUMENT_LIMIT = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ImageArchive:
-    """An archive of one image or many."""
-
     path: Path
     kind: Literal["oci-archive", "docker-archive"]
     images: tuple[tuple[str, ...], ...]
@@ -126,7 +124,6 @@ def single_image(archive: ImageArchive, tag: str | None, folder: Path) -> Path:
 
 
 def _only(document: str, found: Any, number: int) -> bytes:
-    """Return a document with one of its images."""
     if document == MANIFEST:
         return json.dumps([found[number]]).encode()
     return json.dumps(found | {"manifests": [found["manifests"][number]]}).encode()

@@ -65,17 +65,10 @@ class ParallelCalls:
         max_tool_calls: int | None = None,
         slot: SubagentSlot | None = None,
     ) -> None:
-        """`node_id` and `depth` are the agent's place in the tree.
+        """`node_id`, "" for the root, and `depth`, the number of agents above, are the agent's place in the tree.
 
-        Args:
-            tree: the tree of the rollout.
-            tools: the agent's other tools.
-            subagent_tools: the tools of its sub-agents.
-            node_id: the agent's id; "" for the root.
-            depth: the number of agents above it.
-            allowance: the steps that may follow each other from its first turn on; None sets no limit.
-            max_tool_calls: the limit of its calls of other tools; None sets none.
-            slot: the slot that it holds, which it lends to its sub-agents.
+        `allowance` limits the steps that may follow each other from its first turn on, and `max_tool_calls` its calls
+        of `tools`; None sets no limit. `slot` is the one that it lends to its sub-agents.
         """
         self._tree = tree
         self._direct = ToolCalls(tools)

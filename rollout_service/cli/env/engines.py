@@ -45,8 +45,6 @@ from sandboxes import make_provider
 
 @dataclass(frozen=True, slots=True)
 class PoolModels:
-    """The models that answer for each pool."""
-
     models: dict[str, str] = field(default_factory=dict)
     """Embedded engines' models."""
     scripts: dict[str, Path] = field(default_factory=dict)
@@ -156,7 +154,6 @@ class _NamedPools(PolicyServing):
     """The pools that options name; for another one, it says which option would."""
 
     def connect(self, pool: str) -> tuple[PoolModel, BackendPool]:
-        """Return the model that a pool serves, and its engines."""
         if not self.expects(pool):
             raise EnvironmentFailedError(
                 f"the environment asks the model of the pool {pool!r}, and nothing answers for it here",

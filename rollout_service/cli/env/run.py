@@ -106,7 +106,6 @@ async def _server(own: OwnServer, url: str | None, key: str | None) -> AsyncIter
 
 
 def _own_name(own: OwnServer) -> str:
-    """Return the environment's name on a server of its own."""
     spec = load_environment(own.environment).spec
     if spec.parallel is not None and spec.parallel.subagent.pool not in {
         *own.pools.models,

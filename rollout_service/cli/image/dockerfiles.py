@@ -23,8 +23,6 @@ LAYOUT = "environment"
 
 @dataclass(frozen=True, slots=True)
 class DockerfileFlags:
-    """The flags of the command that only Dockerfiles have."""
-
     context: Path | None = None
     arguments: Mapping[str, str] | None = None
     target: str | None = None

@@ -158,7 +158,6 @@ class _RejectedLines:
         self._console = common.err()
 
     def line(self, number: int, why: str) -> None:
-        """Report a line that is not a request."""
         self.count += 1
         self._console.print(f"line {number}: {why}", soft_wrap=True)
 

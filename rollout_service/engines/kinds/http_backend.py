@@ -64,12 +64,8 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 class HttpBackend(ABC):
     """The part of a `Backend` that all engines behind an HTTP server share.
 
-    Use it from one event loop; `close` closes its connections.
-
-    Args:
-        url: where the server listens, `http://host:port`.
-        backend_id: its name in reports; its location by default.
-        timeout: seconds that one `generate` may take.
+    Use it from one event loop; `close` closes its connections. `backend_id` is its name in reports, by default its
+    location; `timeout` is how many seconds one `generate` may take.
     """
 
     keeps_kv_apart = False

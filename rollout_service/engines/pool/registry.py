@@ -18,10 +18,8 @@ log = structlog.get_logger(__name__)
 class BackendRegistry:
     """The backends of a pool in the order of their registration, and its pause.
 
-    Args:
-        name: the name of the pool.
-        on_leave: called with the id of each backend that leaves service, since its KV is lost or useless then.
-        on_change: called after every change of a backend or of the pause.
+    `on_leave` is called with the id of each backend that leaves service, since its KV is lost or useless then;
+    `on_change` after every change of a backend or of the pause.
     """
 
     def __init__(self, name: str, on_leave: Callable[[str], None], on_change: Callable[[], None]) -> None:

@@ -268,7 +268,6 @@ def _warnings(toml: TaskToml) -> Iterator[str]:
 
 
 def _image(folder: Path, path: str, table: EnvironmentTable, context: Path, name: str) -> str:
-    """Return the image of a table, whose `path` is for messages."""
     if _dockerfile(context) is not None:
         return _name_by_digest(context, name)
     if table.docker_image is None:

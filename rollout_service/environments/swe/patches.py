@@ -62,10 +62,8 @@ def changed_paths(patch: bytes) -> frozenset[str]:
 def separate_forbidden(patch: bytes, tests: Collection[str], gold: bytes) -> tuple[bytes, list[str]]:
     """Return the patch without changes that could falsify a report of tests, and the paths that were left out.
 
-    Args:
-        patch: the agent's changes.
-        tests: the files that the evaluation puts in place itself.
-        gold: the reference patch. What it changes may be changed, but for tests.
+    `tests` are the files that the evaluation puts in place itself; whatever else the reference patch `gold` changes may
+    be changed.
     """
     needed = changed_paths(gold) - set(tests)
     kept, left_out = [], []

@@ -51,7 +51,7 @@ def make_script(
     """
     place = shlex.quote(folder)
     lines = ["#!/bin/bash", "set -uxo pipefail", ACTIVATE.format(folder=place)]
-    changed = [_one_path(change.paths) for change in split_patch(test_patch.encode()) if not change.adds]
+    changed = [min(change.paths) for change in split_patch(test_patch.encode()) if not change.adds]
     back = f"git checkout {base} {shlex.join(changed)}" if changed else ""
     if test_patch:
         word = f"EOF_{hashlib.sha256(test_patch.encode()).hexdigest()[:16]}"
@@ -61,10 +61,6 @@ def make_script(
         lines += [f"git checkout HEAD -- {file} || git checkout HEAD~1 -- {file}" for file in named]
     lines += [f": '{START}'", f"{command} {shlex.join(files)}".rstrip(), f": '{END}'", back]
     return "\n".join(line for line in lines if line) + "\n"
-
-
-def _one_path(paths: frozenset[str]) -> str:
-    return min(paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +150,6 @@ def _append(line: str, argument: str) -> str:
 
 
 def _without(line: str, tests: Collection[str]) -> str:
-    """Return the command without the tests that it names."""
     words = line.split(" ")
     if _DJANGO.search(line):
         while len(words) > 1 and re.fullmatch(r"[A-Za-z_][\w.]*", words[-1]):

@@ -249,7 +249,6 @@ async def overlaps(
     hinted: Sequence[Sequence[int]],
     sampled_ids: Sequence[int],
 ) -> list[int]:
-    """Return the overlap under each hinted prompt."""
     places = positions(len(sampled_ids))
     limit = anyio.CapacityLimiter(AT_ONCE)
     found: dict[tuple[int, int], frozenset[int]] = {}

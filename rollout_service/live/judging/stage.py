@@ -164,7 +164,6 @@ class JudgeStage:
             await self._add_hint(rated, FoundHint(mark.hint, mark.hint_dropped))
 
     async def _add_hint(self, turn: TurnRecord, found: FoundHint) -> None:
-        """Add a hint to the value that a user has given."""
         if turn.mark is not None and (found.hint is not None or found.dropped):
             mark = replace(turn.mark, hint=found.hint, hint_dropped=found.dropped)
             await self._store.mark(turn.session_id, turn.turn, mark)

@@ -154,7 +154,9 @@ class TurnJudge:
         async with open_task_group() as tasks:
             tasks.start_soon(find_hint)
             if (decided := self.overrides.decide(turn, earlier)) is not None:
-                mark = _overridden(*decided)
+                name, value = decided
+                source = f"override:{name}"
+                mark = TurnMarkRecord(value=value, reason=MarkReason.OVERRIDE, source=source, at=0.0)
             else:
                 mark = await self._ask(turn, is_last_try)
         return replace(mark, hint=found.hint, hint_dropped=found.dropped, at=time.time())
@@ -175,10 +177,6 @@ class TurnJudge:
             judge=JudgedBy(pool=self.pool, model=poll.model, prompt_hash=self._rubric.prompt_hash),
             at=0.0,
         )
-
-
-def _overridden(name: str, value: float) -> TurnMarkRecord:
-    return TurnMarkRecord(value=value, reason=MarkReason.OVERRIDE, source=f"override:{name}", at=0.0)
 
 
 # The outcome of the judge's votes on a turn.

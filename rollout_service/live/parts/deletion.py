@@ -96,7 +96,6 @@ class SessionDeletion:
                 await self._cancel(rollout.rollout_id)
 
     async def _rollouts(self, sample: SampleId) -> AsyncIterator[Rollout]:
-        """Yield the rollouts of a sample: the first, and those that replaced it."""
         for retry in count():
             rollout = await self._store.get(str(replace(sample, retry=retry)))
             if rollout is None:

@@ -106,7 +106,8 @@ class PartDelivery:
             if run_id in runs:
                 appended += await self._deliver(runs[run_id], parts)
             else:
-                await self._give_back(parts)
+                for part in parts:
+                    await self.store.give_back_part(part.session_id, part.part)
         self._warned = {run_id: text for run_id, text in self._warned.items() if run_id in runs}
         return appended
 

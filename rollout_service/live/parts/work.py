@@ -227,7 +227,6 @@ def _is_judged(turn: PendingTurn) -> bool:
 
 
 def _is_due(turn: PendingTurn) -> bool:
-    """Return whether a turn waits for the judge."""
     is_open = turn.kind is TurnKind.MAIN and turn.mask is None and turn.delivered
     return is_open and turn.followed_at is not None and turn.marked_at is None
 
@@ -256,8 +255,6 @@ def _closes(judged: Sequence[PendingTurn], order: LiveDelivery, now: float) -> b
 
 @dataclass(frozen=True, slots=True)
 class SessionTraining:
-    """The parts of the service that make batches of sessions."""
-
     closer: PartCloser
     delivery: PartDelivery
     environment: SessionEnvironment

@@ -109,7 +109,6 @@ def parts(
     unsubmitted: bool = False,
     session_id: str | None = None,
 ) -> list[PartRecord]:
-    """Return parts, the oldest first."""
     rows = db.execute(_PARTS, {"run": run_id, "id": session_id, "unsubmitted": unsubmitted})
     return [_part(row) for row in rows]
 

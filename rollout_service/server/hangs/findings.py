@@ -180,9 +180,8 @@ class Judged:
         still = self.signs.still_seconds
         if still is not None:
             return f"it has done nothing for {min(still, self.wait.quiet):.0f} s"
-        return "no progress is seen" if self.wait.step.moved is None else self._since_progress()
-
-    def _since_progress(self) -> str:
+        if self.wait.step.moved is None:
+            return "no progress is seen"
         return f"the last progress was {self.wait.quiet:.0f} s ago"
 
     def _usually(self) -> str:

@@ -147,7 +147,8 @@ class OverviewBuilder:
             failing = self.store.failing
             asked = [shard for number, shard in enumerate(self.store.shards) if number not in failing]
             last_event = sum([await shard.last_event() for shard in asked])
-            runs = [run for run in await self.store.runs.active() if _is_in_progress(run)]
+            in_progress = (RunState.RUNNING, RunState.PAUSED)
+            runs = [run for run in await self.store.runs.active() if run.state in in_progress]
             runs.sort(key=lambda run: run.created_at, reverse=True)
             nodes = await self.nodes.list()
         except StoreError as error:
@@ -180,10 +181,6 @@ class OverviewBuilder:
             staleness=manager.staleness(record),
             problem=record.problem.message if record.problem is not None else None,
         )
-
-
-def _is_in_progress(run: RunRecord) -> bool:
-    return run.state in (RunState.RUNNING, RunState.PAUSED)
 
 
 # The overview for many readers at once.

@@ -78,7 +78,6 @@ def binds(library: Library) -> dict[str, str]:
 
 
 def servers(library: Library) -> frozenset[str]:
-    """Return the names of all servers in the package."""
     library.python()
     return _servers(library.packages / "resources_servers")
 

@@ -34,8 +34,6 @@ MAX_MOVES = 64
 
 
 class OpponentSettings(BaseModel):
-    """How the opponent is sampled."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     pool: Name = "opponent"

@@ -39,7 +39,6 @@ class CodeProblem:
 
     @property
     def program(self) -> str:
-        """A correct submission."""
         source = f"from __future__ import annotations\n\n\n{inspect.getsource(self.solve)}"
         if self.kind == "assert":
             return source
