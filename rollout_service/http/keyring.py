@@ -68,6 +68,8 @@ def needed_role(method: str, path: str) -> Role:
 
 
 class ApiKey(BaseModel):
+    """A key of the API."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1, max_length=128)
