@@ -165,7 +165,11 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNodes:
-    """All nodes, and the commands that they take."""
+    """All nodes, and the commands that they take.
+
+    A command raises `NotFoundError` if no node has this name, and `ConflictError` if the node is dead or, to be
+    removed, is not.
+    """
 
     cluster: ClusterStore
     own: Callable[[], NodeReport]
@@ -184,32 +188,17 @@ class ClusterNodes:
         raise unknown_node(name)
 
     async def drain(self, name: str) -> NodeView:
-        """Tell a node to claim no more rollouts; those under way continue.
-
-        Raises:
-            NotFoundError: No node has this name.
-            ConflictError: The node is dead.
-        """
+        """Tell a node to claim no more rollouts; those under way continue."""
         await self.cluster.change_state(name, NodeState.DRAINING)
         return await self.get(name)
 
     async def resume(self, name: str) -> NodeView:
-        """Tell a node to claim rollouts again.
-
-        Raises:
-            NotFoundError: No node has this name.
-            ConflictError: The node is dead.
-        """
+        """Tell a node to claim rollouts again."""
         await self.cluster.change_state(name, NodeState.READY)
         return await self.get(name)
 
     async def remove(self, name: str) -> None:
-        """Forget a dead node.
-
-        Raises:
-            NotFoundError: No node has this name.
-            ConflictError: The node is alive.
-        """
+        """Forget a dead node."""
         await self.cluster.remove(name)
 
 

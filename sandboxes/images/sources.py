@@ -46,13 +46,7 @@ class Definition:
         Raises:
             ImageNotFoundError: The definition cannot be read.
         """
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ImageNotFoundError(
-                f"cannot read the definition {self.path}: {error}",
-                hint="name an Apptainer definition file",
-            ) from error
+        text = _read(self.path, "the definition", hint="name an Apptainer definition file")
         return text, *(f"{name}={value}" for name, value in sorted(self.arguments.items()))
 
     def flags(self) -> list[str]:
@@ -206,12 +200,7 @@ class DockerfileSource:
             ImageNotFoundError: The file cannot be read.
             DockerfileError: It asks for something unsupported.
         """
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ImageNotFoundError(
-                f"cannot read the Dockerfile {self.path}: {error}", hint="name a Dockerfile, or its folder"
-            ) from error
+        text = _read(self.path, "the Dockerfile", hint="name a Dockerfile, or its folder")
         return make_plan(parse(text, self.path.name), self.arguments, self.target)
 
     def identity(self) -> tuple[str, ...]:
@@ -231,6 +220,13 @@ class DockerfileSource:
             *(f"base {name} {_state(path)}" for name, path in sorted(self.bases.items())),
             digest(copied),
         )
+
+
+def _read(path: Path, what: str, *, hint: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ImageNotFoundError(f"cannot read {what} {path}: {error}", hint=hint) from error
 
 
 def _state(path: Path) -> str:

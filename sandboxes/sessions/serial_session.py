@@ -55,7 +55,7 @@ class SerialSession(ABC, Generic[P]):
         self._explain = explain
         self._freezer = freezer
         self._lock = asyncio.Lock()  # every call takes it, and anyio's costs as much as the rest of a command
-        self._restarts = restart_limiter()
+        self._restarts = TokenBucket(FREE, PERIOD)
         self._process: P | None = None
 
     @abstractmethod
@@ -124,10 +124,6 @@ FREE = 5
 """Starts without a wait, including the first."""
 PERIOD = 5.0
 """Seconds in which one more start becomes free."""
-
-
-def restart_limiter() -> TokenBucket:
-    return TokenBucket(FREE, PERIOD)
 
 
 async def open_sessions(sandbox: Sandbox, names: Iterable[SessionName]) -> None:

@@ -89,7 +89,8 @@ class EnvironmentReport:
     def show(self, console: SafeConsole) -> None:
         rows = table("", "", header=False)
         rows.add_row("environment", self.name)
-        rows.add_row("image", self.image or self._without_image())
+        without = "that of each task" if self.task_images else "none; it needs no sandbox"
+        rows.add_row("image", self.image or without)
         if self.harness is not None:
             rows.add_row("harness", self.harness)
         else:
@@ -105,9 +106,6 @@ class EnvironmentReport:
         if (more := len(self.findings) - SHOWN_FINDINGS) > 0:
             console.print(f"... and {more} more")
         console.print(count(len(self.findings), "finding") if self.findings else "nothing is wrong")
-
-    def _without_image(self) -> str:
-        return "that of each task" if self.task_images else "none; it needs no sandbox"
 
     def _dataset(self) -> str:
         if not self.instances:

@@ -118,22 +118,20 @@ class OpenEnvServer:
         )
 
 
+@dataclass(eq=False)
 class OpenEnvSession:
     """An open session; `OpenEnvServer.session` makes one."""
 
-    def __init__(
-        self, url: str, socket: aiohttp.ClientWebSocketResponse, answers: MemoryObjectReceiveStream[str]
-    ) -> None:
-        self._url = url
-        self._socket = socket
-        self._answers = answers
+    url: str
+    socket: aiohttp.ClientWebSocketResponse
+    answers: MemoryObjectReceiveStream[str]
 
     async def reset(self, arguments: Mapping[str, Any], seconds: float) -> Observed:
         try:
             return await self._ask("reset", arguments, seconds)
         except InvalidActionError as error:
             raise EnvironmentFailedError(
-                f"the OpenEnv server at {self._url} refused to reset: {error}",
+                f"the OpenEnv server at {self.url} refused to reset: {error}",
                 hint="The instance's `seed` and `options` must be what the environment's `reset` takes.",
             ) from error
 
@@ -149,17 +147,17 @@ class OpenEnvSession:
         try:
             with anyio.fail_after(seconds):
                 with suppress(*_LOST):  # a server that has closed the socket may have said why
-                    await self._socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())
-                text = await self._answers.receive()
+                    await self.socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())
+                text = await self.answers.receive()
         except TimeoutError as error:
             raise EnvironmentFailedError(
-                f"the OpenEnv server at {self._url} gave no answer to a {kind} within {seconds:g} s",
+                f"the OpenEnv server at {self.url} gave no answer to a {kind} within {seconds:g} s",
                 hint="Raise `init_seconds` (resets) or `tool_seconds` (steps) in [limits], or mend the environment.",
             ) from error
         except anyio.EndOfStream as error:
             raise OpenEnvServerError(
-                f"the OpenEnv server at {self._url} ended the session without an answer to a {kind} "
-                f"(close code {self._socket.close_code})",
+                f"the OpenEnv server at {self.url} ended the session without an answer to a {kind} "
+                f"(close code {self.socket.close_code})",
                 hint="Look at the server's log; it may have been stopped, or limit how long a session is idle.",
             ) from error
         return self._read(kind, text)
@@ -167,12 +165,12 @@ class OpenEnvSession:
     def _read(self, kind: str, text: str) -> Observed:
         try:
             answer = orjson.loads(text)
-            failure = _failure(self._url, kind, answer["data"]) if answer["type"] == "error" else None
+            failure = _failure(self.url, kind, answer["data"]) if answer["type"] == "error" else None
             if failure is None:
                 return _observed(answer)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EnvironmentFailedError(
-                f"the OpenEnv server at {self._url} answered a {kind} with something else than an observation: {error}",
+                f"the OpenEnv server at {self.url} answered a {kind} with something else than an observation: {error}",
                 hint="See that it speaks the protocol of OpenEnv 0.10.",
             ) from error
         raise failure

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
 import anyio
@@ -39,23 +39,22 @@ class TeacherReading:
     """`no_backend`, `other_vocabulary`, `context_full`, `timeout`, `incomplete`, or the code of the engine's error."""
 
 
+@dataclass(eq=False)
 class TeacherReader:
     """Lets the engines of a pool read recorded answers."""
 
-    def __init__(
-        self, serving: PolicyServing, pool: str | None = None, *, read_seconds: float = READ_SECONDS
-    ) -> None:
-        """Read with the engines of this pool; by default, with those of the session's own."""
-        self._serving = serving
-        self._pool = pool
-        self._read_seconds = read_seconds
+    serving: PolicyServing
+    pool: str | None = None
+    """The pool whose engines read; by default, the session's own."""
+    _: KW_ONLY
+    read_seconds: float = READ_SECONDS
 
     async def read(
         self, policy_pool: str, prompt_ids: Sequence[int], sampled_ids: Sequence[int]
     ) -> TeacherReading:
         """Return how likely each sampled id is after the prompt with the hint; failures are reasons, never raised."""
         try:
-            with anyio.fail_after(self._read_seconds):
+            with anyio.fail_after(self.read_seconds):
                 return await self._read(policy_pool, prompt_ids, sampled_ids)
         except TimeoutError:
             return TeacherReading(None, "timeout")
@@ -65,10 +64,10 @@ class TeacherReader:
     async def _read(
         self, policy_pool: str, prompt_ids: Sequence[int], sampled_ids: Sequence[int]
     ) -> TeacherReading:
-        pool = self._pool or policy_pool
-        served, engines = self._serving.connect(pool)
+        pool = self.pool or policy_pool
+        served, engines = self.serving.connect(pool)
         if pool != policy_pool and not _share_vocabulary(
-            self._serving.connect(policy_pool)[0], served, sampled_ids
+            self.serving.connect(policy_pool)[0], served, sampled_ids
         ):
             return TeacherReading(None, "other_vocabulary")
         if len(prompt_ids) + len(sampled_ids) >= served.context_length - 1:

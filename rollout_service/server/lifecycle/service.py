@@ -49,7 +49,10 @@ from sandboxes.errors import ImageError, SandboxConfigError
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The parts of the service that the routes use, and the operations that span several of them."""
+    """The parts of the service that the routes use, and the operations that span several of them.
+
+    Whatever names a rollout raises `NotFoundError` if there is none of this id.
+    """
 
     settings: Settings
     store: Store
@@ -127,11 +130,7 @@ class Service:
         return specific
 
     async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
-        """Return a rollout in its present state.
-
-        Raises:
-            NotFoundError: There is no rollout with this id.
-        """
+        """Return a rollout in its present state."""
         rollout = await self.store.get(rollout_id)
         if rollout is None:
             raise NotFoundError(
@@ -148,7 +147,7 @@ class Service:
         """Return the sub-agents of a rollout that has ended.
 
         Raises:
-            NotFoundError: There is no rollout with this id, or it has not ended.
+            NotFoundError: It has not ended.
         """
         tree = await self.store.tree(rollout_id, trajectories=trajectories)
         if tree is None:
@@ -180,7 +179,6 @@ class Service:
         """Return a rollout once its program may begin or it has ended, or after this time.
 
         Raises:
-            NotFoundError: There is no rollout with this id.
             ShuttingDownError: The shutdown began first.
         """
 
@@ -198,7 +196,7 @@ class Service:
         """Accept the report of a rollout's external agent, and return the rollout.
 
         Raises:
-            NotFoundError: There is no such rollout, or no program works on it at this service.
+            NotFoundError: No program works on it at this service.
             ConflictError: The rollout or the attempt is over, or another end was reported before.
         """
         rollout = await self.get(rollout_id)

@@ -178,7 +178,7 @@ def _decode_rollout(row: Row, shown: Shown) -> Rollout:
         result.pop("kind", None)
         result.pop("session", None)
     elif marks is not None and shown is not Shown.WORK:
-        result["turn_marks"] = decode_turn_marks(marks)
+        result["turn_marks"] = _MARKS.validate_json(_unpacked(marks))
     if state is RolloutState.CANCELLED:
         result.setdefault("stop_reason", StopReason.CANCELLED)
     return Rollout(
@@ -247,10 +247,6 @@ def _unpacked(text: str) -> bytes:
 
 def encode_turn_marks(marks: Sequence[TurnMark]) -> str:
     return _packed(_MARKS.dump_json(list(marks)))
-
-
-def decode_turn_marks(text: str) -> list[TurnMark]:
-    return _MARKS.validate_json(_unpacked(text))
 
 
 # The sub-agents of a stored rollout.
