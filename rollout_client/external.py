@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, TypedDict
 import anyio
 
 from rollout_client import _wire as wire
-from rollout_client.calls.rollouts import LONG_POLL_SECONDS, wait_for_end
 from rollout_client.errors import ClientError, ConflictError, NotFoundError
 
 if TYPE_CHECKING:
     from rollout_client._connection import Connection
 
+LONG_POLL_SECONDS = 30.0
 END_SECONDS = 10.0
 END_CHARS = 10_000
 """The most characters of a failure's description."""
@@ -118,6 +118,17 @@ class ExternalRollout:
     async def result(self) -> wire.Rollout:
         """Wait for the rollout's end, and return it with its trajectory."""
         return await wait_for_end(self._connection, self.rollout_id)
+
+
+async def wait_for_end(connection: Connection, rollout_id: str) -> wire.Rollout:
+    """Return a rollout with its trajectory once it has ended."""
+    path, params = f"/v1/rollouts/{rollout_id}", {"trajectory": "true"}
+    while True:
+        rollout = await connection.call(
+            wire.Rollout, "GET", path, params=params, wait_seconds=LONG_POLL_SECONDS
+        )
+        if rollout.state.terminal:
+            return rollout
 
 
 @asynccontextmanager

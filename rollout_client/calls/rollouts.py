@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout_client import _wire as wire
+from rollout_client.external import LONG_POLL_SECONDS, ExternalRollout, open_external, wait_for_end
 
 if TYPE_CHECKING:
     from rollout_client._connection import Connection
-    from rollout_client.external import ExternalRollout
-
-LONG_POLL_SECONDS = 30.0
 
 
 class RolloutCalls:
@@ -77,8 +75,6 @@ class RolloutCalls:
             InvalidRequestError: The request cannot be carried out as it is.
             RolloutOverError: The rollout ended before its program began.
         """
-        from rollout_client.external import open_external
-
         return open_external(self._connection, with_id(request))
 
     async def cancel(self, rollout_id: str) -> wire.RolloutState | None:
@@ -149,17 +145,6 @@ class RolloutCalls:
                 yield rollout
             if (cursor := page.next_cursor) is None:
                 return
-
-
-async def wait_for_end(connection: Connection, rollout_id: str) -> wire.Rollout:
-    """Return a rollout with its trajectory once it has ended."""
-    path, params = f"/v1/rollouts/{rollout_id}", {"trajectory": "true"}
-    while True:
-        rollout = await connection.call(
-            wire.Rollout, "GET", path, params=params, wait_seconds=LONG_POLL_SECONDS
-        )
-        if rollout.state.terminal:
-            return rollout
 
 
 def with_id(request: wire.RolloutRequest) -> wire.RolloutRequest:
