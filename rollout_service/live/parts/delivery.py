@@ -107,7 +107,7 @@ class PartDelivery:
                 appended += await self._deliver(runs[run_id], parts)
             else:
                 for part in parts:
-                    await self.store.give_back_part(part.session_id, part.part)
+                    await self._store.give_back_part(part.session_id, part.part)
         self._warned = {run_id: text for run_id, text in self._warned.items() if run_id in runs}
         return appended
 
