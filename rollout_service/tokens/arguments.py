@@ -2,7 +2,7 @@
 
 The `renderers` library strips the white space around such values, guesses their types, and ends a value at the first
 text that looks like its end. This package reads them again. It is needed for `renderers` up to at least 0.1.13.dev17:
-`tests/unit/tokens/arguments/test_library.py` fails once the library reads a format exactly by itself. That format can
+`tests/unit/tokens/test_tokens_arguments.py` fails once the library reads a format exactly by itself. That format can
 then leave the table in `syntax`.
 """
 

@@ -1,18 +1,23 @@
 """The policy gets exact tool definitions, a clear answer to each mistake, and bounded output."""
 
 import json
+import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import Field
 
 from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS, builtin_tools
 from rollout_service.agents.tool_calling.tools import (
+    MIN_LIMIT,
     Arguments,
     FunctionTool,
     ToolContext,
     ToolInputError,
     ToolResult,
     by_name,
+    cut_middle,
 )
 from rollout_service.base.errors import ConfigurationError
 from sandboxes.errors import SandboxClosedError
@@ -147,3 +152,31 @@ async def test_a_failed_sandbox_is_not_blamed_on_the_policy(local_sandbox):
 async def test_finish_takes_numbers_too():
     result = await TOOLS["finish"]({"answer": 42}, ToolContext(None, 1.0, 1_000))
     assert result.answer == "42"
+
+
+@settings(deadline=None)
+@given(st.text(max_size=3_000), st.integers(MIN_LIMIT, 2_000))
+def test_the_ends_stay_and_the_note_counts_what_is_missing(text, limit):
+    cut = cut_middle(text, limit)
+    assert len(cut) <= limit
+    if len(text) <= limit:
+        assert cut == text
+        return
+    found = re.search(r"\n\[\.\.\. (\d+) characters cut \.\.\.\]\n", cut)
+    head, tail = cut[: found.start()], cut[found.end() :]
+    assert text.startswith(head)
+    assert text.endswith(tail)
+    assert int(found[1]) == len(text) - len(head) - len(tail)
+    assert 0 <= len(head) - len(tail) <= 1
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="x", min_size=10, max_size=10_000_000 // 1_000))
+def test_most_of_the_room_is_used(text):
+    cut = cut_middle(text, 100)
+    assert len(cut) == len(text) if len(text) <= 100 else len(cut) >= 96
+
+
+def test_a_limit_without_room_is_refused():
+    with pytest.raises(ValueError, match="no room"):
+        cut_middle("text", MIN_LIMIT - 1)

@@ -3,14 +3,19 @@
 import json
 import time
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import anyio
 import pytest
 from fastapi import APIRouter, FastAPI, Response
 from httpx import ASGITransport, AsyncClient
+from starlette.requests import Request
 
 from api_schemas.environments import EnvironmentView
 from api_schemas.nodes import SandboxView
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.tasks import Task
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.web.search import SearchSettings
@@ -18,6 +23,7 @@ from rollout_service.environments.builtin import calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.builtin.math import environment as math
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
+from rollout_service.server.api.routes.rollouts import submit_rollout
 from rollout_service.server.api.routes.support import shared_answers
 from rollout_service.server.api.routes.support.shared_answers import (
     MAX_AGE_SECONDS,
@@ -27,6 +33,7 @@ from rollout_service.server.api.routes.support.shared_answers import (
     accepted_age,
 )
 from sandboxes import SandboxInfo
+from tests.support.samples import segment, trajectory
 
 
 @dataclass
@@ -216,3 +223,34 @@ def test_the_view_of_an_environment_has_every_field_that_is_shown():
 def test_a_sandbox_is_shown_as_it_is(pid):
     info = SandboxInfo("a", "r-1/1", "base", "apptainer", time.time(), pid)
     assert SandboxView.model_validate(asdict(info)).model_dump() == asdict(info)
+
+
+TASK = Task(environment="calc")
+ENDED = Rollout(
+    rollout_id="r1",
+    state=RolloutState.COMPLETED,
+    task=TASK,
+    pool="policy",
+    created_at=datetime(2026, 1, 1, tzinfo=UTC),
+)
+WHOLE = ENDED.model_copy(update={"trajectory": trajectory(segment([1, 2, 3]))})
+
+
+async def submit(request: RolloutRequest) -> Rollout:
+    return ENDED
+
+
+async def wait(rollout_id: str, seconds: float) -> None:
+    """Be too slow."""
+
+
+async def get(rollout_id: str, *, trajectory: bool = False) -> Rollout:
+    return WHOLE if trajectory else ENDED
+
+
+async def test_an_ended_rollout_is_never_returned_without_its_trajectory():
+    http = Request({"type": "http", "headers": []}, receive=anyio.sleep_forever)
+    service = SimpleNamespace(submit=submit, wait=wait, get=get)
+    answer = await submit_rollout(service, http, RolloutRequest(rollout_id="r1", task=TASK), wait=1)
+    assert answer.status_code == 200
+    assert Rollout.model_validate_json(answer.body) == WHOLE

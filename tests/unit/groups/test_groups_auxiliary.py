@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from api_schemas.rollouts.trees import Assigns, Work
 from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.runs.auxiliary import Annealed, Auxiliary, RewardPart, RewardWeights
+from api_schemas.runs.live import LiveDelivery
 from rollout_service.groups.auxiliary import (
     annealed,
     raw_parts,
@@ -251,3 +252,12 @@ def test_what_is_not_warned_of_reaches_its_end(tasks, batch_size, data):
     assert run_warnings(run, tasks) == []
     weights = reward_weights(run, batches)
     assert (weights.parallel, weights.finish) == (0.0, 0.0)
+
+
+def test_a_run_that_waits_for_groups_of_sessions_is_warned_of():
+    request = RunRequest(source=InlineTasks(open=True), batch_size=2, live=LiveDelivery())
+    (warning,) = run_warnings(request, None)
+    assert warning.startswith("group_size: ")
+    assert "group_size of 1" in warning
+    assert run_warnings(request.model_copy(update={"group_size": 1}), None) == []
+    assert run_warnings(request.model_copy(update={"live": None}), None) == []

@@ -1,16 +1,28 @@
 """Every hand-written chat format is exact, over a tokenizer that stands in for its model's."""
 
 import json
+from collections import Counter
 from functools import cache
+from math import ceil
 
 import pytest
+from hypothesis import settings
 from renderers.configs import _CONFIG_BY_NAME
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall
 from rollout_service.tokens import Conversation
 from rollout_service.tokens.renderer import _READ_LAST_TURN, ChatRenderer
 from tests.support.tokens.chat_formats import FAMILIES, control_tokens, is_special, load
-from tests.support.tokens.conversations import QUESTION, TOOL, TURNS, WRITTEN, answers_to, as_written
+from tests.support.tokens.conversations import (
+    QUESTION,
+    TOOL,
+    TURNS,
+    WRITTEN,
+    Format,
+    answers_to,
+    as_written,
+    hold,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -295,3 +307,20 @@ def test_a_format_that_is_given_the_end_of_a_prompt_answers_as_if_it_had_all_of_
 def test_a_format_is_chosen_by_name(root):
     load(root / "qwen3", "qwen3")
     assert ChatRenderer.load(root / "qwen3", "qwen3").name == "qwen3"
+
+
+EACH = ceil(100 * settings.default.max_examples / len(FAMILIES))
+
+
+def test_there_are_at_least_six_formats():
+    assert len(FAMILIES) >= 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_random_conversation_keeps_its_promises(tmp_path, family):
+    chat = Format(family, load(tmp_path / family, family))
+    counts = sum((hold(chat, seed) for seed in range(EACH)), Counter())
+    assert counts["conversations"] == EACH
+    assert counts["turns"] > EACH
+    extended = counts["turns"] - sum(n for name, n in counts.items() if name.startswith("fork"))
+    assert extended > EACH / 8, f"most turns began a segment, so that little was tested: {counts}"

@@ -1,7 +1,9 @@
 """An engine's answer is believed whole or not at all."""
 
 import copy
+from array import array
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from api_schemas.trajectories import FinishReason
 from rollout_service.engines.contract import GenerateRequest, ModelInfo, SamplingOptions, new_request_id
 from rollout_service.engines.errors import BackendProtocolError
 from rollout_service.engines.kinds.checks import parse_version
+from rollout_service.engines.kinds.http_backend import dump_request, prompt_for_json
 from rollout_service.engines.kinds.sglang.wire import generate_body, parse_generation
 
 REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=8))
@@ -236,3 +239,12 @@ def test_request_ids_have_one_length_so_that_none_is_a_prefix_of_another(request
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="empty"):
         GenerateRequest(new_request_id(), [])
+
+
+IDS = [0, 7, 151_935, 2**31 - 1]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda ids: array("i", ids), lambda ids: array("q", ids)])
+def test_a_prompt_is_the_same_json_in_every_form(kind):
+    body = dump_request({"input_ids": prompt_for_json(kind(IDS)), "stream": False})
+    assert body == orjson.dumps({"input_ids": IDS, "stream": False})

@@ -15,11 +15,23 @@ from anyio.abc import SocketAttribute, SocketStream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes import SandboxConfigError, SandboxStartError
+from rollout_service.observability.telemetry.egress import EgressMeter
+from rollout_service.observability.telemetry.metrics import Metrics
+from sandboxes import (
+    SandboxConfigError,
+    SandboxInfo,
+    SandboxProvider,
+    SandboxSpec,
+    SandboxStartError,
+    SweepReport,
+)
+from sandboxes.contract import Sandbox
 from sandboxes.egress.host import EgressHost, ProxyOwner
+from sandboxes.egress.messages import EgressCounts
 from sandboxes.egress.proxy import BURST, CHUNK_BYTES, HEAD_BYTES, PER_SECOND, EgressProxy, ProxyLimits
 from sandboxes.egress.rules import AllowList, HostRule, normalize_host, split_port
 from sandboxes.host.processes import kill_processes, sandbox_of
+from tests.support.waiting import until
 
 OWNER = ProxyOwner(secrets.token_hex(4), 65534, 65534)
 """A name for this test process alone, because processes that belong to it are killed by name."""
@@ -439,3 +451,42 @@ async def test_the_process_is_marked_with_its_service_and_inherits_nothing_else(
     assert kill_processes(lambda mark: mark.startswith(f"{OWNER.service}-")) == 1
     assert host.process.wait(10) == -signal.SIGKILL
     await host.aclose()
+
+
+class Counting(SandboxProvider):
+    """A provider whose sandboxes have made one more connection at every reading."""
+
+    name, isolates = "counting", True
+
+    def __init__(self) -> None:
+        self.looked = 0
+
+    async def egress_counts(self) -> EgressCounts:
+        self.looked += 1
+        return EgressCounts(self.looked, self.looked, 20, 30, {"host": 2})
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        raise AssertionError("nobody starts one here")
+
+    async def sweep(self) -> SweepReport:
+        return SweepReport()
+
+    def live(self) -> list[SandboxInfo]:
+        return []
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+async def test_counts_are_read_repeatedly_and_shown():
+    provider, metrics = Counting(), Metrics()
+    meter = EgressMeter(provider, seconds=0.01)
+    metrics.watch_egress(lambda: meter.counts)
+    assert b"rollout_egress_connections_total 0.0" in metrics.render()
+    async with meter.running():
+        await until(lambda: provider.looked >= 3, 10)
+    shown = metrics.render()
+    assert f"rollout_egress_connections_total {meter.counts.connections}.0".encode() in shown
+    assert b'rollout_egress_bytes_total{direction="out"} 20.0' in shown
+    assert b'rollout_egress_bytes_total{direction="in"} 30.0' in shown
+    assert b'rollout_egress_refused_total{reason="host"} 2.0' in shown

@@ -1,6 +1,7 @@
-"""What a tool receives is what was sampled, in every chat format: white space, line ends and types included."""
+"""A tool receives the arguments that were sampled, in every chat format: white space, line ends and types included."""
 
 import json
+import time
 from functools import cache
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollout_service.tokens import ChatRenderer
-from rollout_service.tokens.arguments import SYNTAX, Tag
+from rollout_service.tokens.arguments import SYNTAX, Tag, read_value, types_of
+from rollout_service.tokens.tagged_text import text_lexemes, text_lexemes_of_the_library
 from tests.support.tokens.calls import BY_PARSER, PARAMETERS, TOOL, written
 from tests.support.tokens.chat_formats import FAMILIES, control_tokens, load, write_model, write_tokenizer
 
@@ -173,3 +175,173 @@ def test_a_tool_without_a_schema_receives_texts_and_json(root, family, tools):
     arguments = {"text": " a\n", "count": 5}
     prompt, output = written(renderer, arguments)
     assert read(renderer, prompt, output, tools) == [("write", exact(arguments), None)]
+
+
+@pytest.mark.parametrize("family", sorted(SYNTAX))
+def test_the_library_still_needs_help(tmp_path, family):
+    renderer = load(tmp_path, family)
+    arguments = {"text": " a\n", "maybe": "5"}
+    prompt, output = written(renderer, arguments)
+    parsed = renderer._backend.parse_response(output, tools=[TOOL], prompt_ids=prompt)
+    assert [call.arguments for call in parsed.tool_calls] != [arguments], f"{family} can leave the table"
+    assert [call.arguments for call in renderer.parse(output, prompt, [TOOL]).tool_calls] == [arguments]
+
+
+def parts_of(family, text):
+    return list(SYNTAX[family].argument.read(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n",
+            {"a": "\n1\n", "b": "\n2\n"},
+        ),
+        ("<parameter=a>1</parameter><parameter=b>2</parameter>", {"a": "1", "b": "2"}),
+        ("<parameter=a>echo '</parameter>'; ls</parameter>\n</function>", {"a": "echo '</parameter>'; ls"}),
+        (
+            "<parameter=a>cat <<E\n<parameter=b>\n</parameter>\n</function>\nE\n</parameter>\n</function>",
+            {"a": "cat <<E\n<parameter=b>\n</parameter>\n</function>\nE\n"},
+        ),
+        ("<parameter=a>1</parameter> and more", {"a": "1"}),
+        ("<parameter=a>1</parameter>\n</function> and more", {"a": "1"}),
+        ("<parameter=a>1<parameter=b>2</parameter>", {"a": "1<parameter=b>2"}),
+        ("<parameter=a>1</parameter><parameter=b>2", {"a": "1"}),
+        ("</parameter><parameter=a>", {}),
+        ("", {}),
+    ],
+)
+def test_a_close_counts_where_the_format_goes_on(text, found):
+    assert dict(parts_of("qwen3.5", text)) == found
+
+
+def test_white_space_of_a_value_is_kept():
+    assert parts_of("laguna-xs.2", "<arg_key>a</arg_key>\n <arg_value>\n 1 </arg_value>\n") == [
+        ("a", "\n 1 ")
+    ]
+    assert parts_of("minimax-m2", '<parameter name="a">\r\n</parameter>\n') == [("a", "\r\n")]
+
+
+def test_parts_are_read_in_time_that_grows_with_the_text():
+    text = "<parameter=a>x</parameter>junk" * 20_000
+    assert len(parts_of("qwen3.6", text)) == 20_000
+
+
+TAGGED = "deepseek-v4"
+MARKERS = {"<call>": "begin", "\n</call>": "end", "</": "close", "é🙂": "other"}
+TEXT = st.lists(st.sampled_from([*MARKERS, "<", "call>", "a", " ", "\n", "é", "🙂", "\ufffd"])).map("".join)
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory):
+    return load(tmp_path_factory.mktemp("format") / TAGGED, TAGGED)
+
+
+@given(parts=st.lists(TEXT | st.lists(st.integers(0, 400))), offset=st.integers(0, 3))
+def test_they_are_where_the_library_finds_them(tagged, parts, offset):
+    ids = [one for part in parts for one in (tagged.encode(part) if isinstance(part, str) else part)]
+    tokenizer = tagged._tokenizer
+    expected = list(text_lexemes_of_the_library(tokenizer, ids, offset, MARKERS))
+    assert list(text_lexemes(tokenizer, ids, offset, MARKERS)) == expected
+
+
+def test_a_turn_of_many_calls_is_read_in_time(tagged):
+    prompt, turn = written(tagged, *[{"text": "a b c", "count": 1}] * 200)
+    begun = time.process_time()
+    assert len(tagged.parse(turn, prompt, (TOOL,)).tool_calls) == 200
+    assert time.process_time() - begun < 5  # quadratic time is a minute
+
+
+STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
+PYTHON = {"True": True, "False": False, "None": None}
+SCHEMA = {
+    "$defs": {
+        "Color": {"enum": ["red", "1"]},
+        "a/b": INTEGER,
+        "Tree": {"anyOf": [NULL, {"$ref": "#/$defs/Tree"}]},
+        "Loop": {"$ref": "#/$defs/Loop"},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        (STRING, {"string"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"enum": ["a", 1, None]}, {"string", "integer", "null"}),
+        ({"const": True}, {"boolean"}),
+        ({"enum": [("a", "b")]}, {"string"}),
+        ({"anyOf": [STRING, {"oneOf": [INTEGER, NULL]}]}, {"string", "integer", "null"}),
+        ({"allOf": [{"$ref": "#/$defs/Color"}], "description": "d"}, {"string"}),
+        ({"$ref": "#/$defs/a~1b"}, {"integer"}),
+        ({"$ref": "#/$defs/Tree"}, {"null"}),
+        ({"$ref": "#/$defs/Loop"}, None),
+        ({"$ref": "#/$defs/missing"}, None),
+        ({"$ref": "https://example.org/schema"}, None),
+        ({"anyOf": [STRING, {}]}, None),
+        ({"anyOf": []}, None),
+        ({"anyOf": 1, "enum": "ab", "type": 5}, None),
+        ({}, None),
+        (True, None),
+        (None, None),
+    ],
+)
+def test_a_schema_says_its_types_by_name_by_values_or_by_reference(schema, types):
+    assert types_of(schema, SCHEMA) == types
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "value"),
+    [
+        (' {"a": 1}\n', {"string"}, ' {"a": 1}\n'),
+        ("02134", {"string", "null"}, "02134"),
+        ("5", {"string", "null"}, "5"),
+        ("5", {"string", "integer"}, 5),
+        ("5", {"string", "number"}, 5),
+        ("1.0", {"string", "integer"}, "1.0"),
+        ('{"a": 1}', {"string", "null"}, '{"a": 1}'),
+        ("null", {"string", "null"}, None),
+        ("None", {"string", "null"}, None),
+        ("None", {"string"}, "None"),
+        (" True\n", {"boolean"}, True),
+        ("True", None, "True"),
+        ("\n[1, null]\n", {"array"}, [1, None]),
+        ("[1]", {"object"}, [1]),  # the tool says what is wrong with it
+        ('"q"', None, '"q"'),
+        (" text ", None, " text "),
+        (" 5 ", None, 5),
+        ("NaN", {"string", "number"}, "NaN"),
+        ("1e999", {"string", "number"}, "1e999"),
+        ("1" * 5000, {"string", "integer"}, "1" * 5000),
+        ("[" * 100_000, {"string", "array"}, "[" * 100_000),
+    ],
+)
+def test_a_text_is_another_type_only_where_the_schema_allows_that(text, types, value):
+    assert repr(read_value(text, types, PYTHON)) == repr(value)
+
+
+@pytest.mark.parametrize("text", ["five", "", "True", "NaN", "Infinity", "1e999", "[1", "1" * 5000])
+def test_a_text_that_can_be_no_value_is_refused(text):
+    with pytest.raises(ValueError, match="not JSON"):
+        read_value(text, {"integer", "array", "boolean"}, {})
+
+
+@given(st.text(max_size=8))
+def test_a_string_is_never_changed(text):
+    assert read_value(text, {"string"}, PYTHON) == text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: (
+        st.lists(inner | st.text(max_size=4), max_size=3) | st.dictionaries(st.text(max_size=3), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(JSON)
+def test_json_keeps_its_type(value):
+    assert repr(read_value(json.dumps(value), None, {})) == repr(value)
