@@ -1,7 +1,5 @@
 """Every kind of store keeps the contract of backends; those that services share also keep that of commands."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Adapters work with a service over HTTP."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

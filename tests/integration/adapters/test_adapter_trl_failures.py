@@ -1,7 +1,5 @@
 """The real TRL does not train on a rollout without a reward, and does not count it as a zero."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """OpenRLHF's engine, the real vLLM without HTTP, serves the rollouts of its actor, and is gone with it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Trainers' own code, past the hook: rows, masks, log-probabilities, advantages, losses, weights and versions agree."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

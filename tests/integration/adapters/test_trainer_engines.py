@@ -1,7 +1,5 @@
 """The engines of a trainer serve its rollouts while it runs, and are gone with it, with the trainer's versions."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

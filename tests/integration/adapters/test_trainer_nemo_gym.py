@@ -1,7 +1,5 @@
 """NeMo Gym's own servers and clients carry the service's rollouts to NeMo-RL without loss."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.adapters.real_trainers import figures_of

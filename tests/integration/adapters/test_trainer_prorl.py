@@ -1,7 +1,5 @@
 """A trainer for the ProRL Agent server, which knows only that server's API, gets its rows from a service."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

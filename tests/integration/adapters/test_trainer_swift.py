@@ -1,7 +1,5 @@
 """ms-swift's own GRPO trainer trains on the service's rollouts over the adapter's routes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.adapters.real_trainers import figures_of

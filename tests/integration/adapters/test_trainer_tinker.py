@@ -1,7 +1,5 @@
 """The Tinker cookbook's own code makes the right advantages, data and metrics of the service's rollouts."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.adapters.real_trainers import figures_of

@@ -1,7 +1,5 @@
 """verifiers' own server, client and evaluation carry the service's rollouts without loss."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.adapters.real_trainers import figures_of

@@ -1,7 +1,5 @@
 """Engines that hang are named, with the rollouts that wait for them; engines that work are not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio

@@ -1,7 +1,5 @@
 """A judge is served by a pool of its own, next to the policy; where it fails, the rollout fails and is not a zero."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

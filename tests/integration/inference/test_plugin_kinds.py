@@ -1,7 +1,5 @@
 """An engine of a plug-in's kind is registered over HTTP and serves rollouts, also after a restart."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

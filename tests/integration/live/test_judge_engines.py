@@ -1,7 +1,5 @@
 """The judge of served turns and the teacher, with engines behind HTTP: requests, pools and chat formats are real."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

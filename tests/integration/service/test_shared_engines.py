@@ -1,7 +1,5 @@
 """Services that share engines tell each engine once, whichever of them is asked, and whichever dies."""
 
-from __future__ import annotations
-
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """A stand-in for vLLM's `AsyncLLMEngine`, and for the part of vLLM that serving one imports."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field

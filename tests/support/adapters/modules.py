@@ -1,7 +1,5 @@
 """Stand-ins for the modules of trainers that are not installed."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

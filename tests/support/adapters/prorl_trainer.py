@@ -5,8 +5,6 @@ job that never had any becomes a copy of another, marked as padding, which its a
 `use_error_mask`, it leaves out jobs with an error as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Scripts that run with the packages of real trainers, against a service with the embedded engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Handmade rollouts for the adapters' tests, and a client that returns them."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 from api_schemas.errors import Boundary, ErrorInfo

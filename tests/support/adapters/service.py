@@ -1,7 +1,5 @@
 """A service and a scripted engine as separate processes, for the tests of adapters and examples."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

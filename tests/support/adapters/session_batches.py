@@ -1,7 +1,5 @@
 """Batches of parts of live sessions, as the service would lease them, from conversations that were played."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Batches for the trainer's tests: random rollouts, with the log-probabilities of the embedded engine's own model."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from pathlib import Path
 

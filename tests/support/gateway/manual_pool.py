@@ -3,8 +3,6 @@
 A character is a token here, so the expected answers need no tokenizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

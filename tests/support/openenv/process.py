@@ -1,7 +1,5 @@
 """Starts `servers.py` with the real OpenEnv, which `scripts/test` installs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

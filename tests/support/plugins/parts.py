@@ -5,8 +5,6 @@
 `scripts/test` runs the first tier; `--all` adds the second.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ What was stored is there again after a restart. The buckets and their contents a
 the AWS client.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

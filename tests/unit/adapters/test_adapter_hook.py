@@ -1,7 +1,5 @@
 """The hook for TRL needs only the trainer attributes that TRL documents for hooks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -4,8 +4,6 @@ Each interface is recorded as data from the trainer's source: the names and orde
 fields of its result. Stand-ins built from that data refuse whatever the real classes would refuse.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

@@ -1,7 +1,5 @@
 """The routes for ms-swift answer with whole samples or with a reason, and its plugin pushes weights by the service."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups for the Tinker cookbook keep turns exact, name what they cannot do, and never shorten a group."""
 
-from __future__ import annotations
-
 from abc import ABC
 from dataclasses import dataclass, field
 from types import SimpleNamespace

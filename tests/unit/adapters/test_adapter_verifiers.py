@@ -1,7 +1,5 @@
 """Episodes for verifiers keep each segment exact, and have no trace without a reward."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar

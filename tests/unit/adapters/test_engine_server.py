@@ -1,7 +1,5 @@
 """A trainer's engine without HTTP serves the service as SGLang would, or refuses what it cannot answer as asked."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import SimpleNamespace

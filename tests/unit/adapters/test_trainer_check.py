@@ -1,7 +1,5 @@
 """The check of a trainer finds each kind of disagreement, and none where there is none."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

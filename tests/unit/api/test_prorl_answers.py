@@ -1,7 +1,5 @@
 """The answers to a trainer for the ProRL Agent server: rows of exactly the sampled tokens, and none of failures."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The names for authors of environments and tools stay, are on one page, and suffice."""
 
-from __future__ import annotations
-
 import ast
 import re
 from importlib import import_module

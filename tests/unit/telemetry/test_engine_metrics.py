@@ -1,7 +1,5 @@
 """The metrics of engines count every request once, exist before the first, and go with their backend."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 

@@ -1,7 +1,5 @@
 """Kinds of engines are plug-ins: what cannot be used is named with its reason, and stops no other."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import Distribution, EntryPoint

@@ -1,7 +1,5 @@
 """A frozen pool takes no weights, does not wait for those of others, and counts those that it gets all the same."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path

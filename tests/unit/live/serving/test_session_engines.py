@@ -1,7 +1,5 @@
 """What the engines of a live session are asked for."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
