@@ -20,9 +20,11 @@ from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
+from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Counting, ScriptedEngine
 
 SCRIPT = Counting()
+POLICY = policy_folder("calc-tuned")
 OPTIONS = PoolOptions(
     hold_seconds=20.0, probe_interval=0.05, probe_timeout=2.0, slow_start=0.0, registration_timeout=5.0
 )
@@ -45,6 +47,11 @@ def is_exact(generation: Generation, budget: int = 12, prompt: Sequence[int] = (
         and len(generation.logprobs) == len(generation.versions) == budget
         and generation.finish_reason is FinishReason.LENGTH
     )
+
+
+def policy_engine() -> ScriptedEngine:
+    """Return an engine with the vocabulary of a shipped policy, whose tokenizer can be loaded."""
+    return ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512)
 
 
 @asynccontextmanager

@@ -19,20 +19,18 @@ from api_schemas.inference import (
     WeightsRequest,
     is_frozen,
 )
-from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import PoolFrozen
 from rollout_service.engines.pool.backend_handle import VersionWatch
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.serving.policies import PolicyServing, backend_id_of_spec
-from rollout_service.engines.shipped import policy_folder
 from rollout_service.store.file_backends import FileBackends
 from rollout_service.testing import Counting, ScriptedEngine
+from tests.support.engines.pools import POLICY, request
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
-POLICY = policy_folder("calc-tuned")
 OPTIONS = PoolOptions(hold_seconds=20.0, probe_interval=0.05, slow_start=0.0)
 
 
@@ -64,9 +62,8 @@ async def serving(folder: Path, **engines: ScriptedEngine) -> AsyncIterator[tupl
 
 
 async def sample(pools: Pools, pool: str) -> list[int]:
-    request = GenerateRequest(new_request_id(), (1, 2, 3), SamplingOptions(max_new_tokens=4))
     with anyio.fail_after(10):
-        return (await pools[pool].generate(request)).versions
+        return (await pools[pool].generate(request(4))).versions
 
 
 @pytest.mark.parametrize(

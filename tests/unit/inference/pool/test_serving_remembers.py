@@ -10,15 +10,13 @@ from api_schemas.inference import BackendSpec
 from rollout_service.engines.errors import UnknownBackend
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.serving.policies import PolicyServing, backend_id_of_spec
-from rollout_service.engines.shipped import policy_folder
 from rollout_service.store.engines_contract import SharedBackend
 from rollout_service.store.file_backends import FileBackends
-from rollout_service.testing import Counting, ScriptedEngine
+from rollout_service.testing import ScriptedEngine
+from tests.support.engines.pools import policy_engine
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
-
-POLICY = policy_folder("calc-tuned")
 
 
 async def test_saving_at_once_leaves_a_whole_file_and_no_draft(tmp_path: Path) -> None:
@@ -53,7 +51,7 @@ async def test_engines_that_are_waited_for_are_cleared_too(tmp_path: Path) -> No
 async def test_an_engine_that_is_both_remembered_and_in_the_settings_is_registered_once(
     tmp_path: Path,
 ) -> None:
-    async with ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512) as engine, Pools() as pools:
+    async with policy_engine() as engine, Pools() as pools:
         spec = BackendSpec(url=HttpUrl(engine.url))
         backends = FileBackends(tmp_path / "backends.json", backend_id_of_spec)
         await backends.put(SharedBackend(backend_id_of_spec(spec), spec))
@@ -66,7 +64,7 @@ async def test_an_engine_that_is_both_remembered_and_in_the_settings_is_register
 @pytest.mark.slow
 @pytest.mark.parametrize("pauses", range(0, 60, 4))
 async def test_an_engine_that_is_cleared_while_it_is_registered_is_gone(tmp_path: Path, pauses: int) -> None:
-    async with ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512) as engine, Pools() as pools:
+    async with policy_engine() as engine, Pools() as pools:
         serving = PolicyServing(pools, FileBackends(tmp_path / "backends.json", backend_id_of_spec))
         spec = BackendSpec(url=HttpUrl(engine.url))
         async with serving.reconnecting([spec]):
@@ -97,8 +95,8 @@ async def test_engines_go_with_their_lease_and_the_last_one_abandons_its_pool(tm
         return 3
 
     async with (
-        ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512) as one,
-        ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512) as other,
+        policy_engine() as one,
+        policy_engine() as other,
         Pools() as pools,
     ):
         backends = FileBackends(tmp_path / "backends.json", backend_id_of_spec)
@@ -130,7 +128,7 @@ async def test_engines_go_with_their_lease_and_the_last_one_abandons_its_pool(tm
 
 
 async def test_a_renewed_lease_begins_again_and_so_does_one_after_a_restart(tmp_path: Path) -> None:
-    async with ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512) as engine:
+    async with policy_engine() as engine:
         for _ in range(2):  # the second finds the engine in the file
             async with Pools() as pools:
                 serving = PolicyServing(pools, FileBackends(tmp_path / "backends.json", backend_id_of_spec))

@@ -5,7 +5,7 @@ sampled the token at each position of each request.
 """
 
 from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 
 import anyio
 import pytest
@@ -16,15 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from api_schemas.inference import PauseMode, WeightsRequest
 from api_schemas.trajectories import FinishReason
-from rollout_service.engines.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
-from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.contract import GenerateRequest, Generation
 from rollout_service.engines.pool.registry import PoolOptions
-from rollout_service.testing import Counting, Fault, ScriptedEngine
+from rollout_service.testing import Fault, ScriptedEngine
+from tests.support.engines.pools import SCRIPT, request, running
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Counting()
 ENGINES = 2
 BASE_ID_LENGTH = 32
 OPTIONS = PoolOptions(
@@ -84,31 +83,13 @@ class WeightUpdates(RuleBasedStateMachine):
         self.threads = ExitStack()
         self.portal = self.threads.enter_context(start_blocking_portal())
         self.engines = [SteppedEngine() for _ in range(ENGINES)]
-        self.pools = self.threads.enter_context(self.portal.wrap_async_context_manager(self.running()))
-        self.pool = self.pools["policy"]
+        pools = running(*self.engines, options=OPTIONS)
+        _, self.pool = self.threads.enter_context(self.portal.wrap_async_context_manager(pools))
         self.asked: list[tuple[GenerateRequest, object]] = []
         self.version = 0
         self.paused = False
         for engine in self.engines:
             engine.runs_freely = False
-
-    def running(self):
-        stack = AsyncExitStack()
-        engines = self.engines
-
-        class Running:
-            async def __aenter__(self) -> Pools:
-                for engine in engines:
-                    await stack.enter_async_context(engine)
-                pools = await stack.enter_async_context(Pools(OPTIONS))
-                for engine in engines:
-                    await pools.register(engine.url)
-                return pools
-
-            async def __aexit__(self, *error: object) -> None:
-                await stack.aclose()
-
-        return Running()
 
     def do(self, order: Callable[[], object]) -> None:
         async def on_loop() -> None:
@@ -118,10 +99,8 @@ class WeightUpdates(RuleBasedStateMachine):
 
     @rule(budget=st.integers(1, 30), prompt=st.integers(1, 5))
     def ask(self, budget: int, prompt: int) -> None:
-        request = GenerateRequest(
-            new_request_id(), list(range(1, 1 + prompt)), SamplingOptions(max_new_tokens=budget)
-        )
-        self.asked.append((request, self.portal.start_task_soon(self.pool.generate, request)))
+        asked = request(budget, list(range(1, 1 + prompt)))
+        self.asked.append((asked, self.portal.start_task_soon(self.pool.generate, asked)))
         if not self.paused:
             self.portal.call(self.until_sent, len(self.asked))
 
@@ -182,13 +161,13 @@ class WeightUpdates(RuleBasedStateMachine):
                 self.resume()
             for engine in self.engines:
                 self.do(engine.run_freely)
-            for request, future in self.asked:
-                self.check(request, future.result(timeout=30))
+            for asked, future in self.asked:
+                self.check(asked, future.result(timeout=30))
         finally:
             self.threads.close()
 
-    def check(self, request: GenerateRequest, whole: Generation) -> None:
-        start, budget = len(request.input_ids), request.sampling.max_new_tokens
+    def check(self, asked: GenerateRequest, whole: Generation) -> None:
+        start, budget = len(asked.input_ids), asked.sampling.max_new_tokens
         positions = range(start, start + budget)
         assert whole.output_ids == [SCRIPT.token_at(position) for position in positions]
         assert len(whole.logprobs) == budget
@@ -196,9 +175,9 @@ class WeightUpdates(RuleBasedStateMachine):
         assert whole.versions == sorted(whole.versions)
         truths = [
             {
-                engine.sampled_by[request.request_id, position].replace("default", "0")
+                engine.sampled_by[asked.request_id, position].replace("default", "0")
                 for engine in self.engines
-                if (request.request_id, position) in engine.sampled_by
+                if (asked.request_id, position) in engine.sampled_by
             }
             for position in positions
         ]
