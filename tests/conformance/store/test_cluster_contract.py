@@ -1,16 +1,14 @@
 """Every kind of store keeps the `ClusterStore` contract."""
 
 from collections.abc import AsyncIterator
-from typing import Protocol
 
 import anyio
 import pytest
 
-from api_schemas.events import Event
 from api_schemas.nodes import NodeState
-from api_schemas.rollouts import RolloutRequest, RolloutState
-from api_schemas.tasks import Task
+from api_schemas.rollouts import RolloutState
 from rollout_service.base.errors import ConflictError, NotFoundError
+from rollout_service.store import Store
 from rollout_service.store.cluster_contract import (
     DEAD_SECONDS,
     LEADER_SECONDS,
@@ -19,35 +17,10 @@ from rollout_service.store.cluster_contract import (
     NodeReport,
 )
 from rollout_service.store.redis import RedisStore
-from rollout_service.store.sqlite import SqliteStore
 from tests.support.clocks import ManualClock
 from tests.support.redis_members import RedisMembers, redis_members
 from tests.support.redis_server import RedisServer
-from tests.support.store.sharded import opened_shards, shard_configs
-
-
-class Members(Protocol):
-    """What these tests need of a store."""
-
-    @property
-    def cluster(self) -> ClusterStore: ...
-
-    async def events(self, *, after: int, limit: int = 1_000) -> list[Event]: ...
-
-
-@pytest.fixture(
-    params=["sqlite", *(pytest.param(one, marks=pytest.mark.redis) for one in ("redis", "shards"))]
-)
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Members]:
-    if request.param == "sqlite":
-        async with await SqliteStore.open(":memory:") as made:
-            yield made
-    elif request.param == "shards":
-        async with opened_shards(shard_configs(*request.getfixturevalue("shared_shards"))) as spread:
-            yield spread
-    else:
-        async with redis_members(request.getfixturevalue("shared_redis").config()) as members:
-            yield members
+from tests.support.store.rollouts import order
 
 
 def report(name: str = "n1", owner: str = "a", **fields: object) -> NodeReport:
@@ -55,7 +28,7 @@ def report(name: str = "n1", owner: str = "a", **fields: object) -> NodeReport:
     return NodeReport(name, owner, **given)  # type: ignore[arg-type]
 
 
-async def kinds_of_events(store: Members) -> list[str]:
+async def kinds_of_events(store: Store) -> list[str]:
     return [event.kind for event in await store.events(after=0)]
 
 
@@ -299,9 +272,7 @@ async def test_the_rollouts_of_a_dead_node_are_queued_again_and_it_can_do_nothin
         await store.cluster.join(report("n1", "a"))
         await store.cluster.join(report("n2", "b"))
         for rollout_id in ("begun", "waiting"):
-            await store.submit(
-                RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc", instance={}))
-            )
+            await store.submit(order(rollout_id))
         begun, _ = await store.claim("a", limit=2, lease_seconds=1_000)
         assert await store.advance(begun, "a", RolloutState.ROLLOUT)
         await store.cluster.heartbeat(report("n2", "b"))

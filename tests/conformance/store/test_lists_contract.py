@@ -1,7 +1,7 @@
 """Every kind of store lists rollouts as a model does, whatever is asked for and however many pages it takes."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -11,11 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from api_schemas.errors import Boundary, ErrorInfo
+from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import (
     BranchPoint,
     Rollout,
-    RolloutRequest,
     RolloutState,
     Span,
     Stage,
@@ -23,7 +22,6 @@ from api_schemas.rollouts import (
     Usage,
 )
 from api_schemas.runs import FileTasks, RunState
-from api_schemas.tasks import Task
 from api_schemas.views.summaries import RolloutSummary, SummaryFilter
 from rollout_service.base.errors import InvalidFieldError, NotFoundError
 from rollout_service.cluster.identity import is_gone
@@ -35,57 +33,24 @@ from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import BatchLeaseRequest, ClosedSample, GroupClosure, NewGroup
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.clocks import ManualClock
-from tests.support.redis_server import RedisServer
 from tests.support.runs import create_run, new_group
-from tests.support.store.sharded import opened_shards, shard_configs
+from tests.support.store.rollouts import ENGINE_GONE, ended, order
 
 S = RolloutState
 START = datetime.fromtimestamp(ManualClock().now, UTC)
 
 
-@pytest.fixture(
-    params=["sqlite", *(pytest.param(one, marks=pytest.mark.redis) for one in ("redis", "shards"))]
-)
-async def store(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIterator[Store]:
-    if request.param == "sqlite":
-        async with await SqliteStore.open(":memory:", clock=clock) as made:
-            yield made
-    elif request.param == "shards":
-        configs = shard_configs(*request.getfixturevalue("shared_shards"))
-        async with opened_shards(configs, clock=clock) as spread:
-            yield spread
-    else:
-        server: RedisServer = request.getfixturevalue("shared_redis")
-        async with await RedisStore.open(server.config(), is_gone=is_gone, clock=clock) as shared:
-            yield shared
-
-
-def order(rollout_id: str, environment: str = "calc", pool: str = "policy") -> RolloutRequest:
-    return RolloutRequest(rollout_id=rollout_id, task=Task(environment=environment, instance={}), pool=pool)
-
-
-def problem(code: str) -> ErrorInfo:
-    return ErrorInfo(code=code, boundary=Boundary.INFERENCE, message="gone", retryable=True)
-
-
-def ended(lease: Lease, *, reward: float | None, code: str | None = None) -> Rollout:
+def result(lease: Lease, *, reward: float | None) -> Rollout:
+    """Return the result of a leased rollout with its figures; one without a reward failed."""
     span = Span(stage=Stage.ROLLOUT, attempt=1, started_at=START, queued_seconds=1.0, seconds=2.5)
-    return Rollout(
-        rollout_id=lease.rollout_id,
-        state=S.COMPLETED if code is None else S.FAILED,
-        task=lease.request.task,
-        pool=lease.request.pool,
+    return ended(
+        lease,
+        S.FAILED if reward is None else S.COMPLETED,
         reward=reward,
-        stop_reason=StopReason.FINISHED if code is None else StopReason.ERROR,
-        error=None if code is None else problem(code),
+        stop_reason=StopReason.ERROR if reward is None else StopReason.FINISHED,
         usage=Usage(turns=3, sampled_tokens=70, prompt_tokens=9),
-        spans=[span, replace_span(span)],
-        created_at=lease.created_at,
+        spans=[span, span.model_copy(update={"attempt": 2, "seconds": 0.5})],
     )
-
-
-def replace_span(span: Span) -> Span:
-    return span.model_copy(update={"attempt": 2, "seconds": 0.5})
 
 
 async def pages(
@@ -103,7 +68,7 @@ async def pages(
 
 async def test_a_row_says_how_a_rollout_went(store, clock):
     await create_run(store)
-    await store.runs.start_groups("a", [NewGroup(0, 0, [order("a.0.0", "math", "big")])])
+    await store.runs.start_groups("a", [NewGroup(0, 0, [order("a.0.0", "math", pool="big")])])
     clock.now += 10
     (row,) = await pages(store, SummaryFilter())
     waiting = RolloutSummary(
@@ -120,7 +85,7 @@ async def test_a_row_says_how_a_rollout_went(store, clock):
     assert row == waiting
     (lease,) = await store.claim("w", limit=1, lease_seconds=60)
     await store.advance(lease, "w", S.INIT)
-    assert await store.finish(lease, "w", ended(lease, reward=0.25))
+    assert await store.finish(lease, "w", result(lease, reward=0.25))
     (row,) = await pages(store, SummaryFilter())
     done = {
         "state": S.COMPLETED,
@@ -240,15 +205,20 @@ async def start(store: Store, clock: ManualClock, run: str, size: int) -> None:
     await store.runs.start_groups(run, [NewGroup(number, 0, members)])
 
 
+def problem(code: str) -> ErrorInfo:
+    return ENGINE_GONE.model_copy(update={"code": code})
+
+
 async def work(store: Store, clock: ManualClock, how: str, code: str, reward: float) -> None:
     for lease in await store.claim("w", limit=2, lease_seconds=1e6):
         await store.advance(lease, "w", S.ROLLOUT)
         if how == "retry":
             await store.retry(lease, "w", problem(code))
         elif how == "fail":
-            await store.finish(lease, "w", ended(lease, reward=None, code=code))
+            failed = result(lease, reward=None).model_copy(update={"error": problem(code)})
+            await store.finish(lease, "w", failed)
         elif how == "complete":
-            await store.finish(lease, "w", ended(lease, reward=reward))
+            await store.finish(lease, "w", result(lease, reward=reward))
 
 
 async def cancel(store: Store, clock: ManualClock, place: int) -> None:
@@ -388,7 +358,7 @@ async def closed_group(
     """Start a group of the run `a`, end its two rollouts, and close it."""
     await store.runs.start_groups("a", [new_group(number)])
     for lease in await store.claim("w", limit=9, lease_seconds=1e6):
-        await store.finish(lease, "w", ended(lease, reward=mean))
+        await store.finish(lease, "w", result(lease, reward=mean))
     samples = [ClosedSample(s, f"a.{number}.{s}", True, None, mean, None) for s in range(2)]
     seconds = {"queued": 2.0, "engine": 5.0, "evaluate": 1.0}
     made = GroupFigures(**{"samples": 2, "turns": 6, "tokens": 140, "seconds": seconds} | figures)

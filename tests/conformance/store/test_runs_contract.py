@@ -1,8 +1,6 @@
 """Every kind of store keeps the contract of runs, groups and batches."""
 
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import anyio
@@ -13,12 +11,10 @@ from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import FileTasks, Group, InlineTasks, RunState
 from api_schemas.runs.auxiliary import RewardPart, RewardWeights
 from rollout_service.base.errors import ConflictError, NotFoundError
-from rollout_service.cluster.identity import is_gone
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import Store, rules
 from rollout_service.store.codec.groups import group_json
 from rollout_service.store.codec.trajectories import encode
-from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import (
     BatchLease,
     BatchLeaseRequest,
@@ -26,9 +22,6 @@ from rollout_service.store.runs_contract import (
     GroupClosure,
     NoBatch,
 )
-from rollout_service.store.sqlite import SqliteStore
-from tests.support.clocks import ManualClock
-from tests.support.redis_server import RedisServer
 from tests.support.runs import (
     TASKS,
     close_group,
@@ -42,33 +35,6 @@ from tests.support.runs import (
     trajectory,
     without_tokens,
 )
-from tests.support.store.sharded import opened_shards, shard_configs
-
-
-@asynccontextmanager
-async def sqlite_in_memory(clock: ManualClock) -> AsyncIterator[Store]:
-    async with await SqliteStore.open(":memory:", clock=clock) as store:
-        yield store
-
-
-@asynccontextmanager
-async def in_redis(server: RedisServer, clock: ManualClock) -> AsyncIterator[Store]:
-    async with await RedisStore.open(server.config(), is_gone=is_gone, clock=clock) as store:
-        yield store
-
-
-@pytest.fixture(
-    params=["sqlite", *(pytest.param(one, marks=pytest.mark.redis) for one in ("redis", "shards"))]
-)
-async def store(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIterator[Store]:
-    if request.param == "sqlite":
-        opened = sqlite_in_memory(clock)
-    elif request.param == "shards":
-        opened = opened_shards(shard_configs(*request.getfixturevalue("shared_shards")), clock=clock)
-    else:
-        opened = in_redis(request.getfixturevalue("shared_redis"), clock)
-    async with opened as made:
-        yield made
 
 
 async def test_a_run_is_made_once(store):

@@ -2,8 +2,8 @@
 
 import itertools
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -23,7 +23,6 @@ from hypothesis.stateful import (
 )
 
 from api_schemas.base import TraceContext
-from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import (
     AgentProgram,
     Rollout,
@@ -38,103 +37,25 @@ from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message, Trajectory
 from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
-from rollout_service.cluster.identity import ServiceIdentity, is_gone
+from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import Lease, Store
 from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, UnsavedTurn
-from rollout_service.store.redis import RedisStore
 from rollout_service.store.runs_contract import NewGroup
-from rollout_service.store.segments import SegmentFiles
-from rollout_service.store.sqlite import SqliteStore
 from tests.support import samples
 from tests.support.clocks import ManualClock
-from tests.support.redis_server import RedisServer
-from tests.support.store.servers import PLACES, files_of
-from tests.support.store.sharded import opened_shards, shard_configs
+from tests.support.store.rollouts import ENGINE_GONE, ended, order
+from tests.support.store.servers import PLACES
 from tests.support.waiting import collect
 
 START = 1_700_000_000.0
-INFRASTRUCTURE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
 S = RolloutState
-
-
-Factory = Callable[[ManualClock], AbstractAsyncContextManager[Store]]
-
-
-@asynccontextmanager
-async def sqlite_in_memory(clock: ManualClock) -> AsyncIterator[Store]:
-    async with await SqliteStore.open(":memory:", clock=clock) as store:
-        yield store
-
-
-def redis_shared(server: RedisServer, place: Callable[[], SegmentFiles | None]) -> Factory:
-    """Return a factory of stores in one Redis, in which every other owner but one with a live process is gone.
-
-    The trajectories of each are in a place of its own.
-    """
-
-    @asynccontextmanager
-    async def opened(clock: ManualClock) -> AsyncIterator[Store]:
-        async with await RedisStore.open(
-            server.config(),
-            clock=clock,
-            files=place(),
-            is_gone=lambda owner: "/" not in owner or is_gone(owner),
-        ) as store:
-            yield store
-
-    return opened
-
-
-def redis_shards(*servers: RedisServer) -> Factory:
-    """Return a factory of stores that are spread over these Redis, otherwise as those of `redis_shared`."""
-
-    @asynccontextmanager
-    async def opened(clock: ManualClock) -> AsyncIterator[Store]:
-        def gone(owner: str) -> bool:
-            return "/" not in owner or is_gone(owner)
-
-        async with opened_shards(shard_configs(*servers), clock=clock, is_gone=gone) as store:
-            yield store
-
-    return opened
-
-
-@pytest.fixture(params=["sqlite", *PLACES, pytest.param("shards", marks=pytest.mark.redis)])
-def kind(request: pytest.FixtureRequest) -> Factory:
-    if request.param == "sqlite":
-        return sqlite_in_memory
-    if request.param == "shards":
-        return redis_shards(*request.getfixturevalue("shared_shards"))
-    return redis_shared(request.getfixturevalue("shared_redis"), lambda: files_of(request.param, request))
-
-
-@pytest.fixture
-async def store(kind: Factory, clock: ManualClock) -> AsyncIterator[Store]:
-    async with kind(clock) as made:
-        yield made
-
-
-def order(rollout_id: str = "r1", **instance: Any) -> RolloutRequest:
-    return RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc", instance=instance))
+KINDS = ["sqlite", *PLACES, pytest.param("shards", marks=pytest.mark.redis)]
 
 
 def trajectory(tokens: int) -> Trajectory:
     messages = [Message(role="user", content="1 + 1 = ?")]
     return samples.trajectory(samples.segment(list(range(tokens))), messages=messages)
-
-
-def outcome(lease: Lease, state: RolloutState = S.COMPLETED, **fields: Any) -> Rollout:
-    if state is S.FAILED:
-        fields.setdefault("error", INFRASTRUCTURE)
-    return Rollout(
-        rollout_id=lease.rollout_id,
-        state=state,
-        task=lease.request.task,
-        pool=lease.request.pool,
-        created_at=lease.created_at,
-        **fields,
-    )
 
 
 async def take(store: Store, owner: str = "a", *, seconds: float = 10.0) -> Lease:
@@ -155,7 +76,7 @@ async def test_a_rollout_from_submit_to_result(store, clock):
         assert await store.advance(lease, "a", state)
         assert (await known(store)).state is state
     clock.now += 3
-    result = outcome(
+    result = ended(
         lease,
         reward=0.5,
         reward_parts={"format": 0.5},
@@ -188,7 +109,7 @@ async def known(store: Store, rollout_id: str = "r1") -> Rollout:
 async def test_a_trajectory_of_any_size_comes_back_as_it_was(store, tokens):
     await store.submit(order())
     lease = await take(store)
-    assert await store.finish(lease, "a", outcome(lease, trajectory=trajectory(tokens)))
+    assert await store.finish(lease, "a", ended(lease, trajectory=trajectory(tokens)))
     assert await store.trajectory("r1") == trajectory(tokens)
 
 
@@ -198,9 +119,9 @@ async def test_unknown_and_unfinished_rollouts_have_no_trajectory(store):
     await store.submit(order())
     assert await store.trajectory("r1") is None
     lease = await take(store)
-    await store.finish(lease, "a", outcome(lease, S.FAILED))
+    await store.finish(lease, "a", ended(lease, S.FAILED))
     assert await store.trajectory("r1") is None
-    assert (await known(store)).error == INFRASTRUCTURE
+    assert (await known(store)).error == ENGINE_GONE
 
 
 async def test_repeating_a_request_changes_nothing_and_a_different_one_is_refused(store):
@@ -224,7 +145,7 @@ async def test_the_callers_trace_is_kept_and_does_not_make_another_request(store
     lease = await take(store)
     assert lease.request.trace == traced
     await store.advance(lease, "a", S.INIT)
-    assert await store.retry(lease, "a", INFRASTRUCTURE, spans=[], delay_seconds=0.0, keep_turns=False)
+    assert await store.retry(lease, "a", ENGINE_GONE, spans=[], delay_seconds=0.0, keep_turns=False)
     assert (await take(store)).request.trace == traced
 
 
@@ -286,11 +207,11 @@ async def test_a_lease_that_ran_out_is_taken_over_and_its_owner_can_do_nothing(s
     assert (await known(store)).state is S.QUEUED
     before = await store.last_event()
     assert not await store.advance(lost, "a", S.EVALUATE)
-    assert not await store.retry(lost, "a", INFRASTRUCTURE)
-    assert not await store.finish(lost, "a", outcome(lost, reward=1.0))
-    assert not await store.finish(lease, "a", outcome(lease, reward=1.0))
+    assert not await store.retry(lost, "a", ENGINE_GONE)
+    assert not await store.finish(lost, "a", ended(lost, reward=1.0))
+    assert not await store.finish(lease, "a", ended(lease, reward=1.0))
     assert await store.last_event() == before
-    assert await store.finish(lease, "b", outcome(lease, reward=0.25))
+    assert await store.finish(lease, "b", ended(lease, reward=0.25))
     assert (await known(store)).reward == 0.25
 
 
@@ -298,7 +219,7 @@ async def test_an_expired_lease_that_nobody_took_can_still_end(store, clock):
     await store.submit(order())
     lease = await take(store)
     clock.now += 100
-    assert await store.finish(lease, "a", outcome(lease))
+    assert await store.finish(lease, "a", ended(lease))
 
 
 async def test_renewing_touches_only_the_named_leases_of_the_owner(store, clock):
@@ -328,8 +249,8 @@ async def test_released_rollouts_are_requeued(store, clock, begun, crashed):
     again = await take(store)
     assert again.attempt == (2 if begun and crashed else 1)
     assert again.queued_seconds == 4, "since it was given back"
-    assert not await store.finish(lost, "a", outcome(lost)), "the same owner, but an earlier lease"
-    assert await store.finish(again, "a", outcome(again))
+    assert not await store.finish(lost, "a", ended(lost)), "the same owner, but an earlier lease"
+    assert await store.finish(again, "a", ended(again))
 
 
 async def test_a_new_service_takes_back_at_once_what_a_dead_one_held(store):
@@ -346,7 +267,7 @@ async def test_a_new_service_takes_back_at_once_what_a_dead_one_held(store):
 
 async def test_only_rollouts_of_the_named_pools_are_leased(store, clock):
     for number, pool in enumerate(("policy", "judge", "policy", "judge")):
-        await store.submit(order(f"r{number}").model_copy(update={"pool": pool}))
+        await store.submit(order(f"r{number}", pool=pool))
     assert await store.claim("a", limit=9, lease_seconds=10, pools=[]) == []
     judged = await store.claim("a", limit=9, lease_seconds=10, pools=["judge", "other"])
     assert [lease.rollout_id for lease in judged] == ["r1", "r3"]
@@ -358,8 +279,7 @@ async def test_only_rollouts_of_the_named_pools_are_leased(store, clock):
 
 async def test_only_rollouts_of_environments_that_suit_are_leased(store):
     for number, environment in enumerate(("calc", "code", "calc", "code")):
-        request = RolloutRequest(rollout_id=f"r{number}", task=Task(environment=environment, instance={}))
-        await store.submit(request)
+        await store.submit(order(f"r{number}", environment))
     assert await store.claim("a", limit=9, lease_seconds=10, waits={}) == []
     assert not await returns(store.wait_for_work())
     leases = await store.claim("a", limit=9, lease_seconds=10, waits={"code": 0.0, "other": 0.0})
@@ -378,7 +298,7 @@ async def test_a_rollout_waits_for_the_node_that_suits_it_best(store, clock):
     clock.now += 1
     assert await returns(store.wait_for_work()), "nobody else has taken it"
     [lease] = await store.claim("a", limit=9, lease_seconds=10, waits=waits)
-    assert await store.retry(lease, "a", INFRASTRUCTURE, delay_seconds=1)
+    assert await store.retry(lease, "a", ENGINE_GONE, delay_seconds=1)
     clock.now += 1
     assert await store.claim("a", limit=9, lease_seconds=10, waits=waits) == [], "it is queued anew"
     assert len(await store.claim("b", limit=9, lease_seconds=10, waits={"calc": 0.0})) == 1
@@ -405,12 +325,12 @@ async def test_no_number_of_crashes_uses_attempts_of_what_never_began(store):
 async def test_a_retry_waits_and_remembers_why(store, clock):
     await store.submit(order())
     lease = await take(store)
-    assert await store.retry(lease, "a", INFRASTRUCTURE, delay_seconds=5)
+    assert await store.retry(lease, "a", ENGINE_GONE, delay_seconds=5)
     assert await store.claim("a", limit=1, lease_seconds=10) == []
-    assert (await known(store)).retries == [INFRASTRUCTURE]
+    assert (await known(store)).retries == [ENGINE_GONE]
     clock.now += 5
     again = await take(store)
-    assert (again.attempt, again.retries) == (2, [INFRASTRUCTURE])
+    assert (again.attempt, again.retries) == (2, [ENGINE_GONE])
 
 
 def saved_turn(lease: Lease, number: int) -> UnsavedTurn:
@@ -425,11 +345,11 @@ async def end_attempt(store: Store, clock: ManualClock, lease: Lease, way: str, 
     elif way == "recover":
         await store.recover("b")
     elif way == "retry":
-        await store.retry(lease, "a", INFRASTRUCTURE, **how)
+        await store.retry(lease, "a", ENGINE_GONE, **how)
     elif way == "restart":
         await store.restart(lease, "a")
     elif way == "finish":
-        await store.finish(lease, "a", outcome(lease))
+        await store.finish(lease, "a", ended(lease))
     else:
         await store.release("a")
         if way == "cancel":
@@ -526,7 +446,7 @@ async def test_steps_are_kept_however_their_attempt_ended(store, clock, way):
 async def test_steps_are_deleted_with_their_rollout(store, clock):
     await store.submit(order())
     lease = await take(store)
-    await store.finish(lease, "a", outcome(lease))
+    await store.finish(lease, "a", ended(lease))
     await store.save_steps([steps_of("r1", 0)])
     clock.now += 100
     while await store.runs.delete_expired(RetentionSettings(rollout_seconds=50)):
@@ -566,9 +486,9 @@ async def test_stages_only_go_forward_within_an_attempt(store):
         with pytest.raises(ValueError, match=state):
             await store.advance(lease, "a", state)
     with pytest.raises(ValueError, match="is not a result"):
-        await store.finish(lease, "a", outcome(lease, S.EVALUATE))
+        await store.finish(lease, "a", ended(lease, S.EVALUATE))
     with pytest.raises(ValueError, match="is not a result"):
-        await store.finish(replace(lease, rollout_id="r2"), "a", outcome(lease))
+        await store.finish(replace(lease, rollout_id="r2"), "a", ended(lease))
     assert (await known(store)).state is S.ROLLOUT
 
 
@@ -599,7 +519,7 @@ async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store):
     assert await store.cancel_requested("a") == ["r1"]
     assert await store.cancel_requested("b") == []
     assert (await known(store)).state is S.QUEUED
-    assert await store.finish(lease, "a", outcome(lease, S.CANCELLED, trajectory=trajectory(3)))
+    assert await store.finish(lease, "a", ended(lease, S.CANCELLED, trajectory=trajectory(3)))
     assert await store.cancel_requested("a") == []
     assert await store.trajectory("r1") == trajectory(3)
 
@@ -620,12 +540,12 @@ async def test_every_change_of_state_is_an_event(store):
     await store.submit(order())
     lease = await take(store)
     await store.advance(lease, "a", S.INIT)
-    await store.retry(lease, "a", INFRASTRUCTURE)
+    await store.retry(lease, "a", ENGINE_GONE)
     lease = await take(store)
     await store.advance(lease, "a", S.INIT)
     await store.cancel("r1")
     own = await store.record("backend.failed", "b1", {"why": ["x"], "big": 2**70})
-    await store.finish(lease, "a", outcome(lease, reward=1.0, stop_reason=StopReason.FINISHED))
+    await store.finish(lease, "a", ended(lease, reward=1.0, stop_reason=StopReason.FINISHED))
     events = await store.events(after=0)
     assert [event.event_id for event in events] == list(range(1, len(events) + 1))
     assert events[-2] == own
@@ -694,7 +614,7 @@ async def test_waiting_for_work(store, clock):
     assert await returns(store.wait_for_work()), "a full claim may have left something"
     lease = await take(store)
     assert await store.claim("a", limit=1, lease_seconds=10) == []
-    await woken_by(store.wait_for_work, lambda: store.retry(lease, "a", INFRASTRUCTURE, delay_seconds=5))
+    await woken_by(store.wait_for_work, lambda: store.retry(lease, "a", ENGINE_GONE, delay_seconds=5))
     assert await store.claim("a", limit=1, lease_seconds=10) == []
     assert not await returns(store.wait_for_work())
     clock.now += 5
@@ -769,14 +689,14 @@ async def test_waiting_for_a_result(store, way):
             return
         lease = await take(store)
         if way == "finish":
-            await store.finish(lease, "a", outcome(lease))
+            await store.finish(lease, "a", ended(lease))
         else:
             await store.cancel("r1")
             await store.release("a")
 
-    ended = await woken_by(lambda: store.wait_for_result("r1"), end)
-    assert ended.state is (S.COMPLETED if way == "finish" else S.CANCELLED)
-    assert await store.wait_for_result("r1") == ended
+    result = await woken_by(lambda: store.wait_for_result("r1"), end)
+    assert result.state is (S.COMPLETED if way == "finish" else S.CANCELLED)
+    assert await store.wait_for_result("r1") == result
 
 
 async def test_a_cancelled_caller_leaves_no_lease_behind_unseen(store):
@@ -822,7 +742,7 @@ STAGES = [S.QUEUED, S.INIT, S.ROLLOUT, S.EVALUATE]
 class StoreMachine(RuleBasedStateMachine):
     """A check of any sequence of calls against a model of the contract."""
 
-    def __init__(self, kind: Factory) -> None:
+    def __init__(self, kind: Callable[[ManualClock], AbstractAsyncContextManager[Store]]) -> None:
         super().__init__()
         self.clock = ManualClock()
         self.stack = ExitStack()
@@ -896,9 +816,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert are_oldest_of(self.store, expected, leases, limit)
         for rollout_id, record in expired.items():
             if record.cancel:
-                ended = self.call(lambda name=rollout_id: self.store.get(name)).state is S.CANCELLED
-                assert ended or len(self.store.shards) > 1, "a shard whose turn did not come"
-                if ended:
+                is_over = self.call(lambda name=rollout_id: self.store.get(name)).state is S.CANCELLED
+                assert is_over or len(self.store.shards) > 1, "a shard whose turn did not come"
+                if is_over:
                     self.give_back(record)
         for lease in leases:
             record = self.known[lease.rollout_id]
@@ -969,7 +889,7 @@ class StoreMachine(RuleBasedStateMachine):
     def retry(self, data: st.DataObject, delay: int, keep: bool) -> None:
         owner, lease, record = self.pick(data)
         done = self.call(
-            lambda: self.store.retry(lease, owner, INFRASTRUCTURE, delay_seconds=delay, keep_turns=keep)
+            lambda: self.store.retry(lease, owner, ENGINE_GONE, delay_seconds=delay, keep_turns=keep)
         )
         assert done == (record is not None)
         if record:
@@ -984,7 +904,7 @@ class StoreMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, state: RolloutState) -> None:
         owner, lease, record = self.pick(data)
         reward = float(next(self.rewards))
-        result = outcome(lease, state, reward=reward)
+        result = ended(lease, state, reward=reward)
         assert self.call(lambda: self.store.finish(lease, owner, result)) == (record is not None)
         if record:
             record.owner = record.lease = None

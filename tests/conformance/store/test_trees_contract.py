@@ -1,45 +1,21 @@
 """Every kind of store keeps the sub-agents of rollouts, and delivers them only where they were asked for."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, TokenExtras
 from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.runs import Group, RunState
-from rollout_service.cluster.identity import is_gone
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import Lease, Store
 from rollout_service.store.codec.groups import MAX_NODES_BYTES, group_json
 from rollout_service.store.codec.rollouts import FrozenTokensError
-from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup
-from rollout_service.store.sqlite import SqliteStore
-from tests.support.clocks import ManualClock
-from tests.support.redis_server import RedisServer
 from tests.support.runs import TASKS, create_run, leased_batch, without_tokens
-from tests.support.store.servers import PLACES, files_of
-from tests.support.store.sharded import opened_shards, shard_configs
+from tests.support.store.servers import PLACES
 from tests.support.store.trees import NOW, WORK, bare, conversation, node, order, rollout
 
 SUMMARY, TOKENS = NodeDetail.SUMMARY, NodeDetail.TOKENS
-
-
-@pytest.fixture(params=["sqlite", *PLACES, pytest.param("shards", marks=pytest.mark.redis)])
-async def store(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIterator[Store]:
-    if request.param == "sqlite":
-        async with await SqliteStore.open(":memory:", clock=clock) as made:
-            yield made
-        return
-    if request.param == "shards":
-        configs = shard_configs(*request.getfixturevalue("shared_shards"))
-        async with opened_shards(configs, clock=clock) as spread:
-            yield spread
-        return
-    server: RedisServer = request.getfixturevalue("shared_redis")
-    files = files_of(request.param, request)
-    async with await RedisStore.open(server.config(), is_gone=is_gone, clock=clock, files=files) as shared:
-        yield shared
+KINDS = ["sqlite", *PLACES, pytest.param("shards", marks=pytest.mark.redis)]
 
 
 def ended(lease: Lease, **fields: object) -> Rollout:

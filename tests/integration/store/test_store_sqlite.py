@@ -11,8 +11,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from api_schemas.rollouts import BranchPoint, RolloutRequest, RolloutState
-from api_schemas.tasks import Task
+from api_schemas.rollouts import BranchPoint, RolloutState
 from api_schemas.views.summaries import SummaryFilter
 from rollout_service.base.errors import DefectError, StoreError
 from rollout_service.store import jobs
@@ -20,18 +19,13 @@ from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.sqlite import SqliteStore, thread
 from rollout_service.store.sqlite.connection import Database
 from rollout_service.store.sqlite.schema import STORE
+from tests.support.store.rollouts import order
 from tests.support.waiting import until
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "state" / "store.sqlite3"
-
-
-def order(number: int, padding: str = "") -> RolloutRequest:
-    return RolloutRequest(
-        rollout_id=f"r{number}", task=Task(environment="calc", instance={"padding": padding})
-    )
 
 
 def write(path: Path, content: bytes) -> None:
@@ -48,7 +42,7 @@ def spoil(path: Path) -> None:
 async def submit_many(store: SqliteStore, numbers: range) -> None:
     async with anyio.create_task_group() as group:
         for number in numbers:
-            group.start_soon(store.submit, order(number))
+            group.start_soon(store.submit, order(f"r{number}"))
 
 
 async def test_everything_is_still_there_after_a_restart(path):
@@ -93,7 +87,7 @@ async def test_the_event_loop_runs_while_the_disk_is_waited_for(path):
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             async with anyio.create_task_group() as group:
-                group.start_soon(store.submit, order(0))
+                group.start_soon(store.submit, order("r0"))
                 await anyio.sleep(0.1)
                 other.execute("ROLLBACK")
         assert await store.counts() == {RolloutState.QUEUED: 1}
@@ -138,7 +132,7 @@ async def test_a_file_whose_creation_is_interrupted_is_created_at_the_next_start
 async def test_a_damaged_record_fails_its_rollout_and_no_other(path, waits):
     async with await SqliteStore.open(path) as store:
         for number in (1, 2):
-            await store.submit(order(number))
+            await store.submit(order(f"r{number}"))
         await store._thread.write(lambda db: db.execute("UPDATE requests SET request = '{' WHERE seq = 1"))
         assert await store.claim("here", limit=1, lease_seconds=10, waits=waits) == []
         await store.wait_for_work()
@@ -196,7 +190,7 @@ async def test_a_full_disk_is_waited_for(path):
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
                 group.start_soon(
-                    retry_until_stored, "submit", partial(store.submit, order(1, padding="x" * 100_000))
+                    retry_until_stored, "submit", partial(store.submit, order("r1", padding="x" * 100_000))
                 )
                 await until(lambda: store.errors)
                 await store._thread.read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone())
@@ -205,19 +199,19 @@ async def test_a_full_disk_is_waited_for(path):
 
 async def test_a_full_disk_fails_one_write_and_later_writes_succeed(path):
     async with await SqliteStore.open(path) as store:
-        await store.submit(order(0))
+        await store.submit(order("r0"))
         pages = await store._thread.read(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
         await store._thread.read(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").fetchone()[0])
         with capture_logs() as log:
             for _ in range(2):
                 with pytest.raises(StoreError, match="full") as caught:
-                    await store.submit(order(1, padding="x" * 100_000))
+                    await store.submit(order("r1", padding="x" * 100_000))
         assert "free space" in caught.value.hint
         assert store.errors == 2
         assert [(line["log_level"], line["event"]) for line in log] == [("error", "the store fails")]
         assert await store.get("r1") is None
         await store._thread.read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone()[0])
-        await store.submit(order(1, padding="x" * 100_000))
+        await store.submit(order("r1", padding="x" * 100_000))
         assert await store.counts() == {RolloutState.QUEUED: 2}
         assert store.size_bytes() > 100_000
         with anyio.fail_after(30), capture_logs() as log:
@@ -249,13 +243,13 @@ def delete_the_log(path: Path) -> None:
 @pytest.mark.parametrize("lose", [delete, move, replace, delete_the_log])
 async def test_a_file_that_was_lost_takes_no_write(path, lose):
     async with await SqliteStore.open(path) as store:
-        await store.submit(order(0))
-        await store.submit(order(1))
+        await store.submit(order("r0"))
+        await store.submit(order("r1"))
         lose(path)
         with capture_logs() as logs:
             for number in range(2, 5):
                 with pytest.raises(StoreError, match="while it is open") as caught:
-                    await store.submit(order(number))
+                    await store.submit(order(f"r{number}"))
         assert "no restart is needed" in caught.value.hint
         assert store.problem is not None
         assert await store.counts() == {RolloutState.QUEUED: 2}, "it can still be read"
@@ -266,12 +260,12 @@ async def test_work_goes_on_once_a_lost_file_is_back(path, monkeypatch):
     monkeypatch.setattr(thread, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(jobs, "PROBLEM_SECONDS", 0.0)
     async with await SqliteStore.open(path) as store:
-        await store.submit(order(0))
+        await store.submit(order("r0"))
         move(path)
         await until(lambda: store.problem is not None, 20)
         await anyio.Path(path.parent.with_name("moved")).rename(path.parent)
         await until(lambda: store.problem is None, 20)
-        await store.submit(order(1))
+        await store.submit(order("r1"))
     async with await SqliteStore.open(path) as store:
         assert await store.counts() == {RolloutState.QUEUED: 2}
 
@@ -282,15 +276,15 @@ async def test_a_reader_that_holds_the_file_is_waited_for_and_a_writer_is_named(
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN")
             other.execute("SELECT count(*) FROM rollouts").fetchone()
-            await store.submit(order(0))
+            await store.submit(order("r0"))
             other.execute("COMMIT")
             other.execute("BEGIN IMMEDIATE")
             with pytest.raises(StoreError, match="locked") as caught:
-                await store.submit(order(1))
+                await store.submit(order("r1"))
             assert "close it" in caught.value.hint
             assert caught.value.retryable
             other.execute("ROLLBACK")
-        await store.submit(order(1))
+        await store.submit(order("r1"))
         assert await store.counts() == {RolloutState.QUEUED: 2}
 
 
@@ -315,7 +309,7 @@ async def test_old_events_and_tombstones_are_dropped(path):
 
 async def test_the_database_itself_refuses_to_change_a_terminal_rollout(path):
     async with await SqliteStore.open(path) as store:
-        await store.submit(order(0))
+        await store.submit(order("r0"))
         await store.cancel("r0")
         with pytest.raises(DefectError, match="never changes"):
             await store._thread.write(lambda db: db.execute("UPDATE rollouts SET state = 'queued'").rowcount)

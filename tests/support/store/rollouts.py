@@ -1,10 +1,11 @@
 """Rollouts for tests of stores."""
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
+from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message, Trajectory
@@ -13,27 +14,30 @@ from rollout_service.store import Lease, Store
 from tests.support.samples import segment, trajectory
 
 T = TypeVar("T")
+ENGINE_GONE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
 TRAJECTORY = trajectory(
     segment(list(range(1_000)), logprobs=[-0.25] * 1_000),
     messages=[Message(role="user", content="What is 12 * 30?")],
 )
 
 
-def order(rollout_id: str) -> RolloutRequest:
-    return RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc"))
+def order(
+    rollout_id: str = "r1", environment: str = "calc", *, pool: str = "policy", **instance: Any
+) -> RolloutRequest:
+    task = Task(environment=environment, instance=instance)
+    return RolloutRequest(rollout_id=rollout_id, task=task, pool=pool)
+
+
+def ended(lease: Lease, state: RolloutState = RolloutState.COMPLETED, **fields: Any) -> Rollout:
+    """Return the result of a leased rollout; one that failed lost its engine."""
+    error = ENGINE_GONE if state is RolloutState.FAILED else None
+    of_lease = {"task": lease.request.task, "pool": lease.request.pool, "created_at": lease.created_at}
+    return Rollout(rollout_id=lease.rollout_id, state=state, **{"error": error, **of_lease, **fields})
 
 
 def completed(lease: Lease, trajectory: Trajectory | None = None) -> Rollout:
     """Return the result of a leased rollout that succeeded."""
-    return Rollout(
-        rollout_id=lease.rollout_id,
-        state=RolloutState.COMPLETED,
-        task=lease.request.task,
-        pool=lease.request.pool,
-        reward=1.0,
-        created_at=lease.created_at,
-        trajectory=trajectory,
-    )
+    return ended(lease, reward=1.0, trajectory=trajectory)
 
 
 async def leased(store: Store, rollout_id: str, owner: str = "worker") -> Lease:
