@@ -1,7 +1,7 @@
 """After a failover, everyone goes on from what the new primary has, also if it lacks the last writes."""
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 
 import anyio
 import pytest
@@ -11,6 +11,7 @@ from rollout_service.base.errors import StoreError
 from rollout_service.store.redis import RedisStore
 from tests.support.redis_failover import RedisPair, redis_pair
 from tests.support.store.rollouts import completed, order, persistently
+from tests.support.store.servers import redis_store
 from tests.support.waiting import collect, until
 
 pytestmark = pytest.mark.redis
@@ -25,11 +26,9 @@ def pair() -> Iterator[RedisPair]:
         yield made
 
 
-@asynccontextmanager
-async def opened(pair: RedisPair, **changes: int) -> AsyncIterator[RedisStore]:
+def opened(pair: RedisPair, **changes: int) -> AbstractAsyncContextManager[RedisStore]:
     config = pair.config("failover", answer_seconds=3.0, **changes)
-    async with await RedisStore.open(config, is_gone=lambda _: False) as store:
-        yield store
+    return redis_store(config, is_gone=lambda _: False)
 
 
 async def test_a_failover_to_a_replica_that_has_everything_loses_nothing(pair):

@@ -1,19 +1,14 @@
 """The index of rollouts in Redis forgets what is deleted, and finds any reward in order."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import pytest
 
-from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.rollouts import RolloutRequest, RolloutState
-from api_schemas.tasks import Task
+from api_schemas.rollouts import RolloutState
 from api_schemas.views.summaries import SummaryFilter
-from rollout_service.cluster.identity import is_gone
-from rollout_service.store.redis import RedisConfig, RedisStore
+from rollout_service.store.redis import RedisStore
 from rollout_service.store.redis import lists as index
 from tests.support.redis_server import RedisServer
-from tests.support.samples import rollout
+from tests.support.store.rollouts import ended, order
+from tests.support.store.servers import redis_store
 
 pytestmark = pytest.mark.redis
 
@@ -21,22 +16,12 @@ REWARDS = [-1e300, -2.5, -1.0, -1e-300, 0.0, 1e-300, 0.1, 0.8749999999999999, 0.
 BITS = index.CHUNK
 
 
-@asynccontextmanager
-async def opened(config: RedisConfig) -> AsyncIterator[RedisStore]:
-    async with await RedisStore.open(config, is_gone=is_gone) as store:
-        yield store
-
-
 async def end(store: RedisStore, rollout_id: str, *, reward: float | None, environment: str = "calc") -> None:
     """Run a rollout to its end, with a reward or an error."""
-    task = Task(environment=environment, instance={})
-    await store.submit(RolloutRequest(rollout_id=rollout_id, task=task))
+    await store.submit(order(rollout_id, environment))
     (lease,) = await store.claim("w", limit=1, lease_seconds=100)
-    gone = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
     state = RolloutState.FAILED if reward is None else RolloutState.COMPLETED
-    error = gone if reward is None else None
-    result = rollout(rollout_id, state, task=task, reward=reward, error=error, created_at=lease.created_at)
-    assert await store.finish(lease, "w", result)
+    assert await store.finish(lease, "w", ended(lease, state, reward=reward))
 
 
 async def found(store: RedisStore, which: SummaryFilter) -> list[str]:
@@ -58,7 +43,7 @@ def keys(server: RedisServer, root: str, *names: str) -> set[str]:
 
 async def test_the_index_has_nothing_of_rollouts_that_are_deleted(shared_redis):
     config = shared_redis.config()
-    async with opened(config) as store:
+    async with redis_store(config) as store:
         for number, reward in enumerate([*REWARDS, None]):
             await end(store, f"r{number}", reward=reward, environment=f"env-{number % 3}")
         assert {"ids", "bits:e", "bits:w", "bits:k", "bits:e:env-0:0"} <= keys(shared_redis, config.root)
@@ -69,7 +54,7 @@ async def test_the_index_has_nothing_of_rollouts_that_are_deleted(shared_redis):
 
 
 async def test_a_reward_of_any_size_is_found(shared_redis):
-    async with opened(shared_redis.config()) as store:
+    async with redis_store(shared_redis.config()) as store:
         for number, reward in enumerate(REWARDS):
             await end(store, f"r{number}", reward=reward)
         for low in REWARDS:
@@ -81,7 +66,7 @@ async def test_a_reward_of_any_size_is_found(shared_redis):
 async def test_rollouts_in_many_chunks_come_in_order(shared_redis, monkeypatch):
     monkeypatch.setattr(index, "CHUNKS_AT_ONCE", 2)
     config = shared_redis.config()
-    async with opened(config) as store:
+    async with redis_store(config) as store:
         every = []
         for chunk in (0, 0, 1, 2, 5, 6):
             last = max(int(shared_redis.do("GET", f"{config.root}:rollouts:last") or 0), chunk * BITS - 1)

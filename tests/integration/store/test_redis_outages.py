@@ -1,18 +1,17 @@
 """A store whose Redis fails loses nothing and repeats nothing: full, silent in the middle of a call, or restarted."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import anyio
 import pytest
 
 from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.base.errors import StoreError
-from rollout_service.cluster.identity import is_gone
 from rollout_service.store import Lease
 from rollout_service.store.redis import RedisStore
 from tests.support.redis_server import RedisServer
 from tests.support.store.rollouts import completed, order
+from tests.support.store.servers import redis_store
 from tests.support.waiting import collect, until
 
 pytestmark = pytest.mark.redis
@@ -22,11 +21,8 @@ LEASE_SECONDS = 100.0
 S = RolloutState
 
 
-@asynccontextmanager
-async def opened(server: RedisServer) -> AsyncIterator[RedisStore]:
-    config = server.config("outage", answer_seconds=ANSWER_SECONDS)
-    async with await RedisStore.open(config, is_gone=is_gone) as store:
-        yield store
+def opened(server: RedisServer) -> AbstractAsyncContextManager[RedisStore]:
+    return redis_store(server.config("outage", answer_seconds=ANSWER_SECONDS))
 
 
 async def claim(store: RedisStore, limit: int = 9) -> list[Lease]:

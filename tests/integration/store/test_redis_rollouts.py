@@ -10,25 +10,20 @@ import pytest
 from api_schemas.nodes import NodeState
 from api_schemas.rollouts import RolloutState
 from rollout_service.base.errors import StoreError
-from rollout_service.cluster.identity import ServiceIdentity, is_gone
+from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import RedisConfig, RedisStore
 from tests.support.redis_server import redis_server
 from tests.support.store.rollouts import completed, order
+from tests.support.store.servers import redis_store
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.redis
 
 
-@asynccontextmanager
-async def opened(config: RedisConfig) -> AsyncIterator[RedisStore]:
-    async with await RedisStore.open(config, is_gone=is_gone) as store:
-        yield store
-
-
 async def test_what_one_service_does_wakes_the_others(shared_redis):
     config = shared_redis.config()
-    async with opened(config) as one, opened(config) as other:
+    async with redis_store(config) as one, redis_store(config) as other:
         assert await other.claim("b", limit=1, lease_seconds=10) == []
         with anyio.fail_after(10):
             async with anyio.create_task_group() as tasks:
@@ -48,7 +43,7 @@ async def test_what_one_service_does_wakes_the_others(shared_redis):
 
 async def test_a_rollout_that_had_not_begun_and_is_given_back_wakes_the_others(shared_redis):
     config = shared_redis.config()
-    async with opened(config) as one, opened(config) as other:
+    async with redis_store(config) as one, redis_store(config) as other:
         await one.submit(order("r1"))
         await one.claim("a", limit=1, lease_seconds=1_000)
         assert await other.claim("b", limit=1, lease_seconds=1_000) == []
@@ -78,7 +73,7 @@ class Waiting:
 async def waiting(config: RedisConfig, count: int) -> AsyncIterator[Waiting]:
     """Let so many services wait for work during the block."""
     async with AsyncExitStack() as stack:
-        found = Waiting([await stack.enter_async_context(opened(config)) for _ in range(count)])
+        found = Waiting([await stack.enter_async_context(redis_store(config)) for _ in range(count)])
         async with anyio.create_task_group() as tasks:
             for number in range(count):
                 tasks.start_soon(found.wait, number)
@@ -89,7 +84,7 @@ async def waiting(config: RedisConfig, count: int) -> AsyncIterator[Waiting]:
 
 async def test_a_rollout_wakes_one_of_those_who_wait(shared_redis):
     config = shared_redis.config()
-    async with opened(config) as trainer, waiting(config, 4) as services:
+    async with redis_store(config) as trainer, waiting(config, 4) as services:
         for number in range(1, 5):
             await trainer.submit(order(f"r{number}"))
             await until(lambda number=number: len(services.woken) == number)
@@ -99,9 +94,9 @@ async def test_a_rollout_wakes_one_of_those_who_wait(shared_redis):
 
 async def test_who_was_woken_and_claims_nothing_is_followed_by_another(shared_redis):
     config = shared_redis.config()
-    async with opened(config) as trainer:
+    async with redis_store(config) as trainer:
         await trainer.cluster.join(NodeReport("n1", "trainer"))
-    async with opened(config) as trainer, waiting(config, 2) as services:
+    async with redis_store(config) as trainer, waiting(config, 2) as services:
         await trainer.submit(order("r1"))
         await until(lambda: len(services.woken) == 1)
 
@@ -114,7 +109,7 @@ async def test_who_was_woken_and_claims_nothing_is_followed_by_another(shared_re
 
 async def test_a_claim_that_leaves_rollouts_wakes_another_for_them(shared_redis):
     config = shared_redis.config()
-    async with opened(config) as trainer, waiting(config, 3) as services:
+    async with redis_store(config) as trainer, waiting(config, 3) as services:
         await trainer.submit(order("r1"))
         await until(lambda: len(services.woken) == 1)
         await trainer.submit(order("r2"))
@@ -127,8 +122,8 @@ async def test_a_claim_that_leaves_rollouts_wakes_another_for_them(shared_redis)
 
 async def test_who_has_ended_is_passed_over(shared_redis):
     config = shared_redis.config()
-    async with opened(config) as trainer, opened(config) as live:
-        async with opened(config) as gone:
+    async with redis_store(config) as trainer, redis_store(config) as live:
+        async with redis_store(config) as gone:
             assert await gone.claim("gone", limit=1, lease_seconds=1_000) == []
         assert await live.claim("live", limit=1, lease_seconds=1_000) == []
         with anyio.fail_after(10):
@@ -140,7 +135,7 @@ async def test_who_has_ended_is_passed_over(shared_redis):
 
 async def test_many_claims_at_once_share_no_rollout(shared_redis):
     config = shared_redis.config()
-    async with opened(config) as one, opened(config) as other:
+    async with redis_store(config) as one, redis_store(config) as other:
         for number in range(200):
             await one.submit(order(f"r{number}"))
         taken: list[str] = []
@@ -158,7 +153,7 @@ async def test_many_claims_at_once_share_no_rollout(shared_redis):
 
 async def test_the_work_of_a_live_service_is_not_recovered(shared_redis):
     live, mine = str(ServiceIdentity.create()), str(ServiceIdentity.create())
-    async with opened(shared_redis.config()) as store:
+    async with redis_store(shared_redis.config()) as store:
         await store.submit(order("r1"))
         assert await store.claim(live, limit=1, lease_seconds=10)
         assert await store.recover(mine) == 0
@@ -166,7 +161,7 @@ async def test_the_work_of_a_live_service_is_not_recovered(shared_redis):
 
 
 async def test_a_service_that_leaves_hands_its_rollouts_on(shared_redis):
-    async with opened(shared_redis.config()) as store:
+    async with redis_store(shared_redis.config()) as store:
         await store.submit(order("r1"))
         await store.cluster.join(NodeReport("n1", "a"))
         [lease] = await store.claim("a", limit=1, lease_seconds=1_000)
@@ -178,7 +173,7 @@ async def test_a_service_that_leaves_hands_its_rollouts_on(shared_redis):
 
 
 async def test_a_node_gets_nothing_from_the_moment_at_which_it_is_told_to_drain(shared_redis):
-    async with opened(shared_redis.config()) as store:
+    async with redis_store(shared_redis.config()) as store:
         await store.cluster.join(NodeReport("n1", "a"))
         await store.submit(order("r1"))
         await store.cluster.change_state("n1", NodeState.DRAINING)
@@ -193,7 +188,7 @@ async def test_a_node_gets_nothing_from_the_moment_at_which_it_is_told_to_drain(
 
 async def test_claims_whose_answers_were_lost_are_found_again():
     with redis_server() as server:
-        async with opened(server.config(answer_seconds=2.5)) as store:
+        async with redis_store(server.config(answer_seconds=2.5)) as store:
             for lost in (1, 2):
                 await store.submit(order(f"r{lost}"))
                 with server.paused(), pytest.raises(StoreError):
@@ -215,7 +210,7 @@ async def test_claims_whose_answers_were_lost_are_found_again():
 @pytest.mark.parametrize("hours", [-30, 30])
 async def test_the_clocks_of_the_nodes_do_not_matter(shared_redis, monkeypatch, hours):
     config, real = shared_redis.config(), time.time
-    async with opened(config) as one, opened(config) as two:
+    async with redis_store(config) as one, redis_store(config) as two:
         for name, store in (("n1", one), ("n2", two)):
             await store.cluster.join(NodeReport(name, name))
         await one.submit(order("r"))

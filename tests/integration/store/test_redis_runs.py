@@ -1,7 +1,7 @@
 """Runs in a Redis that several services share: their changes follow one another, and none gets lost."""
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 
 import anyio
 import pytest
@@ -15,7 +15,6 @@ from rollout_service.base.errors import (
     NotFoundError,
     StoreError,
 )
-from rollout_service.cluster.identity import is_gone
 from rollout_service.settings import RetentionSettings
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.redis import RedisConfig, RedisConnection
@@ -26,20 +25,14 @@ from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, NoBatch
 from tests.support.redis_server import redis_server
 from tests.support.runs import TASKS, make_ready, new_group, run_request
+from tests.support.store.servers import redis_store
 
 pytestmark = pytest.mark.redis
 
 
-@asynccontextmanager
-async def service(config: RedisConfig) -> AsyncIterator[RedisStore]:
-    """Open the store of one service."""
-    async with await RedisStore.open(config, is_gone=is_gone) as store:
-        yield store
-
-
 @pytest.fixture
 async def two(config: RedisConfig) -> AsyncIterator[Sequence[RedisStore]]:
-    async with service(config) as one, service(config) as other:
+    async with redis_store(config) as one, redis_store(config) as other:
         yield one, other
 
 
@@ -115,7 +108,7 @@ async def test_a_change_wakes_those_who_wait_in_another_service(two):
 async def test_a_service_that_no_longer_leads_changes_nothing(shared_redis):
     config = shared_redis.config()
     leader = f"{config.root}:leader:runs"
-    async with service(config) as store:
+    async with redis_store(config) as store:
         await create(store)
         shared_redis.do("HSET", leader, "owner", "x", "token", 7)
         first = store.runs.fenced(RoleLease("runs", "x", 7))
@@ -135,7 +128,7 @@ async def test_a_service_that_no_longer_leads_changes_nothing(shared_redis):
 async def test_a_run_can_be_drained_but_not_go_on_while_redis_is_full():
     async with AsyncExitStack() as stack:
         server = stack.enter_context(redis_server())
-        store = await stack.enter_async_context(service(server.config()))
+        store = await stack.enter_async_context(redis_store(server.config()))
         await make_groups_ready(store, 2)
         await store.runs.lease(BatchLeaseRequest("a", "one", 60))
         server.do("CONFIG", "SET", "maxmemory", "1mb")
@@ -160,7 +153,7 @@ async def test_a_run_can_be_drained_but_not_go_on_while_redis_is_full():
 async def test_runs_are_there_after_redis_was_killed():
     async with AsyncExitStack() as stack:
         server = stack.enter_context(redis_server())
-        store = await stack.enter_async_context(service(server.config()))
+        store = await stack.enter_async_context(redis_store(server.config()))
         await create(store)
         await store.runs.append("a", TASKS, offset=0, close=True)
         server.kill()

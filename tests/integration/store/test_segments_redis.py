@@ -13,9 +13,9 @@ from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.redis.lost_trajectories import look
 from rollout_service.store.segments import SegmentFiles
 from rollout_service.store.segments.files import SharedFiles
-from rollout_service.store.segments.proof import MARK_FILE
 from tests.support.clocks import ManualClock
 from tests.support.store.rollouts import TRAJECTORY, completed, finish, leased
+from tests.support.store.segments import segment_files
 from tests.support.store.servers import PLACES, files_of
 
 pytestmark = pytest.mark.redis
@@ -45,17 +45,13 @@ async def stores(config: RedisConfig, files: SegmentFiles) -> AsyncIterator[list
         yield [one, two]
 
 
-def segments(files: SegmentFiles) -> set[str]:
-    return files.sizes().keys() - {MARK_FILE}
-
-
 async def test_every_service_reads_a_trajectory_of_which_redis_has_only_a_reference(
     stores, files, shared_redis, config
 ):
     one, two = stores
     await finish(one, "r1")
     assert await two.trajectory("r1") == TRAJECTORY
-    assert len(segments(files)) == 1
+    assert len(segment_files(files)) == 1
     assert len(shared_redis.do("GET", f"{config.root}:t:r1")) < 64
 
 
@@ -67,7 +63,7 @@ async def test_a_trajectory_goes_with_its_rollout(stores, files):
     assert (await one.segments.totals()).records == 0
     await one.close()
     await two.collect_garbage()
-    assert not segments(files)
+    assert not segment_files(files)
 
 
 async def test_a_lost_lease_keeps_no_trajectory(stores):
@@ -85,7 +81,7 @@ async def test_a_service_that_was_taken_for_dead_writes_to_another_file(stores, 
     second = await leased(one, "r2")
     await two.delete_expired(0)
     await two.collect_garbage()  # the first service's file is sealed and deleted
-    assert not segments(files)
+    assert not segment_files(files)
     assert await one.finish(second, "worker", completed(second, TRAJECTORY))
     assert await two.trajectory("r2") == TRAJECTORY
 
@@ -93,7 +89,7 @@ async def test_a_service_that_was_taken_for_dead_writes_to_another_file(stores, 
 async def test_a_trajectory_whose_file_is_gone_is_lost_and_nothing_else_is(stores, files):
     one, two = stores
     await finish(one, "r1")
-    [gone] = segments(files)
+    [gone] = segment_files(files)
     await finish(two, "r2")
     files.delete(gone)
     with pytest.raises(RecordLostError, match="r1"):
@@ -120,7 +116,9 @@ async def test_files_that_the_store_does_not_know_are_told_apart(stores, files):
     one, _ = stores
     await finish(one, "r1")
     ledger = one.segments.ledger
-    assert await ledger.unknown([*segments(files), "cccccccccccc-1.segment"]) == ["cccccccccccc-1.segment"]
+    assert await ledger.unknown([*segment_files(files), "cccccccccccc-1.segment"]) == [
+        "cccccccccccc-1.segment"
+    ]
 
 
 async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletion_of_what_expired(
@@ -142,7 +140,7 @@ async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletio
         assert await leader.trajectory("of-one") == TRAJECTORY
         while await leader.runs.delete_expired(RetentionSettings(rollout_seconds=0)):
             pass
-        assert len(segments(files)) == 1, "the leader still writes to its own"
+        assert len(segment_files(files)) == 1, "the leader still writes to its own"
         late = await leased(dead, "late", "two")
         assert await dead.finish(late, "two", completed(late, TRAJECTORY)), "it was only taken for dead"
         assert await leader.trajectory("late") == TRAJECTORY
@@ -152,7 +150,7 @@ async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletio
 async def test_the_deletion_of_what_expired_deletes_old_files_that_the_store_does_not_know(config, tmp_path):
     async with await opened(config, SharedFiles(tmp_path), "one") as store:
         await finish(store, "r1")
-        known = segments(SharedFiles(tmp_path))
+        known = segment_files(SharedFiles(tmp_path))
         old, young = tmp_path / "cccccccccccc-1.segment", tmp_path / "dddddddddddd-1.segment"
         two_days_ago = time.time() - 2 * 86_400
         for path in (old, young, *(tmp_path / name for name in known)):
@@ -170,7 +168,7 @@ async def test_of_many_trajectories_the_lost_one_is_named(stores, files):
         await one.segments.close()  # the next goes to another file
     ids = ["r2", "r0", "unknown", "r1"]
     assert [row["rollout_id"] for row in await two.whole_rows(ids)] == ["r2", "r0", "r1"]
-    torn = min(segments(files))
+    torn = min(segment_files(files))
     files.overwrite(torn, files.sizes()[torn] - 1, 1)
     with pytest.raises(RecordLostError, match="r0"):
         await two.whole_rows(ids)

@@ -3,13 +3,16 @@
 Beside each are the places in which such a store keeps its trajectories.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
+from rollout_service.cluster.identity import is_gone
+from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.segments import SegmentFiles
 from rollout_service.store.segments.files import SharedFiles
 from tests.support.redis_cluster import RedisCluster, redis_cluster
@@ -32,6 +35,16 @@ STORE_SERVERS: Mapping[str, Callable[[], AbstractContextManager[RedisServer | Re
     "cluster": redis_cluster,
     "valkey": valkey_server,
 }
+
+
+@asynccontextmanager
+async def redis_store(
+    config: RedisConfig, *, is_gone: Callable[[str], bool] = is_gone, **options: Any
+) -> AsyncIterator[RedisStore]:
+    """Open the store of one service for the block."""
+    async with await RedisStore.open(config, is_gone=is_gone, **options) as store:
+        yield store
+
 
 PLACES = [
     *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "redis with folder")),
