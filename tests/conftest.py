@@ -1,7 +1,9 @@
 """Fixtures that every test may use."""
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,15 @@ def anyio_backend() -> str:
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Create a folder with a short path, because sockets are created below it."""
+    made = Path(tempfile.mkdtemp(prefix="service-", dir="/tmp"))
+    made.chmod(0o755)  # sandboxes run as another user, who must reach theirs
+    yield made
+    shutil.rmtree(made)
 
 
 @pytest.fixture

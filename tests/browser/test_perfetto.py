@@ -20,6 +20,7 @@ from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from tests.support.api.server import api_server
 from tests.support.processes.service import scripted_engine
+from tests.support.turns import called, handed_on, turn_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.perfetto]
 
@@ -44,19 +45,10 @@ order by slice.ts, slice.depth
 """
 
 
-def calls(*made: tuple[str, dict[str, str]]) -> str:
-    told = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in made]
-    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in told) + "<|im_end|>"
-
-
 TURNS = (
-    calls(
-        ("create_subagent", {"name": "reader", "system_prompt": "Read."}),
-        ("assign_task", {"agent": "reader", "prompt": "A"}),
-        ("assign_task", {"agent": "reader", "prompt": "B"}),
-    ),
-    calls(("bash", {"command": "echo hello"})),
-    calls(("finish", {"answer": "both"})),
+    handed_on("A", "B"),
+    turn_of(called("bash", command="echo hello")),
+    turn_of(called("finish", answer="both")),
 )
 
 
@@ -90,12 +82,12 @@ def write_trace(url: str, names: list[str], file: Path) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Run a service with two engines; yield its address, and that of the engine for sub-agents."""
-    policy, frozen, folder = (tmp_path_factory.mktemp(name) for name in ("policy", "frozen", "service"))
+    folder = tmp_path_factory.mktemp("service")
     (folder / "survey").mkdir()
     (folder / "survey" / "environment.toml").write_text(ENVIRONMENT)
     with (
-        scripted_engine(policy, *TURNS, delay=0.5) as first,
-        scripted_engine(frozen, "<result>4</result><|im_end|>", delay=0.2) as second,
+        scripted_engine(folder, *TURNS, delay=0.5, name="policy") as first,
+        scripted_engine(folder, "<result>4</result><|im_end|>", delay=0.2, name="frozen") as second,
         api_server(folder, "--environment", str(folder / "survey"), "--backend", first.url) as started,
     ):
         yield started.url, second.url

@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from tests.support.adapters.service import service
+from tests.support.api.server import api_server
 
 pytestmark = pytest.mark.slow(seconds=250)
 
@@ -42,8 +42,8 @@ def train(folder: Path) -> dict:
     flags = ["--steps", STEPS, "--tasks", TASKS, "--groups", TASKS, "--group-size", GROUP_SIZE]
     flags += ["--held-out", HELD_OUT]
     flags += ["--json", folder / "figures.json"]
-    with service(folder, "--model", "calc-base", sandbox="apptainer") as url:
-        command = [PYTHON, ROOT / "examples" / "adapters" / "trl_grpo.py", "--url", url, *flags]
+    with api_server(folder, "--model", "calc-base", engine="embedded", sandbox="apptainer") as server:
+        command = [PYTHON, ROOT / "examples" / "adapters" / "trl_grpo.py", "--url", server.url, *flags]
         done = subprocess.run(
             [str(part) for part in command],
             env=os.environ | QUIET,

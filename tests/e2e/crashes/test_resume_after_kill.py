@@ -14,6 +14,7 @@ from rollout_service.testing.engine_turn import EngineTurn, Fault
 from rollout_service.testing.script import Replies
 from rollout_service.testing.sglang_engine import ScriptedEngine
 from tests.support.processes.service import Running, eventually, service
+from tests.support.turns import called, turn_of
 
 ROLLOUTS, TURNS = 8, 10
 TURN_SECONDS = 0.4
@@ -29,8 +30,7 @@ class CountingEngine(ScriptedEngine):
 
     def __init__(self) -> None:
         commands = [f"echo step {number} | tee -a steps; wc -l < steps" for number in range(TURNS)]
-        calls = [json.dumps({"name": "bash", "arguments": {"command": command}}) for command in commands]
-        texts = [f"<tool_call>\n{call}\n</tool_call><|im_end|>" for call in calls]
+        texts = [turn_of(called("bash", command=command)) for command in commands]
         vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
         script = Replies.from_texts(texts, MODEL)
         super().__init__(script, latency=TURN_SECONDS, vocab_size=vocab_size, model_path=MODEL)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.adapters.service import engine, service
+from tests.support.api.server import api_server
+from tests.support.processes.service import scripted_engine
 
 ROWS = Path(__file__).parents[3] / "examples" / "adapters" / "rows.py"
 ANSWER = r"It is \boxed{4}.<|im_end|>"
@@ -20,10 +21,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yield the URL of a service whose policy always gives the same answer."""
     folder = tmp_path_factory.mktemp("adapters")
     with (
-        engine(folder, ANSWER) as engine_url,
-        service(folder, "--engine", "none", "--backend", engine_url) as address,
+        scripted_engine(folder, ANSWER) as engine,
+        api_server(folder, "--backend", engine.url) as server,
     ):
-        yield address
+        yield server.url
 
 
 def rows(url: str) -> dict:

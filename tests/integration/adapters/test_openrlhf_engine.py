@@ -15,7 +15,7 @@ import pytest
 
 from rollout_client import SyncRolloutClient
 from rollout_service.engines.shipped import policy_folder
-from tests.support.adapters.service import service
+from tests.support.api.server import api_server
 from tests.support.vllm_cpu import DEFAULT_ENVIRONMENT
 
 ROOT = Path(__file__).parents[3]
@@ -52,8 +52,8 @@ class Actor:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with service(tmp_path_factory.mktemp("service"), "--engine", "none", sandbox="apptainer") as url:
-        yield url
+    with api_server(tmp_path_factory.mktemp("service"), sandbox="apptainer") as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.adapters.real_trainers import QUIET
-from tests.support.adapters.service import service
+from tests.support.api.server import api_server
 
 ROOT = Path(__file__).parents[3]
 CUDA_ONLY = ROOT / "tests" / "support" / "adapters" / "cuda_only"
@@ -23,8 +23,9 @@ ENDS = "ends the step with NoRewardError"
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("service")
-    with service(folder, "--model", "calc-base", "--rollout-workers", "16", sandbox="apptainer") as url:
-        yield url
+    flags = ["--model", "calc-base", "--rollout-workers", "16"]
+    with api_server(folder, *flags, engine="embedded", sandbox="apptainer") as server:
+        yield server.url
 
 
 def check(url: str, name: str, *flags: str, **environ: str) -> tuple[int, dict, str]:

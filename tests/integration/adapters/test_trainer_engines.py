@@ -25,13 +25,14 @@ from rollout_client.adapters.openrlhf import Executor
 from rollout_client.adapters.submit import RolloutSubmitter, run_in_order
 from rollout_service.engines.shipped import policy_folder
 from tests.support.adapters import async_engine
-from tests.support.adapters.service import engine, service
+from tests.support.api.server import api_server
+from tests.support.processes.service import scripted_engine
+from tests.support.turns import called, turn_of
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[3]
 ANSWER = r"It is \boxed{4}.<|im_end|>"
-CALL = {"name": "python", "arguments": {"code": "import time; time.sleep(600)"}}
-SLEEP = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call><|im_end|>"
+SLEEP = turn_of(called("python", code="import time; time.sleep(600)"))
 ROW = {"environment": "math", "instance": {"question": "2 + 2", "answer": "4"}}
 
 
@@ -39,14 +40,12 @@ ROW = {"environment": "math", "instance": {"question": "2 + 2", "answer": "4"}}
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
     """Yield the URLs of a service without engines, and of two engines that it does not know."""
     folder = tmp_path_factory.mktemp("engines")
-    for name in ("one", "two"):
-        (folder / name).mkdir()
     with (
-        engine(folder / "one", ANSWER) as one,
-        engine(folder / "two", ANSWER) as two,
-        service(folder, "--engine", "none") as url,
+        scripted_engine(folder, ANSWER, name="one") as one,
+        scripted_engine(folder, ANSWER, name="two") as two,
+        api_server(folder) as server,
     ):
-        yield url, [one, two]
+        yield server.url, [one.url, two.url]
 
 
 @dataclass
@@ -130,8 +129,8 @@ def test_a_trainer_that_is_killed_leaves_no_engine_and_no_rollout(started, tmp_p
         asyncio.run(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])))
     """
     row = {"environment": "calc", "instance": {"question": "1+1", "answer": 2}}
-    with engine(tmp_path, SLEEP) as address, SyncRolloutClient(url) as client:
-        command = [sys.executable, "-c", program, url, address, json.dumps(row)]
+    with scripted_engine(tmp_path, SLEEP) as engine, SyncRolloutClient(url) as client:
+        command = [sys.executable, "-c", program, url, engine.url, json.dumps(row)]
         with subprocess.Popen(command) as trainer:
             until(lambda: sum(one.served for one in client.backends()) > 1)  # the tool sleeps
             trainer.kill()

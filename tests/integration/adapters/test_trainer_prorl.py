@@ -11,10 +11,12 @@ import pytest
 
 from api_schemas.trajectories import Trajectory
 from tests.support.adapters.prorl_trainer import ATTEMPTS, ProrlTrainer, baselines, rows_of
-from tests.support.adapters.service import engine, service
+from tests.support.api.server import api_server
+from tests.support.processes.service import scripted_engine
+from tests.support.turns import called, turn_of
 
-CALL = {"name": "python", "arguments": {"code": "print(2 + 2)"}}
-TURNS = (f"<tool_call>\n{json.dumps(CALL)}\n</tool_call><|im_end|>", r"It is \boxed{4}.<|im_end|>")
+CODE = "print(2 + 2)"
+TURNS = (turn_of(called("python", code=CODE)), r"It is \boxed{4}.<|im_end|>")
 ENVIRONMENT = """
 name = "graded"
 image = "base"
@@ -32,11 +34,11 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cl
     (folder / "graded").mkdir()
     (folder / "graded" / "environment.toml").write_text(ENVIRONMENT)
     with (
-        engine(folder, *TURNS) as engine_url,
-        service(folder, "--engine", "none", "--environment", str(folder / "graded")) as url,
-        httpx.Client(base_url=url, timeout=60) as server,
+        scripted_engine(folder, *TURNS) as engine,
+        api_server(folder, "--environment", str(folder / "graded")) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
     ):
-        yield server, engine_url, folder / "server.log"
+        yield client, engine.url, server.log_file
 
 
 def instance(name: str, **fields: object) -> dict[str, object]:
@@ -79,7 +81,7 @@ def test_a_batch_becomes_rows_of_the_sampled_tokens(started):
             "assistant",
         ]
         first, last = [each for each in answer["messages"] if each["role"] == "assistant"]
-        assert first["tool_calls"] == [{"name": "python", "arguments": json.dumps(CALL["arguments"])}]
+        assert first["tool_calls"] == [{"name": "python", "arguments": json.dumps({"code": CODE})}]
         assert last["input_ids"] == (row.prompt + row.response)[: -len(last["token_ids"])]
         assert answer["messages"][0] | {"token_ids": [], "content": ""} == {
             "role": "system",

@@ -1,11 +1,5 @@
 """The shipped `parl-base` as the sub-agent of `pointers` and `split`, on a real engine behind a real server."""
 
-import json
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
@@ -19,11 +13,11 @@ from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from rollout_service.engines.shipped import policy_folder
 from tests.support.api.server import api_server
-from tests.support.processes.children import killed
+from tests.support.processes.service import running, scripted_engine
+from tests.support.turns import called, handed_on, turn_of
 from tests.support.waiting import collect
 
 POLICY = str(policy_folder("parl-base"))
-START_SECONDS = 60.0
 ROLLOUTS = 16
 POINTERS = {
     "question": "Add K M.",
@@ -37,44 +31,25 @@ SPLIT = {
 }
 
 
-def called(*calls: tuple[str, dict[str, str]]) -> str:
-    """Return a turn of the policy that calls tools."""
-    told = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
-    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in told) + "<|im_end|>"
-
-
-def assigned(system: str, *tasks: str) -> str:
-    """Return a turn that assigns all tasks to a new sub-agent."""
-    create = ("create_subagent", {"name": "a", "system_prompt": system})
-    return called(create, *(("assign_task", {"agent": "a", "prompt": task}) for task in tasks))
-
-
-@contextmanager
-def engine(address: Path, *command: str) -> Iterator[str]:
-    """Run an engine that writes its port to a file; yield its URL."""
-    arguments = [sys.executable, "-m", *command, "--model", POLICY, "--port-file", str(address)]
-    with killed(subprocess.Popen(arguments, stdout=subprocess.DEVNULL)) as process:
-        deadline = time.monotonic() + START_SECONDS
-        while not address.exists() or not address.read_text():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{address.read_text().strip()}"
+def finished(answer: str) -> str:
+    return turn_of(called("finish", answer=answer))
 
 
 async def roll_out(folder: Path, environment: str, instance: dict[str, object], *turns: str) -> list[Rollout]:
     """Return rollouts of a scripted orchestrator whose sub-agents are the shipped policy."""
-    script = [part for turn in turns for part in ("--turn", turn)]
+    embedded = ["rollout_service.engines.kinds.embedded", "--model", POLICY]
+    embedded += ["--port-file", str(folder / "frozen.address")]
     with (
-        engine(folder / "policy", "rollout_service.testing", *script) as policy,
-        engine(folder / "frozen", "rollout_service.engines.kinds.embedded") as frozen,
-        api_server(folder, "--backend", policy) as server,
+        scripted_engine(folder, *turns, model=POLICY) as policy,
+        running("frozen", embedded, folder) as frozen,
+        api_server(folder, "--backend", policy.url) as server,
     ):
+        url = HttpUrl(f"http://127.0.0.1:{frozen.url}")
         task = Task.model_validate({"environment": environment, "instance": instance})
         request = RolloutRequest(task=task, exports=TokenExtras(nodes=NodeDetail.SUMMARY))
         done: list[Rollout] = []
         async with RolloutClient(server.url) as client:
-            await client.add_backend(BackendSpec(url=HttpUrl(frozen), pool="frozen-1"))
+            await client.add_backend(BackendSpec(url=url, pool="frozen-1"))
             async with anyio.create_task_group() as tasks:
                 for _ in range(ROLLOUTS):
                     tasks.start_soon(collect, done, lambda: client.run(request))
@@ -87,7 +62,7 @@ async def roll_out(folder: Path, environment: str, instance: dict[str, object], 
         (
             "pointers",
             POINTERS,
-            (assigned("Follow the pointer.", "K", "M"), called(("finish", {"answer": "37+90"}))),
+            (handed_on("K", "M", system="Follow the pointer."), finished("37+90")),
             ["37", "90"],
             5,
         ),
@@ -95,9 +70,9 @@ async def roll_out(folder: Path, environment: str, instance: dict[str, object], 
             "split",
             SPLIT,
             (
-                called(("index", {})),
-                assigned("Read each key.", "Q7 B2", "M0", "X4"),
-                called(("finish", {"answer": "37+90+11+52"})),
+                turn_of(called("index")),
+                handed_on("Q7 B2", "M0", "X4", system="Read each key."),
+                finished("37+90+11+52"),
             ),
             ["37+90", "11", "52"],
             6,

@@ -7,8 +7,8 @@ import pytest
 
 from api_schemas.errors import Problem
 from api_schemas.nodes import NodeState, NodeView
-from tests.support.api.server import ApiServer, api_server
-from tests.support.processes.service import eventually
+from tests.support.api.server import api_server
+from tests.support.processes.service import Running, eventually
 
 ENVIRONMENT = """
 name = "tuned"
@@ -22,7 +22,7 @@ requires = ["gpu", "fast"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("node")
     tuned = folder / "tuned"
     tuned.mkdir()
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 
 @pytest.fixture
-def api(server: ApiServer) -> Iterator[httpx.Client]:
+def api(server: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=30) as client:
         yield client
 

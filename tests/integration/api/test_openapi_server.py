@@ -14,7 +14,8 @@ import pytest
 import schemathesis
 
 from api_schemas.runs import BINARY_MEDIA_TYPE
-from tests.support.api.server import ApiServer, api_server
+from tests.support.api.server import api_server
+from tests.support.processes.service import Running
 
 pytestmark = pytest.mark.slow(seconds=95)
 
@@ -51,12 +52,12 @@ WITHOUT_END = ["/v1/events", "/v1/overview/stream", "/process"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with serving(tmp_path_factory.mktemp("service")) as server:
         yield server
 
 
-def serving(folder: Path) -> AbstractContextManager[ApiServer]:
+def serving(folder: Path) -> AbstractContextManager[Running]:
     variables = {
         "ROLLOUT_KEYS": f'["{KEY}"]',
         "ROLLOUT_MAX_BODY_BYTES": "200000",
@@ -82,7 +83,7 @@ class Documented:
 
 
 @pytest.fixture(scope="module")
-def documented(server: ApiServer) -> Iterator[Documented]:
+def documented(server: Running) -> Iterator[Documented]:
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=120) as http:
         yield Documented(http)
@@ -202,7 +203,7 @@ def test_generated_requests_find_nothing(tmp_path, phases, examples):
         generate(server, tmp_path, phases, examples)
 
 
-def generate(server: ApiServer, tmp_path: Path, phases: str, examples: str) -> None:
+def generate(server: Running, tmp_path: Path, phases: str, examples: str) -> None:
     config = tmp_path / "schemathesis.toml"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]

@@ -22,6 +22,7 @@ from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from rollout_client.client import InvalidRequestError, NotFoundError
 from tests.support.gateway.service import CALC, GatewayService, gateway_service, scripted
+from tests.support.turns import called
 from tests.support.waiting import until
 
 K = StepKind
@@ -46,10 +47,6 @@ tools = ["bash"]
 command = "true"
 sandbox = "same"
 """
-
-
-def tool_call(name: str, /, **arguments: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @asynccontextmanager
@@ -92,8 +89,8 @@ def assert_nested(found: RolloutSteps) -> None:
 
 
 async def test_the_steps_of_an_agent_with_tools(tmp_path):
-    both = "\n".join(tool_call("read", path=f"missing-{name}") for name in "ab")
-    texts = [tool_call("bash", command="echo one\necho two"), both, tool_call("finish", answer="done")]
+    both = "\n".join(called("read", path=f"missing-{name}") for name in "ab")
+    texts = [called("bash", command="echo one\necho two"), both, called("finish", answer="done")]
     with anyio.fail_after(90):
         async with serving(tmp_path, *texts) as service:
             found = await run(service)
@@ -120,12 +117,12 @@ async def test_the_steps_of_an_agent_with_tools(tmp_path):
 
 
 async def test_sub_agents_have_lanes_of_their_own(tmp_path):
-    created = tool_call("create_subagent", name="worker", system_prompt="You look things up.")
-    assigned = [tool_call("assign_task", agent="worker", prompt=f"Task {number}") for number in range(2)]
-    texts = ["\n".join([created, *assigned]), tool_call("finish", answer="done")]
+    created = called("create_subagent", name="worker", system_prompt="You look things up.")
+    assigned = [called("assign_task", agent="worker", prompt=f"Task {number}") for number in range(2)]
+    texts = ["\n".join([created, *assigned]), called("finish", answer="done")]
     with anyio.fail_after(90):
         async with serving(tmp_path, *texts, toml=TEAM) as service:
-            frozen = scripted(*[tool_call("bash", command="ls"), "<result>7</result>"] * 2)
+            frozen = scripted(*[called("bash", command="ls"), "<result>7</result>"] * 2)
             async with frozen:
                 await service.client.add_backend(BackendSpec(url=HttpUrl(frozen.url), pool="frozen-1"))
                 found = await run(service, "team")

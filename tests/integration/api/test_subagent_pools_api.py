@@ -20,6 +20,7 @@ from rollout_service.cli.server_child import running_server
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 from sandboxes.host.ports import free_port
+from tests.support.turns import handed_on
 
 MODEL = policy_folder("calc-tuned")
 ENVIRONMENT = """
@@ -35,18 +36,7 @@ command = "echo '{\\"reward\\": 1.0}' > $ROLLOUT_RESULT"
 TASK = Task(environment="team", instance={"numbers": "1 2", "sum": "3"})
 
 
-def calls(*wanted: tuple[str, dict[str, str]]) -> str:
-    texts = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in wanted)
-    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts) + "<|im_end|>"
-
-
-TURNS = [
-    calls(
-        ("create_subagent", {"name": "adder", "system_prompt": "Add."}),
-        ("assign_task", {"agent": "adder", "prompt": "1 2"}),
-    ),
-    "3<|im_end|>",
-]
+TURNS = [handed_on("1 2", system="Add."), "3<|im_end|>"]
 
 
 def engine(*turns: str, port: int = 0) -> ScriptedEngine:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.adapters.service import service
+from tests.support.api.server import api_server
 from tests.support.packages.wheels import (
     OLDEST,
     ROOT,
@@ -67,8 +67,9 @@ def trainer(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environ
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with service(tmp_path_factory.mktemp("service"), "--model", "calc-tuned") as url:
-        yield url
+    folder = tmp_path_factory.mktemp("service")
+    with api_server(folder, "--model", "calc-tuned", engine="embedded") as server:
+        yield server.url
 
 
 def modules(*packages: str) -> set[str]:

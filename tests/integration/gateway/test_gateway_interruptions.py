@@ -15,8 +15,10 @@ from api_schemas.rollouts import Rollout, RolloutState, StopReason
 from rollout_service.environments.builtin.calc import environment
 from rollout_service.testing import ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants
-from tests.support.adapters.service import engine, service
+from tests.support.api.server import api_server
 from tests.support.gateway.service import END, POLICY, GatewayService, OneAnswer, gateway_service, scripted
+from tests.support.processes.service import scripted_engine
+from tests.support.turns import called, turn_of
 
 TEXT = "one two three four five six seven eight nine ten"
 BODY = {"model": "policy", "stream": True, "messages": [{"role": "user", "content": "Count."}]}
@@ -89,7 +91,7 @@ async def test_an_engine_that_dies_in_the_middle_is_replaced_by_another(tmp_path
 
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "agents"
-CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "6 * 7"}}\n</tool_call><|im_end|>'
+CALL = turn_of(called("calculate", expression="6 * 7"))
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +99,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("gateway")
     answer = environment.dataset()[0]["answer"]
     with (
-        engine(folder, CALL, rf"\boxed{{{answer}}}<|im_end|>") as engine_url,
-        service(folder, "--backend", engine_url) as service_url,
+        scripted_engine(folder, CALL, rf"\boxed{{{answer}}}<|im_end|>") as engine,
+        api_server(folder, "--backend", engine.url) as server,
     ):
-        yield service_url
+        yield server.url
 
 
 @pytest.mark.parametrize("example", ["openai_chat.py", "anthropic_messages.py"])

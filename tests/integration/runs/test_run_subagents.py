@@ -5,8 +5,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -24,7 +22,8 @@ from rollout_service.settings import Settings
 from rollout_service.testing import Replies, ScriptedEngine
 from sandboxes.config import LocalConfig
 from tests.support.api.server import api_server
-from tests.support.processes.children import killed
+from tests.support.processes.service import scripted_engine
+from tests.support.turns import called, handed_on, turn_of
 
 ENVIRONMENT = """
 name = "survey"
@@ -44,34 +43,8 @@ pathlib.Path(os.environ["ROLLOUT_RESULT"]).write_text(json.dumps({"reward": 1.0}
 """
 
 
-def called(*calls: tuple[str, dict[str, str]]) -> str:
-    """Return a turn of the policy that calls tools."""
-    told = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
-    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in told) + "<|im_end|>"
-
-
-HAND_ON = called(
-    ("create_subagent", {"name": "r", "system_prompt": "Read."}),
-    ("assign_task", {"agent": "r", "prompt": "A"}),
-    ("assign_task", {"agent": "r", "prompt": "B"}),
-)
-ANSWER = called(("finish", {"answer": "both"}))
+HAND_ON, ANSWER = handed_on("A", "B"), turn_of(called("finish", answer="both"))
 RESULT = "<result>4</result><|im_end|>"
-START_SECONDS = 60.0
-
-
-@contextmanager
-def engine(address: Path, *turns: str) -> Iterator[str]:
-    """Serve a script; yield the URL."""
-    flags = [part for turn in turns for part in ("--turn", turn)]
-    command = [sys.executable, "-m", "rollout_service.testing", *flags, "--address", str(address)]
-    with killed(subprocess.Popen(command, stdout=subprocess.DEVNULL)) as process:
-        deadline = time.monotonic() + START_SECONDS
-        while not address.exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield address.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +55,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (survey / "environment.toml").write_text(ENVIRONMENT)
     (survey / "grade.py").write_text(GRADE)
     with (
-        engine(folder / "policy", HAND_ON, ANSWER) as policy,
-        engine(folder / "frozen", RESULT) as frozen,
-        api_server(folder, "--environment", str(survey), "--backend", policy) as server,
+        scripted_engine(folder, HAND_ON, ANSWER, name="policy") as policy,
+        scripted_engine(folder, RESULT, name="frozen") as frozen,
+        api_server(folder, "--environment", str(survey), "--backend", policy.url) as server,
     ):
-        command = [sys.executable, "-m", "rollout_service.cli", "backends", "add", frozen]
+        command = [sys.executable, "-m", "rollout_service.cli", "backends", "add", frozen.url]
         subprocess.run([*command, "--pool", "frozen-1", "--url", server.url], check=True)
         yield server.url
 

@@ -4,9 +4,8 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
 
@@ -43,6 +42,8 @@ from rollout_client.run_export import RunExport
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli import app
 from rollout_service.store.codec.trajectories import COLUMNS
+from tests.support.api.server import api_server
+from tests.support.processes.service import scripted_engine
 from tests.support.waiting import until
 
 START_SECONDS = 120.0
@@ -59,32 +60,11 @@ SWE_INSTANCE = {
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yield the URL of a server whose policy gives up at once, which the math environment scores 0."""
     folder = tmp_path_factory.mktemp("runs")
-    engine = [sys.executable, "-m", "rollout_service.testing", "--turn", "No idea.<|im_end|>"]
-    with running([*engine, "--address", str(folder / "engine")], folder / "engine") as engine_url:
-        server = [sys.executable, "-m", "rollout_service.cli", "serve", "--port", "0", "--sandbox", "local"]
-        server += ["--state-dir", str(folder / "state"), "--port-file", str(folder / "server")]
-        server += ["--engine", "none", "--backend", engine_url]
-        with running(server, folder / "server") as address:
-            yield address
-
-
-@contextmanager
-def running(command: list[str], address: Path) -> Iterator[str]:
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            yield started(address, process)
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def started(address: Path, process: subprocess.Popen[bytes]) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
-        if address.exists() and (url := address.read_text().strip()):
-            return url
-        time.sleep(0.05)
-    raise AssertionError("the process did not start")
+    with (
+        scripted_engine(folder, "No idea.<|im_end|>") as engine,
+        api_server(folder, "--backend", engine.url) as server,
+    ):
+        yield server.url
 
 
 def order(run_id: str, tasks: int = 4, **fields: object) -> RunRequest:

@@ -16,6 +16,7 @@ from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 from rollout_service.tokens import check_invariants
 from tests.support.processes.service import Running, service
+from tests.support.turns import called, turn_of
 
 pytestmark = pytest.mark.apptainer
 
@@ -25,8 +26,7 @@ TASK = {"environment": "echo", "instance": {"number": 1}}
 
 
 def scripted(*commands: str) -> ScriptedEngine:
-    calls = [json.dumps({"name": "bash", "arguments": {"command": command}}) for command in commands]
-    texts = [f"<tool_call>\n{call}\n</tool_call><|im_end|>" for call in calls]
+    texts = [turn_of(called("bash", command=command)) for command in commands]
     vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
     return ScriptedEngine(Replies.from_texts(texts, MODEL), vocab_size=vocab_size, model_path=MODEL)
 

@@ -1,6 +1,5 @@
 """After a crash, a rollout goes on in a copy of its sandbox: no tool runs again, and its shell is as it was."""
 
-import json
 import signal
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from api_schemas.trajectories import Trajectory
 from rollout_service.tokens import check_invariants
 from tests.support.processes.service import Running, eventually, scripted_engine, service
+from tests.support.turns import called, turn_of
 
 pytestmark = pytest.mark.apptainer
 
@@ -19,8 +19,7 @@ FIRST = "mkdir -p deep; cd deep; : >log; marks=$(date +%N); now() { date +%N; };
 
 
 def call(command: str) -> str:
-    arguments = json.dumps({"name": "bash", "arguments": {"command": command}})
-    return f"<tool_call>\n{arguments}\n</tool_call><|im_end|>"
+    return turn_of(called("bash", command=command))
 
 
 STARTS_A_PROGRAM = "(sleep 1000 &); echo $marks $(date +%N)"

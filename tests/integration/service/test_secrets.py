@@ -25,6 +25,7 @@ from tests.support.gateway.service import GatewayService, gateway_service, scrip
 from tests.support.hangs.service import engine_of
 from tests.support.logging_of_service import logged
 from tests.support.otel.collector import Collector, attributes, collector
+from tests.support.turns import called
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow(seconds=60)
@@ -359,7 +360,3 @@ async def test_sub_agents_are_told_no_secret(tmp_path, monkeypatch):
     [node] = rollout.nodes
     assert any("KEY=***" in message.content for message in node.trajectory.messages)
     assert leaks({"rollout": rollout.model_dump_json().encode()}) == set()
-
-
-def called(name: str, /, **arguments: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.support.adapters.service import service
+from tests.support.api.server import api_server
 
 ROOT = Path(__file__).parents[3]
 TRAINERS = ROOT / ".venv-trainers"
@@ -30,10 +30,12 @@ def figures_of(
     paths = [ROOT, ROOT / "examples" / "adapters"]
     paths = paths if overlay is None else [TRAINERS / overlay, *paths]
     command = [TRAINERS / environment / "bin" / "python", Path(__file__).parent / script]
-    with service(folder, "--model", "calc-base", sandbox=sandbox) as url:
+    with api_server(folder, "--model", "calc-base", engine="embedded", sandbox=sandbox) as server:
         done = subprocess.run(
             command,
-            env=os.environ | QUIET | {"ROLLOUT_URL": url, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+            env=os.environ
+            | QUIET
+            | {"ROLLOUT_URL": server.url, "PYTHONPATH": os.pathsep.join(map(str, paths))},
             cwd=folder,
             capture_output=True,
             text=True,

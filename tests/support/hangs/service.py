@@ -1,6 +1,5 @@
 """A service in this process with an environment whose agent runs one bash command, and what it says of hangs."""
 
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +19,8 @@ from rollout_service.server.hangs.verdicts import ENOUGH
 from rollout_service.testing import Replies, ScriptedEngine
 from rollout_service.testing.sglang_engine import json_answer
 from sandboxes.config import LocalConfig
-from tests.support.gateway.service import END, POLICY, GatewayService, gateway_service
+from tests.support.gateway.service import POLICY, GatewayService, gateway_service
+from tests.support.turns import called, turn_of
 
 NAMED_WITHIN = 30.0
 """Within how many seconds a hang has to be named."""
@@ -65,8 +65,7 @@ def engine_of(*commands: str, **options: Any) -> FreezingEngine:
 
 def call(command: str) -> str:
     """Return the turn that calls bash."""
-    body = json.dumps({"name": "bash", "arguments": {"command": command}})
-    return f"<tool_call>\n{body}\n</tool_call>{END}"
+    return turn_of(called("bash", command=command))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
 """The service and a scripted engine as processes, for tests that stop, restart and break them."""
 
 import json
+import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,12 @@ from typing import Any
 import httpx
 import psutil
 
+from rollout_service.engines.shipped import policy_folder
+from tests.support.turns import called, turn_of
+
 START_SECONDS = 90.0
-GREETING = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo hello"}}\n</tool_call><|im_end|>'
+SHIPPED = policy_folder("calc-tuned")
+GREETING = turn_of(called("bash", command="echo hello"))
 ENVIRONMENT = """
 name = "echo"
 image = "base"
@@ -95,12 +100,18 @@ class Running:
 
 
 @contextmanager
-def running(name: str, arguments: list[str], folder: Path) -> Iterator[Running]:
-    """Run a module that writes its URL to a file; kill it at the end of the block if it still runs."""
+def running(
+    name: str, arguments: Sequence[str], folder: Path, before: Sequence[str] = (), **variables: str
+) -> Iterator[Running]:
+    """Run a module that writes its URL to a file; kill it at the end of the block if it still runs.
+
+    `before` is a command that starts it, such as `prlimit`.
+    """
     address, log = folder / f"{name}.address", folder / f"{name}.log"
     address.unlink(missing_ok=True)
+    command = [*before, sys.executable, "-m", *arguments]
     with log.open("ab") as output:
-        process = psutil.Popen([sys.executable, "-m", *arguments], stdout=output, stderr=output, cwd=folder)
+        process = psutil.Popen(command, stdout=output, stderr=output, cwd=folder, env=os.environ | variables)
     try:
         eventually(lambda: address.exists() or process.poll() is not None, log)
         assert address.exists(), log.read_text()[-4_000:]
@@ -111,11 +122,13 @@ def running(name: str, arguments: list[str], folder: Path) -> Iterator[Running]:
         process.wait(30)
 
 
-def scripted_engine(folder: Path, *turns: str, delay: float):
+def scripted_engine(
+    folder: Path, *turns: str, delay: float = 0.0, name: str = "engine", model: str | Path = SHIPPED
+):
     """Run an engine whose turns take `delay` seconds."""
-    arguments = ["rollout_service.testing", "--delay", f"{delay:g}"]
+    arguments = ["rollout_service.testing", "--delay", f"{delay:g}", "--model", str(model)]
     arguments += [part for turn in turns or (GREETING,) for part in ("--turn", turn)]
-    return running("engine", [*arguments, "--address", str(folder / "engine.address")], folder)
+    return running(name, [*arguments, "--address", str(folder / f"{name}.address")], folder)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """How an orchestrator divides the work decides what it gets: the tables of both tasks, by scripts that never err."""
 
-import json
 import random
 import re
 from itertools import pairwise
@@ -21,6 +20,7 @@ from rollout_service.episodes import Episode
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from rollout_service.tokens import ChatRenderer
 from tests.support.sub_agents import ScriptedSubagents
+from tests.support.turns import called
 
 NUMBER = re.compile(r"\d\d(\+\d\d)*")
 
@@ -239,10 +239,6 @@ def renderer():
     return ChatRenderer.load(policy_folder("parl-base"))
 
 
-def written(name, /, **arguments):
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 @pytest.mark.parametrize("environment", [pointers, split], ids=["pointers", "split"])
 def test_the_prompt_is_short(renderer, environment):
     messages = environment.messages(environment.dataset()[0])
@@ -258,10 +254,10 @@ def test_the_prompt_of_a_subagent_is_short(renderer):
 @pytest.mark.parametrize(
     ("text", "most"),
     [
-        (written("read", key="Q7"), 6),
-        (written("assign_task", agent="a", prompt="Q"), 5),
-        (written("create_subagent", name="a", system_prompt="Follow the pointer."), 3),
-        (written("finish", answer="37+12"), 9),
+        (called("read", key="Q7"), 6),
+        (called("assign_task", agent="a", prompt="Q"), 5),
+        (called("create_subagent", name="a", system_prompt="Follow the pointer."), 3),
+        (called("finish", answer="37+12"), 9),
         ("<result>37</result>", 4),
     ],
 )
