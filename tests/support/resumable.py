@@ -13,17 +13,15 @@ from api_schemas.tasks import Limits, Task
 from api_schemas.trajectories import ForkReason, Message
 from rollout_service.engines import contract as inference
 from rollout_service.engines.errors import BackendUnreachable
-from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment, EnvironmentSpec, Replayable
 from rollout_service.environments.registry import EnvironmentRegistry
-from rollout_service.episodes import Episode, Policy, Score
+from rollout_service.episodes import Episode, Score
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.turn_writer import TurnWriter
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite.store import SqliteStore
-from rollout_service.tokens import ToolSpec
 from tests.support import samples
-from tests.support.attempts import attempt_context
+from tests.support.attempts import OpenedPolicies, attempt_context
 from tests.support.tokens.characters import STOP, CharRenderer, session
 
 SETTINGS = PipelineSettings(retry_seconds=0.01, drain_seconds=0.0, lease_seconds=30)
@@ -63,28 +61,6 @@ class CountingEngine:
             cached_tokens=number,
             kept_kv_versions=frozenset({number}),
         )
-
-
-class Policies:
-    """Opens sessions with one engine."""
-
-    def __init__(self, engine: CountingEngine, renderer: CharRenderer) -> None:
-        self.engine, self.renderer = engine, renderer
-        self._changed = anyio.Event()
-
-    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        return frozenset({"policy"}), self._changed
-
-    async def open(
-        self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
-    ) -> Policy:
-        return session(self.engine, self.renderer, tools=tools, context_length=10_000, turns=turns)
-
-    def model(self, pool: str) -> str:
-        return pool
-
-    def close(self, request: RolloutRequest) -> None:
-        pass
 
 
 class Worked(Environment):
@@ -155,7 +131,11 @@ class Bench:
     ) -> AsyncIterator[None]:
         environments = EnvironmentRegistry([Worked(work, replayable)])
         provider: Any = None  # the environment has no sandbox
-        policies = Policies(self.engine, renderer or CharRenderer())
+        policies = OpenedPolicies(
+            lambda tools, turns: session(
+                self.engine, renderer or CharRenderer(), tools=tools, context_length=10_000, turns=turns
+            )
+        )
         context = attempt_context(self.store, provider, environments, policies, settings)
         writer = TurnWriter(self.store, context.owner, context.metrics)
         if resume:

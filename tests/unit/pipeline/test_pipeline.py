@@ -2,7 +2,7 @@
 
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Container
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from itertools import cycle
@@ -20,7 +20,6 @@ from api_schemas.rollouts.trees import Assigns, Work
 from api_schemas.tasks import Limits, Task
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.base.errors import MAX_FRAMES, EnvironmentFailedError, StoreError, UnavailableError
-from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.episodes import Episode, Policy, Score
@@ -34,11 +33,11 @@ from rollout_service.store import retrying
 from rollout_service.store.contract import Lease
 from rollout_service.store.sqlite.store import SqliteStore
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from rollout_service.tokens import ToolSpec
-from sandboxes import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
-from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStartError
+from sandboxes import Sandbox
+from sandboxes.errors import LimitExceededError, SandboxStartError
 from sandboxes.scheduling.admission import AdmissionController
-from tests.support.attempts import attempt_context, unlimited_admission
+from tests.support.attempts import OpenedPolicies, attempt_context, unlimited_admission
+from tests.support.named_sandboxes import NamedProvider, NamedSandbox
 from tests.support.store.trees import conversation, node
 from tests.support.waiting import until
 
@@ -79,112 +78,8 @@ class Played(Environment):
         return Score(1.0)
 
 
-class Policies:
-    """Opens scripted policies and records which are open."""
-
-    def __init__(self) -> None:
-        self.open_ids: set[str] = set()
-        self._pools = frozenset({"policy", "frozen-1"})
-        self._changed = anyio.Event()
-
-    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        return self._pools, self._changed
-
-    def serve(self, *pools: str) -> None:
-        """Put exactly these pools in service."""
-        self._pools = frozenset(pools)
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    async def open(
-        self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
-    ) -> Policy:
-        assert request.rollout_id
-        self.open_ids.add(request.rollout_id)
-        return ScriptedPolicy(["an answer"] * 100)
-
-    def model(self, pool: str) -> str:
-        return pool
-
-    def close(self, request: RolloutRequest) -> None:
-        self.open_ids.discard(request.rollout_id or "")
-
-
-class FakeSandbox(Sandbox):
-    """A sandbox that can only be closed or asked to end its processes; any other use fails the test."""
-
-    def __init__(self, provider: "CountingProvider", spec: SandboxSpec) -> None:
-        self._provider, self._spec = provider, spec
-
-    id = "fake"
-    workdir = "/workspace"
-
-    @property
-    def spec(self) -> SandboxSpec:
-        return self._spec
-
-    @property
-    def limits_reached(self) -> tuple[LimitExceededError, ...]:
-        return self._provider.limits_reached
-
-    async def close(self) -> None:
-        with anyio.CancelScope(shield=True):
-            await anyio.lowlevel.checkpoint()
-        self._provider.alive.discard(self)
-
-    healthy = True
-
-    async def list_running(self) -> list[str]:
-        return ["serve"]
-
-    async def end_processes(self) -> None:
-        await anyio.lowlevel.checkpoint()
-        self._provider.endings += 1
-        if self._provider.endings in self._provider.ended_at:
-            raise SandboxClosedError("it has ended by itself")
-
-    def _unused(self, *args: Any, **kwargs: Any) -> Any:
-        pytest.fail("the pipeline itself runs nothing in a sandbox")
-
-    bash = python = exec = program = read_file = write_file = edit_file = list = _unused
-    export_path = import_path = read_stream = write_stream = _unused
-
-
-class CountingProvider(SandboxProvider):
-    """Starts fake sandboxes, tracks the live ones, and fails as many starts as it is told to."""
-
-    name = "counting"
-    isolates = False
-
-    def __init__(self, failures: int = 0, ended_at: Container[int] = ()) -> None:
-        """Fail the first `failures` starts; the `ended_at`-th calls to end processes find the sandbox ended."""
-        self.endings, self.ended_at = 0, ended_at
-        self.alive: set[FakeSandbox] = set()
-        self.limits_reached: tuple[LimitExceededError, ...] = ()
-        self.started = 0
-        self.most = 0
-        self._failures = failures
-
-    async def start(self, spec: SandboxSpec) -> Sandbox:
-        await anyio.lowlevel.checkpoint()
-        if self._failures:
-            self._failures -= 1
-            raise SandboxStartError("the host said no")
-        sandbox = FakeSandbox(self, spec)
-        self.alive.add(sandbox)
-        self.started += 1
-        self.most = max(self.most, len(self.alive))
-        return sandbox
-
-    async def sweep(self) -> SweepReport:
-        return SweepReport()
-
-    def live(self) -> list[SandboxInfo]:
-        return []
-
-    async def close(self) -> None:
-        for sandbox in list(self.alive):
-            await sandbox.close()
+def _scripted(*_: object) -> Policy:
+    return ScriptedPolicy(["an answer"] * 100)
 
 
 class Bench:
@@ -195,8 +90,8 @@ class Bench:
         store: SqliteStore,
         pipeline: Pipeline,
         context: AttemptContext,
-        provider: CountingProvider,
-        policies: Policies,
+        provider: NamedProvider,
+        policies: OpenedPolicies,
     ):
         self.store, self.pipeline, self.context, self.provider = store, pipeline, context, provider
         self.policies = policies
@@ -247,7 +142,7 @@ async def bench(
     environment: Environment,
     *,
     store: SqliteStore | None = None,
-    provider: CountingProvider | None = None,
+    provider: NamedProvider | None = None,
     settings: PipelineSettings = SETTINGS,
     admission: AdmissionController | None = None,
     environments: EnvironmentRegistry | None = None,
@@ -255,8 +150,8 @@ async def bench(
     claims: ClaimRules | None = None,
 ) -> AsyncIterator[Bench]:
     store = store or await SqliteStore.open(":memory:")
-    provider = provider or CountingProvider()
-    policies = Policies()
+    provider = provider or NamedProvider()
+    policies = OpenedPolicies(_scripted, "policy", "frozen-1")
     context = attempt_context(
         store, provider, environments or EnvironmentRegistry([environment]), policies, settings, admission
     )
@@ -359,7 +254,7 @@ async def test_the_parts_of_a_reward_say_how_the_work_was_divided():
     [(EvaluateIn.NONE, 0, 1), (EvaluateIn.SAME, 1, 1), (EvaluateIn.FRESH, 1, 2)],
 )
 async def test_the_sandbox_at_an_evaluation_is_the_one_that_it_asks_for(where, alive, started):
-    provider = CountingProvider()
+    provider = NamedProvider()
     at_evaluation = []
 
     async def evaluate(episode: Episode) -> None:
@@ -392,7 +287,7 @@ class Stepped(Played):
 
 @pytest.mark.parametrize("last", [0, 1, 2, 9])
 async def test_each_checkpoint_is_scored_in_a_sandbox_of_its_own(last):
-    provider, stepped = CountingProvider(), Stepped(last)
+    provider, stepped = NamedProvider(), Stepped(last)
     async with bench(stepped, provider=provider) as b:
         assert (await b.run()).reward == 1.0
         scored = min(last + 1, 3)
@@ -453,7 +348,7 @@ async def test_what_was_ended_is_noted_where_it_may_have_cost_reward(kept, rewar
 
 @pytest.mark.parametrize("ended_at", [1, 2])
 async def test_an_agent_that_ends_the_sandbox_of_its_evaluation_gets_zero(ended_at):
-    provider = CountingProvider(ended_at=[ended_at])
+    provider = NamedProvider(ended_at=[ended_at])
     environment = Played(image="any", evaluate_in=EvaluateIn.SAME, runs_submission=True)
     async with bench(environment, provider=provider) as b:
         rollout = await b.run()
@@ -590,7 +485,7 @@ async def test_the_sessions_of_the_tools_are_open_before_the_agent_begins(monkey
     async def run(_: Episode) -> None:
         assert opened == ["bash"]
 
-    monkeypatch.setattr(FakeSandbox, "bash", bash)
+    monkeypatch.setattr(NamedSandbox, "bash", bash)
     environment = Played(run=run, image="any", tools=["bash", "edit"], evaluate_in=EvaluateIn.FRESH)
     async with bench(environment) as b:
         assert (await b.run()).state is RolloutState.COMPLETED
@@ -607,7 +502,7 @@ async def test_limits_that_were_reached_are_counted():
 
 
 async def test_a_sandbox_that_ran_out_of_memory_is_a_note_a_line_of_the_log_and_counted():
-    provider = CountingProvider()
+    provider = NamedProvider()
     provider.limits_reached = (LimitExceededError("the sandbox ran out of memory", limit="memory"),)
     async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH), provider=provider) as b:
         with capture_logs() as logs:
@@ -628,7 +523,7 @@ async def test_a_sandbox_that_ran_out_of_memory_is_a_note_a_line_of_the_log_and_
 
 
 async def test_an_infrastructure_failure_is_tried_again():
-    async with bench(Played(image="any"), provider=CountingProvider(failures=2)) as b:
+    async with bench(Played(image="any"), provider=NamedProvider(failures=2)) as b:
         rollout = await b.run()
         assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 3)
         assert [error.code for error in rollout.retries] == ["sandbox_start"] * 2
@@ -641,7 +536,7 @@ async def test_an_infrastructure_failure_is_tried_again():
 
 
 async def test_attempts_are_limited():
-    async with bench(Played(image="any"), provider=CountingProvider(failures=99)) as b:
+    async with bench(Played(image="any"), provider=NamedProvider(failures=99)) as b:
         rollout = await b.run()
         assert (rollout.state, rollout.attempt, rollout.reward) == (RolloutState.FAILED, 3, None)
         assert rollout.error.boundary == "sandbox"

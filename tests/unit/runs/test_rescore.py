@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import anyio
 import pytest
 
 from api_schemas.exports import RecordedRollout, Rescored, RescoreRollouts, without_tokens
@@ -15,7 +14,6 @@ from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.engines.serving.replay import RecordedPolicy
-from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.builtin import calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.contract import Environment, EnvironmentSpec
@@ -27,9 +25,8 @@ from rollout_service.runs.rescore import Rescorer
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, malformed_call, turn
-from rollout_service.tokens import ToolSpec
 from sandboxes import LocalConfig, make_provider
-from tests.support.attempts import attempt_context
+from tests.support.attempts import OpenedPolicies, attempt_context
 from tests.support.samples import segment
 from tests.support.store.trees import WORK, bare
 from tests.support.store.trees import rollout as tree_of
@@ -39,28 +36,6 @@ pytestmark = pytest.mark.slow
 QUESTION = {"question": "2 + 2", "answer": 4}
 SQUARE = {"question": "?", "kind": "assert", "tests": ["assert f(3) == 9"]}
 RIGHT = [turn("", call("write", path="solution.py", content="def f(x): return x * x")), "Done."]
-
-
-class Policies:
-    """Plays a script; without one, opening a policy fails the test."""
-
-    def __init__(self) -> None:
-        self.script: Iterable[ScriptedTurn] | None = None
-
-    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        return frozenset({"policy"}), anyio.Event()
-
-    async def open(
-        self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
-    ) -> Policy:
-        assert self.script is not None, "an engine was asked"
-        return ScriptedPolicy(self.script)
-
-    def model(self, pool: str) -> str:
-        return pool
-
-    def close(self, request: RolloutRequest) -> None:
-        pass
 
 
 class Lenient(code.Code):
@@ -101,8 +76,12 @@ def renamed(spec: EnvironmentSpec, name: str) -> EnvironmentSpec:
     return spec.model_copy(update={"name": name})
 
 
+def _refused(*_: object) -> Policy:
+    pytest.fail("an engine was asked")
+
+
 class Bench:
-    def __init__(self, context: AttemptContext, policies: Policies) -> None:
+    def __init__(self, context: AttemptContext, policies: OpenedPolicies) -> None:
         self._context = context
         self._policies = policies
         self.checked: list[str] = []
@@ -115,12 +94,12 @@ class Bench:
     async def roll_out(
         self, environment: str, instance: dict, script: Iterable[ScriptedTurn]
     ) -> RecordedRollout:
-        self._policies.script = script
+        self._policies.opens = lambda *_: ScriptedPolicy(script)
         request = RolloutRequest(rollout_id="r", task=Task(environment=environment, instance=instance))
         await self._context.store.submit(request)
         rollout = await self._context.store.wait_for_result("r")
         trajectory = await self._context.store.trajectory("r")
-        self._policies.script = None
+        self._policies.opens = _refused
         return without_tokens(request, rollout.model_copy(update={"trajectory": trajectory}))
 
     async def rescore(self, recorded: RecordedRollout, **options: str) -> Rescored:
@@ -138,7 +117,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 @asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[Bench]:
     provider = make_provider(LocalConfig(provider="local"), folder / "state")
-    policies, settings = Policies(), PipelineSettings(max_attempts=1)
+    policies, settings = OpenedPolicies(_refused), PipelineSettings(max_attempts=1)
     registry = EnvironmentRegistry(
         [
             calc.environment,

@@ -19,18 +19,14 @@ from rollout_service.observability.telemetry.egress import EgressMeter
 from rollout_service.observability.telemetry.metrics import Metrics
 from sandboxes import (
     SandboxConfigError,
-    SandboxInfo,
-    SandboxProvider,
-    SandboxSpec,
     SandboxStartError,
-    SweepReport,
 )
-from sandboxes.contract import Sandbox
 from sandboxes.egress.host import EgressHost, ProxyOwner
 from sandboxes.egress.messages import EgressCounts
 from sandboxes.egress.proxy import BURST, CHUNK_BYTES, HEAD_BYTES, PER_SECOND, EgressProxy, ProxyLimits
 from sandboxes.egress.rules import AllowList, HostRule, normalize_host, split_port
 from sandboxes.host.processes import kill_processes, sandbox_of
+from tests.support.named_sandboxes import NamedProvider
 from tests.support.waiting import until
 
 OWNER = ProxyOwner(secrets.token_hex(4), 65534, 65534)
@@ -453,29 +449,14 @@ async def test_the_process_is_marked_with_its_service_and_inherits_nothing_else(
     await host.aclose()
 
 
-class Counting(SandboxProvider):
+class Counting(NamedProvider):
     """A provider whose sandboxes have made one more connection at every reading."""
 
-    name, isolates = "counting", True
-
-    def __init__(self) -> None:
-        self.looked = 0
+    looked = 0
 
     async def egress_counts(self) -> EgressCounts:
         self.looked += 1
         return EgressCounts(self.looked, self.looked, 20, 30, {"host": 2})
-
-    async def start(self, spec: SandboxSpec) -> Sandbox:
-        raise AssertionError("nobody starts one here")
-
-    async def sweep(self) -> SweepReport:
-        return SweepReport()
-
-    def live(self) -> list[SandboxInfo]:
-        return []
-
-    async def close(self) -> None:
-        """Do nothing."""
 
 
 async def test_counts_are_read_repeatedly_and_shown():

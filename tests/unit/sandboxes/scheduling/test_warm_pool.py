@@ -16,117 +16,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sandboxes import (
     Bind,
     LocalConfig,
-    Sandbox,
-    SandboxInfo,
-    SandboxProvider,
     SandboxSpec,
     SandboxStartError,
-    SweepReport,
     make_provider,
 )
 from sandboxes.config import WarmPoolConfig
 from sandboxes.scheduling.warm_pool import WarmPool
 from tests.support.clocks import ManualClock
+from tests.support.named_sandboxes import NamedProvider, NamedSandbox
 from tests.support.waiting import until
-
-
-class NamedSandbox(Sandbox):
-    """A sandbox that records which sessions were opened and whether it is alive; it runs nothing."""
-
-    def __init__(self, provider: "NamedProvider", number: int, spec: SandboxSpec) -> None:
-        self._provider = provider
-        self._id = f"s{number}"
-        self._spec = spec
-        self.sessions: set[str] = set()
-        self.well = True
-
-    @property
-    def id(self) -> str:
-        return self._id
-
-    @property
-    def spec(self) -> SandboxSpec:
-        return self._spec
-
-    @property
-    def workdir(self) -> str:
-        return self._spec.workdir
-
-    @property
-    def healthy(self) -> bool:
-        return self.well and self._id in self._provider.alive
-
-    async def bash(self) -> Any:
-        await anyio.lowlevel.checkpoint()
-        self.sessions.add("bash")
-
-    async def python(self) -> Any:
-        await anyio.lowlevel.checkpoint()
-        if self._provider.broken_python:
-            raise SandboxStartError("no kernel")
-        self.sessions.add("python")
-
-    async def close(self) -> None:
-        with anyio.CancelScope(shield=True):
-            await anyio.lowlevel.checkpoint()
-            self._provider.alive.pop(self._id, None)
-
-    def _unused(self, *args: Any, **kwargs: Any) -> Any:
-        pytest.fail("the pool runs nothing in a sandbox")
-
-    exec = program = end_processes = read_file = write_file = edit_file = list = _unused
-    export_path = import_path = read_stream = write_stream = _unused
-
-
-class NamedProvider(SandboxProvider):
-    """Starts named sandboxes; `hold` makes starts wait, `failures` makes the next ones fail."""
-
-    name = "named"
-    isolates = True
-
-    def __init__(self) -> None:
-        self.alive: dict[str, NamedSandbox] = {}
-        self.started = 0
-        self.most = 0
-        self.failures = 0
-        self.broken_python = False
-        self.image = "first"
-        self._go = anyio.Event()
-        self._go.set()
-
-    def hold(self) -> None:
-        """Make every start wait from now on."""
-        self._go = anyio.Event()
-
-    def go(self) -> None:
-        """Let starts continue."""
-        self._go.set()
-
-    async def identity(self, spec: SandboxSpec) -> str:
-        await anyio.lowlevel.checkpoint()
-        return f"{spec.image} {self.image}"
-
-    async def start(self, spec: SandboxSpec) -> Sandbox:
-        await anyio.lowlevel.checkpoint()
-        await self._go.wait()
-        if self.failures:
-            self.failures -= 1
-            raise SandboxStartError("the host said no")
-        self.started += 1
-        sandbox = NamedSandbox(self, self.started, spec)
-        self.alive[sandbox.id] = sandbox
-        self.most = max(self.most, len(self.alive))
-        return sandbox
-
-    async def sweep(self) -> SweepReport:
-        return SweepReport()
-
-    def live(self) -> list[SandboxInfo]:
-        return [SandboxInfo(it.id, it.spec.label, "", self.name, 0.0, None) for it in self.alive.values()]
-
-    async def close(self) -> None:
-        for sandbox in list(self.alive.values()):
-            await sandbox.close()
 
 
 class Seen:
