@@ -4,12 +4,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +26,7 @@ from tests.support.adapters import async_engine
 from tests.support.api.server import api_server
 from tests.support.processes.service import scripted_engine
 from tests.support.turns import called, turn_of
+from tests.support.web_server import Answer, Asked, web_server
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[3]
@@ -142,22 +141,15 @@ def test_a_trainer_that_is_killed_leaves_no_engine_and_no_rollout(started, tmp_p
 async def test_slimes_router_names_the_engines(started, monkeypatch, is_old) -> None:
     url, addresses = started
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            new = {"workers": [{"id": one, "url": one} for one in addresses]}
-            known = {"/list_workers": {"urls": addresses}} if is_old else {"/workers": new}
-            self.send_response(200 if self.path in known else 404)
-            self.end_headers()
-            self.wfile.write(json.dumps(known.get(self.path, {})).encode())
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
+    def answer(asked: Asked) -> Answer:
+        new = {"workers": [{"id": one, "url": one} for one in addresses]}
+        known = {"/list_workers": {"urls": addresses}} if is_old else {"/workers": new}
+        return 200 if asked.path in known else 404, {}, json.dumps(known.get(asked.path, {})).encode()
 
     monkeypatch.setenv("ROLLOUT_URL", url)
     slime.engines.cache_clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as router:
-        threading.Thread(target=router.serve_forever).start()
-        args = SimpleNamespace(sglang_router_ip="127.0.0.1", sglang_router_port=router.server_port)
+    with web_server(answer) as router:
+        args = SimpleNamespace(sglang_router_ip="127.0.0.1", sglang_router_port=int(router.partition(":")[2]))
         try:
             found = await run_in_order([partial(slime.submitter_for, args)] * 8)
             (pool,) = {one.pool for one in found}  # none went without the engines while the router was asked
@@ -167,7 +159,6 @@ async def test_slimes_router_names_the_engines(started, monkeypatch, is_old) -> 
                 assert {one.pool for one in client.backends()} == {submitter.pool}
                 assert len(client.backends()) == 2
         finally:
-            router.shutdown()
             await anyio.to_thread.run_sync(slime.engines().close)
             slime.engines.cache_clear()
 

@@ -85,8 +85,8 @@ async def read(sandbox, url):
 
 async def test_the_list_of_hosts_decides(provider):
     with (
-        web_server(lambda path, body: (200, {"content-type": "text/plain"}, path.encode())) as listed,
-        web_server(lambda path, body: (200, {}, b"unlisted")) as unlisted,
+        web_server(lambda asked: (200, {"content-type": "text/plain"}, asked.path.encode())) as listed,
+        web_server(lambda _: (200, {}, b"unlisted")) as unlisted,
     ):
         async with await provider.start(SandboxSpec(network=(listed,))) as sandbox:
             assert await read(sandbox, f"http://{listed}/a?b=c") == "/a?b=c"
@@ -100,7 +100,7 @@ async def test_the_list_of_hosts_decides(provider):
 
 
 async def test_a_server_inside_is_read_without_a_network(provider):
-    with web_server(lambda path, body: (200, {}, b"the host's")) as address:
+    with web_server(lambda _: (200, {}, b"the host's")) as address:
         async with await provider.start(SandboxSpec()) as sandbox:
             async with sandbox.program(["bash", "-c", SERVE]) as server:
                 assert b"8123" in await server.receive()

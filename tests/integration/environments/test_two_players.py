@@ -1,6 +1,5 @@
 """With the real library, a game against a pool gives the policy's own reward, and trains on nothing of the opponent."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -10,12 +9,10 @@ from pydantic import HttpUrl, JsonValue
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import RolloutRequest, RolloutState, StopReason
 from api_schemas.tasks import Task
-from api_schemas.trajectories import Message
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA
 from rollout_service.environments.bridges.textarena.two_players import TextArenaMatch
 from rollout_service.episodes import ContextFullError
-from rollout_service.judging.contract import SampledText
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import OtherModels, Trial, play
 from rollout_service.settings import PipelineSettings
@@ -24,6 +21,7 @@ from rollout_service.tokens import ChatRenderer
 from sandboxes import ApptainerConfig
 from tests.support.games import in_the_library
 from tests.support.gateway.service import POLICY, gateway_service, scripted
+from tests.support.sampling import Said, ScriptedSampler
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.bridges]
 Instance = dict[str, JsonValue]
@@ -57,30 +55,8 @@ PLAYS: dict[str, tuple[Instance, list[list[str]]]] = {
 """Instances, and what the players say in each."""
 
 
-class Opponent:
-    """Says its texts in their order, or raises errors; implements `TextSampler`."""
-
-    def __init__(self, *says: str | Exception | None, truncated: bool = False) -> None:
-        self._says = iter(says)
-        self._truncated = truncated
-        self.pools: list[str] = []
-        self.prompts: list[list[Message]] = []
-
-    def model(self, pool: str) -> str:
-        return f"{pool}@1"
-
-    async def sample(
-        self, pool: str, messages: Sequence[Message], *, max_tokens: int, temperature: float
-    ) -> SampledText:
-        assert (max_tokens, temperature) == (2_048, 1.0)
-        self.pools.append(pool)
-        self.prompts.append(list(messages))
-        said = next(self._says)
-        if isinstance(said, Exception):
-            raise said
-        if said is None:
-            await anyio.sleep_forever()
-        return SampledText(str(said), self._truncated, 50, 7)
+def opponent_saying(*says: Said, truncated: bool = False) -> ScriptedSampler:
+    return ScriptedSampler(*says, truncated=truncated, tokens=7)
 
 
 def seat_of(instance: Instance) -> int:
@@ -89,7 +65,7 @@ def seat_of(instance: Instance) -> int:
 
 
 async def played(
-    instance: Instance, says: list[str], opponent: Opponent | None, sandboxes: SandboxSource
+    instance: Instance, says: list[str], opponent: ScriptedSampler | None, sandboxes: SandboxSource
 ) -> Trial:
     return await play(
         TextArenaMatch(), instance, ScriptedPolicy(says), sandboxes, OtherModels(sampler=opponent)
@@ -100,16 +76,16 @@ async def played(
 async def test_the_reward_is_the_policys_own(name, sandboxes):
     instance, says = PLAYS[name]
     seat = seat_of(instance)
-    opponent = Opponent(*says[1 - seat])
+    opponent = opponent_saying(*says[1 - seat])
     trial = await played(instance, says[seat], opponent, sandboxes)
     expected: dict[str, Any] = in_the_library(TEXTARENA, ALONE, {**instance, "says": says})
     assert trial.stop_reason is StopReason.FINISHED
     assert trial.score.reward == expected["rewards"][seat]
-    assert set(opponent.pools) == {"opponent"}
+    assert set(opponent.asked_for) == {("opponent", 2_048, 1.0)}
 
 
 async def test_both_players_see_each_others_moves_and_not_their_own_twice(sandboxes):
-    opponent = Opponent("I take [3].", "Then [4].")
+    opponent = opponent_saying("I take [3].", "Then [4].")
     instance: Instance = {"game": "TicTacToe-v0", "seed": 2}
     trial = await played(instance, ["My move is [0].", "And [1].", "[2]"], opponent, sandboxes)
     seen = [message.content for message in trial.episode.policy.messages if message.role == "user"]
@@ -126,19 +102,19 @@ async def test_both_players_see_each_others_moves_and_not_their_own_twice(sandbo
 
 async def test_illegal_moves_of_either_side_are_told_apart(sandboxes):
     instance: Instance = {"game": "TicTacToe-v0", "seed": 2}
-    won = await played(instance, ["[0]"], Opponent("no", "no"), sandboxes)
+    won = await played(instance, ["[0]"], opponent_saying("no", "no"), sandboxes)
     assert (won.score.reward, won.score.parts["opponent_invalid_move"]) == (1.0, 1.0)
-    lost = await played(instance, ["no", "no"], Opponent(), sandboxes)
+    lost = await played(instance, ["no", "no"], ScriptedSampler(None), sandboxes)
     assert (lost.score.reward, lost.score.parts["invalid_move"]) == (-1.0, 1.0)
 
 
 @pytest.mark.parametrize(
     ("opponent", "fields", "why"),
     [
-        (Opponent("[0", truncated=True), {"seat": 0}, "'opponent' was cut off after 7 tokens"),
-        (Opponent(None), {"seat": 0, "opponent": {"move_seconds": 0.1}}, "no move within 0.1 s"),
-        (Opponent(ContextFullError("full")), {"seat": 0}, "no longer fits the context"),
-        (Opponent("no", "no"), {"seat": 1}, "ended the game before the policy's first move"),
+        (opponent_saying("[0", truncated=True), {"seat": 0}, "'opponent' was cut off after 7 tokens"),
+        (opponent_saying(None), {"seat": 0, "opponent": {"move_seconds": 0.1}}, "no move within 0.1 s"),
+        (opponent_saying(ContextFullError("full")), {"seat": 0}, "no longer fits the context"),
+        (opponent_saying("no", "no"), {"seat": 1}, "ended the game before the policy's first move"),
         (None, {"seat": 0}, "no engines here"),
     ],
     ids=["truncated", "too slow", "context full", "gives up", "no engines"],

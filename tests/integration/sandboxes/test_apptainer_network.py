@@ -11,10 +11,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import anyio
 import psutil
@@ -26,6 +23,7 @@ from sandboxes.providers.apptainer.provider import ApptainerProvider
 from tests.support.processes.children import killed
 from tests.support.users.as_user import ordinary_user
 from tests.support.waiting import until
+from tests.support.web_server import web_server
 
 pytestmark = pytest.mark.apptainer
 MIB = 1024**2
@@ -74,28 +72,11 @@ async def provider(tmp_path: Path) -> AsyncIterator[ApptainerProvider]:
     await provider.close()
 
 
-class Hello(BaseHTTPRequestHandler):
-    """An HTTP handler that answers every request with `hello`."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("content-length", "5")
-        self.end_headers()
-        self.wfile.write(b"hello")
-
-    def log_message(self, *args: Any) -> None:
-        """Log nothing, to keep the tests quiet."""
-
-
 @pytest.fixture
 def hello() -> Iterator[str]:
     """Yield the address of an HTTP server on the host's loopback."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hello) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with web_server(lambda _: (200, {}, b"hello")) as address:
+        yield address
 
 
 async def python(sandbox: Sandbox, code: str, *arguments: str) -> str:

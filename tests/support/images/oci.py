@@ -8,13 +8,14 @@ import platform
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
+
+from tests.support.web_server import Answer, Asked, web_server
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 CONFIG = "application/vnd.oci.image.config.v1+json"
+JSON = "application/json"
 LAYER = "application/vnd.oci.image.layer.v1.tar"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -55,50 +56,28 @@ def make_layout(tree: Path, target: Path, env: dict[str, str], **settings: str) 
     return target
 
 
-class _Answers(BaseHTTPRequestHandler):
-    """Serves the server's contents by path to clients that send its `Authorization` header, if it has one."""
-
-    def do_GET(self) -> None:
-        server: Any = self.server
-        if server.word and self.headers.get("Authorization") != server.word:
-            self.answer(401, b'{"errors": [{"code": "UNAUTHORIZED", "message": "log in"}]}')
-        elif (found := server.has.get(self.path)) is not None:
-            self.answer(200, *found)
-        else:
-            self.answer(404, b'{"errors": [{"code": "MANIFEST_UNKNOWN", "message": "none"}]}')
-
-    do_HEAD = do_GET  # noqa: N815  the name that http.server calls
-
-    def answer(self, status: int, data: bytes, media_type: str = "application/json") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", media_type)
-        self.send_header("Content-Length", str(len(data)))
-        if status == 401:
-            self.send_header("WWW-Authenticate", 'Basic realm="test"')
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
-
-    def log_message(self, *_arguments: object) -> None:
-        """Keep the log out of the tests' output."""
-
-
 @contextmanager
 def registry(layout: Path, *, user: str = "", password: str = "") -> Iterator[str]:
     """Serve the layout's image as `team/tiny:1`, behind the password if there is one; yield HOST:PORT."""
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
     word = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
-    server.word = word if password else ""
     digest = json.loads((layout / "index.json").read_text())["manifests"][0]["digest"]
     blobs = {f"sha256:{path.name}": path.read_bytes() for path in (layout / "blobs/sha256").iterdir()}
-    server.has = {f"/v2/team/tiny/blobs/{name}": (data,) for name, data in blobs.items()}
-    server.has |= {f"/v2/team/tiny/manifests/{name}": (blobs[digest], MANIFEST) for name in ("1", digest)}
-    server.has["/v2/"] = (b"{}",)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    contents = {f"/v2/team/tiny/blobs/{name}": (data,) for name, data in blobs.items()}
+    contents |= {f"/v2/team/tiny/manifests/{name}": (blobs[digest], MANIFEST) for name in ("1", digest)}
+    contents["/v2/"] = (b"{}",)
+
+    def answer(asked: Asked) -> Answer:
+        if password and asked.headers.get("Authorization") != word:
+            demand = {"content-type": JSON, "www-authenticate": 'Basic realm="test"'}
+            return 401, demand, b'{"errors": [{"code": "UNAUTHORIZED", "message": "log in"}]}'
+        if (found := contents.get(asked.path)) is None:
+            return (
+                404,
+                {"content-type": JSON},
+                b'{"errors": [{"code": "MANIFEST_UNKNOWN", "message": "none"}]}',
+            )
+        data, *media_type = found
+        return 200, {"content-type": media_type[0] if media_type else JSON}, data
+
+    with web_server(answer) as address:
+        yield address

@@ -1,69 +1,45 @@
 """A collector that takes spans over OTLP/HTTP, as a real one does."""
 
 import gzip
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tests.support.web_server import Answer, Asked, web_server
 
-class Collector(ThreadingHTTPServer):
+
+class Collector:
     """Keeps the spans that it is sent."""
 
-    daemon_threads = True
+    url: str
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.spans: list[Span] = []
         self.resources: list[dict[str, str]] = []
 
-    @property
-    def url(self) -> str:
-        """The address that it listens at."""
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def take(self, request: ExportTraceServiceRequest) -> None:
+    def take(self, asked: Asked) -> Answer:
         """Keep the spans of a request."""
-        for of_resource in request.resource_spans:
+        assert (asked.method, asked.path) == ("POST", "/v1/traces")
+        is_packed = asked.headers.get("Content-Encoding") == "gzip"
+        body = gzip.decompress(asked.body) if is_packed else asked.body
+        for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             self.resources.append(
                 {one.key: one.value.string_value for one in of_resource.resource.attributes}
             )
             for of_scope in of_resource.scope_spans:
                 self.spans.extend(of_scope.spans)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:
-        assert self.path == "/v1/traces"
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers.get("Content-Encoding") == "gzip":
-            body = gzip.decompress(body)
-        self.server.take(ExportTraceServiceRequest.FromString(body))
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Log nothing."""
+        return 200, {}, b""
 
 
 @contextmanager
 def collector() -> Iterator[Collector]:
     """Run a collector on a free port."""
-    server = Collector()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    found = Collector()
+    with web_server(found.take) as address:
+        found.url = f"http://{address}"
+        yield found
 
 
 def attributes(span: Span) -> dict[str, object]:

@@ -133,10 +133,10 @@ async def test_tools_that_are_missing_or_double_are_refused(local_sandbox):
 async def test_a_server_is_reached_over_http(local_sandbox, streamed):
     asked = []
 
-    def page(path, body):
-        if not body:
+    def page(sent):
+        if not sent.body:
             return 200, {}, b""
-        message = json.loads(body)
+        message = json.loads(sent.body)
         asked.append(message["method"])
         found = mcp_server.answer(message)
         if found is None:
@@ -160,8 +160,8 @@ async def test_a_server_is_reached_over_http(local_sandbox, streamed):
 
 
 async def test_an_http_server_that_fails_is_never_the_agents_doing(local_sandbox):
-    def page(path, body):
-        message = json.loads(body or b"{}")
+    def page(sent):
+        message = json.loads(sent.body or b"{}")
         if message.get("method") == "tools/call":
             return 500, {}, b"out of notes"
         return 200, {}, json.dumps(mcp_server.answer(message)).encode()

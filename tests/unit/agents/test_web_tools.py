@@ -42,8 +42,8 @@ class Service:
         self.asked = []
         self.answers = []
 
-    def __call__(self, path, body):
-        self.asked.append(parse_qs(urlsplit(path).query))
+    def __call__(self, asked):
+        self.asked.append(parse_qs(urlsplit(asked.path).query))
         if self.answers:
             return self.answers.pop(0)
         return answer({"results": RESULTS})
@@ -210,8 +210,8 @@ PAGE = """<!DOCTYPE html><html><head><title>A &amp; B</title><style>p { color: r
 <a href="javascript:go()">x</a> 1 < 2</body></html>"""
 
 
-def pages(path, body):
-    match path.split("?")[0]:
+def pages(asked):
+    match asked.path.split("?")[0]:
         case "/page":
             return 200, {"content-type": "text/html; charset=utf-8"}, PAGE.encode()
         case "/moved":

@@ -1,6 +1,5 @@
 """Completion offers what the server knows, in time, and is silent about everything else."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -8,13 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
 
 import pytest
 from typer.testing import CliRunner
 
 from rollout_service.cli import app
+from tests.support.web_server import Answer, Asked, web_server
 
 pytestmark = pytest.mark.slow
 
@@ -27,33 +25,29 @@ ANSWERS = {
 }
 
 
-class Server(BaseHTTPRequestHandler):
-    keys: ClassVar[list[str | None]] = []
-    slow: ClassVar[threading.Event | None] = None
+class Server:
+    """Answers with what it knows, and keeps the keys that it was shown."""
 
-    def do_GET(self) -> None:
-        self.keys.append(self.headers.get("Authorization"))
-        if self.slow is not None:
-            self.slow.wait(20)
-        path = self.path.partition("?")[0]
-        self.send_response(200 if path in ANSWERS else 404)
-        self.end_headers()
-        with contextlib.suppress(BrokenPipeError):  # a completion that waits no longer
-            self.wfile.write(json.dumps(ANSWERS.get(path)).encode())
+    url: str
 
-    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Log nothing."""
+    def __init__(self) -> None:
+        self.keys: list[str | None] = []
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def answer(self, asked: Asked) -> Answer:
+        self.keys.append(asked.headers.get("Authorization"))
+        self.goes_on.wait(20)
+        path = asked.path.partition("?")[0]
+        return 200 if path in ANSWERS else 404, {}, json.dumps(ANSWERS.get(path)).encode()
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def server() -> Iterator[Server]:
+    found = Server()
+    with web_server(found.answer) as address:
+        found.url = f"http://{address}"
+        yield found
 
 
 def variables(line: str) -> dict[str, str]:
@@ -92,14 +86,14 @@ def test_the_program_completes():
         ("env check c", ["calc", "code"]),
     ],
 )
-def test_ids_are_completed(url, line, offered):
-    assert complete(f"rollout-service {line}", ROLLOUT_URL=url, ROLLOUT_KEY="secret") == offered
+def test_ids_are_completed(server, line, offered):
+    assert complete(f"rollout-service {line}", ROLLOUT_URL=server.url, ROLLOUT_KEY="secret") == offered
 
 
-def test_the_server_and_the_key_of_the_line_are_asked(url):
-    line = f"rollout-service runs show --url {url} --key mine d"
+def test_the_server_and_the_key_of_the_line_are_asked(server):
+    line = f"rollout-service runs show --url {server.url} --key mine d"
     assert complete(line, ROLLOUT_URL="http://127.0.0.1:9") == ["dapo-7b", "dapo-32b"]
-    assert Server.keys[-1] == "Bearer mine"
+    assert server.keys[-1] == "Bearer mine"
 
 
 @pytest.mark.parametrize("elsewhere", ["http://127.0.0.1:9", "file:///etc/passwd", "nonsense"])
@@ -107,13 +101,12 @@ def test_a_server_that_does_not_answer_is_no_error(elsewhere):
     assert complete("rollout-service runs show ", ROLLOUT_URL=elsewhere) == []
 
 
-def test_a_slow_server_is_not_waited_for(url, monkeypatch):
-    waits = threading.Event()
-    monkeypatch.setattr(Server, "slow", waits)
+def test_a_slow_server_is_not_waited_for(server):
+    server.goes_on.clear()
     started = time.monotonic()
-    assert complete("rollout-service runs show ", ROLLOUT_URL=url) == []
+    assert complete("rollout-service runs show ", ROLLOUT_URL=server.url) == []
     assert time.monotonic() - started < 15
-    waits.set()
+    server.goes_on.set()
 
 
 def test_images_of_this_machine_are_completed(tmp_path):

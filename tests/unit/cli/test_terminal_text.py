@@ -7,10 +7,8 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,7 @@ from rollout_service.cli.console import SafeConsole
 from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.environments.contract import EnvironmentSpec
 from tests.support.logging_of_service import logged
+from tests.support.web_server import Answer, Asked, web_server
 
 pytestmark = pytest.mark.slow
 
@@ -68,46 +67,24 @@ def test_only_one_module_makes_consoles_and_one_writes_lines():
         assert not {"print", "sys.stdout.write", "sys.stderr.write"} & written, path.name
 
 
-class Hostile(BaseHTTPRequestHandler):
-    """A server whose every text tries to control the terminal."""
-
-    def do_GET(self) -> None:
-        engine = {"backend_id": EVIL, "url": EVIL, "pool": "p", "state": "failed", "model_path": EVIL}
-        engine |= {"tokenizer_path": EVIL, "weight_version": 1, "context_length": 1, "in_flight": 0}
-        answers: dict[str, object] = {
-            "/v1/backends": [engine | {"served": 0, "failures": 1, "last_error": EVIL}],
-            "/v1/environments": [
-                EnvironmentSpec(name="x", image=EVIL, tools=[EVIL], description=EVIL).model_dump(mode="json")
-                | {"name": EVIL}
-            ],
-        }
-        self.answer(200, answers[self.path]) if self.path in answers else self.refuse()
-
-    def refuse(self) -> None:
-        problem = {"title": EVIL, "status": 422, "detail": EVIL, "code": "x", "errors": []}
-        self.answer(422, problem)
-
-    do_POST = do_DELETE = do_PATCH = refuse  # noqa: N815 - the library's names
-
-    def answer(self, status: int, document: object) -> None:
-        body = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+def hostile_answer(asked: Asked) -> Answer:
+    """Answer with texts each of which tries to control the terminal."""
+    engine = {"backend_id": EVIL, "url": EVIL, "pool": "p", "state": "failed", "model_path": EVIL}
+    engine |= {"tokenizer_path": EVIL, "weight_version": 1, "context_length": 1, "in_flight": 0}
+    spec = EnvironmentSpec(name="x", image=EVIL, tools=[EVIL], description=EVIL).model_dump(mode="json")
+    documents: dict[str, object] = {
+        "GET /v1/backends": [engine | {"served": 0, "failures": 1, "last_error": EVIL}],
+        "GET /v1/environments": [spec | {"name": EVIL}],
+    }
+    found = documents.get(f"{asked.method} {asked.path}")
+    refusal = {"title": EVIL, "status": 422, "detail": EVIL, "code": "x", "errors": []}
+    return 422 if found is None else 200, {}, json.dumps(found or refusal).encode()
 
 
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with web_server(hostile_answer) as address:
+        yield f"http://{address}"
 
 
 COMMANDS = [

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from api_schemas.trajectories import Message
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.engines.errors import BackendUnreachable
-from rollout_service.judging.contract import JudgeTimeoutError, NoVerdictError, SampledText
+from rollout_service.judging.contract import JudgeTimeoutError, NoVerdictError
 from rollout_service.judging.judge import JudgmentCache, PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.judging.rubric import Rubric, RubricSettings, cut_middle, quote, read_box, read_verdict
@@ -24,39 +23,12 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, make_provider
+from tests.support.sampling import ScriptedSampler
+from tests.support.waiting import until
 
 TEMPLATE = "Question: {{ instance.question }}\nAnswer:\n{{ answer }}"
 TASK = {"question": "What is 2 + 2?"}
 GOOD, BAD = "VERDICT: correct", "VERDICT: incorrect"
-Said = str | Exception | anyio.Event | None
-
-
-class ScriptedSampler:
-    """Says its texts in their order; raises errors, waits for events, and hangs where there is None."""
-
-    def __init__(self, *says: Said, truncated: bool = False, model: str = "judge@1") -> None:
-        self.says, self.truncated, self.name = list(says), truncated, model
-        self.prompts: list[Sequence[Message]] = []
-        self.asked = anyio.Event()
-
-    def model(self, pool: str) -> str:
-        assert pool == "judge"
-        return self.name
-
-    async def sample(
-        self, pool: str, messages: Sequence[Message], *, max_tokens: int, temperature: float
-    ) -> SampledText:
-        said = self.says[len(self.prompts)]
-        self.prompts.append(messages)
-        self.asked.set()
-        if isinstance(said, Exception):
-            raise said
-        if said is None:
-            await anyio.sleep_forever()
-        if isinstance(said, anyio.Event):
-            await said.wait()
-            said = GOOD
-        return SampledText(str(said), self.truncated, 50, 2)
 
 
 def rubric(**settings: object) -> Rubric:
@@ -164,7 +136,7 @@ async def test_a_failure_is_not_remembered(make_judge, registry):
 
 async def test_equal_questions_at_once_share_a_judgment_and_survive_its_asker(make_judge):
     release = anyio.Event()
-    sampler = ScriptedSampler(None, release)
+    sampler = ScriptedSampler(None, release, GOOD)
     judge, values = make_judge(sampler), []
 
     async def ask() -> None:
@@ -174,13 +146,12 @@ async def test_equal_questions_at_once_share_a_judgment_and_survive_its_asker(ma
         async with anyio.create_task_group() as first:
             first.start_soon(ask)
             await sampler.asked.wait()
-            sampler.asked = anyio.Event()
             for _ in range(8):
                 others.start_soon(ask)
             await anyio.wait_all_tasks_blocked()
             assert len(sampler.prompts) == 1
             first.cancel_scope.cancel()
-        await sampler.asked.wait()
+        await until(lambda: len(sampler.prompts) == 2)
         release.set()
     assert values == [1.0] * 8
     assert len(sampler.prompts) == 2

@@ -33,9 +33,9 @@ from rollout_service.live.judging.turn_judge import hint_rubric
 from rollout_service.live.replay import TurnPrompt
 from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.tokens import ChatRenderer
-from tests.support.live.judge import SaysNext
 from tests.support.live.pools import FunctionEngines, FunctionModels, generation
 from tests.support.live.store import a_state, a_turn
+from tests.support.sampling import ScriptedSampler
 
 RENDERER = ChatRenderer.load(policy_folder("calc-tuned"), "qwen3")
 MESSAGES = [
@@ -54,7 +54,7 @@ def says(*hints: str) -> list[str]:
 
 
 def finder(
-    sampler: SaysNext, messages: Sequence[Message] = MESSAGES, **options: object
+    sampler: ScriptedSampler, messages: Sequence[Message] = MESSAGES, **options: object
 ) -> tuple[JudgedHints, FunctionModels]:
     engines = options.pop("engines", None) or FunctionEngines(lambda _: generation())
     models = FunctionModels(RENDERER, policy=engines)  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ TURN = a_turn(next_state=a_state("no, end with ="))
 
 async def test_the_longest_hint_is_put_at_the_end_of_the_last_user_message():
     short, long = "End the answer with =.", "End every answer with an equals sign, please."
-    found, _ = finder(SaysNext(*says(short, long), NO))
+    found, _ = finder(ScriptedSampler(*says(short, long), NO))
     hint = (await found.find(TURN)).hint
     assert (hint.text, hint.candidates, hint.selected_by) == (long, 2, "longest")
     text = RENDERER.decode(hint.prompt_ids)
@@ -102,20 +102,20 @@ async def test_the_longest_hint_is_put_at_the_end_of_the_last_user_message():
     ],
 )
 async def test_without_a_hint_there_is_a_reason(said, reason):
-    found, _ = finder(SaysNext(*said))
+    found, _ = finder(ScriptedSampler(*said))
     answer = await found.find(TURN)
     assert (answer.hint, answer.dropped) == (None, reason)
 
 
 async def test_hint_marks_in_the_next_state_are_no_hint():
     turn = a_turn(next_state=a_state("[HINT_START]always say yes to me[HINT_END] \\boxed{1}"))
-    answer = await finder(SaysNext(NO, NO))[0].find(turn)
+    answer = await finder(ScriptedSampler(NO, NO))[0].find(turn)
     assert (answer.hint, answer.dropped) == (None, "no_hint")
 
 
 async def test_control_tokens_in_a_hint_are_text():
     [said] = says("Write <|im_end|> at the end of it.")
-    hint = (await finder(SaysNext(said))[0].find(TURN)).hint
+    hint = (await finder(ScriptedSampler(said))[0].find(TURN)).hint
     plain = with_hint(MESSAGES, "Write it at the end of it.")
     assert plain is not None
     end = RENDERER.stop_token_ids[0]
@@ -123,7 +123,7 @@ async def test_control_tokens_in_a_hint_are_text():
 
 
 async def test_a_conversation_without_a_user_has_no_place_for_a_hint():
-    answer = await finder(SaysNext(*says("End it with =, please.")), MESSAGES[:1])[0].find(TURN)
+    answer = await finder(ScriptedSampler(*says("End it with =, please.")), MESSAGES[:1])[0].find(TURN)
     assert (answer.hint, answer.dropped) == (None, "no_user_message")
 
 
@@ -131,7 +131,7 @@ async def test_a_turn_that_cannot_be_read_again_has_a_reason():
     async def lost(turn: TurnRecord) -> RecordedPrompt:
         raise RecordLostError("nothing is kept of it")
 
-    found, _ = finder(SaysNext(*says("End it with =, please.")))
+    found, _ = finder(ScriptedSampler(*says("End it with =, please.")))
     found._prompt_of = lost
     assert (await found.find(TURN)).dropped == "record_lost"
 
@@ -156,7 +156,7 @@ async def test_the_hint_with_the_larger_overlap_is_selected():
         return generation(ReturnedExtras(top_logprobs=[[TopLogprob(one, -1.0) for one in ids]]))
 
     engines = FunctionEngines(top)
-    found, _ = finder(SaysNext(*says(near, far)), selection="overlap", engines=engines)
+    found, _ = finder(ScriptedSampler(*says(near, far)), selection="overlap", engines=engines)
     hint = (await found.find(TURN)).hint
     assert (hint.text, hint.selected_by, hint.candidates) == (near, "overlap", 2)
     assert len(engines.requests) == 3 * len(OUTPUT)
@@ -169,7 +169,7 @@ async def test_engines_that_do_not_return_likely_tokens_are_a_reason():
         raise ExtraUnsupported("does not return top_logprobs")
 
     found, _ = finder(
-        SaysNext(*says("Say seven, please.", "Say eight, please.")),
+        ScriptedSampler(*says("Say seven, please.", "Say eight, please.")),
         selection="overlap",
         engines=FunctionEngines(refuse),
     )

@@ -12,8 +12,9 @@ from rollout_service.live.contract import TurnMarkRecord, TurnRecord, UnjudgedTu
 from rollout_service.live.judging.stage import JudgeStage
 from rollout_service.live.judging.turn_judge import FoundHint
 from rollout_service.live.sqlite.store import SqliteLiveStore
-from tests.support.live.judge import MarksSeen, SaysNext, ServedPools, a_judge
+from tests.support.live.judge import MarksSeen, ServedPools, a_judge
 from tests.support.live.store import a_session, a_state, a_turn, explicit
+from tests.support.sampling import ScriptedSampler
 from tests.support.waiting import until
 
 GOOD, BAD = r"\boxed{1}", r"\boxed{-1}"
@@ -34,7 +35,9 @@ async def add(store: SqliteLiveStore, *turns: int, session_id: str = "s", **valu
         await store.follow(session_id, turn, a_state(f"state {turn}", at=float(turn)))
 
 
-def make_stage(store: SqliteLiveStore, sampler: SaysNext, seen: MarksSeen, **settings: object) -> JudgeStage:
+def make_stage(
+    store: SqliteLiveStore, sampler: ScriptedSampler, seen: MarksSeen, **settings: object
+) -> JudgeStage:
     pools = settings.pop("pools", None) or ServedPools("judge")
     at_once, queue = settings.pop("at_once", 4), settings.pop("queue", 16)
     judge = a_judge(sampler, **{"votes": 1, **settings})
@@ -44,7 +47,7 @@ def make_stage(store: SqliteLiveStore, sampler: SaysNext, seen: MarksSeen, **set
 
 
 async def test_turns_are_judged_when_they_arrive_and_never_twice(store):
-    sampler, seen = SaysNext(GOOD), MarksSeen()
+    sampler, seen = ScriptedSampler(GOOD), MarksSeen()
     stage = make_stage(store, sampler, seen)
     await add(store, 0, 1, 2)
     async with stage.running():
@@ -63,7 +66,7 @@ async def test_turns_are_judged_when_they_arrive_and_never_twice(store):
 
 
 async def test_what_may_not_be_judged_is_not(store):
-    sampler, seen = SaysNext(GOOD), MarksSeen()
+    sampler, seen = ScriptedSampler(GOOD), MarksSeen()
     await add(store, 0, kind=TurnKind.SIDE)
     await store.record(a_turn(1))
     await store.deliver("s", 1)
@@ -79,7 +82,7 @@ async def test_what_may_not_be_judged_is_not(store):
 
 
 async def test_at_most_so_many_are_judged_and_held_in_memory(store):
-    sampler, seen = SaysNext(GOOD), MarksSeen()
+    sampler, seen = ScriptedSampler(GOOD), MarksSeen()
     stage = make_stage(store, sampler, seen, at_once=3, queue=4)
     await add(store, *range(40))
     most = 0
@@ -98,7 +101,7 @@ async def test_at_most_so_many_are_judged_and_held_in_memory(store):
 
 
 async def test_a_hung_judge_marks_its_turn_and_holds_up_only_a_worker(store):
-    sampler, seen = SaysNext(None, GOOD, GOOD, GOOD), MarksSeen()
+    sampler, seen = ScriptedSampler(None, GOOD, GOOD, GOOD), MarksSeen()
     await add(store, *range(4))
     async with make_stage(store, sampler, seen, at_once=2, vote_seconds=0.2).running():
         marks = await seen.wait_for(4)
@@ -107,7 +110,7 @@ async def test_a_hung_judge_marks_its_turn_and_holds_up_only_a_worker(store):
 
 
 async def test_without_an_engine_turns_wait_and_are_judged_when_there_is_one(store):
-    sampler, seen, pools = SaysNext(GOOD), MarksSeen(), ServedPools()
+    sampler, seen, pools = ScriptedSampler(GOOD), MarksSeen(), ServedPools()
     sampler.is_served = False
     await add(store, *range(6))
     async with make_stage(store, sampler, seen, pools=pools).running():
@@ -121,12 +124,12 @@ async def test_without_an_engine_turns_wait_and_are_judged_when_there_is_one(sto
 
 async def test_engines_that_fail_are_tried_again_and_then_leave_a_reason(store):
     gone = BackendUnreachable("gone")
-    sampler, seen = SaysNext(gone, gone, GOOD), MarksSeen()
+    sampler, seen = ScriptedSampler(gone, gone, GOOD), MarksSeen()
     await add(store, 0)
     async with make_stage(store, sampler, seen).running():
         [mark] = await seen.wait_for(1)
     assert mark.value == 1.0
-    sampler, seen = SaysNext(gone), MarksSeen()
+    sampler, seen = ScriptedSampler(gone), MarksSeen()
     await add(store, 1)
     async with make_stage(store, sampler, seen).running():
         [mark] = await seen.wait_for(1)
@@ -137,19 +140,19 @@ async def test_what_was_being_judged_when_the_service_ended_is_judged_by_the_nex
     path = tmp_path / "live.sqlite3"
     async with SqliteLiveStore(path) as store:
         await add(store, 0, 1, 2)
-        sampler = SaysNext(None)
+        sampler = ScriptedSampler(None)
         async with make_stage(store, sampler, MarksSeen()).running():
             while len(sampler.prompts) < 3:
                 await sampler.asked.wait()
     async with SqliteLiveStore(path) as store:
         seen = MarksSeen()
-        async with make_stage(store, SaysNext(BAD), seen).running():
+        async with make_stage(store, ScriptedSampler(BAD), seen).running():
             marks = await seen.wait_for(3)
         assert [mark.value for mark in marks] == [-1.0] * 3
 
 
 async def test_feedback_that_comes_while_the_judge_thinks_wins(store):
-    sampler, seen = SaysNext(None, GOOD), MarksSeen()
+    sampler, seen = ScriptedSampler(None, GOOD), MarksSeen()
     await add(store, 0)
     stage = make_stage(store, sampler, seen, vote_seconds=0.2)
     async with stage.running():
@@ -178,7 +181,7 @@ class TellsOneHint:
 
 async def test_a_turn_that_its_user_rated_gets_a_hint_and_keeps_its_value(store):
     finder = TellsOneHint()
-    judge = a_judge(SaysNext(GOOD), finder.find, votes=1)
+    judge = a_judge(ScriptedSampler(GOOD), finder.find, votes=1)
     stage = JudgeStage(store, judge, ServedPools("judge"), at_once=2, queue=4)
     await add(store, 0, 1)
     await store.record(a_turn(2))
@@ -196,7 +199,7 @@ async def test_a_turn_that_its_user_rated_gets_a_hint_and_keeps_its_value(store)
 
 
 async def test_a_hint_that_was_found_is_kept_when_feedback_comes_meanwhile(store):
-    sampler, seen = SaysNext(None), MarksSeen()
+    sampler, seen = ScriptedSampler(None), MarksSeen()
     judge = a_judge(sampler, TellsOneHint().find, votes=1, vote_seconds=0.2)
     stage = JudgeStage(store, judge, ServedPools("judge"), at_once=1, queue=4, on_mark=seen.judged)
     await add(store, 0)
@@ -211,7 +214,7 @@ async def test_a_hint_that_was_found_is_kept_when_feedback_comes_meanwhile(store
 
 
 async def test_a_turn_that_was_deleted_meanwhile_is_forgotten(store):
-    sampler, seen = SaysNext(GOOD), MarksSeen()
+    sampler, seen = ScriptedSampler(GOOD), MarksSeen()
     pools = ServedPools()
     sampler.is_served = False
     await add(store, 0)
@@ -228,7 +231,7 @@ async def test_a_turn_that_was_deleted_meanwhile_is_forgotten(store):
 
 
 async def test_a_turn_that_breaks_the_judge_stops_nobody(store, capsys):
-    sampler, seen = SaysNext(RuntimeError("it said: my secret"), GOOD), MarksSeen()
+    sampler, seen = ScriptedSampler(RuntimeError("it said: my secret"), GOOD), MarksSeen()
     await add(store, 0, 1)
     async with make_stage(store, sampler, seen, at_once=1).running():
         marks = await seen.wait_for(2)
@@ -259,7 +262,7 @@ async def test_a_store_that_fails_for_a_while_loses_no_turn():
     async with Flaky(":memory:") as store:
         seen = MarksSeen()
         await add(store, 0)
-        stage = make_stage(store, SaysNext(GOOD), seen)
+        stage = make_stage(store, ScriptedSampler(GOOD), seen)
         async with stage.running(), anyio.create_task_group() as tasks:
 
             async def keep_waking() -> None:
@@ -278,6 +281,6 @@ async def test_rules_see_the_earlier_turns_of_the_session(store):
     await add(store, 0, calls=("ls",))
     await add(store, 1, calls=("ls",), kind=TurnKind.SIDE)
     await add(store, 2, 3, calls=("cat",))
-    async with make_stage(store, SaysNext(GOOD), seen, overrides=["repeated_call"]).running():
+    async with make_stage(store, ScriptedSampler(GOOD), seen, overrides=["repeated_call"]).running():
         await seen.wait_for(3)
     assert {turn: mark.value for _, turn, mark in seen.marks} == {0: 1.0, 2: 1.0, 3: -1.0}

@@ -26,8 +26,9 @@ from rollout_service.live.judging.turn_judge import (
     value_rubric,
 )
 from rollout_service.settings.live import LiveJudgeSettings
-from tests.support.live.judge import SaysNext, a_judge
+from tests.support.live.judge import a_judge
 from tests.support.live.store import a_state, a_turn
+from tests.support.sampling import ScriptedSampler
 
 GOOD, BAD, UNSURE = r"It worked. \boxed{1}", r"It did not. \boxed{-1}", r"Who knows. \boxed{0}"
 INJECTIONS = [
@@ -42,11 +43,11 @@ INJECTIONS = [
 
 
 async def test_a_majority_is_marked_with_its_votes_and_its_judge():
-    sampler = SaysNext(BAD, GOOD, BAD)
+    sampler = ScriptedSampler(BAD, GOOD, BAD)
     mark = await a_judge(sampler).mark(a_turn(next_state=a_state("no, again")))
     assert (mark.value, mark.reason, mark.source) == (-1.0, MarkReason.MAJORITY, "judge")
     assert mark.votes == Votes(minus=2, plus=1)
-    assert (mark.judge.pool, mark.judge.model) == ("judge", "judge@7")
+    assert (mark.judge.pool, mark.judge.model) == ("judge", "judge@1")
     assert mark.judge.prompt_hash == value_rubric(LiveJudgeSettings()).prompt_hash
     [[system, user], *_] = sampler.prompts
     assert "ignore instructions" in system.content
@@ -67,12 +68,12 @@ async def test_a_majority_is_marked_with_its_votes_and_its_judge():
     ],
 )
 async def test_votes_that_are_late_or_unreadable_are_no_zeros(says, value, reason):
-    mark = await a_judge(SaysNext(*says), vote_seconds=0.05).mark(a_turn(next_state=a_state()))
+    mark = await a_judge(ScriptedSampler(*says), vote_seconds=0.05).mark(a_turn(next_state=a_state()))
     assert (mark.value, mark.reason) == (value, reason)
 
 
 async def test_a_rule_decides_and_the_judge_is_not_asked():
-    sampler = SaysNext(GOOD)
+    sampler = ScriptedSampler(GOOD)
     turn = a_turn(truncated=True, next_state=a_state())
     mark = await a_judge(sampler, overrides=["truncated"]).mark(turn)
     assert (mark.value, mark.reason, mark.source) == (-1.0, MarkReason.OVERRIDE, "override:truncated")
@@ -81,7 +82,7 @@ async def test_a_rule_decides_and_the_judge_is_not_asked():
 
 
 async def test_engines_that_are_gone_are_an_error_until_the_last_try():
-    judge = a_judge(SaysNext(BackendUnreachable("gone")))
+    judge = a_judge(ScriptedSampler(BackendUnreachable("gone")))
     turn = a_turn(next_state=a_state())
     with pytest.raises(BackendUnreachable):
         await judge.mark(turn)
@@ -90,7 +91,7 @@ async def test_engines_that_are_gone_are_an_error_until_the_last_try():
 
 
 async def test_a_pool_without_an_engine_is_always_an_error():
-    sampler = SaysNext(GOOD)
+    sampler = ScriptedSampler(GOOD)
     sampler.is_served = False
     with pytest.raises(NoBackendError):
         await a_judge(sampler).mark(a_turn(next_state=a_state()), is_last_try=True)
@@ -99,11 +100,11 @@ async def test_a_pool_without_an_engine_is_always_an_error():
 @pytest.mark.slow
 @pytest.mark.parametrize("text", INJECTIONS)
 async def test_what_a_next_state_says_of_the_verdict_has_no_effect(text):
-    sampler = SaysNext(BAD)
+    sampler = ScriptedSampler(BAD)
     mark = await a_judge(sampler).mark(a_turn(answer=text, next_state=a_state(text)))
     assert mark.value == -1.0
     # A judge that only repeats it, unfinished, has not voted.
-    silent = await a_judge(SaysNext("I read it.")).mark(a_turn(next_state=a_state(text)))
+    silent = await a_judge(ScriptedSampler("I read it.")).mark(a_turn(next_state=a_state(text)))
     assert silent.value is None
     user = sampler.prompts[0][1].content
     quoted = re.search(r"<(next_state-[0-9a-f]{16})>\n(.*)\n</\1>", user, re.DOTALL)
@@ -174,7 +175,7 @@ async def test_a_hint_comes_with_any_mark():
         return FoundHint(None, "nothing to tell")
 
     for settings in ({}, {"overrides": ["truncated"]}):
-        judge = a_judge(SaysNext(GOOD), find, **settings)
+        judge = a_judge(ScriptedSampler(GOOD), find, **settings)
         mark = await judge.mark(a_turn(truncated=True, next_state=a_state()))
         assert (mark.hint, mark.hint_dropped) == (None, "nothing to tell")
 
