@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
-import httpx
 import pytest
 from pydantic import HttpUrl
 from transformers import AutoTokenizer
@@ -20,8 +19,7 @@ from api_schemas.tasks import Task
 from api_schemas.trajectories import ForkReason, Segment
 from rollout_client.client import RolloutClient
 from rollout_service.gateway.contract import ModelCall
-from rollout_service.server.api.app import create_app
-from rollout_service.settings import PipelineSettings, PoolSettings, SandboxesSettings, Settings
+from rollout_service.settings import PipelineSettings, PoolSettings, SandboxesSettings
 from rollout_service.testing import ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants
 from sandboxes import ApptainerConfig
@@ -38,6 +36,7 @@ from tests.support.gateway.jobs import (
     write_model,
 )
 from tests.support.gateway.requests import RequestLog, rendered
+from tests.support.gateway.service import gateway_service
 
 HARNESSES = ("codex", "claude_code", "qwen_code", "opencode", "gemini_cli", "mini_swe_agent")
 UPDATE_SECONDS = 90.0
@@ -123,20 +122,15 @@ async def run_all(folder: Path, log: RequestLog) -> Outcome:
 @asynccontextmanager
 async def service(state: Path, environments: Sequence[Path]) -> AsyncIterator[RolloutClient]:
     """Run a service in this process."""
-    settings = Settings(
-        state_dir=state,
-        engine="none",
-        sandbox=ApptainerConfig(),
-        environments=list(environments),
-        sandboxes=SandboxesSettings(pressure=PressureConfig(enabled=False)),
-        pipeline=PipelineSettings(rollout_workers=AT_ONCE, max_attempts=1),
-        pools={name: PoolSettings(stall_seconds=HELD_SECONDS) for name in ("updated", "failing")},
-    )
-    app = create_app(settings)
-    async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app)
-        async with RolloutClient("http://localhost", transport=transport, patience_seconds=0) as client:
-            yield client
+    settings = {
+        "sandbox": ApptainerConfig(),
+        "environments": list(environments),
+        "sandboxes": SandboxesSettings(pressure=PressureConfig(enabled=False)),
+        "pipeline": PipelineSettings(rollout_workers=AT_ONCE, max_attempts=1),
+        "pools": {name: PoolSettings(stall_seconds=HELD_SECONDS) for name in ("updated", "failing")},
+    }
+    async with gateway_service(state, [], **settings) as running:
+        yield running.client
 
 
 async def add(client: RolloutClient, engine: ScriptedEngine, pool: str) -> None:

@@ -5,21 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-import httpx
 import pytest
-from pydantic import HttpUrl
 
-from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
 from api_schemas.tasks import Task
-from rollout_client.client import RolloutClient
-from rollout_service.server.api.app import create_app
-from rollout_service.settings import PipelineSettings, SandboxesSettings, Settings
+from rollout_service.settings import PipelineSettings, SandboxesSettings
 from rollout_service.testing import ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants
 from sandboxes import ApptainerConfig
 from sandboxes.config import PressureConfig
 from tests.support.gateway.jobs import CONTEXT, END, IMAGE, VOCABULARY, Job, JobsScript, sampled, write_model
+from tests.support.gateway.service import gateway_service
 
 TOOLS = {
     "codex": "mcp__notes__add",
@@ -114,25 +110,20 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rollout]:
 async def run_all(folder: Path) -> dict[str, Rollout]:
     model = write_model(folder / "model")
     script = JobsScript(ChatRenderer.load(model), JOBS)
-    settings = Settings(
-        state_dir=folder / "state",
-        engine="none",
-        sandbox=ApptainerConfig(),
-        environments=[write_environment(folder / harness, harness) for harness in TOOLS],
-        sandboxes=SandboxesSettings(pressure=PressureConfig(enabled=False)),
-        pipeline=PipelineSettings(max_attempts=1),
-    )
-    app = create_app(settings)
+    settings = {
+        "sandbox": ApptainerConfig(),
+        "environments": [write_environment(folder / harness, harness) for harness in TOOLS],
+        "sandboxes": SandboxesSettings(pressure=PressureConfig(enabled=False)),
+        "pipeline": PipelineSettings(max_attempts=1),
+    }
     async with (
         ScriptedEngine(script, model_path=model, vocab_size=VOCABULARY, context_length=CONTEXT) as engine,
-        app.router.lifespan_context(app),
-        RolloutClient("http://localhost", transport=httpx.ASGITransport(app), patience_seconds=0) as client,
+        gateway_service(folder / "state", [engine], **settings) as service,
     ):
-        await client.add_backend(BackendSpec(url=HttpUrl(engine.url)))
         for job in JOBS:
             task = Task(environment=job.harness, instance={"job": job.name})
-            await client.submit(RolloutRequest(rollout_id=job.harness, task=task))
-        return {harness: await client.wait(harness) for harness in TOOLS}
+            await service.client.submit(RolloutRequest(rollout_id=job.harness, task=task))
+        return {harness: await service.client.wait(harness) for harness in TOOLS}
 
 
 def write_environment(folder: Path, harness: str) -> Path:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 from pydantic import HttpUrl
 
@@ -88,13 +87,6 @@ async def finished(service: GatewayService, **fields: object) -> Rollout:
     return await service.client.get("r", trajectory=True)
 
 
-async def metrics_of(service: GatewayService) -> str:
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(service.app), base_url="http://localhost"
-    ) as http:
-        return (await http.get("/metrics")).text
-
-
 @pytest.mark.parametrize("sandbox", ["shared", "own"])
 async def test_a_rollout_with_sub_agents(tmp_path, sandbox):
     policy, frozen = scripted(*lead(3)), worker()
@@ -147,7 +139,7 @@ async def test_a_cancelled_agent_takes_its_sub_agents_with_it(tmp_path):
         )
         await service.client.submit(request)
         await until(lambda: frozen.in_flight >= 4)
-        assert 'rollout_subagents{state="active"} 4.0' in await metrics_of(service)
+        assert 'rollout_subagents{state="active"} 4.0' in await service.metrics()
         await service.client.cancel("r")
         rollout = await service.client.wait("r")
         assert rollout.state is RolloutState.CANCELLED

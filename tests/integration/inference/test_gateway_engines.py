@@ -6,7 +6,6 @@ from pathlib import Path
 
 import aiohttp
 import anyio
-import httpx
 import pytest
 from aiohttp import web
 from pydantic import HttpUrl
@@ -15,10 +14,8 @@ from api_schemas.inference import BackendSpec, BackendState
 from rollout_client.client import NotFoundError, RolloutClient
 from rollout_service.engines.pool.pools import backend_id_of
 from rollout_service.engines.shipped import policy_folder
-from rollout_service.server.api.app import create_app
-from rollout_service.settings import Settings
 from rollout_service.testing import Counting, ScriptedEngine
-from sandboxes.config import LocalConfig
+from tests.support.gateway.service import gateway_service
 
 pytestmark = pytest.mark.anyio
 
@@ -48,15 +45,6 @@ async def gateway(engines: dict[str, str]) -> AsyncIterator[str]:
             await runner.cleanup()
 
 
-@asynccontextmanager
-async def served(state: Path) -> AsyncIterator[RolloutClient]:
-    app = create_app(Settings(state_dir=state, engine="none", sandbox=LocalConfig(provider="local")))
-    async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app)
-        async with RolloutClient("http://localhost", transport=transport, patience_seconds=0) as client:
-            yield client
-
-
 async def states(client: RolloutClient) -> dict[str, BackendState]:
     return {backend.backend_id: backend.state for backend in await client.backends()}
 
@@ -71,37 +59,39 @@ async def test_backends_are_told_apart_by_path_and_pool_and_remembered_so(tmp_pa
             gateway({"/engines/first": first.url, "/engines/a%20b": second.url}) as url,
         ):
             near, far = HttpUrl(f"{url}/engines/first"), HttpUrl(f"{url}/engines/a%20b")
-            async with served(tmp_path) as client:
-                policy = (await client.add_backend(BackendSpec(url=near))).backend_id
-                spaced = (await client.add_backend(BackendSpec(url=far))).backend_id
-                judge = (await client.add_backend(BackendSpec(url=near, pool="judge"))).backend_id
-                assert set(await states(client)) == {policy, spaced, judge}
-                await client.drain_backend(spaced)
-                assert await states(client) == {
+            async with gateway_service(tmp_path, []) as service:
+                policy = (await service.client.add_backend(BackendSpec(url=near))).backend_id
+                spaced = (await service.client.add_backend(BackendSpec(url=far))).backend_id
+                judge = (await service.client.add_backend(BackendSpec(url=near, pool="judge"))).backend_id
+                assert set(await states(service.client)) == {policy, spaced, judge}
+                await service.client.drain_backend(spaced)
+                assert await states(service.client) == {
                     policy: BackendState.READY,
                     spaced: BackendState.DRAINING,
                     judge: BackendState.READY,
                 }
-                await client.remove_backend(spaced)
+                await service.client.remove_backend(spaced)
                 with pytest.raises(NotFoundError):
-                    await client.remove_backend(spaced)
-            async with served(tmp_path) as client:
-                while set(await states(client)) != {policy, judge}:
+                    await service.client.remove_backend(spaced)
+            async with gateway_service(tmp_path, []) as service:
+                while set(await states(service.client)) != {policy, judge}:
                     await anyio.sleep(0.05)
 
 
 async def test_a_backend_that_is_away_is_not_forgotten_when_others_come(tmp_path: Path) -> None:
     away, other = (ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512) for _ in range(2))
     with anyio.fail_after(120):
-        async with away, served(tmp_path) as client:
-            lost = (await client.add_backend(BackendSpec(url=HttpUrl(away.url), pool="judge"))).backend_id
+        async with away, gateway_service(tmp_path, []) as service:
+            lost = (
+                await service.client.add_backend(BackendSpec(url=HttpUrl(away.url), pool="judge"))
+            ).backend_id
         async with other:
-            async with served(tmp_path) as client:
-                there = (await client.add_backend(BackendSpec(url=HttpUrl(other.url)))).backend_id
+            async with gateway_service(tmp_path, []) as service:
+                there = (await service.client.add_backend(BackendSpec(url=HttpUrl(other.url)))).backend_id
             port = int(away.url.rpartition(":")[2])
             back = ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512, port=port)
-            async with back, served(tmp_path) as client:
-                while set(await states(client)) != {lost, there}:
+            async with back, gateway_service(tmp_path, []) as service:
+                while set(await states(service.client)) != {lost, there}:
                     await anyio.sleep(0.05)
 
 

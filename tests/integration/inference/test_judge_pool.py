@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
-import httpx
 import pytest
 from pydantic import HttpUrl
 
@@ -44,9 +43,7 @@ async def test_equal_answers_are_judged_once_and_its_tokens_are_counted(tmp_path
         before = judge.requests
         rollouts = [await run(service, f"r-{number}") for number in range(3)]
         assert judge.requests == before + 1
-        transport = httpx.ASGITransport(service.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            metrics = (await http.get("/metrics")).text
+        metrics = await service.metrics()
     assert [rollout.reward for rollout in rollouts] == [1.0] * 3
     assert [rollout.reward_parts["by_rule"] for rollout in rollouts] == [0.0] * 3
     assert "with the rubric stem: 'correct', 1 valid of 1 votes" in rollouts[0].notes[0]

@@ -17,11 +17,9 @@ from rollout_client.run_export import RunExport
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.http.keyring import ApiKey, Role
-from rollout_service.server.api.app import create_app
-from rollout_service.settings import Settings
 from rollout_service.testing import Replies, ScriptedEngine
-from sandboxes.config import LocalConfig
 from tests.support.api.server import api_server
+from tests.support.gateway.service import gateway_service
 from tests.support.processes.service import scripted_engine
 from tests.support.turns import called, handed_on, turn_of
 
@@ -138,19 +136,12 @@ async def test_each_role_creates_runs_of_the_files_that_it_may_name(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "tasks.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
     keys = [ApiKey.model_validate({"name": role, "role": role, "key": key}) for role, key in KEYS.items()]
-    settings = Settings(
-        keys=keys,
-        data_dirs=[tmp_path / "data"],
-        state_dir=tmp_path / "state",
-        engine="none",
-        sandbox=LocalConfig(provider="local"),
-    )
-    app = create_app(settings)
+    settings = {"keys": keys, "data_dirs": [tmp_path / "data"]}
     engine = ScriptedEngine(Replies.from_texts(["2"], MODEL), model_path=MODEL, vocab_size=512)
     async with (
         engine,
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http,
+        gateway_service(tmp_path / "state", [], **settings) as service,
+        service.http() as http,
     ):
 
         async def post(path: str, role: Role, body: object) -> httpx.Response:

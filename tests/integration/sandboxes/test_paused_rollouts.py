@@ -81,7 +81,7 @@ async def has_no_sandbox(service: HangService) -> bool:
 
 
 async def metric(service: HangService, line: str) -> bool:
-    return line in (await service.http("GET", "/metrics")).text.splitlines()
+    return line in (await service.inner.metrics()).splitlines()
 
 
 async def test_a_rollout_goes_on_in_the_sandbox_that_was_paused(tmp_path):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 import uvicorn
 from pydantic import HttpUrl
@@ -158,8 +157,7 @@ async def gather(service: GatewayService, moment: str, rollouts: list[str]) -> d
         "session_id": ["none"],
     }
     found: dict[str, bytes] = {}
-    transport = httpx.ASGITransport(service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:
+    async with service.http(60) as http:
         for path in [one for route in routes for one in filled(route, known)]:
             query = {"follow": "false"} if path == "/v1/events" else {}
             query |= {"trajectory": "true"} if re.fullmatch(r"/v1/rollouts/[^/]+", path) else {}
@@ -243,8 +241,7 @@ async def run_to_its_end(service: GatewayService, folder: Path) -> tuple[list[Ro
     tasks = [{"environment": "secretive", "instance": {"fail": fail}} for fail in ("", *FAILURES)]
     order = {"run_id": RUN, "batch_size": 1, "group_size": 1, "source": {"kind": "inline", "tasks": tasks}}
     rollouts, outputs = [f"{RUN}.{number}.0" for number in range(len(tasks))], dict[str, bytes]()
-    transport = httpx.ASGITransport(service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=90) as http:
+    async with service.http(90) as http:
         (await http.post("/v1/runs", json=order)).raise_for_status()
         for moment, reached, go in (("agent", "looking", "go"), ("grader", "grading", "grade")):
             await until(anyio.Path(folder / reached).exists, 90)

@@ -10,24 +10,18 @@ import httpx
 
 from api_schemas.errors import Problem
 from api_schemas.runs import InlineTasks, RunRequest
-from rollout_service.server.api.app import create_app
 from rollout_service.server.lifecycle import Service
-from rollout_service.settings import Settings
-from sandboxes.config import LocalConfig
+from tests.support.gateway.service import gateway_service
 
 
 @asynccontextmanager
 async def served(state: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
     """Run a service in this process, without an engine, whose database gives up on locks after 20 ms."""
-    settings = Settings(state_dir=state, engine="none", sandbox=LocalConfig(provider="local"))
-    app = create_app(settings)
     with anyio.fail_after(120):
-        async with app.router.lifespan_context(app):
-            service: Service = app.state.service
+        async with gateway_service(state, []) as running, running.http() as client:
+            service: Service = running.app.state.service
             await service.store._thread.read(lambda db: db.execute("PRAGMA busy_timeout = 20").fetchone())
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                yield client, service
+            yield client, service
 
 
 async def create(service: Service, run_id: str) -> None:

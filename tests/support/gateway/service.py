@@ -55,23 +55,29 @@ class GatewayService:
     app: FastAPI
     client: RolloutClient
 
+    def http(self, seconds: float = 30.0) -> httpx.AsyncClient:
+        """Return a client that sends requests of a test's own."""
+        transport = httpx.ASGITransport(self.app)
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=seconds)
+
+    async def metrics(self) -> str:
+        async with self.http() as http:
+            return (await http.get("/metrics")).text
+
     async def begin(self, **fields: Any) -> RolloutAccess:
         """Submit a rollout for an external agent, and return its access."""
         request = RolloutRequest.model_validate(
             {"task": CALC, "agent": "external", "rollout_id": "r"} | fields
         )
         rollout = await self.client.submit(request)
-        transport = httpx.ASGITransport(self.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as http:
-            shown = await http.get(
-                f"/v1/rollouts/{rollout.rollout_id}", params={"wait": 20, "until": "access"}
-            )
+        async with self.http() as http:
+            query = {"wait": 20, "until": "access"}
+            shown = await http.get(f"/v1/rollouts/{rollout.rollout_id}", params=query)
         return RolloutAccess.model_validate(shown.json()["access"])
 
     async def end(self, rollout_id: str = "r", **report: Any) -> httpx.Response:
         """Report the end of an external agent."""
-        transport = httpx.ASGITransport(self.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        async with self.http() as http:
             return await http.post(f"/v1/rollouts/{rollout_id}/end", json=report)
 
 

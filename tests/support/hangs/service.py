@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 
 from api_schemas.events import Event
 from api_schemas.inference import BackendSpec
@@ -126,12 +125,6 @@ class HangService:
         store = self.inner.app.state.service.store
         for event in await store.events(after=0, limit=10_000):
             yield event
-
-    async def http(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """Send a request of one's own."""
-        transport = httpx.ASGITransport(self.inner.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            return await http.request(method, path, **options)
 
 
 @asynccontextmanager

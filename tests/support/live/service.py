@@ -67,11 +67,9 @@ async def live_service(
     folder: Path, engines: Sequence[ScriptedEngine], **settings: Any
 ) -> AsyncIterator[LiveService]:
     """Run a service with these engines, which are running."""
-    async with gateway_service(folder, engines, **settings) as service:
-        transport = httpx.ASGITransport(service.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as http:
-            url = service.app.state.service.live.sessions.gateway_url
-            yield LiveService(service.app, http, url)
+    async with gateway_service(folder, engines, **settings) as service, service.http() as http:
+        url = service.app.state.service.live.sessions.gateway_url
+        yield LiveService(service.app, http, url)
 
 
 def stored(folder: Path) -> bytes:
