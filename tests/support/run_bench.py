@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -19,10 +20,11 @@ from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs import Delivery, RunManager, RunOverError
 from rollout_service.runs.dataset import open_dataset, reopening
 from rollout_service.runs.task_files import open_file
-from rollout_service.store import Lease
+from rollout_service.store import Lease, Store
 from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.samples import segment, trajectory
+from tests.support.store.rollouts import ended
 
 GONE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
 BROKEN = ErrorInfo(code="environment_failed", boundary=Boundary.ENVIRONMENT, message="broken")
@@ -42,6 +44,28 @@ def alternate(lease: Lease) -> float:
     return float(number % 2 and sample % 2)
 
 
+async def never_reopened(*_: object) -> None:
+    raise AssertionError("the run has all its tasks")
+
+
+def run_manager(
+    store: Store,
+    metrics: Metrics | None = None,
+    *,
+    places: int = 64,
+    reopen: Any = never_reopened,
+    version: Callable[[], int] = lambda: 0,
+) -> RunManager:
+    return RunManager(
+        store,
+        FilterRegistry(),
+        places=places,
+        reopen=reopen,
+        pool_version=lambda _: version(),
+        metrics=metrics or Metrics(),
+    )
+
+
 class Bench:
     """A store, a manager and a worker."""
 
@@ -55,13 +79,12 @@ class Bench:
         self.begun: list[str] = []
         self.environments: dict[str, Environment] = {}
         self.metrics = Metrics()
-        self.manager = RunManager(
+        self.manager = run_manager(
             store,
-            FilterRegistry(),
+            self.metrics,
             places=places,
             reopen=reopening(self.environments.__getitem__),
-            pool_version=lambda _: self.version,
-            metrics=self.metrics,
+            version=lambda: self.version,
         )
         self.delivery = Delivery(store.runs, lambda _: self.manager)
         self._held: dict[str, Lease] = {}
@@ -137,16 +160,13 @@ def result(
         turn_ids=[-1, *sampled],
         logprobs=[0.0, *(-0.5 * (turn + 1) for turn in sampled)],
     )
-    return Rollout(
-        rollout_id=lease.rollout_id,
-        state=state,
-        task=lease.request.task,
-        pool="policy",
+    return ended(
+        lease,
+        state,
         reward=score.reward if isinstance(score, Score) else None,
         reward_parts=score.parts if isinstance(score, Score) else {},
         error=end if isinstance(end, ErrorInfo) else None,
         usage=Usage(sampled_tokens=100 * (1 + place(lease)[1])),
-        created_at=lease.created_at,
         trajectory=trajectory(made, turns=turns),
     )
 

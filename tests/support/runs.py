@@ -2,7 +2,7 @@
 
 import json
 
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import Group, InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Trajectory
@@ -18,6 +18,7 @@ from rollout_service.store.runs_contract import (
     NoBatch,
 )
 from tests.support import samples
+from tests.support.store.rollouts import ended
 
 TASKS = [Task(environment="calc", instance={"n": n}) for n in range(4)]
 
@@ -53,15 +54,8 @@ def trajectory(version: int) -> Trajectory:
 async def end_all(store: Store, version: int = 0, *, made: Trajectory | None = None) -> None:
     """Complete every rollout that is queued."""
     for lease in await store.claim("w", limit=1_000, lease_seconds=1e6):
-        result = Rollout(
-            rollout_id=lease.rollout_id,
-            state=RolloutState.COMPLETED,
-            task=lease.request.task,
-            pool="policy",
-            reward=float(lease.rollout_id.endswith("1")),
-            created_at=lease.created_at,
-            trajectory=made or trajectory(version),
-        )
+        reward = float(lease.rollout_id.endswith("1"))
+        result = ended(lease, reward=reward, trajectory=made or trajectory(version))
         assert await store.finish(lease, "w", result)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, TokenExtras
+from api_schemas.rollouts import Rollout, RolloutRequest, TokenExtras
 from api_schemas.rollouts.sessions import NextState, RolloutKind, SessionInfo, TurnMark
 from api_schemas.runs import Group, InlineTasks, RunState
 from api_schemas.runs.live import LiveDelivery
@@ -23,6 +23,7 @@ from rollout_service.store.runs_contract import GroupClosure, NewGroup
 from rollout_service.store.segments import SegmentFiles
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite import SqliteStore
+from tests.support import samples
 from tests.support.redis_server import RedisServer
 from tests.support.runs import TASKS, create_run, lease_batch, leased_batch, trajectory
 from tests.support.searching import holding, redis_values, sqlite_values, traces
@@ -103,11 +104,9 @@ def result(rollout_id: str) -> Rollout:
     session = SessionInfo(session_id=f"s {text}", user=f"u {text}", tenant=tenant, opened_at=NOW, part=0)
     state = NextState(role="user", chars=1, sha256="0", text=text)
     told = trajectory(1).model_copy(update={"messages": [Message(role="user", content=text)]})
-    return Rollout(
-        rollout_id=rollout_id,
-        state=RolloutState.COMPLETED,
+    return samples.rollout(
+        rollout_id,
         task=TASKS[0],
-        pool="policy",
         reward=float(rollout_id.endswith("1")),
         reward_parts={"part": 1.0},
         notes=[text],

@@ -17,14 +17,12 @@ from api_schemas.runs import Batch, InlineTasks, RunRequest
 from rollout_service.base.errors import describe
 from rollout_service.cluster.identity import is_gone
 from rollout_service.environments.registry import EnvironmentRegistry
-from rollout_service.groups import FilterRegistry
 from rollout_service.live.parts.delivery import PartDelivery
 from rollout_service.live.parts.environment import SessionEnvironment, SessionParts
 from rollout_service.live.parts.work import PartCloser
 from rollout_service.live.sqlite.store import SqliteLiveStore
-from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.attempt import Attempt
-from rollout_service.runs import Delivery, RunManager
+from rollout_service.runs import Delivery
 from rollout_service.settings import PipelineSettings
 from rollout_service.store import Store
 from rollout_service.store.contract import Lease
@@ -33,6 +31,7 @@ from rollout_service.store.runs_contract import BatchLeaseRequest, RunStore
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.attempts import attempt_context
 from tests.support.live.store import a_session, a_state, judged
+from tests.support.run_bench import run_manager
 from tests.unit.live.test_replay import RENDERER, Stored
 
 
@@ -60,14 +59,7 @@ class LiveBench:
             store, cast(Any, None), environments, cast(Any, NoEngines()), PipelineSettings()
         )
         self.context = replace(context, owner=node or context.owner)
-        self.manager = RunManager(
-            store,
-            FilterRegistry(),
-            places=64,
-            reopen=cast(Any, None),
-            pool_version=lambda _: 0,
-            metrics=Metrics(),
-        )
+        self.manager = run_manager(store)
         self.batches = Delivery(store.runs, lambda _: self.manager)
         self.restart()
 

@@ -13,8 +13,7 @@ from string import Template
 import anyio
 import pytest
 
-from api_schemas.rollouts import RolloutRequest, StopReason
-from api_schemas.tasks import Task
+from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.harnesses.agent import LARGEST_ARGUMENT, HarnessAgent, with_servers
 from rollout_service.agents.harnesses.preset import HarnessSettings
@@ -30,9 +29,9 @@ from rollout_service.base.errors import ConfigurationError, EnvironmentFailedErr
 from rollout_service.engines.errors import NoBackendError
 from rollout_service.environments.declarative.declaration import read_declaration
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.episodes import Episode, EpisodeLimits
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, SandboxSpec, make_provider
+from tests.support.episodes import scripted_episode
 
 ASK = "import os, sys, urllib.request; print(urllib.request.urlopen(os.environ['GATEWAY']).read().decode())"
 ASKING = {"name": "command", "env": {"GATEWAY": "$url/$key"}}
@@ -76,14 +75,8 @@ async def sandbox(tmp_path: Path):
 
 def episode(sandbox, *, answers=("hello",), limits=None, **gateway):
     policy = ScriptedPolicy(answers)
-    return Episode(
-        request=RolloutRequest(rollout_id="r", task=Task(environment="test")),
-        attempt=1,
-        limits=EpisodeLimits(**(limits or {})),
-        policy=policy,
-        sandbox=sandbox,
-        gateway=ScriptedGateway(policy, **gateway),
-    )
+    gateway = ScriptedGateway(policy, **gateway)
+    return scripted_episode(policy=policy, limits=limits or {}, sandbox=sandbox, gateway=gateway)
 
 
 def asked(text="Do it."):

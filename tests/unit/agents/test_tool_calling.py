@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api_schemas.rollouts import RolloutRequest, StopReason
-from api_schemas.tasks import Task
+from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.tool_calling import agent
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolInputError
-from rollout_service.episodes import ContextFullError, Episode, EpisodeLimits
+from rollout_service.episodes import ContextFullError
 from rollout_service.testing.scripted_policy import (
     ScriptedPolicy,
     ScriptEndedError,
@@ -24,6 +23,7 @@ from rollout_service.testing.scripted_policy import (
     turn,
 )
 from sandboxes.errors import SandboxStartError
+from tests.support.episodes import scripted_episode
 
 TASK = [Message(role="user", content="Do it.")]
 
@@ -56,12 +56,7 @@ class Recorder:
 
 
 def episode(script, delay=0.0, **limits):
-    return Episode(
-        request=RolloutRequest(rollout_id="r", task=Task(environment="test")),
-        attempt=1,
-        limits=EpisodeLimits(**limits),
-        policy=ScriptedPolicy(script, delay=delay),
-    )
+    return scripted_episode(policy=ScriptedPolicy(script, delay=delay), limits=limits)
 
 
 async def play(script, recorder=None, **limits):

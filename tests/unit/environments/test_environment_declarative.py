@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.rollouts import RolloutRequest, StopReason
-from api_schemas.tasks import Task
+from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.declarative.environment import load_folder, parse_score
-from rollout_service.episodes import Episode
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes.sessions.serial_session import open_sessions
+from tests.support.episodes import episode_of
 
 pytestmark = pytest.mark.slow
 WORDCOUNT = Path(__file__).parents[3] / "examples" / "environments" / "wordcount"
@@ -192,10 +191,9 @@ async def test_sessions_are_in_the_working_folder_that_init_made(tmp_path, sandb
     policy = ScriptedPolicy(
         [bash("cat made"), turn("", call("python", code="print(open('made').read())")), "."]
     )
-    request = RolloutRequest(rollout_id="e", task=Task(environment="e", instance={}))
     async with await sandboxes.start(env.spec, "e") as sandbox:
         await open_sessions(sandbox, env.spec.sessions)
-        episode = Episode(request, 1, env.spec.limits, policy, sandbox)
+        episode = episode_of(env, {}, policy=policy, sandbox=sandbox)
         await env.init(episode)
         await env.run(episode)
     told = [message.content.strip() for message in policy.messages if message.role == "tool"]

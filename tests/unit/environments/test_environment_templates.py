@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api_schemas.rollouts import RolloutRequest, StopReason
-from api_schemas.tasks import Task
+from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.base.templates import PromptTemplate
 from rollout_service.environments.bridges.turns import Consequence, score_turns, take_turns
-from rollout_service.episodes import ContextFullError, Episode, EpisodeLimits
-from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, turn
+from rollout_service.episodes import ContextFullError, Episode
+from rollout_service.testing.scripted_policy import ScriptedTurn, turn
+from tests.support.episodes import scripted_episode
 
 
 def render(source, instance):
@@ -158,13 +158,7 @@ class Scripted:
 
 
 def episode(script: Sequence[ScriptedTurn], **limits: float) -> Episode:
-    task = Task(environment="game", instance={})
-    return Episode(
-        request=RolloutRequest(rollout_id="r", task=task),
-        attempt=1,
-        limits=EpisodeLimits(**limits),  # type: ignore[arg-type]
-        policy=ScriptedPolicy(script),
-    )
+    return scripted_episode(script, limits=limits)
 
 
 async def test_replies_are_messages_and_rewards_add_up():

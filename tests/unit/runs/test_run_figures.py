@@ -11,17 +11,16 @@ from api_schemas.rollouts.trees import NodeDetail, Work
 from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment
-from rollout_service.groups import FilterChain, FilterRegistry, parallel_figures, work_sums
+from rollout_service.groups import FilterChain, parallel_figures, work_sums
 from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.runs import RunManager
 from rollout_service.runs.api import RunService
 from rollout_service.runs.open_groups import close_group
 from rollout_service.runs.planning import RECENT, RunEstimates
-from rollout_service.runs.task_files import Rows
 from rollout_service.store import rules
 from rollout_service.store.codec.runs import encode_summary
 from rollout_service.store.runs_contract import GroupClosure, GroupMember
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.run_bench import run_manager
 from tests.support.sub_agents import DIRECT, SERIAL, WIDE, rollout
 
 REQUEST = RunRequest(source=InlineTasks(), batch_size=1)
@@ -77,14 +76,7 @@ class Played:
     def __init__(self, store: SqliteStore) -> None:
         self.store = store
         self.metrics = Metrics()
-        self.manager = RunManager(
-            store,
-            FilterRegistry(),
-            places=64,
-            reopen=_never_reopened,
-            pool_version=lambda _: 0,
-            metrics=self.metrics,
-        )
+        self.manager = run_manager(store, self.metrics)
 
     async def play(self, works: Sequence[Work | None]) -> None:
         """Let the rollouts that are queued end with this work, in order, and close their group."""
@@ -96,10 +88,6 @@ class Played:
 
     async def figures(self) -> RunParallel | None:
         return self.manager.parallel(await self.store.runs.get("a"))
-
-
-async def _never_reopened(*_: object) -> Rows:
-    raise AssertionError("the tasks are inline")
 
 
 async def _unused(_: str) -> Environment:

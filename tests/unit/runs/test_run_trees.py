@@ -17,13 +17,11 @@ from api_schemas.tasks import Task
 from rollout_client.arrays import BatchArrays
 from rollout_client.run_export import BadExportError, RunExport
 from rollout_service.environments.contract import Environment
-from rollout_service.groups import FilterRegistry
-from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.runs import Delivery, RunManager
+from rollout_service.runs import Delivery
 from rollout_service.runs.api import RunExporter, RunService
-from rollout_service.runs.dataset import reopening
 from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.run_bench import run_manager
 from tests.support.store.trees import WORK, bare, rollout
 
 
@@ -32,15 +30,7 @@ class Bench:
 
     def __init__(self, store: SqliteStore) -> None:
         self.store = store
-        environments: dict[str, Environment] = {}
-        self.manager = RunManager(
-            store,
-            FilterRegistry(),
-            places=8,
-            reopen=reopening(environments.__getitem__),
-            pool_version=lambda _: 3,
-            metrics=Metrics(),
-        )
+        self.manager = run_manager(store, places=8, version=lambda: 3)
         self.delivery = Delivery(store.runs, lambda _: self.manager)
         self._service = RunService(
             store.runs, lambda _: self.manager, check_environment=_unused, check_pool=lambda _: None

@@ -6,9 +6,7 @@ import anyio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_schemas.rollouts import RolloutRequest
 from api_schemas.rollouts.trees import AgentNode, Work
-from api_schemas.tasks import Task
 from api_schemas.trajectories import Message
 from rollout_service.agents.parallel.agent import ParallelAgent
 from rollout_service.agents.parallel.ledger import Steps, TurnSteps, add_up
@@ -16,8 +14,8 @@ from rollout_service.agents.parallel.settings import ParallelSettings, SubagentS
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool
 from rollout_service.base.errors import UnavailableError
-from rollout_service.episodes import Episode, EpisodeLimits
-from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+from rollout_service.testing.scripted_policy import call, turn
+from tests.support.episodes import scripted_episode
 from tests.support.sub_agents import ScriptedSubagents
 
 
@@ -75,13 +73,7 @@ async def played(tree, options, fails_first):
             return [UnavailableError("gone")]
         return scripts[agent]
 
-    episode = Episode(
-        request=RolloutRequest(rollout_id="r", task=Task(environment="test")),
-        attempt=1,
-        limits=EpisodeLimits(),
-        policy=ScriptedPolicy(script),
-        subagents=ScriptedSubagents(worker),
-    )
+    episode = scripted_episode(script, subagents=ScriptedSubagents(worker))
     agent = ParallelAgent(options, [LOOK, FINISH], [LOOK])
     await agent.run(episode, [Message(role="user", content="Go.")])
     return episode

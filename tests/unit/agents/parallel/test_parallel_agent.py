@@ -6,9 +6,8 @@ from datetime import UTC, datetime
 import anyio
 import pytest
 
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason
+from api_schemas.rollouts import Rollout, RolloutState, StopReason
 from api_schemas.rollouts.trees import InvalidBecause
-from api_schemas.tasks import Task
 from api_schemas.trajectories import Message
 from rollout_service.agents.parallel.agent import ParallelAgent
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
@@ -20,11 +19,11 @@ from rollout_service.episodes import Episode, EpisodeLimits
 from rollout_service.groups import work_sums
 from rollout_service.groups.auxiliary import raw_parts
 from rollout_service.testing.scripted_policy import (
-    ScriptedPolicy,
     call,
     malformed_call,
     turn,
 )
+from tests.support.episodes import scripted_episode
 from tests.support.sub_agents import ScriptedSubagents
 
 TASK = [Message(role="system", content="You lead."), Message(role="user", content="Add A B.")]
@@ -100,13 +99,7 @@ async def play(
 
     read, write = tool("read", parallel=True), tool("write", parallel=False)
     host = host(workers, slots=slots, delay=delay)
-    episode = Episode(
-        request=RolloutRequest(rollout_id="r", task=Task(environment="test")),
-        attempt=1,
-        limits=limits or EpisodeLimits(),
-        policy=ScriptedPolicy(script),
-        subagents=host,
-    )
+    episode = scripted_episode(script, limits=limits or {}, subagents=host)
     if keep is not None:
         keep.append(episode)
     agent = ParallelAgent(ParallelSettings(**settings), [read, write, FINISH], [read, write])
@@ -414,12 +407,7 @@ async def test_without_sub_agents_there_is_work_and_no_nodes():
 
 
 async def test_a_trial_without_a_host_says_what_to_do():
-    episode = Episode(
-        request=RolloutRequest(rollout_id="r", task=Task(environment="test")),
-        attempt=1,
-        limits=EpisodeLimits(),
-        policy=ScriptedPolicy(["Done."]),
-    )
+    episode = scripted_episode(["Done."])
     with pytest.raises(EnvironmentFailedError) as failed:
         await ParallelAgent(ParallelSettings(), [], []).run(episode, TASK)
     assert "frozen pool" in failed.value.hint

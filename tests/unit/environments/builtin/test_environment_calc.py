@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api_schemas.rollouts import RolloutRequest
-from api_schemas.tasks import Task
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.builtin.calc import (
     environment,
@@ -18,8 +16,7 @@ from rollout_service.environments.builtin.calc import (
     sample_problems,
 )
 from rollout_service.environments.builtin.math.environment import last_boxed
-from rollout_service.episodes import Episode
-from rollout_service.testing.scripted_policy import ScriptedPolicy
+from tests.support.episodes import episode_of
 
 
 @pytest.mark.parametrize(
@@ -56,12 +53,7 @@ def test_a_hostile_text_takes_no_longer():
 
 
 async def score(answer, expected):
-    task = Task(environment="calc", instance={"question": "?", "answer": expected})
-    request = RolloutRequest(rollout_id="r", task=task)
-    spec = environment.spec
-    episode = Episode(
-        request=request, attempt=1, limits=spec.limits, policy=ScriptedPolicy([]), answer=answer
-    )
+    episode = episode_of(environment, {"question": "?", "answer": expected}, answer=answer)
     return await environment.evaluate(episode)
 
 

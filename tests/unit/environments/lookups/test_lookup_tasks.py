@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_schemas.rollouts import RolloutRequest
 from api_schemas.rollouts.trees import Work
-from api_schemas.tasks import Task
 from rollout_service.agents.parallel.tools import ASSIGN, CREATE
 from rollout_service.agents.tool_calling.tools import ToolContext
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
@@ -18,8 +16,7 @@ from rollout_service.environments.builtin.pointers import environment as pointer
 from rollout_service.environments.builtin.pointers import make_problem as make_pointers
 from rollout_service.environments.builtin.split import environment as split
 from rollout_service.environments.builtin.split import make_problem as make_split
-from rollout_service.episodes import Episode
-from rollout_service.testing.scripted_policy import ScriptedPolicy
+from tests.support.episodes import episode_of
 
 BOTH = pytest.mark.parametrize(
     ("environment", "make"), [(pointers, make_pointers), (split, make_split)], ids=["pointers", "split"]
@@ -41,14 +38,7 @@ ENOUGH = Work(scheduled_steps=5)
 
 
 async def score(environment, problem, answer, work=ENOUGH):
-    request = RolloutRequest(
-        rollout_id="r", task=Task(environment=environment.spec.name, instance={**problem})
-    )
-    limits = environment.spec.limits
-    episode = Episode(
-        request=request, attempt=1, limits=limits, policy=ScriptedPolicy([]), answer=answer, work=work
-    )
-    return await environment.evaluate(episode)
+    return await environment.evaluate(episode_of(environment, {**problem}, answer=answer, work=work))
 
 
 @BOTH

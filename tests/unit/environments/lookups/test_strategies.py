@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from api_schemas.rollouts import RolloutRequest, StopReason
-from api_schemas.tasks import Task
+from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.parallel.tools import RESULT_RULE
 from rollout_service.engines.shipped import policy_folder
@@ -16,9 +15,9 @@ from rollout_service.environments.builtin.pointers import environment as pointer
 from rollout_service.environments.builtin.pointers import make_problem as make_pointers
 from rollout_service.environments.builtin.split import environment as split
 from rollout_service.environments.builtin.split import make_problem as make_split
-from rollout_service.episodes import Episode
-from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+from rollout_service.testing.scripted_policy import call, turn
 from rollout_service.tokens import ChatRenderer
+from tests.support.episodes import episode_of
 from tests.support.sub_agents import ScriptedSubagents
 from tests.support.turns import called
 
@@ -82,14 +81,7 @@ def failing(_agent):
 async def run(environment, problem, script, workers=subagent):
     instance = {**problem}
     environment.check(instance)
-    request = RolloutRequest(rollout_id="r", task=Task(environment=environment.spec.name, instance=instance))
-    episode = Episode(
-        request=request,
-        attempt=1,
-        limits=environment.spec.limits,
-        policy=ScriptedPolicy(script),
-        subagents=ScriptedSubagents(workers),
-    )
+    episode = episode_of(environment, instance, script, subagents=ScriptedSubagents(workers))
     reason = await environment.run(episode)
     return reason, episode, await environment.evaluate(episode)
 

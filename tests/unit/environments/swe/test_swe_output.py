@@ -5,12 +5,9 @@ import subprocess
 
 import pytest
 
-from api_schemas.rollouts import RolloutRequest
-from api_schemas.tasks import Task
 from rollout_service.environments.swe.environment import PATCH, SweDeclaration, SweEnvironment
-from rollout_service.episodes import Episode
-from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, SandboxSpec, make_provider
+from tests.support.episodes import episode_of
 
 pytestmark = pytest.mark.slow
 CHANGE = b"diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-1\n+2\n"
@@ -41,14 +38,7 @@ def instance(tmp_path):
 
 async def test_what_the_tests_printed_is_the_graders_output(instance, tmp_path):
     environment = SweEnvironment(SweDeclaration()).for_instance(instance)
-    request = RolloutRequest(task=Task(environment="swe", instance=instance))
-    episode = Episode(
-        request=request,
-        attempt=1,
-        limits=environment.spec.limits,
-        policy=ScriptedPolicy([]),
-        state={PATCH: CHANGE},
-    )
+    episode = episode_of(environment, instance, state={PATCH: CHANGE})
     provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
     try:
         async with await provider.start(SandboxSpec()) as episode.sandbox:
