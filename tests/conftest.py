@@ -12,7 +12,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from sandboxes import ApptainerConfig, LocalConfig, Sandbox, SandboxSpec, make_provider
+from sandboxes import ApptainerConfig, LocalConfig, Sandbox, SandboxProvider, SandboxSpec, make_provider
 from tests.support.clocks import ManualClock
 from tests.support.plugins.parts import PARTS
 from tests.support.redis_cluster import RedisCluster
@@ -79,17 +79,30 @@ async def local_sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
 
 
 @pytest.fixture
-async def sandboxes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Any]:
+async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SandboxProvider]:
     """Start sandboxes in Apptainer for tests that are marked so, else on the host itself; none may be left."""
+    marked = request.node.get_closest_marker("apptainer")
+    config = ApptainerConfig() if marked else LocalConfig(provider="local")
+    made = make_provider(config, tmp_path / "state")
+    yield made
+    assert made.live() == []
+    await made.close()
+
+
+@pytest.fixture
+def sandboxes(provider: SandboxProvider) -> Any:
     from rollout_service.pipeline.sandbox_source import SandboxSource  # which imports half of the service
 
-    marked = request.node.get_closest_marker("apptainer")
-    provider = make_provider(
-        ApptainerConfig() if marked else LocalConfig(provider="local"), tmp_path / "state"
-    )
-    yield SandboxSource(provider)
-    assert provider.live() == []
-    await provider.close()
+    return SandboxSource(provider)
+
+
+@pytest.fixture(scope="session")
+def renderer() -> Any:
+    """Return the chat format of a shipped policy."""
+    from rollout_service.engines.shipped import policy_folder  # which imports transformers' tokenizers
+    from rollout_service.tokens import ChatRenderer
+
+    return ChatRenderer.load(policy_folder("calc-tuned"))
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputErro
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, SandboxSpec, make_provider
+from sandboxes import SandboxSpec
 from tests.support import mcp_server
 from tests.support.web_server import web_server
 
@@ -70,13 +70,6 @@ async def test_a_server_that_does_not_start_fails_the_rollout(folder, sandboxes)
 
 BROWSE = by_name(BUILTIN_TOOLS)["browse"]
 SERVE = "cd /tmp && echo inside >page.txt && exec python3 -u -m http.server --bind 127.0.0.1 8123"
-
-
-@pytest.fixture
-async def provider(tmp_path):
-    provider = make_provider(ApptainerConfig(), tmp_path)
-    yield provider
-    await provider.close()
 
 
 async def read(sandbox, url):

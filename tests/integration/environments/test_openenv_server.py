@@ -30,7 +30,7 @@ from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import LocalConfig, SandboxProvider, make_provider
+from sandboxes import SandboxProvider
 from tests.support.openenv.process import PYTHON, RealOpenEnv
 
 pytestmark = [pytest.mark.bridges, pytest.mark.xdist_group("openenv")]
@@ -58,14 +58,6 @@ class Files(AgentEnvironment):
 
     def dataset(self) -> list[dict[str, Any]]:
         return TASKS
-
-
-@pytest.fixture
-async def provider(tmp_path: Path) -> AsyncIterator[SandboxProvider]:
-    provider = make_provider(LocalConfig(provider="local"), tmp_path)
-    yield provider
-    assert provider.live() == []
-    await provider.close()
 
 
 def served(environment: Environment, provider: SandboxProvider, sessions: int = 1) -> Any:

@@ -21,7 +21,7 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.shared_setup import SharedSetups
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, SandboxSpec, make_provider
+from sandboxes import SandboxSpec
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.swe]
 FOLDER = Path(__file__).parents[3] / ".cache" / "swe"
@@ -37,14 +37,6 @@ def packages():
 @pytest.fixture(scope="module")
 def instances(packages):
     return {instance["repo"].removeprefix("packages/"): instance for instance in packages.dataset()}
-
-
-@pytest.fixture
-async def provider(tmp_path):
-    provider = make_provider(ApptainerConfig(), tmp_path / "state")
-    yield provider
-    assert provider.live() == []
-    await provider.close()
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +19,6 @@ import pytest
 
 from sandboxes import ApptainerConfig, Sandbox, SandboxConfigError, SandboxSpec, make_provider
 from sandboxes.contract import LISTENER_ADDRESS
-from sandboxes.providers.apptainer.provider import ApptainerProvider
 from tests.support.processes.children import killed
 from tests.support.users.as_user import ordinary_user
 from tests.support.waiting import until
@@ -62,14 +61,6 @@ for family, name in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"), (s
         server.accept()[0].sendall(b"ok")
         print(client.recv(2).decode(), end=" ")
 """
-
-
-@pytest.fixture
-async def provider(tmp_path: Path) -> AsyncIterator[ApptainerProvider]:
-    provider = make_provider(ApptainerConfig(), tmp_path)
-    assert isinstance(provider, ApptainerProvider)
-    yield provider
-    await provider.close()
 
 
 @pytest.fixture

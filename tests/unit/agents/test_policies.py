@@ -43,11 +43,6 @@ CONVERSATIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def renderer():
-    return ChatRenderer.load(policy_folder("calc-tuned"))
-
-
 def as_openai(message):
     content = {"role": message.role, "content": message.content}
     if message.tool_calls:

@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 
-from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.bounds import MAX_NAME_CHARS, MAX_SCHEMA_BYTES, MAX_STOP_CHARS
 from rollout_service.gateway.contract import Dialect
-from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.asgi import COUNTS, PATHS, gateway_bench
 
 USER = {"role": "user", "content": "hi"}
@@ -66,11 +64,6 @@ TOO_MUCH: list[tuple[Dialect, str, dict[str, Any]]] = [
     (Dialect.GOOGLE, "generationConfig.stopSequences.0", google(stopSequences=[""])),
     (Dialect.GOOGLE, "generationConfig.responseSchema", google(responseSchema=LARGE_SCHEMA)),
 ]
-
-
-@pytest.fixture(scope="module")
-def renderer() -> ChatRenderer:
-    return ChatRenderer.load(policy_folder("calc-base"))
 
 
 @pytest.mark.parametrize(("dialect", "path", "more"), TOO_MUCH)

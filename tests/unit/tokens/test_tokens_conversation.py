@@ -5,17 +5,11 @@ import math
 import pytest
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message
-from rollout_service.engines.shipped import policy_folder
-from rollout_service.tokens import ChatRenderer, Conversation, check_invariants
+from rollout_service.tokens import Conversation, check_invariants
 from rollout_service.tokens.errors import ConversationStateError, RecordError
 
 TOOL = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def renderer():
-    return ChatRenderer.load(policy_folder("calc-tuned"))
 
 
 @pytest.fixture

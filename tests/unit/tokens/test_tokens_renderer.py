@@ -24,11 +24,6 @@ from tests.support.tokens.conversations import TOOL
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def renderer():
-    return ChatRenderer.load(policy_folder("calc-tuned"))
-
-
 @pytest.fixture
 def folder(tmp_path):
     shutil.copy(policy_folder("calc-tuned") / "tokenizer.json", tmp_path)

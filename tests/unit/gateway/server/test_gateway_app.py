@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
 from rollout_service.engines.serving.policies import PoolModel
-from rollout_service.engines.shipped import policy_folder
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.gateway.gateway import ONE_PROGRAM, Gateway, GatewayParts
 from rollout_service.gateway.metrics import GatewayMetrics
@@ -32,11 +31,6 @@ from tests.support.waiting import collect
 REQUEST = RolloutRequest(rollout_id="r", task=Task(environment="calc"))
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 BODY = {"model": "policy", "max_tokens": 99, "messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest.fixture(scope="module")
-def renderer() -> ChatRenderer:
-    return ChatRenderer.load(policy_folder("calc-tuned"))
 
 
 @dataclass

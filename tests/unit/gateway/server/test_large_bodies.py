@@ -8,7 +8,6 @@ from typing import Any
 import anyio
 import pytest
 
-from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.server.app import INLINE_BYTES
@@ -35,11 +34,6 @@ class SlowCapture(TurnCapture):
         self.began.set()
         assert self.goes_on.wait(30)
         return super().plan(call, context_length)
-
-
-@pytest.fixture(scope="module")
-def renderer() -> ChatRenderer:
-    return ChatRenderer.load(policy_folder("calc-base"))
 
 
 @pytest.mark.parametrize("path", [CHAT, COUNT])
