@@ -16,7 +16,6 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.settings.pipeline import SecretsSettings
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import ApptainerConfig, make_provider
 
 pytestmark = pytest.mark.apptainer
 HOST = {"GRADER_KEY": "grader-47e1", "INIT_KEY": "init-93b2", "AGENT_KEY": "agent-5c0d"}
@@ -84,7 +83,7 @@ echo "{\\"reward\\": 1, \\"parts\\": {\\"own\\": $own, \\"others\\": $others, \\
 """
 
 
-async def test_the_graders_secret_meets_nothing_of_the_agent(tmp_path):
+async def test_the_graders_secret_meets_nothing_of_the_agent(tmp_path, provider):
     folder = tmp_path / "e"
     await anyio.Path(folder).mkdir()
     for name, text in {
@@ -109,13 +108,9 @@ async def test_the_graders_secret_meets_nothing_of_the_agent(tmp_path):
     policy = ScriptedPolicy(
         [turn("", call("bash", command=LEAVE)), look_on_the_host, turn("", call("finish", answer="x"))]
     )
-    provider = make_provider(ApptainerConfig(), tmp_path / "state")
-    try:
-        source = SandboxSource(provider, secrets=HostSecrets(SecretsSettings(variables=list(HOST)), HOST))
-        played = await play(load_folder(folder), {}, policy, source)
-        assert provider.live() == []
-    finally:
-        await provider.close()
+    source = SandboxSource(provider, secrets=HostSecrets(SecretsSettings(variables=list(HOST)), HOST))
+    played = await play(load_folder(folder), {}, policy, source)
+    assert provider.live() == []
 
     told = [message.content for message in policy.messages if message.role == "tool"]
     assert [told[0].strip(), told[1].strip()] == ["files=0 processes=0 all=10 grader=", "10 None"]

@@ -17,7 +17,6 @@ from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.testing import Reply, ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants
-from sandboxes import LocalConfig, make_provider
 from tests.support.gateway.service import END, POLICY, GatewayService, gateway_service
 from tests.support.waiting import until
 
@@ -165,16 +164,12 @@ async def test_a_run_has_no_external_agents(tmp_path, environment):
     assert [error.path for error in caught.value.problem.errors] == ["body.agent"]
 
 
-async def test_attacks_take_the_place_of_the_program(tmp_path, environment):
+async def test_attacks_take_the_place_of_the_program(provider, environment):
     attacks = [Attack("idle", "does nothing", ""), Attack("answer", "answers rightly", "", answer=RIGHT)]
-    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
     done: list[int] = []
-    try:
-        report = await attack_environment(
-            load_folder(environment), SandboxSource(provider), attacks=attacks, on_outcome=done.append
-        )
-    finally:
-        await provider.close()
+    report = await attack_environment(
+        load_folder(environment), SandboxSource(provider), attacks=attacks, on_outcome=done.append
+    )
     assert done == [1, 2]
     assert report.idle_reward == 0.0
     assert [outcome.reward for outcome in report.outcomes] == [0.0, 1.0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import ApptainerConfig, SandboxSpec, make_provider
+from sandboxes import SandboxSpec
 from sandboxes.conformance import pausing
 from sandboxes.limits.cgroups import CGROUPS, find_control_groups
 from tests.support.users.as_user import OrdinaryUser, ordinary_user
@@ -66,15 +66,12 @@ def test_a_user_with_a_group_of_its_own_pauses_sandboxes():
         assert user.remaining_processes() == []
 
 
-async def test_a_sandbox_whose_owner_listens_is_not_paused(tmp_path):
-    provider = make_provider(ApptainerConfig(), tmp_path)
+async def test_a_sandbox_whose_owner_listens_is_not_paused(provider):
     async with await provider.start(SandboxSpec(listens=True)) as sandbox:
         assert not await sandbox.pause()
-    await provider.close()
 
 
-async def test_memory_that_caches_files_is_given_back(tmp_path):
-    provider = make_provider(ApptainerConfig(), tmp_path)
+async def test_memory_that_caches_files_is_given_back(provider):
     if provider.pausing in ("files", "memory"):
         async with await provider.start(SandboxSpec()) as sandbox:
             await sandbox.python()
@@ -82,4 +79,3 @@ async def test_memory_that_caches_files_is_given_back(tmp_path):
             assert await sandbox.reclaim() > 0
             assert (await (await sandbox.python()).execute("1 + 1")).result == "2"
             assert await sandbox.reclaim() == 0, "it runs"
-    await provider.close()

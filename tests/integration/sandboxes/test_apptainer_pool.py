@@ -96,19 +96,15 @@ ls /workspace/perl5/Debconf
 RENAME = "import os; os.rename('/usr/share/bash-completion', '/usr/share/renamed')"
 
 
-async def test_folders_of_the_image_are_removed_and_renamed(tmp_path):
-    provider = make_provider(ApptainerConfig(), tmp_path)
-    try:
-        assert provider.known_failures == {}
-        async with await provider.start(SandboxSpec()) as sandbox:
-            changed = await sandbox.exec(["bash", "-c", CHANGE])
-            assert changed.exit_code == 0, changed.stderr
-            renamed = await sandbox.exec(["python3", "-c", RENAME])
-            expected = b"" if os.geteuid() == 0 else b"Invalid cross-device link"
-            assert expected in renamed.stderr
-            assert renamed.exit_code == (0 if os.geteuid() == 0 else 1)
-        async with await provider.start(SandboxSpec()) as sandbox:
-            untouched = await sandbox.exec(["ls", "/usr/share/doc", "/usr/share/perl5/Debconf"])
-            assert untouched.exit_code == 0, "the next sandbox has the image as it was"
-    finally:
-        await provider.close()
+async def test_folders_of_the_image_are_removed_and_renamed(provider):
+    assert provider.known_failures == {}
+    async with await provider.start(SandboxSpec()) as sandbox:
+        changed = await sandbox.exec(["bash", "-c", CHANGE])
+        assert changed.exit_code == 0, changed.stderr
+        renamed = await sandbox.exec(["python3", "-c", RENAME])
+        expected = b"" if os.geteuid() == 0 else b"Invalid cross-device link"
+        assert expected in renamed.stderr
+        assert renamed.exit_code == (0 if os.geteuid() == 0 else 1)
+    async with await provider.start(SandboxSpec()) as sandbox:
+        untouched = await sandbox.exec(["ls", "/usr/share/doc", "/usr/share/perl5/Debconf"])
+        assert untouched.exit_code == 0, "the next sandbox has the image as it was"

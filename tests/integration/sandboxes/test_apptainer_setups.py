@@ -13,7 +13,7 @@ import anyio
 import psutil
 import pytest
 
-from sandboxes import ApptainerConfig, Bind, Sandbox, SandboxProvider, SandboxSpec, make_provider
+from sandboxes import ApptainerConfig, Bind, Sandbox, SandboxProvider, SandboxSpec
 from sandboxes.host.processes import find_first_process
 from sandboxes.host.subordinate_ids import resolve_user
 from sandboxes.providers.apptainer.launcher import Launcher
@@ -151,23 +151,20 @@ def test_a_repeated_start_of_an_ordinary_user_makes_the_same_sandbox(host):
 
 
 @pytest.mark.parametrize("ends", ["launcher", "service"])
-async def test_a_repeated_sandbox_ends_with_its_launcher(tmp_path, ends):
-    provider = make_provider(ApptainerConfig(), tmp_path)
-    try:
-        await (await provider.start(SandboxSpec())).close()
-        sandbox = await provider.start(SandboxSpec())
-        assert not runs_apptainer(sandbox)
-        first = find_first_process(sandbox.pid)
-        if ends == "launcher":
-            sandbox._launched.resources.process.kill()
-        else:
-            sandbox._launched.control.close()
-        with anyio.fail_after(5):
-            while psutil.pid_exists(first.pid):
-                await anyio.sleep(0.01)
-        assert not sandbox.healthy
-    finally:
-        await provider.close()
+async def test_a_repeated_sandbox_ends_with_its_launcher(provider, ends):
+    await (await provider.start(SandboxSpec())).close()
+    sandbox = await provider.start(SandboxSpec())
+    assert not runs_apptainer(sandbox)
+    first = find_first_process(sandbox.pid)
+    if ends == "launcher":
+        sandbox._launched.resources.process.kill()
+    else:
+        sandbox._launched.control.close()
+    with anyio.fail_after(5):
+        while psutil.pid_exists(first.pid):
+            await anyio.sleep(0.01)
+    assert not sandbox.healthy
+    await sandbox.close()
 
 
 @pytest.mark.parametrize("reuse", [True, False], ids=["repeated", "by Apptainer"])

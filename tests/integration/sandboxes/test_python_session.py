@@ -1,8 +1,6 @@
 """A Python session gives code what any IPython kernel does, although the kernel starts with less."""
 
 import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import anyio
 import pytest
@@ -13,18 +11,8 @@ from sandboxes.errors import SandboxStartError
 
 
 @pytest.fixture
-async def sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
-    provider = make_provider(LocalConfig(provider="local"), tmp_path)
-    try:
-        async with await provider.start(SandboxSpec()) as sandbox:
-            yield sandbox
-    finally:
-        await provider.close()
-
-
-@pytest.fixture
-async def python(sandbox: Sandbox) -> PythonSession:
-    return await sandbox.python()
+async def python(local_sandbox: Sandbox) -> PythonSession:
+    return await local_sandbox.python()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +74,7 @@ async def test_an_awaiting_cell_is_interrupted_and_the_session_goes_on(python):
     assert (await python.execute("x")).result == "7"
 
 
-async def test_the_session_is_handed_out_while_a_cell_runs(sandbox, python):
+async def test_the_session_is_handed_out_while_a_cell_runs(local_sandbox, python):
     results: list[PythonResult] = []
 
     async def sleep() -> None:
@@ -94,9 +82,9 @@ async def test_the_session_is_handed_out_while_a_cell_runs(sandbox, python):
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(sleep)
-        await sandbox.exec(["bash", "-c", "until [ -e begun ]; do sleep 0.05; done"])
+        await local_sandbox.exec(["bash", "-c", "until [ -e begun ]; do sleep 0.05; done"])
         with anyio.fail_after(20):
-            await (await sandbox.python()).interrupt()
+            await (await local_sandbox.python()).interrupt()
     assert (results[0].error.ename, results[0].timed_out) == ("KeyboardInterrupt", False)
 
 

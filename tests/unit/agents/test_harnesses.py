@@ -7,7 +7,6 @@ import socket
 import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from string import Template
 
 import anyio
@@ -30,7 +29,7 @@ from rollout_service.engines.errors import NoBackendError
 from rollout_service.environments.declarative.declaration import read_declaration
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import LocalConfig, SandboxSpec, make_provider
+from sandboxes import SandboxSpec
 from tests.support.episodes import scripted_episode
 
 ASK = "import os, sys, urllib.request; print(urllib.request.urlopen(os.environ['GATEWAY']).read().decode())"
@@ -66,11 +65,9 @@ class ScriptedGateway:
 
 
 @pytest.fixture
-async def sandbox(tmp_path: Path):
-    provider = make_provider(LocalConfig(provider="local"), tmp_path)
+async def sandbox(provider):
     async with await provider.start(SandboxSpec(listens=True)) as started:
         yield started
-    await provider.close()
 
 
 def episode(sandbox, *, answers=("hello",), limits=None, **gateway):

@@ -27,7 +27,6 @@ from rollout_service.pipeline.trial import play
 from rollout_service.settings import LogFormat
 from rollout_service.settings.pipeline import SecretsSettings
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import LocalConfig, make_provider
 from tests.support.logging_of_service import logged
 
 # One test looks for the variables of the others among all processes of the host.
@@ -75,10 +74,8 @@ def folder_of(path, evaluate=EVALUATE, table=TABLE):
 
 
 @pytest.fixture
-async def sandboxes(tmp_path):
-    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
-    yield SandboxSource(provider, secrets=HostSecrets(ALLOWED, HOST))
-    await provider.close()
+def sandboxes(provider):
+    return SandboxSource(provider, secrets=HostSecrets(ALLOWED, HOST))
 
 
 @pytest.mark.slow

@@ -19,10 +19,8 @@ from rollout_service.judging.contract import JudgeTimeoutError, NoVerdictError
 from rollout_service.judging.judge import JudgmentCache, PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.judging.rubric import Rubric, RubricSettings, cut_middle, quote, read_box, read_verdict
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import LocalConfig, make_provider
 from tests.support.sampling import ScriptedSampler
 from tests.support.waiting import until
 
@@ -212,13 +210,12 @@ def test_a_template_that_uses_an_unknown_name_is_refused():
         rubric(template="{{ reply }}")
 
 
-async def test_the_example_of_the_page_scores_by_its_rubric(make_judge, tmp_path):
+async def test_the_example_of_the_page_scores_by_its_rubric(make_judge, sandboxes):
     page = (Path(__file__).parents[3] / "docs/how-to/judge-answers.md").read_text()
     [source] = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(compile(source, "example.py", "exec"), names)
     judge = make_judge(ScriptedSampler(*["VERDICT: partial"] * 3))
-    sandboxes = SandboxSource(make_provider(LocalConfig(provider="local"), tmp_path))
     task = {"question": "Why is the sky blue?", "facts": "Rayleigh scattering"}
     policy = ScriptedPolicy(["Because of the air."])
     trial = await play(names["environment"], task, policy, sandboxes, OtherModels(judge))

@@ -13,7 +13,7 @@ from rollout_service.environments.builtin.code.environment import Code
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
 from rollout_service.pipeline.artifacts import IN_MEMORY_BYTES, Artifacts, DiskBudget, require_safe
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from sandboxes import LocalConfig, SandboxSpec, make_provider
+from sandboxes import SandboxSpec
 from sandboxes.errors import FileTooLargeError, SandboxFileError
 from sandboxes.runtime.tree_reader import stays_within
 from tests.support.processes.children import children
@@ -206,28 +206,25 @@ def written_by(pid):
     return psutil.Process(pid).io_counters().write_chars
 
 
-async def test_a_pack_cancelled_while_waiting_for_room_ends_its_reader_first(tmp_path):
-    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
+async def test_a_pack_cancelled_while_waiting_for_room_ends_its_reader_first(provider):
     source, wanted = SandboxSource(provider, artifacts_bytes=4 * MIB), spec(artifacts=["/workspace"])
     left = set()
-    try:
-        sandbox = await provider.start(SandboxSpec())
-        await sandbox.write_file("large", bytes(2 * MIB - 8192))
-        first = await source.pack(sandbox, wanted)
-        others = children()
+    sandbox = await provider.start(SandboxSpec())
+    await sandbox.write_file("large", bytes(2 * MIB - 8192))
+    first = await source.pack(sandbox, wanted)
+    others = children()
 
-        async def pack():
-            try:
-                await source.pack(sandbox, wanted)
-            finally:
-                left.update(children() - others)  # while the cancellation propagates
+    async def pack():
+        try:
+            await source.pack(sandbox, wanted)
+        finally:
+            left.update(children() - others)  # while the cancellation propagates
 
-        with anyio.fail_after(60):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(pack)
-                await until(lambda: any(written_by(pid) > MIB for pid in children() - others))
-                tasks.cancel_scope.cancel()
-        await first.close()
-    finally:
-        await provider.close()
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pack)
+            await until(lambda: any(written_by(pid) > MIB for pid in children() - others))
+            tasks.cancel_scope.cancel()
+    await first.close()
+    await sandbox.close()
     assert left == set()

@@ -1,7 +1,6 @@
 """Slots are shared fairly, and leases asked for only where an environment can run."""
 
 from collections import Counter
-from pathlib import Path
 
 import anyio
 import pytest
@@ -17,11 +16,9 @@ from rollout_service.cli.env.solutions import try_tasks
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.pipeline.fair_slots import FairSlots
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.settlement import ClaimRules
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import LocalConfig, make_provider
 
 
 async def test_an_episode_that_waits_for_many_gets_no_more_than_one_that_waits_for_few():
@@ -180,13 +177,6 @@ class ByInstance(Environment):
 
     async def evaluate(self, episode: Episode) -> Score:
         return Score(float(self.spec.limits.max_turns), {"limits": float(episode.limits.max_turns)})
-
-
-@pytest.fixture
-async def sandboxes(tmp_path: Path):
-    provider = make_provider(LocalConfig(provider="local"), tmp_path)
-    yield SandboxSource(provider)
-    await provider.close()
 
 
 async def test_a_trial_uses_the_environment_of_its_instance(sandboxes):

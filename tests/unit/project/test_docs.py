@@ -13,12 +13,10 @@ from docs_site.navigation import make_navigation
 from docs_site.pages import stage_pages
 
 from rollout_service.environments.declarative.declaration import Declaration
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.server.api.app import create_app
 from rollout_service.settings import Settings
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
-from sandboxes import LocalConfig, make_provider
 from tests.support.sources import parse
 
 ROOT = Path(__file__).parents[3]
@@ -277,13 +275,12 @@ def test_the_declarative_example_is_the_shipped_one(name):
     assert shipped in blocks("write-an-environment.md")
 
 
-async def test_the_python_example_runs(tmp_path):
+async def test_the_python_example_runs(sandboxes):
     page = "write-an-environment-in-python.md"
     [source] = [block for block in blocks(page) if "class Definitions" in block]
     names = {}
     exec(compile(source, "example.py", "exec"), names)
     environment = names["environment"]
-    sandboxes = SandboxSource(make_provider(LocalConfig(provider="local"), tmp_path))
     policy = ScriptedPolicy([turn("", call("lookup", word="sea")), "It is water."])
     trial = await play(environment, environment.dataset()[0], policy, sandboxes)
     assert trial.score.reward == 1.0

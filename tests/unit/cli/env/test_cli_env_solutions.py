@@ -9,8 +9,7 @@ from rollout_service.cli.env.engines import PoolModels
 from rollout_service.cli.env.shell import GradersSandbox
 from rollout_service.cli.env.solutions import PRINTED_LINES, try_tasks
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.pipeline.sandbox_source import SandboxSource
-from sandboxes import LocalConfig, SandboxSpec, make_provider
+from sandboxes import SandboxSpec
 
 pytestmark = pytest.mark.slow
 
@@ -36,19 +35,15 @@ def anyio_backend():
     return "asyncio"
 
 
-async def tried(folder, state):
-    provider = make_provider(LocalConfig(provider="local"), state)
-    try:
-        [one] = await try_tasks(load_folder(folder), [{"n": 1}], SandboxSource(provider), at_once=1)
-    finally:
-        await provider.close()
+async def tried(folder, sandboxes):
+    [one] = await try_tasks(load_folder(folder), [{"n": 1}], sandboxes, at_once=1)
     return one
 
 
-async def test_the_end_of_the_graders_output_and_the_processes_left_are_the_reason(make, tmp_path):
+async def test_the_end_of_the_graders_output_and_the_processes_left_are_the_reason(make, sandboxes):
     grade = """seq 1 40; echo '{"reward": 0}' > $ROLLOUT_RESULT"""
     solve = """setsid sleep 600 > /dev/null 2>&1 & until [ "$(cat /proc/$!/comm)" = sleep ]; do :; done"""
-    one = await tried(make(grade, solve), tmp_path / "state")
+    one = await tried(make(grade, solve), sandboxes)
     [problem] = one.problems
     assert problem.startswith(
         "its solution gets 0 (processes of the agent or of init were ended before the grading: "
@@ -57,9 +52,9 @@ async def test_the_end_of_the_graders_output_and_the_processes_left_are_the_reas
     assert problem.splitlines()[1:] == [f"  {number}" for number in range(41 - PRINTED_LINES, 41)]
 
 
-async def test_a_solution_that_leaves_nothing_has_no_such_note(make, tmp_path):
+async def test_a_solution_that_leaves_nothing_has_no_such_note(make, sandboxes):
     grade = """echo '{"reward": 0}' > $ROLLOUT_RESULT"""
-    one = await tried(make(grade), tmp_path / "state")
+    one = await tried(make(grade), sandboxes)
     assert one.problems == ("its solution gets 0",)
 
 
@@ -74,13 +69,12 @@ def test_output_that_repeats_is_shown_once(make, tmp_path, monkeypatch):
     assert found[-1].endswith("doing nothing gets no reward, for the same reason")
 
 
-async def test_the_first_program_after_the_files_were_copied_is_told_with_its_variables(tmp_path):
+async def test_the_first_program_after_the_files_were_copied_is_told_with_its_variables(provider):
     begun = []
 
     async def begin(env):
         begun.append(env)
 
-    provider = make_provider(LocalConfig(provider="local"), tmp_path)
     async with await provider.start(SandboxSpec(image="base")) as own:
         sandbox = GradersSandbox(own, begin)
         await sandbox.exec(["mkdir", "tests"])
@@ -89,4 +83,3 @@ async def test_the_first_program_after_the_files_were_copied_is_told_with_its_va
         assert (await sandbox.exec(["bash", "tests/test.sh"], env={"RESULT": "here"})).exit_code == 3
         assert begun == [{"RESULT": "here"}]
         assert sandbox.workdir == own.workdir
-    await provider.close()

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from rollout_service.environments.swe.environment import PATCH, SweDeclaration, SweEnvironment
-from sandboxes import LocalConfig, SandboxSpec, make_provider
+from sandboxes import SandboxSpec
 from tests.support.episodes import episode_of
 
 pytestmark = pytest.mark.slow
@@ -36,14 +36,10 @@ def instance(tmp_path):
     }
 
 
-async def test_what_the_tests_printed_is_the_graders_output(instance, tmp_path):
+async def test_what_the_tests_printed_is_the_graders_output(instance, provider):
     environment = SweEnvironment(SweDeclaration()).for_instance(instance)
     episode = episode_of(environment, instance, state={PATCH: CHANGE})
-    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
-    try:
-        async with await provider.start(SandboxSpec()) as episode.sandbox:
-            score = await environment.evaluate(episode)
-    finally:
-        await provider.close()
+    async with await provider.start(SandboxSpec()) as episode.sandbox:
+        score = await environment.evaluate(episode)
     assert score.reward == 0.0
     assert episode.grader_output.splitlines() == ["2", SUMMARY, "FAILED a.py::test_one - it is too small"]

@@ -286,17 +286,14 @@ async def test_real_sessions_are_alive_and_of_one_sandbox(tmp_path):
 
 
 @pytest.mark.slow
-async def test_a_killed_kernel_makes_a_sandbox_unhealthy(tmp_path):
-    provider = make_provider(LocalConfig(provider="local"), tmp_path)
-    try:
-        sandbox = await provider.start(SandboxSpec())
-        kernel = await sandbox.python()
-        assert sandbox.healthy
-        pid = (await kernel.execute("import os; os.getpid()")).result
-        await sandbox.exec(["bash", "-c", f"kill -9 {pid}"])
-        await until(lambda: not sandbox.healthy, 10)
-    finally:
-        await provider.close()
+async def test_a_killed_kernel_makes_a_sandbox_unhealthy(provider):
+    sandbox = await provider.start(SandboxSpec())
+    kernel = await sandbox.python()
+    assert sandbox.healthy
+    pid = (await kernel.execute("import os; os.getpid()")).result
+    await sandbox.exec(["bash", "-c", f"kill -9 {pid}"])
+    await until(lambda: not sandbox.healthy, 10)
+    await sandbox.close()
 
 
 class PoolMachine(RuleBasedStateMachine):
