@@ -14,11 +14,11 @@ from api_schemas.rollouts import Rollout
 from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens.trajectory import check_invariants
+from tests.support.engines.with_transformers import ask_transformers
 from tests.support.redis_server import program as redis_program
 
 pytestmark = pytest.mark.slow(seconds=130)
 
-RECOMPUTE = Path(__file__).parents[1] / "support" / "engines" / "recompute_logprobs.py"
 TOLERANCE = 1e-3
 COMMAND = [sys.executable, "-m", "rollout_service.cli", "demo"]
 
@@ -40,14 +40,9 @@ def check_logprobs(rollouts: list[Rollout]) -> None:
         {"prompt": segment.token_ids[:1], "output": segment.token_ids[1:], "temperature": 1.0}
         for segment in segments
     ]
-    finished = subprocess.run(
-        [DEFAULT_ENVIRONMENT / "bin" / "python", RECOMPUTE],
-        input=json.dumps({"model": str(policy_folder("calc-tuned")), "sequences": sequences}),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for segment, recomputed in zip(segments, json.loads(finished.stdout), strict=True):
+    order = {"model": str(policy_folder("calc-tuned")), "sequences": sequences}
+    answer = ask_transformers(DEFAULT_ENVIRONMENT, "recompute_logprobs.py", order)
+    for segment, recomputed in zip(segments, answer, strict=True):
         served = zip(segment.loss_mask[1:], segment.logprobs[1:], recomputed, strict=True)
         assert max(abs(ours - theirs) for mask, ours, theirs in served if mask) < TOLERANCE
 

@@ -9,6 +9,7 @@ from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_service.engines.contract import Generation
+from rollout_service.tokens import check_invariants
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -35,6 +36,24 @@ def trajectory(*segments: Segment, messages: Sequence[Message] = (), turns: int 
         finish_reasons=[FinishReason.STOP] * turns,
         fork_counts={ForkReason.FIRST: 1},
     )
+
+
+def sampled_by_turn(trajectory: Trajectory) -> dict[int, list[int]]:
+    """Return the sampled ids of each turn."""
+    found: dict[int, list[int]] = {}
+    for one in trajectory.segments:
+        for token, mask, turn in zip(one.token_ids, one.loss_mask, one.turn_ids, strict=True):
+            if mask:
+                found.setdefault(turn, []).append(token)
+    return found
+
+
+def sampled_of_one(trajectory: Trajectory) -> tuple[list[int], list[int]]:
+    """Return the sampled ids of a trajectory of one segment, and their versions."""
+    check_invariants(trajectory)
+    [only] = trajectory.segments
+    kept = [place for place, mask in enumerate(only.loss_mask) if mask]
+    return [only.token_ids[place] for place in kept], [only.versions[place] for place in kept]
 
 
 def rollout(rollout_id: str = "r", state: RolloutState = RolloutState.COMPLETED, **fields: Any) -> Rollout:

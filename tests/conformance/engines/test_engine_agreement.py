@@ -1,8 +1,5 @@
 """With the same weights the embedded engine, SGLang and transformers give every token the same logprob."""
 
-import json
-import random
-import subprocess
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,9 +7,10 @@ import aiohttp
 import anyio
 import pytest
 
-from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+from rollout_service.engines.contract import SamplingOptions
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT
+from tests.support.engines.with_transformers import ask_transformers, some_requests
 
 pytestmark = [
     pytest.mark.anyio,
@@ -23,7 +21,6 @@ pytestmark = [
 ]
 
 POLICIES = Path(__file__).parents[3] / "rollout_service" / "engines" / "checkpoints"
-RECOMPUTE = Path(__file__).parents[2] / "support" / "engines" / "recompute_logprobs.py"
 ENGINES_TOLERANCE = 1e-4
 TRANSFORMERS_TOLERANCE = 1e-4
 SAMPLINGS = [
@@ -32,19 +29,6 @@ SAMPLINGS = [
     SamplingOptions(max_new_tokens=24, temperature=1.3, top_p=0.9, top_k=20),
     SamplingOptions(max_new_tokens=24, temperature=0.0),
 ]
-
-
-def some_requests(seed):
-    """Return requests with prompts of many lengths, some of which share a prefix."""
-    rng = random.Random(seed)
-    shared = [rng.randrange(9, 500) for _ in range(120)]
-    lengths = [1, 2, 17, 60, 120, 250]
-    prompts = [[rng.randrange(9, 500) for _ in range(length)] for length in lengths]
-    prompts += [shared + prompt[:20] for prompt in prompts]
-    return [
-        GenerateRequest(new_request_id(), prompt, SAMPLINGS[index % len(SAMPLINGS)])
-        for index, prompt in enumerate(prompts)
-    ]
 
 
 async def generate_together(backend, requests):
@@ -68,14 +52,8 @@ def recompute(model, requests, generations):
         {"prompt": list(request.input_ids), "output": each.output_ids, "temperature": temperature_of(request)}
         for request, each in zip(requests, generations, strict=True)
     ]
-    finished = subprocess.run(
-        [DEFAULT_ENVIRONMENT / "bin" / "python", RECOMPUTE],
-        input=json.dumps({"model": str(model), "sequences": sequences}),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(finished.stdout)
+    order = {"model": str(model), "sequences": sequences}
+    return ask_transformers(DEFAULT_ENVIRONMENT, "recompute_logprobs.py", order)
 
 
 async def score_with_sglang(url, request, generation):
@@ -117,7 +95,7 @@ async def test_transformers_gives_every_sampled_token_the_same_logprob(model, em
     requests, generations = [], []
     async with serving(model, embedded_url, sglang_url) as backends:
         for seed, backend in enumerate(backends):
-            asked = some_requests(seed)
+            asked = some_requests(seed, SAMPLINGS)
             requests += asked
             generations += await generate_together(backend, asked)
     recomputed = await anyio.to_thread.run_sync(recompute, model, requests, generations)

@@ -1,9 +1,6 @@
 """Real SGLang reports the experts that transformers routes to, across turns and interruptions."""
 
-import json
-import subprocess
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -21,6 +18,7 @@ from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT
 from rollout_service.engines.pool.backend_handle import check_backend
 from rollout_service.engines.pool.continuation import Continuation
 from rollout_service.testing import Shape, write_random_checkpoint
+from tests.support.engines.with_transformers import ask_transformers
 
 pytestmark = [
     pytest.mark.extended("rollout_service/engines/", "rollout_service/tokens/"),
@@ -30,7 +28,6 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-ROUTE = Path(__file__).parents[2] / "support" / "engines" / "route_experts.py"
 MIXTURE = Shape(layers=3, intermediate=64, experts=8, experts_per_token=2)
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
 LONG = 300
@@ -38,14 +35,8 @@ INTERRUPTIONS = 5  # attempts: on a busy machine the abort may come after the la
 
 
 def routed_by_transformers(model, ids):
-    finished = subprocess.run(
-        [DEFAULT_ENVIRONMENT / "bin" / "python", ROUTE],
-        input=json.dumps({"model": str(model), "ids": ids}),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return np.array(json.loads(finished.stdout))
+    order = {"model": str(model), "ids": ids}
+    return np.array(ask_transformers(DEFAULT_ENVIRONMENT, "route_experts.py", order))
 
 
 def request(prompt, first, budget):

@@ -1,10 +1,5 @@
 """With the same weights vLLM and transformers give every token the same logprob, across an update in place too."""
 
-import json
-import random
-import subprocess
-from pathlib import Path
-
 import anyio
 import anyio.to_thread
 import pytest
@@ -13,6 +8,7 @@ from api_schemas.inference import PauseMode
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import BackendRejected
 from rollout_service.engines.kinds.vllm.backend import VllmBackend
+from tests.support.engines.with_transformers import ask_transformers, some_requests
 from tests.support.vllm_cpu import DEFAULT_ENVIRONMENT
 
 pytestmark = [
@@ -23,32 +19,13 @@ pytestmark = [
     pytest.mark.slow(seconds=220),
 ]
 
-RECOMPUTE = Path(__file__).parents[2] / "support" / "engines" / "recompute_logprobs.py"
 TOLERANCE = 1e-4
 SAMPLINGS = [SamplingOptions(max_new_tokens=24, temperature=each) for each in (1.0, 0.6, 1.3, 0.0)]
 
 
-def some_requests(seed):
-    """Return requests with prompts of many lengths, some of which share a prefix."""
-    rng = random.Random(seed)
-    shared = [rng.randrange(9, 500) for _ in range(120)]
-    prompts = [[rng.randrange(9, 500) for _ in range(length)] for length in (1, 2, 17, 60, 120, 250)]
-    prompts += [shared + prompt[:20] for prompt in prompts]
-    return [
-        GenerateRequest(new_request_id(), prompt, SAMPLINGS[index % len(SAMPLINGS)])
-        for index, prompt in enumerate(prompts)
-    ]
-
-
 def recompute(model, sequences):
-    finished = subprocess.run(
-        [DEFAULT_ENVIRONMENT / "bin" / "python", "-W", "ignore", RECOMPUTE],
-        input=json.dumps({"model": str(model), "sequences": sequences}),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(finished.stdout)
+    order = {"model": str(model), "sequences": sequences}
+    return ask_transformers(DEFAULT_ENVIRONMENT, "recompute_logprobs.py", order)
 
 
 def largest_difference(left, right):
@@ -68,7 +45,7 @@ async def backend(vllm_url, anyio_backend):
 async def test_transformers_gives_every_sampled_token_the_same_logprob(backend, untied_checkpoints, name):
     model = getattr(untied_checkpoints, name)
     await backend.update_weights(str(model), 1)
-    requests, generations = some_requests(seed=7), {}
+    requests, generations = some_requests(7, SAMPLINGS), {}
 
     async def generate(index):
         generations[index] = await backend.generate(requests[index])

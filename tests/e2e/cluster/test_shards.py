@@ -8,26 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from rollout_service.store.sharded.store import shard_of
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.store.sharded import names_of_shard
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
 SHARDS = 2
 ROLLOUTS, TASKS = 10, 4
-
-
-def names(prefix: str, shard: int, number: int) -> list[str]:
-    """Return names of a shard."""
-    every = (f"{prefix}{each}" for each in count())
-    return list(islice((name for name in every if shard_of(name, SHARDS) == shard), number))
 
 
 @dataclass
@@ -126,8 +119,8 @@ def spread(tmp_path: Path) -> Iterator[Spread]:
 @pytest.mark.parametrize("victim", [1, 0], ids=["another", "home"])
 def test_a_killed_shard_takes_only_its_own_runs_with_it(spread, victim, tmp_path):
     other = 1 - victim
-    rollouts = [names("r", shard, ROLLOUTS) for shard in range(SHARDS)]
-    runs = [names("run", shard, 1)[0] for shard in range(SHARDS)]
+    rollouts = [names_of_shard(shard, ROLLOUTS, "r") for shard in range(SHARDS)]
+    runs = [names_of_shard(shard, 1, "run")[0] for shard in range(SHARDS)]
     for name in runs:
         spread.create_run(name)
     spread.submit([name for pair in zip(*rollouts, strict=True) for name in pair])
@@ -137,7 +130,7 @@ def test_a_killed_shard_takes_only_its_own_runs_with_it(spread, victim, tmp_path
 
     delivered = spread.deliver(runs[other])
     assert len(set(delivered)) == len(delivered) == 2 * TASKS
-    more = names("later", other, 4)
+    more = names_of_shard(other, 4, "later")
     spread.submit(more)
     spread.eventually(lambda: spread.states([*rollouts[other], *more]) == {"completed"})
     ready = spread.services[0].ready()
@@ -150,7 +143,7 @@ def test_a_killed_shard_takes_only_its_own_runs_with_it(spread, victim, tmp_path
     assert [run["run_id"] for run in spread.services[1].get("/v1/runs")["runs"]] == [runs[other]]
     position = spread.position()
     assert (position[victim], position[other].isdecimal()) == ("-", True)
-    refused = spread.services[0].submit(names("x", victim, 1)[0])
+    refused = spread.services[0].submit(names_of_shard(victim, 1, "x")[0])
     assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
 
     spread.servers[victim].start()
@@ -179,31 +172,31 @@ def test_a_killed_shard_takes_only_its_own_runs_with_it(spread, victim, tmp_path
 
 
 def test_a_shard_that_stands_still_keeps_nothing_else_waiting(spread):
-    spread.submit([*names("r", 0, 4), *names("r", 1, 4)])
+    spread.submit([*names_of_shard(0, 4, "r"), *names_of_shard(1, 4, "r")])
     with spread.servers[1].paused():
         spread.eventually(lambda: "shard 1 of 2 wait" in spread.services[0].ready().text)
-        others = names("s", 0, 6)
+        others = names_of_shard(0, 6, "s")
         spread.submit(others)
         spread.eventually(lambda: spread.states(others) == {"completed"})
         nodes = spread.services[0].get("/v1/nodes")
         assert [node["state"] for node in nodes] == ["ready", "ready"], "nobody was taken for dead"
     spread.wait_until_well()
-    spread.eventually(lambda: spread.states(names("r", 1, 4)) == {"completed"})
+    spread.eventually(lambda: spread.states(names_of_shard(1, 4, "r")) == {"completed"})
     assert set(spread.ends().values()) == {1}
 
 
 def test_a_service_starts_while_a_shard_is_away(spread):
-    spread.submit([*names("r", 0, 2), *names("r", 1, 4)])
+    spread.submit([*names_of_shard(0, 2, "r"), *names_of_shard(1, 4, "r")])
     spread.servers[1].kill()
     restarted = spread.start_again(1)
     spread.eventually(lambda: "shard 1 of 2 wait" in restarted.ready().text)
-    others = names("s", 0, 6)
+    others = names_of_shard(0, 6, "s")
     spread.submit(others)
-    spread.eventually(lambda: spread.states([*others, *names("r", 0, 2)]) == {"completed"})
+    spread.eventually(lambda: spread.states([*others, *names_of_shard(0, 2, "r")]) == {"completed"})
     spread.servers[1].start()
     spread.wait_until_well()
-    later = names("later", 1, 4)
+    later = names_of_shard(1, 4, "later")
     spread.submit(later)
-    spread.eventually(lambda: spread.states([*names("r", 1, 4), *later]) == {"completed"})
+    spread.eventually(lambda: spread.states([*names_of_shard(1, 4, "r"), *later]) == {"completed"})
     assert set(spread.ends().values()) == {1}
     assert restarted.get(f"/v1/rollouts/{later[0]}/trajectory")["segments"]

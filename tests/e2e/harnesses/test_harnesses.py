@@ -31,12 +31,12 @@ from tests.support.gateway.jobs import (
     VOCABULARY,
     Job,
     JobsScript,
-    sampled,
     write_environment,
     write_model,
 )
 from tests.support.gateway.requests import RequestLog, rendered
 from tests.support.gateway.service import gateway_service
+from tests.support.samples import sampled_by_turn
 
 HARNESSES = ("codex", "claude_code", "qwen_code", "opencode", "gemini_cli", "mini_swe_agent")
 UPDATE_SECONDS = 90.0
@@ -177,7 +177,7 @@ def test_a_program_takes_every_step_and_each_token_is_recorded_once(outcome, har
     assert (rollout.stop_reason, rollout.program.exit_code) == (StopReason.FINISHED, 0)
     trajectory = rollout.trajectory
     check_invariants(trajectory)
-    assert sampled(trajectory) == dict(enumerate(outcome.script.answers(job)))
+    assert sampled_by_turn(trajectory) == dict(enumerate(outcome.script.answers(job)))
     assert rollout.usage.turns == job.steps + 1
     assert trajectory.untrained == []
     asked_again = scenario == "failing"  # the rest of the held answer, of another engine

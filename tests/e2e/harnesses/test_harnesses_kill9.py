@@ -19,11 +19,11 @@ from tests.support.gateway.jobs import (
     VOCABULARY,
     Job,
     JobsScript,
-    sampled,
     write_environment,
     write_model,
 )
 from tests.support.processes.service import Running, eventually, service
+from tests.support.samples import sampled_by_turn
 
 pytestmark = [
     pytest.mark.apptainer,
@@ -88,4 +88,4 @@ def check(job: Job, rollout: dict[str, Any], script: JobsScript) -> None:
     check_invariants(trajectory)
     assert len(trajectory.segments) == 1
     assert trajectory.untrained == []
-    assert sampled(trajectory) == dict(enumerate(script.answers(job)))
+    assert sampled_by_turn(trajectory) == dict(enumerate(script.answers(job)))

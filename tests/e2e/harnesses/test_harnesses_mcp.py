@@ -14,8 +14,9 @@ from rollout_service.testing import ScriptedEngine
 from rollout_service.tokens import ChatRenderer, check_invariants
 from sandboxes import ApptainerConfig
 from sandboxes.config import PressureConfig
-from tests.support.gateway.jobs import CONTEXT, END, IMAGE, VOCABULARY, Job, JobsScript, sampled, write_model
+from tests.support.gateway.jobs import CONTEXT, END, IMAGE, VOCABULARY, Job, JobsScript, write_model
 from tests.support.gateway.service import gateway_service
+from tests.support.samples import sampled_by_turn
 
 TOOLS = {
     "codex": "mcp__notes__add",
@@ -142,5 +143,5 @@ def test_a_program_calls_the_tool_of_the_server(rollouts, harness):
     assert rollout.stop_reason is StopReason.FINISHED
     trajectory = rollout.trajectory
     check_invariants(trajectory)
-    assert len(sampled(trajectory)) == 2
+    assert len(sampled_by_turn(trajectory)) == 2
     assert any("is 42" in message.content for message in trajectory.messages if message.role == "tool")

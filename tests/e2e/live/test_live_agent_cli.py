@@ -13,7 +13,8 @@ from api_schemas.sessions import OpenedSession, SessionRequest
 from rollout_service.tokens import ChatRenderer
 from sandboxes.host.facts import find_apptainer
 from tests.support.gateway.jobs import CONTEXT, IMAGE, VOCABULARY, Job, JobsScript, write_model
-from tests.support.live.child_service import live_service, trained
+from tests.support.live.child_service import live_service
+from tests.support.samples import sampled_by_turn
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.harnesses, pytest.mark.timeout(300)]
 
@@ -88,4 +89,5 @@ async def test_codex_works_in_a_session(tmp_path):
     assert steps.split() == [str(number) for number in range(STEPS)]
     rollouts = [sample.rollout for group in batch.groups for sample in group.samples]
     assert len(turns) == STEPS + 1
-    assert [list(ids) for ids in trained(rollouts).values()] == sampled
+    trained = [ids for one in rollouts for ids in sampled_by_turn(one.trajectory).values()]
+    assert trained == sampled

@@ -17,7 +17,8 @@ from api_schemas.rollouts import Rollout
 from api_schemas.rollouts.sessions import MaskReason, RolloutKind
 from api_schemas.sessions import OpenedSession, SessionCounts, SessionRequest
 from rollout_client.client import ClientRun
-from tests.support.live.child_service import LiveService, Praise, files_with, live_service, trained
+from tests.support.live.child_service import LiveService, Praise, files_with, live_service
+from tests.support.samples import sampled_by_turn
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -106,7 +107,7 @@ async def test_what_a_client_got_is_what_a_trainer_gets(service, ask):
     assert rollout.kind is RolloutKind.SESSION
     assert rollout.session.session_id == session.session_id
     assert rollout.reward == pytest.approx(0.5 / 3)
-    assert trained([rollout]) == dict(zip(turns, sampled, strict=True))
+    assert sampled_by_turn(rollout.trajectory) == dict(zip(turns, sampled, strict=True))
     assert [(mark.turn, mark.value, mark.usable) for mark in rollout.turn_marks] == [
         (turn, value, True) for turn, value in zip(turns, (1.0, -1.0, 0.5), strict=True)
     ]

@@ -22,7 +22,8 @@ from api_schemas.sessions import SessionRequest
 from rollout_client.client import GoneError, LeasedBatch, RolloutClient
 from rollout_service.cli.server_child import running_child
 from sandboxes.host.ports import free_port
-from tests.support.live.child_service import END, SETTINGS, Echoes, Praise, RecordingEngine, trained
+from tests.support.live.child_service import END, SETTINGS, Echoes, Praise, RecordingEngine
+from tests.support.samples import sampled_by_turn
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -181,7 +182,7 @@ def delivered(batches: dict[str, LeasedBatch]) -> list[tuple[str, str]]:
         for group in batch.groups
         for rollout in [sample.rollout for sample in group.samples]
         if rollout.session is not None
-        for ids in trained([rollout]).values()
+        for ids in sampled_by_turn(rollout.trajectory).values()
     ]
 
 

@@ -5,8 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import pytest
 from rollout_client import SyncRolloutClient
 from rollout_service.engines.shipped import policy_folder
 from tests.support.api.server import api_server
+from tests.support.engines.with_transformers import ask_transformers
+from tests.support.processes.service import eventually
 from tests.support.vllm_cpu import DEFAULT_ENVIRONMENT
 
 ROOT = Path(__file__).parents[3]
@@ -86,27 +87,15 @@ def actor(url: str, new_weights: Path, tmp_path_factory: pytest.TempPathFactory)
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def largest_difference(model: Path, rollouts: list[dict[str, Any]]) -> float:
     """Return how far the logprobs of the sampled tokens are from those of transformers."""
     ids = [one["observation_tokens"] for one in rollouts]
     sequences = [{"prompt": each[:1], "output": each[1:], "temperature": 1.0} for each in ids]
-    done = subprocess.run(
-        [PYTHON, "-W", "ignore", SUPPORT / "engines/recompute_logprobs.py"],
-        input=json.dumps({"model": str(model), "sequences": sequences}),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    order = {"model": str(model), "sequences": sequences}
+    answer = ask_transformers(PYTHON.parents[1], "recompute_logprobs.py", order)
     return max(
         abs(rollout["rollout_log_probs"][position] - logprobs[position - 1])
-        for rollout, logprobs in zip(rollouts, json.loads(done.stdout), strict=True)
+        for rollout, logprobs in zip(rollouts, answer, strict=True)
         for start, end in rollout["action_ranges"]
         for position in range(start, end)
     )
@@ -153,4 +142,4 @@ def test_the_engine_of_openrlhfs_actor_serves_its_rollouts(url, actor, new_weigh
         actor("rollouts", TASK, 1)
         assert len(client.backends()) == 1
         actor.process.kill()
-        until(lambda: client.backends() == [])
+        eventually(lambda: client.backends() == [])

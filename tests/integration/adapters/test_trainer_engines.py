@@ -4,8 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from rollout_client.adapters.submit import RolloutSubmitter, run_in_order
 from rollout_service.engines.shipped import policy_folder
 from tests.support.adapters import async_engine
 from tests.support.api.server import api_server
-from tests.support.processes.service import scripted_engine
+from tests.support.processes.service import eventually, scripted_engine
 from tests.support.turns import called, turn_of
 from tests.support.web_server import Answer, Asked, web_server
 
@@ -56,13 +55,6 @@ class Remote:
 
     def get_version(self) -> int:
         return self.version
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.torch
@@ -109,7 +101,7 @@ async def test_an_engine_that_the_service_lost_is_registered_again(started) -> N
     await engines.follow(addresses[:1], 8)
     with SyncRolloutClient(url) as client:
         client.remove_backend(client.backends()[0].backend_id)
-        until(lambda: [one.weight_version for one in client.backends()] == [8])
+        eventually(lambda: [one.weight_version for one in client.backends()] == [8])
     await anyio.to_thread.run_sync(engines.close)
 
 
@@ -131,10 +123,10 @@ def test_a_trainer_that_is_killed_leaves_no_engine_and_no_rollout(started, tmp_p
     with scripted_engine(tmp_path, SLEEP) as engine, SyncRolloutClient(url) as client:
         command = [sys.executable, "-c", program, url, engine.url, json.dumps(row)]
         with subprocess.Popen(command) as trainer:
-            until(lambda: sum(one.served for one in client.backends()) > 1)  # the tool sleeps
+            eventually(lambda: sum(one.served for one in client.backends()) > 1)  # the tool sleeps
             trainer.kill()
-        until(lambda: client.backends() == [])
-        until(lambda: [one.environment for one in client.summaries(states=["cancelled"])] == ["calc"])
+        eventually(lambda: client.backends() == [])
+        eventually(lambda: [one.environment for one in client.summaries(states=["cancelled"])] == ["calc"])
 
 
 @pytest.mark.parametrize("is_old", [False, True])

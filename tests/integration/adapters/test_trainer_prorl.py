@@ -1,10 +1,9 @@
 """A trainer for the ProRL Agent server, which knows only that server's API, gets its rows from a service."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import monotonic, sleep
 
 import httpx
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from api_schemas.trajectories import Trajectory
 from tests.support.adapters.prorl_trainer import ATTEMPTS, ProrlTrainer, baselines, rows_of
 from tests.support.api.server import api_server
-from tests.support.processes.service import scripted_engine
+from tests.support.processes.service import eventually, scripted_engine
 from tests.support.turns import called, turn_of
 
 CODE = "print(2 + 2)"
@@ -44,13 +43,6 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cl
 def instance(name: str, **fields: object) -> dict[str, object]:
     """Return an instance as a row of such a trainer's data has it."""
     return {"data_source": "graded", "instance_id": name, "question": f"2 + 2, {name}?", **fields}
-
-
-def eventually(seen: Callable[[], object]) -> None:
-    deadline = monotonic() + 30
-    while not seen():
-        assert monotonic() < deadline
-        sleep(0.05)
 
 
 def test_a_batch_becomes_rows_of_the_sampled_tokens(started):

@@ -2,7 +2,7 @@
 
 import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
@@ -12,6 +12,7 @@ import pytest
 from e2b import AsyncSandbox, Sandbox, SandboxQuery
 
 from tests.support.e2b_service import KEY, e2b_service, options
+from tests.support.processes.service import eventually
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.slow, pytest.mark.xdist_group("e2b programs")]
 CEILING = 4
@@ -34,13 +35,6 @@ def variables(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 def shared(url: str) -> Iterator[Sandbox]:
     with Sandbox.create("base", envs={"GIVEN": "x y"}, **options(url)) as sandbox:
         yield sandbox
-
-
-def becomes(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_sandbox_lives_from_its_creation_to_its_kill():
@@ -160,7 +154,7 @@ def test_a_command_that_is_late_is_ended_and_what_it_left_behind_goes_on(shared)
     with pytest.raises(e2b.TimeoutException):
         shared.commands.run("sleep 2; touch /tmp/late", timeout=1)
     shared.commands.run("(sleep 1; touch /tmp/behind) & (sleep 1; touch /tmp/silent) >/dev/null 2>&1 &")
-    becomes(lambda: shared.files.exists("/tmp/behind") and shared.files.exists("/tmp/silent"))
+    eventually(lambda: shared.files.exists("/tmp/behind") and shared.files.exists("/tmp/silent"))
     time.sleep(1)
     assert not shared.files.exists("/tmp/late")
 
@@ -184,7 +178,7 @@ def test_commands_in_the_background_are_driven_by_their_handles(shared):
         sleeping.wait()
     assert killed.value.exit_code == -1
     assert not shared.commands.kill(sleeping.pid)
-    becomes(lambda: shared.commands.list() == [])
+    eventually(lambda: shared.commands.list() == [])
     assert "sleep" not in shared.commands.run("cat /proc/*/comm 2>/dev/null").stdout
     with pytest.raises(e2b.NotFoundException):
         shared.commands.connect(99_999)

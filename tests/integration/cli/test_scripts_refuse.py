@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.plugins import parts as parts_module
 from tests.support.plugins.parts import PARTS
+from tests.support.scripts import write_script
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 SHELL = sorted(  # those in Python install nothing, and run on any system
@@ -20,9 +21,7 @@ SHELL = sorted(  # those in Python install nothing, and run on any system
 
 @pytest.mark.parametrize("script", SHELL)
 def test_an_operating_system_other_than_linux_is_named(tmp_path, script):
-    uname = tmp_path / "uname"
-    uname.write_text("#!/bin/sh\necho Darwin\n")
-    uname.chmod(0o755)
+    write_script(tmp_path / "uname", "echo Darwin\n")
     done = subprocess.run(
         [SCRIPTS / script],
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)},

@@ -18,6 +18,7 @@ from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.api.server import api_server
 from tests.support.gateway.service import END, POLICY, GatewayService, OneAnswer, gateway_service, scripted
 from tests.support.processes.service import scripted_engine
+from tests.support.samples import sampled_of_one
 from tests.support.turns import called, turn_of
 
 TEXT = "one two three four five six seven eight nine ten"
@@ -48,14 +49,6 @@ async def finished(service: GatewayService) -> Rollout:
     return await service.client.wait("r", timeout_seconds=30)
 
 
-def sampled(rollout: Rollout) -> tuple[list[int], list[int]]:
-    """Return the sampled ids and their versions."""
-    check_invariants(rollout.trajectory)
-    [segment] = rollout.trajectory.segments
-    kept = [i for i, mask in enumerate(segment.loss_mask) if mask]
-    return [segment.token_ids[i] for i in kept], [segment.versions[i] for i in kept]
-
-
 async def test_a_weight_update_in_the_middle_changes_versions_and_nothing_that_is_seen(tmp_path):
     with anyio.fail_after(120):
         async with scripted(TEXT, latency=2.0) as engine, gateway_service(tmp_path, [engine]) as service:
@@ -65,7 +58,7 @@ async def test_a_weight_update_in_the_middle_changes_versions_and_nothing_that_i
                 await service.client.update_weights(str(POLICY), 1)
 
             assert await read_through(access, update) == TEXT
-            ids, versions = sampled(await finished(service))
+            ids, versions = sampled_of_one((await finished(service)).trajectory)
     assert ids == ChatRenderer.load(POLICY).encode(TEXT + END)
     assert versions == sorted(versions)
     assert set(versions) == {0, 1}
@@ -86,7 +79,7 @@ async def test_an_engine_that_dies_in_the_middle_is_replaced_by_another(tmp_path
                     await engine.die()
 
             assert await read_through(access, kill) == TEXT
-            ids, _ = sampled(await finished(service))
+            ids, _ = sampled_of_one((await finished(service)).trajectory)
     assert ids == ChatRenderer.load(POLICY).encode(TEXT + END)
 
 

@@ -16,8 +16,9 @@ from rollout_service.cli.env.check import check_environment
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.testing import Reply, ScriptedEngine
-from rollout_service.tokens import ChatRenderer, check_invariants
+from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.service import END, POLICY, GatewayService, gateway_service
+from tests.support.samples import sampled_of_one
 from tests.support.waiting import until
 
 RIGHT, WRONG = "one two three four five six seven right", "one two three four five six seven wrong"
@@ -113,7 +114,9 @@ async def train(service: GatewayService, run: ClientRun, engine: ScriptedEngine)
             assert {sample.reward for sample in group.samples} == {0.0, 1.0}
             samples += group.samples
         await batch.ack()
-        if batch.batch.number >= 2 and any(len(set(sampled(sample)[1])) > 1 for sample in samples):
+        if batch.batch.number >= 2 and any(
+            len(set(sampled_of_one(sample.rollout.trajectory)[1])) > 1 for sample in samples
+        ):
             break
         version += 1
         with anyio.move_on_after(5):
@@ -121,14 +124,6 @@ async def train(service: GatewayService, run: ClientRun, engine: ScriptedEngine)
         await anyio.sleep(0.2)  # a few tokens
         await service.client.update_weights(str(POLICY), version)
     return samples
-
-
-def sampled(sample: GroupSample) -> tuple[list[int], list[int]]:
-    """Return the sampled ids and their versions."""
-    check_invariants(sample.rollout.trajectory)
-    [segment] = sample.rollout.trajectory.segments
-    kept = [i for i, mask in enumerate(segment.loss_mask) if mask]
-    return [segment.token_ids[i] for i in kept], [segment.versions[i] for i in kept]
 
 
 @pytest.mark.timeout(300)
@@ -143,7 +138,7 @@ async def test_a_run_trains_a_program_that_notices_no_update(tmp_path, environme
         await run.end()
         await run.export(exported)
         [again] = await run.rescore([str(samples[0].rollout.rollout_id)])
-    found = [sampled(sample) for sample in samples]
+    found = [sampled_of_one(sample.rollout.trajectory) for sample in samples]
     for sample, (ids, versions) in zip(samples, found, strict=True):
         text = RIGHT if sample.reward else WRONG
         assert sample.rollout.program.output == text

@@ -17,6 +17,7 @@ from sandboxes.errors import SandboxStartError
 from sandboxes.images.store import ImageStore, packaged
 from sandboxes.images.toolkit import INSIDE, PYTHON
 from sandboxes.providers.apptainer.provider import ApptainerProvider
+from tests.support.scripts import write_script
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(600)]  # base may have to be built
 Start = Callable[..., Awaitable[Sandbox]]
@@ -75,12 +76,6 @@ def bare(base: Path, tmp_path: Path) -> Path:
     return root
 
 
-def put_script(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-
-
 async def value(sandbox: Sandbox, code: str) -> str:
     result = await (await sandbox.python()).execute(code)
     assert result.error is None, result.error
@@ -122,7 +117,7 @@ async def test_a_python_without_the_kernel(start, plain):
 
 @pytest.mark.parametrize("text", ["#!/bin/sh\nexit 1\n", "no program at all", ""])
 async def test_a_python3_that_is_not_python_is_not_used(start, bare, text):
-    put_script(bare / "bin" / "python3", text)
+    write_script(bare / "bin" / "python3", interpreter="", text=text)
     assert await value(await start(bare), "6 * 7") == "42"
 
 

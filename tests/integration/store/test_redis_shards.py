@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count, islice
 
 import anyio
 import pytest
@@ -22,16 +21,10 @@ from rollout_service.store.sharded import ShardedStore
 from rollout_service.store.sharded.store import shard_of
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.store.rollouts import TRAJECTORY, completed, order, persistently
-from tests.support.store.sharded import opened_shards, shard_configs
+from tests.support.store.sharded import names_of_shard, opened_shards, shard_configs
 
 pytestmark = pytest.mark.redis
 PATIENCE_SECONDS = 30.0
-
-
-def names(shard: int, number: int, prefix: str = "r") -> list[str]:
-    """Return names of rollouts of one of two shards."""
-    every = (f"{prefix}{each}" for each in count())
-    return list(islice((name for name in every if shard_of(name, 2) == shard), number))
 
 
 @given(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", fullmatch=True), st.integers(1, 16), st.integers(0))
@@ -102,7 +95,7 @@ async def test_a_part_of_another_store_is_refused(shared_shards):
 async def test_a_shard_that_is_away_takes_only_its_own_with_it(servers):
     configs = shard_configs(*servers)
     async with opened_shards(configs) as store:
-        here, there = names(0, 4), names(1, 4)
+        here, there = names_of_shard(0, 4), names_of_shard(1, 4)
         for name in (*here, *there):
             await store.submit(order(name))
         (mine,) = await store.claim("a", limit=1, lease_seconds=1_000)
@@ -116,7 +109,7 @@ async def test_a_shard_that_is_away_takes_only_its_own_with_it(servers):
         with pytest.raises(StoreError):
             await store.get(there[0])
         with pytest.raises(StoreError):
-            await store.submit(order(names(1, 9)[-1]))
+            await store.submit(order(names_of_shard(1, 9)[-1]))
         assert sum((await store.counts()).values()) == len(here), "what is counted is what answers"
         servers[1].start()
         await until_away(store, 1, away=False)
@@ -126,7 +119,7 @@ async def test_a_shard_that_is_away_takes_only_its_own_with_it(servers):
 
 @pytest.mark.parametrize("is_new", [False, True])
 async def test_a_store_opens_while_a_shard_is_away(servers, tmp_path, is_new):
-    configs, names_there = shard_configs(*servers), names(1, 2)
+    configs, names_there = shard_configs(*servers), names_of_shard(1, 2)
     files = [SharedFiles(tmp_path / f"shard-{number}") for number in range(2)]
     if not is_new:
         async with opened_shards(configs, files=files) as store:
@@ -134,7 +127,7 @@ async def test_a_store_opens_while_a_shard_is_away(servers, tmp_path, is_new):
     servers[1].kill()
     async with opened_shards(configs, files=files) as store:
         await until_away(store, 1, away=True)
-        await store.submit(order(names(0, 1)[0]))
+        await store.submit(order(names_of_shard(0, 1)[0]))
         with pytest.raises(StoreError):
             await store.get(names_there[0])
         async with anyio.create_task_group() as tasks:
@@ -143,7 +136,7 @@ async def test_a_store_opens_while_a_shard_is_away(servers, tmp_path, is_new):
             await until_away(store, 1, away=False)
             await store.submit(order(names_there[1]))
             leases = await store.claim("a", limit=9, lease_seconds=1_000)
-            expected = {names(0, 1)[0], *names_there[is_new:]}
+            expected = {names_of_shard(0, 1)[0], *names_there[is_new:]}
             assert {lease.rollout_id for lease in leases} == expected
             for lease in leases:
                 assert await persistently(
@@ -176,7 +169,9 @@ async def test_a_store_does_not_open_without_its_home(servers):
 
 async def test_pages_go_on_with_a_shard_once_it_is_back(servers):
     async with opened_shards(shard_configs(*servers)) as store:
-        every = [name for pair in zip(names(0, 6), names(1, 6), strict=True) for name in pair]
+        every = [
+            name for pair in zip(names_of_shard(0, 6), names_of_shard(1, 6), strict=True) for name in pair
+        ]
         for name in every:
             await store.submit(order(name))
         page = await store.list(limit=4)
@@ -184,7 +179,7 @@ async def test_pages_go_on_with_a_shard_once_it_is_back(servers):
         servers[1].kill()
         await until_away(store, 1, away=True)
         found = [one.rollout_id for one in page.rollouts]
-        while not set(names(0, 6)) <= set(found):
+        while not set(names_of_shard(0, 6)) <= set(found):
             page = await store.list(cursor=page.next_cursor, limit=4)
             found += [one.rollout_id for one in page.rollouts]
         with pytest.raises(StoreError):
@@ -250,7 +245,7 @@ async def test_a_drain_reaches_a_shard_that_was_away(servers):
 
 async def test_a_claim_whose_answer_comes_too_late_is_noticed(servers):
     async with opened_shards(shard_configs(*servers)) as store:
-        (name,) = names(1, 1)
+        (name,) = names_of_shard(1, 1)
         await store.submit(order(name))
         rewinds = store.rewinds
         with servers[1].paused():
@@ -264,7 +259,7 @@ async def test_a_claim_whose_answer_comes_too_late_is_noticed(servers):
 
 async def test_work_is_claimed_from_all_shards_in_turns(shared_shards):
     async with opened_shards(shard_configs(*shared_shards)) as store:
-        for name in (*names(0, 20), *names(1, 20)):
+        for name in (*names_of_shard(0, 20), *names_of_shard(1, 20)):
             await store.submit(order(name))
         claimed = [await store.claim("a", limit=1, lease_seconds=1_000) for _ in range(10)]
         shards = [shard_of(lease.rollout_id, 2) for leases in claimed for lease in leases]
@@ -277,7 +272,7 @@ async def test_whoever_waits_is_woken_by_any_shard(shared_shards):
     async with opened_shards(shard_configs(*shared_shards)) as store:
         for shard in (0, 1):
             assert await store.claim("a", limit=5, lease_seconds=1_000) == []
-            (name,) = names(shard, 1)
+            (name,) = names_of_shard(shard, 1)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(store.wait_for_work)
                 await anyio.wait_all_tasks_blocked()

@@ -15,7 +15,6 @@ import anyio
 from pydantic import JsonValue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from api_schemas.trajectories import Trajectory
 from rollout_service.agents.harnesses.registry import get_harness
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Reply
@@ -187,13 +186,3 @@ class JobsScript:
         if is_held:
             self.held.setdefault(job.name, anyio.current_time())
         return Reply(answer[given:], seconds=HELD_SECONDS if is_held else None)
-
-
-def sampled(trajectory: Trajectory) -> dict[int, list[int]]:
-    """Return the sampled ids of each turn."""
-    found: dict[int, list[int]] = {}
-    for segment in trajectory.segments:
-        for token, mask, turn in zip(segment.token_ids, segment.loss_mask, segment.turn_ids, strict=True):
-            if mask:
-                found.setdefault(turn, []).append(token)
-    return found

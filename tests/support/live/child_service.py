@@ -14,7 +14,6 @@ import anyio
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
-from api_schemas.rollouts import Rollout
 from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.runs.live import LiveDelivery
 from rollout_client.client import ClientRun, RolloutClient
@@ -124,18 +123,6 @@ async def live_service(
         if judge is not None:
             await server.client.add_backend(BackendSpec(url=HttpUrl(judging.url), pool="judge"))
         yield LiveService(server.client, folder, engine)
-
-
-def trained(rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
-    """Return the sampled ids of the usable turns."""
-    found: dict[int, list[int]] = {}
-    for rollout in rollouts:
-        for segment in rollout.trajectory.segments:
-            rows = zip(segment.token_ids, segment.loss_mask, segment.turn_ids, strict=True)
-            for token, mask, turn in rows:
-                if mask:
-                    found.setdefault(turn, []).append(token)
-    return found
 
 
 def files_with(folder: Path, text: str) -> list[Path]:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from heapq import merge
+from itertools import count, islice
 from typing import Any
 
 from api_schemas.events import Event
@@ -11,6 +12,7 @@ from rollout_service.base.signals import first_of
 from rollout_service.cluster.identity import is_gone
 from rollout_service.store.redis import RedisConfig
 from rollout_service.store.sharded import ShardedStore
+from rollout_service.store.sharded.store import shard_of
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_server import RedisServer
 
@@ -24,6 +26,12 @@ def shard_configs(*servers: RedisServer | RedisCluster) -> list[RedisConfig]:
         replace(server.config(first.prefix), shard=number, shards=len(servers))
         for number, server in enumerate(servers)
     ]
+
+
+def names_of_shard(shard: int, number: int, prefix: str = "r") -> list[str]:
+    """Return names of rollouts or runs that one of the shards keeps."""
+    every = (f"{prefix}{each}" for each in count())
+    return list(islice((name for name in every if shard_of(name, SHARDS) == shard), number))
 
 
 class ShardsInOneLog(ShardedStore):

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +176,7 @@ def ordinary_user(*, fuse: bool = False) -> Iterator[OrdinaryUser]:
         try:
             yield user
         finally:
-            _end_processes(user)
+            end_processes(user.processes)
             _remove_files(user)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -247,9 +247,10 @@ def _processes(uids: set[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _end_processes(user: OrdinaryUser) -> None:
+def end_processes(processes: Callable[[], list[int]]) -> None:
+    """End all processes of a user; those with a subordinate id belong to one of them and end with it."""
     deadline = time.monotonic() + END_SECONDS
-    while (pids := user.processes()) and time.monotonic() < deadline:
+    while (pids := processes()) and time.monotonic() < deadline:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

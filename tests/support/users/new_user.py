@@ -8,20 +8,20 @@ import os
 import secrets
 import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from tests.support.users.as_user import end_processes
+
 REPOSITORY = Path(__file__).parents[3]
 PREFIX = "rollout-test-"
-END_SECONDS = 10.0
 HANDED_ON = ("PIP_", "UV_", "SSL_CERT_", "ROLLOUT_APPTAINER", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 """Prefixes of variables that are passed on: the source of packages depends on the machine, and is not tested."""
 
@@ -82,7 +82,7 @@ def new_user() -> Iterator[NewUser]:
         subprocess.run(["chown", "--recursive", f"{user.name}:", str(user.home)], check=True)
         yield user
     finally:
-        _end_processes(user)
+        end_processes(partial(_processes, user))
         subprocess.run(["userdel", "--remove", "--force", user.name], check=True, capture_output=True)
 
 
@@ -102,16 +102,6 @@ def _give_pip_settings(user: NewUser) -> None:
         if (file := Path.home() / name).is_file():
             (user.home / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, user.home / name)
-
-
-def _end_processes(user: NewUser) -> None:
-    """End all of the user's processes; those with a subordinate id belong to one of them and end with it."""
-    until = time.monotonic() + END_SECONDS
-    while (pids := _processes(user)) and time.monotonic() < until:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
 
 
 def _processes(user: NewUser) -> list[int]:

@@ -22,6 +22,7 @@ from rollout_service.environments.dataset_files import count_splits, select_spli
 from rollout_service.environments.libraries import AddedPackages, Library, find_interpreter
 from rollout_service.environments.registry import GROUP, EnvironmentRegistry, load_path
 from rollout_service.episodes import Score
+from tests.support.scripts import write_script
 
 
 class Plain(Environment):
@@ -235,10 +236,7 @@ NAME = f"python{NEWER[0]}.{NEWER[1]}"
 
 def pretend(path: Path, prints: str) -> Path:
     """Make a program that stands for a Python: it prints whether it is new enough."""
-    path.parent.mkdir(parents=True)
-    path.write_text(f"#!/bin/sh\necho {prints}\n")
-    path.chmod(0o755)
-    return path
+    return write_script(path, f"echo {prints}\n")
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.scripts import write_script
+
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -179,9 +181,7 @@ def test_parts_are_installed_side_by_side_and_after_those_that_they_need(tmp_pat
 
 
 def test_a_part_that_fails_shows_the_end_of_its_output_and_ends_the_others(tmp_path):
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho the reason\nexit 3\n")
-    broken.chmod(0o755)
+    broken = write_script(tmp_path / "broken", "echo the reason\nexit 3\n")
     code = SIDE_BY_SIDE.replace("sleep 0.4", f"sh -c 'echo $$ >{tmp_path}/first; exec sleep 60'", 1)
     result = bash(code, tmp_path, SECOND=f"sh -c {broken}")
     assert result.returncode == 1

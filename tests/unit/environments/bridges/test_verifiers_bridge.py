@@ -25,6 +25,7 @@ from rollout_service.environments.libraries import Library
 from rollout_service.environments.registry import load_declared
 from rollout_service.tokens import ToolSpec
 from tests.support.samples import segment
+from tests.support.scripts import write_script
 
 TABLES = [TasksetTable(id="words")]
 LISTED = {"tasksets": [{"tasks": [{"key": "k", "data": {"prompt": "x"}}]}]}
@@ -39,9 +40,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     lock.write_text("# nothing\n")
     library = Library("verifiers", lock)
     python = library.folder / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\necho asked >>{tmp_path}/asked\ncat {tmp_path}/says\necho "no luck" >&2\n')
-    python.chmod(0o755)
+    write_script(python, f'echo asked >>{tmp_path}/asked\ncat {tmp_path}/says\necho "no luck" >&2\n')
     says(tmp_path, json.dumps(LISTED))
     return library
 

@@ -23,6 +23,7 @@ from sandboxes.host.subordinate_ids import (
 from sandboxes.host.uid_leases import BLOCK, HostUsers, UserLease, is_taken
 from sandboxes.limits.cgroups import find_control_groups
 from sandboxes.providers.apptainer.launch.rights import swap_ids
+from tests.support.scripts import write_script
 
 FACTS = HostFacts(
     apptainer=None,
@@ -40,10 +41,7 @@ FACTS = HostFacts(
 
 
 def program(path: Path, says: str = "apptainer version 1.4.5-2") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\necho '{says}'\n")
-    path.chmod(0o755)
-    return path
+    return write_script(path, f"echo '{says}'\n")
 
 
 def test_the_environment_variable_overrides_path(tmp_path):
