@@ -209,12 +209,12 @@ def test_a_terminal_is_typed_at_and_resized(shared):
         ends = threads.submit(handle.wait, on_pty=shown.extend)
         try:
             shared.pty.send_stdin(handle.pid, b"stty size; pwd; tty; echo $TERM $((40 + 2))\n")
-            becomes(lambda: b"30 90\r\n/tmp\r\n/dev/pts/" in shown and b"xterm-256color 42\r\n" in shown)
+            eventually(lambda: b"30 90\r\n/tmp\r\n/dev/pts/" in shown and b"xterm-256color 42\r\n" in shown)
             shared.pty.stream_input(handle.pid, [b"echo pie", b"ces; echo $((", b"3 * 5))\n"])
-            becomes(lambda: b"\rpieces\r\n15\r\n" in shown)
+            eventually(lambda: b"\rpieces\r\n15\r\n" in shown)
             shared.pty.resize(handle.pid, e2b.PtySize(rows=40, cols=100))
             shared.pty.send_stdin(handle.pid, b"stty size\n")
-            becomes(lambda: b"40 100\r\n" in shown)
+            eventually(lambda: b"40 100\r\n" in shown)
             with pytest.raises(e2b.SandboxException, match="no input for its `pty`"):
                 shared.commands.send_stdin(handle.pid, "text")
             assert [one.pid for one in shared.commands.list()] == [handle.pid]
@@ -230,9 +230,9 @@ def test_a_terminal_is_typed_at_and_resized(shared):
 def test_a_terminal_is_killed_with_what_runs_in_it(shared):
     handle = shared.pty.create(e2b.PtySize(rows=24, cols=80))
     shared.pty.send_stdin(handle.pid, b"exec sleep 12345\n")
-    becomes(lambda: shared.commands.run("pgrep -f 'sleep 12345' || true").stdout.count("\n") >= 2)
+    eventually(lambda: shared.commands.run("pgrep -f 'sleep 12345' || true").stdout.count("\n") >= 2)
     assert shared.pty.kill(handle.pid)
-    becomes(lambda: "sleep 12345" not in shared.commands.run("ps -e -o args").stdout.replace("ps -e", ""))
+    eventually(lambda: "sleep 12345" not in shared.commands.run("ps -e -o args").stdout.replace("ps -e", ""))
     assert not shared.pty.kill(handle.pid)
     plain = shared.commands.run("sleep 60", background=True)
     with pytest.raises(e2b.SandboxException, match="no terminal"):

@@ -13,7 +13,7 @@ import anyio
 import psutil
 import pytest
 
-from sandboxes import ApptainerConfig, Bind, Sandbox, SandboxProvider, SandboxSpec
+from sandboxes import ApptainerConfig, Bind, Sandbox, SandboxProvider, SandboxSpec, make_provider
 from sandboxes.host.processes import find_first_process
 from sandboxes.host.subordinate_ids import resolve_user
 from sandboxes.providers.apptainer.launcher import Launcher
