@@ -259,7 +259,7 @@ class HostProvider(SandboxProvider):
             raise
 
     async def spawn(
-        self, argv: Sequence[str], env: Mapping[str, str], channel: int, log: int, kept: Sequence[int]
+        self, argv: Sequence[str], env: Mapping[str, str], channel: int, output: int, kept: Sequence[int]
     ) -> ChildProcess:
         """Start a launcher that reads from one descriptor, writes to another, and keeps some by their numbers.
 
@@ -270,8 +270,8 @@ class HostProvider(SandboxProvider):
         return subprocess.Popen(  # noqa: ASYNC220  it takes no time
             argv,
             stdin=channel,
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
             env=env,
             cwd="/",
             start_new_session=True,

@@ -10,6 +10,7 @@ need control groups; the disk limit and lists of hosts need user namespaces for 
 limit holds for each process and the disk limit for each file, and a list of hosts is refused.
 """
 
+import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import anyio.to_thread
+import structlog
 
 from sandboxes.config import ApptainerConfig, default_cache, parse_user_range
 from sandboxes.contract import DEFAULT_WORKDIR, Bind, Pausing, SandboxSpec
@@ -50,6 +52,8 @@ from sandboxes.reclaim.host_resources import LauncherResources
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT
 
+log = structlog.get_logger(__name__)
+
 PROXY_PORT = 3128
 """The proxy's port in the sandbox's own network, where nothing else can have taken it."""
 
@@ -79,6 +83,8 @@ GIVE_UP = (
 
 
 SESSION_ENV = {"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"}
+REFUSED = (errno.EPERM, errno.ENOSYS, errno.EINVAL)
+"""The errors of a host that lets no process make a child of its parent."""
 KNOWN_FAILURES = dict.fromkeys(
     ("image_folders_removed", "image_folders_renamed"),
     "this host lets the service mount no overlay that can note the removal of an image's folder",
@@ -123,6 +129,7 @@ class ApptainerProvider(HostProvider):
             )
         self._setups = ContainerSetups()
         self._fork_server = ForkServer(self.lingering_children)
+        self._forks = CAN_FORK
         self.prepared_images = PreparedImages(config, self._images, self._binary, (self._user, self._group))
 
     @cached_property
@@ -254,12 +261,18 @@ class ApptainerProvider(HostProvider):
         return _Container(command.arguments)
 
     async def spawn(
-        self, argv: Sequence[str], env: Mapping[str, str], channel: int, log: int, kept: Sequence[int]
+        self, argv: Sequence[str], env: Mapping[str, str], channel: int, output: int, kept: Sequence[int]
     ) -> ChildProcess:
-        if not CAN_FORK:
-            return await super().spawn(self.launcher.make_command(argv), env, channel, log, kept)
-        descriptors = {0: channel, 1: log, 2: log} | {number: number for number in kept}
-        return await self._fork_server.launch(argv, env, descriptors)
+        if self._forks:
+            descriptors = {0: channel, 1: output, 2: output} | {number: number for number in kept}
+            try:
+                return await self._fork_server.launch(argv, env, descriptors)
+            except OSError as error:
+                if error.errno not in REFUSED:
+                    raise
+                log.warning("each launcher starts Python, as it cannot be forked here", reason=str(error))
+                self._forks = False
+        return await super().spawn(self.launcher.make_command(argv), env, channel, output, kept)
 
     async def _require_namespaces(self, what: str) -> None:
         if not await anyio.to_thread.run_sync(lambda: self.launcher.namespaces):

@@ -1,5 +1,6 @@
 """A sandbox that the launcher makes is the same, to the code inside, as the one of Apptainer that it repeats."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import tempfile
 from difflib import unified_diff
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import anyio
 import psutil
@@ -16,6 +18,7 @@ import pytest
 from sandboxes import ApptainerConfig, Bind, Sandbox, SandboxProvider, SandboxSpec, make_provider
 from sandboxes.host.processes import find_first_process
 from sandboxes.host.subordinate_ids import resolve_user
+from sandboxes.providers.apptainer.fork_server import ForkServer
 from sandboxes.providers.apptainer.launcher import Launcher
 from sandboxes.providers.apptainer.provider import ApptainerProvider
 from tests.support.repeated_starts import runs_apptainer
@@ -140,6 +143,20 @@ async def compare(folder: Path, *, older: bool = False) -> int:
 async def test_a_repeated_start_makes_the_same_sandbox(tmp_path, monkeypatch, forks):
     monkeypatch.setattr("sandboxes.providers.apptainer.provider.CAN_FORK", forks)
     assert await compare(tmp_path) == 3
+
+
+async def test_launchers_start_python_where_they_cannot_be_forked(tmp_path, monkeypatch):
+    async def refuse(*_: object) -> NoReturn:
+        raise PermissionError(errno.EPERM, "clone")
+
+    monkeypatch.setattr(ForkServer, "launch", refuse)
+    provider = make_provider(ApptainerConfig(), tmp_path)
+    try:
+        for _ in range(2):
+            async with await provider.start(SandboxSpec()) as sandbox:
+                assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
+    finally:
+        await provider.close()
 
 
 @pytest.mark.parametrize("host", ["this", "older"])
