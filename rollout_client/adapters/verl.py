@@ -96,7 +96,12 @@ class RolloutAgentLoop:
         rollout = await submitter.run_scored(request)
         from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-        rows = self._rows_of(rollout)
+        rows = rows_of(
+            rollout,
+            prompt_length=self.prompt_length,
+            response_length=self.response_length,
+            takes_all=self.takes_all,
+        )
         outputs = [
             AgentLoopOutput(
                 **output_fields(row, rollout, rows),
@@ -106,22 +111,29 @@ class RolloutAgentLoop:
         ]
         return outputs if self.takes_all else outputs[0]
 
-    def _rows_of(self, rollout: Rollout) -> list[Sample]:
-        """Return a row for each segment if verl takes all, else the one with the most sampled tokens."""
-        samples, most = samples_of(rollout), self.prompt_length + self.response_length
-        if self.takes_all:
-            rows = [sample.cut(max(0, most - len(sample.prompt_ids))) for sample in samples]
-        else:
-            cut = (sample.with_prompt(self.prompt_length).cut(self.response_length) for sample in samples)
-            rows = only_largest(list(cut))
-        if not (rows := [row for row in rows if row.sampled]):
-            shortest = min(len(sample.prompt_ids) for sample in samples)
-            raise RowTooLongError(
-                f"rollout {rollout.rollout_id} has prompts of {shortest} tokens and more, which leave no room for a "
-                f"token to train on: raise prompt_length ({self.prompt_length}) or response_length "
-                f"({self.response_length})"
-            )
-        return rows
+
+def rows_of(
+    rollout: Rollout, *, prompt_length: int, response_length: int, takes_all: bool = False
+) -> list[Sample]:
+    """Return a rollout's rows: one for each segment if verl `takes_all`, else the one with the most sampled tokens.
+
+    Raises:
+        RowTooLongError: No token to train on has room.
+    """
+    samples = samples_of(rollout)
+    if takes_all:
+        most = prompt_length + response_length
+        rows = [sample.cut(max(0, most - len(sample.prompt_ids))) for sample in samples]
+    else:
+        fitting = [sample.with_prompt(prompt_length).cut(response_length) for sample in samples]
+        rows = only_largest(fitting)
+    if not (rows := [row for row in rows if row.sampled]):
+        shortest = min(len(sample.prompt_ids) for sample in samples)
+        raise RowTooLongError(
+            f"rollout {rollout.rollout_id} has prompts of {shortest} tokens and more, which leave no room for a token "
+            f"to train on: raise prompt_length ({prompt_length}) or response_length ({response_length})"
+        )
+    return rows
 
 
 def task_row(row: Mapping[str, Any]) -> Mapping[str, Any]:

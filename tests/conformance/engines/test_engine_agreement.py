@@ -104,7 +104,7 @@ async def test_transformers_gives_every_sampled_token_the_same_logprob(model, em
 
 
 async def test_sglang_gives_the_embedded_engines_tokens_the_same_logprob(model, embedded_url, sglang_url):
-    requests = [each for each in some_requests(seed=5) if temperature_of(each) == 1.0]
+    requests = [each for each in some_requests(5, SAMPLINGS) if temperature_of(each) == 1.0]
     async with serving(model, embedded_url, sglang_url) as (embedded, _):
         for request, generation in zip(requests, await generate_together(embedded, requests), strict=True):
             scored = await score_with_sglang(sglang_url, request, generation)
@@ -112,7 +112,7 @@ async def test_sglang_gives_the_embedded_engines_tokens_the_same_logprob(model, 
 
 
 async def test_both_engines_take_the_same_greedy_path(model, embedded_url, sglang_url):
-    requests = [each for each in some_requests(seed=6) if each.sampling.temperature == 0.0]
+    requests = [each for each in some_requests(6, SAMPLINGS) if each.sampling.temperature == 0.0]
     async with serving(model, embedded_url, sglang_url) as backends:
         ours, theirs = [await generate_together(backend, requests) for backend in backends]
     for mine, other in zip(ours, theirs, strict=True):

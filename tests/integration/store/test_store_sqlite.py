@@ -112,7 +112,7 @@ async def test_a_file_of_an_earlier_release_gets_the_tables_that_it_lacks(path):
         db.execute("DROP TABLE branches")
     point = BranchPoint(rollout_id="r0", turn=1)
     async with await SqliteStore.open(path) as store:
-        await store.submit(order(1).model_copy(update={"branch_of": point}))
+        await store.submit(order("r1").model_copy(update={"branch_of": point}))
         rows = (await store.summaries(SummaryFilter())).rows
         assert [row.branch_of for row in rows] == [point, None]
 
