@@ -20,7 +20,7 @@ class ScriptedSampler:
 
     def __init__(self, *says: Said, truncated: bool = False, tokens: int = 2, name: str = "judge@1") -> None:
         self.says, self.truncated, self.tokens, self.name = says, truncated, tokens, name
-        self.prompts: list[Sequence[Message]] = []
+        self.prompts: list[list[Message]] = []
         self.asked_for: list[tuple[str, int, float]] = []
         """The pool, the budget and the temperature of each request."""
         self.asked = ChangeSignal()
@@ -36,7 +36,7 @@ class ScriptedSampler:
         self, pool: str, messages: Sequence[Message], *, max_tokens: int, temperature: float
     ) -> SampledText:
         said = self.says[len(self.prompts) % len(self.says)]
-        self.prompts.append(messages)
+        self.prompts.append(list(messages))  # the conversation goes on
         self.asked_for.append((pool, max_tokens, temperature))
         self.asked.notify()
         self.at_once += 1
