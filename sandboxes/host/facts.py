@@ -22,7 +22,7 @@ INSTALL_PREFIX = Path("/opt/apptainer")
 INSTALL_HINT = "run scripts/install-apptainer (as root), or name the binary in ROLLOUT_APPTAINER"
 
 CAP_SYS_ADMIN = 21
-"""From linux/capability.h. Apptainer as root needs the first to mount; it asks for the second and stops without it."""
+"""From linux/capability.h. Apptainer as root needs it to mount."""
 
 VERSION_SECONDS = 10.0
 

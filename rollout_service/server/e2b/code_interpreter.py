@@ -32,7 +32,7 @@ from sandboxes import (
 from sandboxes.task_groups import open_task_group
 
 PORT = "49999"
-"""The port of E2B's server, by which its requests are told from those to the daemon."""
+"""The port of E2B's server. Requests to its daemon name another."""
 LANGUAGES = ("python", "bash")
 """The languages; their names are those of their contexts, too."""
 OUTPUT_BYTES = 4 * 1024 * 1024
@@ -40,6 +40,7 @@ OUTPUT_BYTES = 4 * 1024 * 1024
 GRACE_SECONDS = 10.0
 """How long code may go on after it was interrupted."""
 Events = Iterator[dict[str, Any]]
+Session = PythonSession | BashSession
 
 
 class CodeRun(BaseModel):
@@ -90,11 +91,8 @@ async def _execute(request: Request) -> Response:
 
 async def _run(box: Box, language: str, code: str, receive: Receive) -> list[dict[str, Any]]:
     """Run code, which is interrupted if the client goes away, and return the events."""
-    sandbox, seconds = box.sandbox, max(1.0, box.seconds_left)
+    session, seconds = await _session(box, language), max(1.0, box.seconds_left)
     events: list[dict[str, Any]] = []
-    session: PythonSession | BashSession = await (
-        sandbox.python() if language == "python" else sandbox.bash()
-    )
     async with open_task_group() as tasks:
         tasks.start_soon(_interrupt_at_disconnect, receive, session, tasks.cancel_scope.cancel)
         try:
@@ -109,9 +107,11 @@ async def _run(box: Box, language: str, code: str, receive: Receive) -> list[dic
     return events
 
 
-async def _interrupt_at_disconnect(
-    receive: Receive, session: PythonSession | BashSession, cancel: Callable[[], None]
-) -> None:
+async def _session(box: Box, language: str) -> Session:
+    return await (box.sandbox.python() if language == "python" else box.sandbox.bash())
+
+
+async def _interrupt_at_disconnect(receive: Receive, session: Session, cancel: Callable[[], None]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     await session.interrupt()
@@ -155,7 +155,7 @@ async def _restart(request: Request) -> Response:
     if language not in LANGUAGES:
         return _no_context(language)
     async with box.code_locks[language]:
-        await (await (box.sandbox.python() if language == "python" else box.sandbox.bash())).restart()
+        await (await _session(box, language)).restart()
     return JSONResponse(None)
 
 

@@ -206,8 +206,6 @@ def make_row(group: StoredGroup, rollouts: Mapping[str, Row]) -> GroupRow:
 # Guarantees: except for the tokens, the JSON of a head equals that of `RunStore.group`, byte for byte. A head that was
 # written under another definition of the wire models is not read but made again.
 
-_LEVEL = 1
-
 
 def group_json(group: Group) -> bytes:
     """Return a group as JSON, made sample by sample so that other threads can run in between."""
@@ -218,7 +216,7 @@ def group_json(group: Group) -> bytes:
 
 def encode(head: GroupHead) -> dict[str, Any]:
     """Return the stored part of a head; the row of its group has the rest."""
-    data = zstandard.ZstdCompressor(level=_LEVEL).compress(head.json)
+    data = trajectory_codec.compress(head.json)
     return {"form": _form(), "tokens": json.dumps(head.tokens), "json": data}
 
 

@@ -1,6 +1,6 @@
 """The service's side of the process that launchers are forked from, which is started with the first of them.
 
-To start Python takes a launcher three times as long as to make a sandbox; to fork, a tenth of that.
+Starting Python took two thirds of the processor time of a launch.
 """
 
 import json
@@ -16,7 +16,7 @@ import anyio
 from sandboxes.errors import SandboxClosedError, SandboxStartError
 from sandboxes.host.children import ForkedChild, LingeringChildren, end_process
 from sandboxes.host.processes import MARKER
-from sandboxes.providers.apptainer.launch.fork_server import ANSWER_BYTES, CLONE, LaunchRequest
+from sandboxes.providers.apptainer.launch.fork_server import ANSWER_BYTES, LaunchRequest
 from sandboxes.providers.apptainer.launcher import PATH, program_command
 
 ANSWER_SECONDS = 20.0
@@ -24,8 +24,6 @@ ANSWER_SECONDS = 20.0
 GRACE = 2.0
 TRIES = 2
 """A process that has been killed is replaced at the next launch."""
-CAN_FORK = CLONE != 0
-"""Whether the system call for it is known on this machine."""
 
 
 class ForkServer:

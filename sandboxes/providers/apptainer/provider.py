@@ -33,7 +33,7 @@ from sandboxes.images import toolkit
 from sandboxes.images.store import ImageStore
 from sandboxes.images.unpacked import UnpackedImages
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
-from sandboxes.providers.apptainer.fork_server import CAN_FORK, ForkServer
+from sandboxes.providers.apptainer.fork_server import ForkServer
 from sandboxes.providers.apptainer.launch.container import ContainerCommand
 from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher
 from sandboxes.providers.apptainer.setups import REPORT, ContainerSetups
@@ -129,7 +129,7 @@ class ApptainerProvider(HostProvider):
             )
         self._setups = ContainerSetups()
         self._fork_server = ForkServer(self.lingering_children)
-        self._forks = CAN_FORK
+        self._forks = True
         self.prepared_images = PreparedImages(config, self._images, self._binary, (self._user, self._group))
 
     @cached_property

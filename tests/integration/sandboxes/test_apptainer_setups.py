@@ -139,16 +139,19 @@ async def compare(folder: Path, *, older: bool = False) -> int:
     return len(kinds)
 
 
+async def refuse(*_: object) -> NoReturn:
+    """Refuse a launch as a host does that lets no process be forked for another."""
+    raise PermissionError(errno.EPERM, "clone")
+
+
 @pytest.mark.parametrize("forks", [True, False], ids=["forked", "started"])
 async def test_a_repeated_start_makes_the_same_sandbox(tmp_path, monkeypatch, forks):
-    monkeypatch.setattr("sandboxes.providers.apptainer.provider.CAN_FORK", forks)
+    if not forks:
+        monkeypatch.setattr(ForkServer, "launch", refuse)
     assert await compare(tmp_path) == 3
 
 
 async def test_launchers_start_python_where_they_cannot_be_forked(tmp_path, monkeypatch):
-    async def refuse(*_: object) -> NoReturn:
-        raise PermissionError(errno.EPERM, "clone")
-
     monkeypatch.setattr(ForkServer, "launch", refuse)
     provider = make_provider(ApptainerConfig(), tmp_path)
     try:

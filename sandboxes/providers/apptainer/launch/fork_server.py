@@ -15,12 +15,13 @@ import sys
 from typing import NoReturn, TypedDict
 
 from . import steps
+from .syscalls import SIGCHLD
 
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 18, 253
 ANSWER_BYTES = 8
-CLONE_PARENT, SIGCHLD = 0x8000, 17
-CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, 0)
-"""The number of clone(2), which the C library does not wrap for processes; 0 if unknown."""
+CLONE_PARENT = 0x8000
+CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, -1)
+"""The number of clone(2), which the C library does not wrap for processes; -1, which no call has, if unknown."""
 
 
 class LaunchRequest(TypedDict):

@@ -31,6 +31,7 @@ from .syscalls import (
     CLONE_NEWNS,
     PR_SET_NO_NEW_PRIVS,
     SECCOMP,
+    SIGCHLD,
     call,
     libc,
     set_filter,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 # From linux/sockios.h and linux/if.h.
 SIOCSIFFLAGS, IFF_UP, IFREQ_SIZE, NAME_SIZE = 0x8914, 1, 40, 16
 AF_INET, SOCK_DGRAM = 2, 2
-SIGCHLD = 17
 
 PREFIX = "LAUNCH_"
 INSIDE, FILE = "INSIDE_", "FILE_"

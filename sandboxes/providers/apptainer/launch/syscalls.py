@@ -19,6 +19,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 KEYCTL, SECCOMP = {"x86_64": (250, 317), "aarch64": (219, 277)}.get(os.uname().machine, (0, 0))
 """The numbers of system calls that the C library does not wrap; 0 if unknown."""
+SIGCHLD = 17
 
 libc = ctypes.CDLL(None, use_errno=True)
 
