@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.processes.service import Running, eventually, service
 
 KEY, OTHER_KEY, READ_KEY = ("e2b_" + letter * 40 for letter in "abc")
@@ -28,6 +30,12 @@ port = 0
 def options(url: str, key: str = KEY) -> dict[str, Any]:
     """Return the options of E2B's client for an address."""
     return {"api_url": url, "sandbox_url": url, "api_key": key}
+
+
+def point_programs_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables that docs/how-to/serve-e2b-programs.md says, and nothing else."""
+    for name, value in {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": KEY}.items():
+        monkeypatch.setenv(name, value)
 
 
 @contextmanager

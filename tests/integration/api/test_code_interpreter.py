@@ -9,7 +9,7 @@ import httpx
 import pytest
 from e2b_code_interpreter import AsyncSandbox, Sandbox
 
-from tests.support.e2b_service import KEY, e2b_service, options
+from tests.support.e2b_service import KEY, e2b_service, options, point_programs_at
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.slow, pytest.mark.xdist_group("code interpreter")]
 
@@ -30,8 +30,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    for name, value in {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": KEY}.items():
-        monkeypatch.setenv(name, value)
+    point_programs_at(url, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import e2b
 import pytest
 from e2b import AsyncSandbox, Sandbox, SandboxQuery
 
-from tests.support.e2b_service import KEY, e2b_service, options
+from tests.support.e2b_service import e2b_service, options, point_programs_at
 from tests.support.processes.service import eventually
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.slow, pytest.mark.xdist_group("e2b programs")]
@@ -26,9 +26,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """Set what docs/how-to/serve-e2b-programs.md says, and nothing else."""
-    for name, value in {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": KEY}.items():
-        monkeypatch.setenv(name, value)
+    point_programs_at(url, monkeypatch)
 
 
 @pytest.fixture(scope="module")

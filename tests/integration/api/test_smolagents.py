@@ -10,7 +10,7 @@ import pytest
 from smolagents import CodeAgent, Tool
 from smolagents.models import ChatMessage, MessageRole, Model
 
-from tests.support.e2b_service import KEY, e2b_service
+from tests.support.e2b_service import e2b_service, point_programs_at
 
 ROOT = Path(__file__).parents[3]
 DEFINITION = ROOT / "sandboxes" / "definitions" / "base.def"
@@ -73,8 +73,7 @@ class Multiply(Tool):
 
 
 def test_a_code_agent_works_to_its_final_answer(url, monkeypatch):
-    for name, value in {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": KEY}.items():
-        monkeypatch.setenv(name, value)
+    point_programs_at(url, monkeypatch)
     model = Scripted("x = 6\nprint('six:', x)", "y = multiply(a=x, b=7)\ny", "y / 0", "final_answer(y)")
     with CodeAgent(tools=[Multiply()], model=model, executor_type="e2b") as agent:
         assert agent.run("Multiply.") == 42

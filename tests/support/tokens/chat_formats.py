@@ -143,3 +143,7 @@ def hub_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast  # takes a second, and AutoTokenizer four, for torch
 
     return PreTrainedTokenizerFast.from_pretrained(policy_folder("calc-tuned"))
+
+
+shared = cache(load)
+"""Loads a format once: a renderer keeps nothing of what it renders or reads."""

@@ -2,7 +2,6 @@
 
 import json
 import time
-from functools import cache
 
 import pytest
 from hypothesis import assume, given
@@ -12,7 +11,14 @@ from rollout_service.tokens import ChatRenderer
 from rollout_service.tokens.arguments import SYNTAX, Tag, read_value, types_of
 from rollout_service.tokens.tagged_text import text_lexemes, text_lexemes_of_the_library
 from tests.support.tokens.calls import BY_PARSER, PARAMETERS, TOOL, written
-from tests.support.tokens.chat_formats import FAMILIES, control_tokens, load, write_model, write_tokenizer
+from tests.support.tokens.chat_formats import (
+    FAMILIES,
+    control_tokens,
+    load,
+    shared,
+    write_model,
+    write_tokenizer,
+)
 
 SINGLE_CALL = {"llama-3", "gpt-oss"}
 """Formats that write one call in a turn."""
@@ -38,18 +44,6 @@ VALUES = [
     *({"undeclared": " a\n"}, {"undeclared": 7}, {}),
     {"path": " /a b\n", "text": "\n  x\n", "count": 1, "flag": False, "items": ["\n"], "maybe": None},
 ]
-
-shared = cache(load)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("formats")
-
-
-@pytest.fixture(params=FAMILIES)
-def chat(request, root):
-    return shared(root / request.param, request.param)
 
 
 @pytest.fixture(scope="module", params=sorted(BY_PARSER))

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from functools import cache
 from math import ceil
 
 import pytest
@@ -12,7 +11,7 @@ from renderers.configs import _CONFIG_BY_NAME
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall
 from rollout_service.tokens import Conversation
 from rollout_service.tokens.renderer import _READ_LAST_TURN, ChatRenderer
-from tests.support.tokens.chat_formats import FAMILIES, control_tokens, is_special, load
+from tests.support.tokens.chat_formats import FAMILIES, control_tokens, is_special, load, shared
 from tests.support.tokens.conversations import (
     QUESTION,
     TOOL,
@@ -35,19 +34,6 @@ NEVER_AS_BEGUN = {"deepseek-r1"}
 NO_LATER_SYSTEM = {"hy3"}
 RESULTS_END_A_CALL = {"gemma4"}
 """Formats in which a result may follow only a call's own end of turn."""
-
-shared = cache(load)
-"""Loads a format once: a renderer keeps nothing of what it renders or reads."""
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("formats")
-
-
-@pytest.fixture(params=FAMILIES)
-def chat(request, root):
-    return shared(root / request.param, request.param)
 
 
 def test_all_formats_of_the_library_are_here():
