@@ -131,7 +131,7 @@ class _SweInstance(BaseModel):
 
 
 def read_task(instance: dict[str, JsonValue], family: SweFamily | None = None, *, image: str = "") -> SweTask:
-    """Read an instance. Its set is told from its fields, unless `family` names it; `image` replaces the instance's.
+    """Read an instance. Its fields show which set it is from, unless `family` names it; `image` replaces its own.
 
     Raises:
         InvalidFieldError: A field is wrong, or the evaluation lacks one.

@@ -75,7 +75,7 @@ anyio.run(main)
 
 @dataclass
 class Acknowledged:
-    """What writers were told."""
+    """The answers that writers got."""
 
     submitted: set[str] = field(default_factory=set)
     finished: list[str] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Acknowledged:
         assert writer.wait() == -signal.SIGKILL
 
     def add(self, line: str) -> bool:
-        """Take a line; return whether it reports a write: others are the log's."""
+        """Note a line of a writer; return whether it reports a write, and is none of the log's."""
         what, _, rollout_id = line.strip().partition(" ")
         if what == "submitted":
             self.submitted.add(rollout_id)

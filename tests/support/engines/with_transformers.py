@@ -1,4 +1,4 @@
-"""What transformers says of a model, in a program of an environment that has it."""
+"""Ask transformers about a model, in a program of an environment that has it."""
 
 import json
 import random

@@ -350,7 +350,7 @@ def test_the_length_of_the_queue_is_a_number(given):
 
 
 class Stuck(SpanExporter):
-    """A collector that answers only once it is told to, and then with a failure."""
+    """A collector that answers when the test lets it, with a failure."""
 
     def __init__(self) -> None:
         self.asked, self.answers = threading.Event(), threading.Event()
