@@ -137,7 +137,8 @@ class GrowingSegment:
 
     def add_context(self, ids: Sequence[int]) -> None:
         """Add tokens that the policy reads but did not sample here."""
-        self._add(ids, 0, [0.0] * len(ids), [-1] * len(ids), -1)
+        count = len(ids)
+        self._add(ids, 0, array("d", [0.0]) * count, array("q", [-1]) * count, -1)
 
     def add_sampled(
         self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn_id: int
@@ -152,11 +153,12 @@ class GrowingSegment:
         versions: Sequence[int],
         turn_id: int,
     ) -> None:
+        # An array takes another as a block of memory, and other sequences number by number.
         self.token_ids.extend(ids)
-        self.loss_mask.extend([mask] * len(ids))
+        self.loss_mask.extend(array("b", [mask]) * len(ids))
         self.logprobs.extend(logprobs)
         self.versions.extend(versions)
-        self.turn_ids.extend([turn_id] * len(ids))
+        self.turn_ids.extend(array("i", [turn_id]) * len(ids))
 
     def freeze(self) -> Segment:
         # Unchecked: the values were checked when they were recorded, and checking long lists again is slow.

@@ -270,14 +270,17 @@ class TurnCapture:
 
     def trajectory(self) -> Trajectory:
         """Return everything that was recorded so far, with the messages of the last turn of the agent's own."""
-        roles = self._assign_roles()
-        main = [
-            each for each in self._turns if each.messages and roles[each.turn.turn_id] is SegmentRole.MAIN
-        ]
-        last = main[-1:]
-        messages = [message for each in last for message in as_messages(each.messages, self._index.calls)]
-        messages += [each.turn.message for each in last]
+        messages = self.messages()  # first: it decides what each turn is trained as
         return self._tree.trajectory(messages)
+
+    def messages(self) -> list[Message]:
+        """Return the conversation of the last turn of the agent's own, with its answer."""
+        roles = self._assign_roles()
+        own = (each for each in reversed(self._turns) if each.messages)
+        last = next((each for each in own if roles[each.turn.turn_id] is SegmentRole.MAIN), None)
+        if last is None:
+            return []
+        return [*as_messages(last.messages, self._index.calls), last.turn.message]
 
     def report(self) -> CaptureReport:
         roles = self._assign_roles()

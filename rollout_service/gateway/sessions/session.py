@@ -330,7 +330,7 @@ class GatewaySession(UndrivenPolicy):
 
     @property
     def messages(self) -> list[Message]:
-        return self.trajectory().messages
+        return self._capture.messages()
 
     @property
     def usage(self) -> Usage:
