@@ -384,8 +384,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_leaks(self) -> None:
-        self.settle()
-        live = {info.id: info.state for info in self.portal.call(self.bench.pool.live)}
+        async def settled() -> dict[str, str]:
+            self.bench.pool._notify()
+            await anyio.wait_all_tasks_blocked()
+            # In the same step of the loop: the pool also starts sandboxes by the clock.
+            return {info.id: info.state for info in self.bench.pool.live()}
+
+        live = self.portal.call(settled)
         assert {name for name, state in live.items() if state == "in_use"} == {it.id for it in self.taken}
 
 
