@@ -5,7 +5,6 @@ Guarantee: a password is never part of an error, a log line or a representation.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,9 +15,6 @@ from urllib.parse import urlsplit
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.private_files import OTHERS
 from rollout_service.settings import StoreSettings
-
-SCHEMES = ("redis", "rediss", "unix")
-_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Durability(StrEnum):
@@ -79,23 +75,6 @@ class RedisConfig:
         """The URL without its password and options, for messages."""
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-    def check(self) -> None:
-        """Raise an error unless the URL and the prefix can be used.
-
-        Raises:
-            ConfigurationError: One of them cannot.
-        """
-        if urlsplit(self.url).scheme not in SCHEMES:
-            raise ConfigurationError(
-                f"the store's url {self.address!r} is not the address of a Redis",
-                hint="Use redis://HOST:PORT/0, rediss://HOST:PORT/0 (TLS), or unix:///PATH/redis.sock.",
-            )
-        if not _PREFIX.fullmatch(self.prefix):
-            raise ConfigurationError(
-                f"the store's prefix {self.prefix!r} is not valid",
-                hint="Use up to 64 letters, digits, dots, dashes and underscores.",
-            )
 
     def password(self) -> str | None:
         """Return the password from its file; None if there is no file.

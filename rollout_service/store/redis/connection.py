@@ -95,9 +95,8 @@ class RedisConnection(JobThread[_RedisJob]):
 
         Raises:
             StoreError: The Redis does not answer, or must not be used.
-            ConfigurationError: The address or the password file is wrong.
+            ConfigurationError: The password file is wrong.
         """
-        config.check()
         connection = cls(config, clock=clock, commit_seconds=commit_seconds, may_be_away=may_be_away)
         try:
             with anyio.CancelScope(shield=True):
