@@ -4,17 +4,19 @@ Guarantees:
 - A sandbox is saved while its agent waits for the engine, and the agent's next call waits until that has ended. No
   failure to save it reaches the rollout.
 - Files are those after a number of whole turns. A rollout goes on from them only if exactly these turns were saved too.
-- Each file, and all of them together, are bounded. A file is removed when its rollout ends or begins anew; one whose
-  rollout has ended elsewhere is removed at the next start.
+- Each file, and all of one node together, are bounded. A file is removed when its rollout ends or begins anew; one
+  whose rollout has ended elsewhere is removed at the next start of its node or, an hour later, of another.
+- Where nodes share a folder, each writes into a folder of its own in it, and takes files out of those of others.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,6 +45,8 @@ log = structlog.get_logger(__name__)
 SAVE_SECONDS = 10.0
 """How long an agent may wait for its sandbox to be saved; one that takes longer is not."""
 SUFFIX, PART_SUFFIX = ".sandbox", ".part"
+LEFT_SECONDS = 3600.0
+"""How old the file of another node is that may have been left behind."""
 _LEVEL = 1
 _LENGTH = struct.Struct("<I")
 _MAX_HEADER = 64 << 20
@@ -85,7 +89,7 @@ class SavedSandbox:
 
 
 class SavedSandboxes:
-    """The files of one service's saved sandboxes."""
+    """The files of one node's saved sandboxes."""
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class SavedSandboxes:
         seconds: float,
         limit: int,
         budget: int,
+        shared: bool = False,
     ) -> None:
         """Sandboxes are saved once their agents have worked for `seconds` since the last time.
 
@@ -106,12 +111,14 @@ class SavedSandboxes:
             seconds: how long an agent works before its sandbox is saved again.
             limit: the most bytes that one sandbox's files may have.
             budget: the most bytes of all files, compressed.
+            shared: whether the folders beside `folder` are those of other nodes.
         """
         self.seconds = seconds
         self._folder = folder
         self._metrics = metrics
         self._flush_turns = flush_turns
         self._limit, self._budget = limit, budget
+        self._shared = shared
         self._sizes: dict[str, int] = {}
         """The sizes of the files by name."""
         self._has_failed = False
@@ -125,20 +132,27 @@ class SavedSandboxes:
                 work = None
             rollout = None if work is None else await store.get(work.rollout_id)
             if rollout is None or rollout.state.terminal:
-                path.unlink(missing_ok=True)
-            else:
+                await anyio.to_thread.run_sync(_remove, path)
+            elif path.parent == self._folder:
                 self._sizes[path.name] = path.stat().st_size
 
     def _list(self) -> list[Path]:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in self._folder.glob(f"*{PART_SUFFIX}"):
             path.unlink(missing_ok=True)
-        return sorted(self._folder.glob(f"*{SUFFIX}"))
+        own = sorted(self._folder.glob(f"*{SUFFIX}"))
+        return [*own, *(path for path in self._others(f"*{SUFFIX}") if _age(path) > LEFT_SECONDS)]
 
-    def forget(self, rollout_id: str) -> None:
-        """Remove the file of a rollout that has ended or begins anew, if there is one."""
+    def _others(self, pattern: str) -> list[Path]:
+        """Return the files of other nodes with such a name."""
+        found = self._folder.parent.glob(f"*/{pattern}") if self._shared else ()
+        return [path for path in found if path.parent != self._folder]
+
+    async def forget(self, rollout_id: str) -> None:
+        """Remove the file of a rollout that has ended or begins anew, if there is one; shielded."""
         if self._sizes.pop(name := _name_of(rollout_id), None) is not None:
-            (self._folder / name).unlink(missing_ok=True)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(_remove, self._folder / name)
 
     async def save(self, sandbox: Sandbox, provider: SandboxProvider, work: SavedWork) -> None:
         outcome = "slow"
@@ -177,32 +191,38 @@ class SavedSandboxes:
                 async with aclosing(sandbox.save(limit=self._limit)) as parts:
                     async for data in parts:
                         await write(data)
-            size = part.stat().st_size
+            size = (await anyio.to_thread.run_sync(part.stat)).st_size
             if sum(self._sizes.values()) - self._sizes.get(name, 0) + size > self._budget:
                 return "full"
             await self._flush_turns()  # without the turns, it would be of no use
-            part.replace(self._folder / name)
             self._sizes[name] = size
+            await anyio.to_thread.run_sync(part.replace, self._folder / name)
         finally:
-            part.unlink(missing_ok=True)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(_remove, part)
         return "saved"
 
     async def find(self, rollout_id: str, turns: Sequence[SavedTurn], image: str) -> SavedSandbox | None:
-        """Return the saved sandbox of a rollout with these saved turns; None if there is none that suits."""
-        path = self._folder / _name_of(rollout_id)
-        if path.name not in self._sizes:
-            return None
+        """Return the saved sandbox of a rollout with these saved turns; None if there is none that suits.
+
+        Of several, return that with the most turns. It belongs to this node from now on.
+        """
+        name = _name_of(rollout_id)
+        paths = [self._folder / name] if name in self._sizes else []
+        paths += await anyio.to_thread.run_sync(self._others, name)
+        found = [
+            await anyio.to_thread.run_sync(_read_suiting, path, rollout_id, turns, image) for path in paths
+        ]
+        best = max((one for one in found if one is not None), key=lambda one: one.work.turns, default=None)
+        if best is None or best.path.parent == self._folder:
+            return best
+        moved = self._folder / name
         try:
-            work = await anyio.to_thread.run_sync(_read_head, path)
-        except _UNREADABLE:
+            self._sizes[name] = (await anyio.to_thread.run_sync(best.path.stat)).st_size
+            await anyio.to_thread.run_sync(best.path.replace, moved)
+        except OSError:  # yet another node has it
             return None
-        count = work.turns
-        if work.rollout_id != rollout_id or work.image != image or not 0 < count <= len(turns):
-            return None
-        if work.digest != digest_of([turn.generation.output_ids for turn in turns[:count]]):
-            return None
-        results = [_results_of(turn) for turn in turns[1:count]]
-        return SavedSandbox(work, [*results, work.results], path) if all(results) else None
+        return replace(best, path=moved)
 
     @asynccontextmanager
     async def opened(self, saved: SavedSandbox) -> AsyncIterator[Path]:
@@ -212,7 +232,8 @@ class SavedSandboxes:
             await anyio.to_thread.run_sync(_unpack, saved.path, copy)
             yield copy
         finally:
-            copy.unlink(missing_ok=True)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(_remove, copy)
 
 
 class SandboxSaver:
@@ -280,6 +301,33 @@ def digest_of(sampled: Sequence[Sequence[int]]) -> str:
 
 def _name_of(rollout_id: str) -> str:
     return hashlib.sha256(rollout_id.encode()).hexdigest()[:32] + SUFFIX
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # at the latest, a later sweep removes it
+        path.unlink()
+
+
+def _age(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:  # it is not there any more
+        return 0.0
+
+
+def _read_suiting(path: Path, rollout_id: str, turns: Sequence[SavedTurn], image: str) -> SavedSandbox | None:
+    """Return what a file has, if a rollout with these saved turns can go on from it."""
+    try:
+        work = _read_head(path)
+    except _UNREADABLE:
+        return None
+    count = work.turns
+    if work.rollout_id != rollout_id or work.image != image or not 0 < count <= len(turns):
+        return None
+    if work.digest != digest_of([turn.generation.output_ids for turn in turns[:count]]):
+        return None
+    results = [_results_of(turn) for turn in turns[1:count]]
+    return SavedSandbox(work, [*results, work.results], path) if all(results) else None
 
 
 def _results_of(turn: SavedTurn) -> list[Message]:

@@ -125,7 +125,7 @@ class Settlement:
         if keep_turns:
             await self.flush_turns()
         else:
-            self.forget_sandbox(attempt.lease)
+            await self.forget_sandbox(attempt.lease)
 
         async def retry() -> bool:
             return await self._context.store.retry(
@@ -154,7 +154,7 @@ class Settlement:
         context, lease, turns = self._context, attempt.lease, attempt.turns
         kept = turns.restored if turns is not None and turns.played > turns.restored else 0
         if not kept:
-            self.forget_sandbox(lease)
+            await self.forget_sandbox(lease)
         await attempt.release()
 
         async def restart() -> bool:
@@ -181,7 +181,7 @@ class Settlement:
         async def finish() -> bool:
             return await self._context.store.finish(attempt.lease, self._context.owner, result)
 
-        self.forget_sandbox(attempt.lease)
+        await self.forget_sandbox(attempt.lease)
         await attempt.release()
         note_outcome(
             state=result.state.value,
@@ -195,10 +195,10 @@ class Settlement:
         self._context.metrics.count_finished(result)
         self._on_finished(result)
 
-    def forget_sandbox(self, lease: Lease) -> None:
+    async def forget_sandbox(self, lease: Lease) -> None:
         """Remove the saved sandbox of a rollout that does not go on in it here."""
         if self._context.saved_sandboxes is not None:
-            self._context.saved_sandboxes.forget(lease.rollout_id)
+            await self._context.saved_sandboxes.forget(lease.rollout_id)
 
     async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:
         """Write how an attempt ended; keep trying until the store accepts it."""

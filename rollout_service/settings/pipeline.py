@@ -73,7 +73,10 @@ class SandboxesSettings(Section):
     save_bytes: int = Field(64 * 1024**2, ge=1024**2)
     """The most bytes of files that one sandbox may have changed to be saved."""
     saved_bytes: int = Field(4 * 1024**3, ge=1024**2)
-    """The most space on the disk of the state folder for all saved sandboxes, which are compressed."""
+    """The most space for all saved sandboxes of this node, which are compressed."""
+    save_folder: Path | None = None
+    """A folder for saved sandboxes that all nodes share, under any path, so that a rollout of a lost node goes on from
+    its sandbox on another one. Left out, they are in the state folder, for this node alone."""
     warm: WarmPoolConfig = WarmPoolConfig()
     pressure: PressureConfig = PressureConfig()
 

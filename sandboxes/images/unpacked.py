@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 600.0
 """Long enough for any start to have mounted its image."""
 
+HEAD_BYTES = 4096
 FORMAT = "5"
 """A version that changes with the facts that are read from an image."""
 
@@ -257,6 +258,29 @@ def identity_of(image: Path) -> tuple[str, int, int]:
     resolved = image.resolve()
     found = resolved.stat()
     return str(resolved), found.st_size, found.st_mtime_ns
+
+
+def portable_identity(image: Path) -> str:
+    """Return a text that is the same on all hosts with this image file: its head has its id, or its date and sizes.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if image.is_dir():
+        return file_identity(image)
+    with image.open("rb") as file:
+        head, found = file.read(HEAD_BYTES), os.fstat(file.fileno())
+    return f"{hashlib.sha256(head).hexdigest()} {found.st_size} {found.st_mtime_ns}"
+
+
+def file_identity(path: Path) -> str:
+    """Return a text that changes with a file of this host, or with the entries of a folder.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    found = path.stat()
+    return f"{path} {found.st_dev}:{found.st_ino} {found.st_size} {found.st_mtime_ns}"
 
 
 def mounted_folders() -> set[str]:

@@ -113,6 +113,7 @@ class JobNode:
             settings["ROLLOUT_STORE__URL"] = redis_url
             settings["ROLLOUT_STORE__PREFIX"] = home.name
             settings["ROLLOUT_STORE__FOLDER"] = str(self.home.path / "shared")
+            settings["ROLLOUT_SANDBOXES__SAVE_FOLDER"] = str(self.home.path / "saved-sandboxes")
             settings["ROLLOUT_CLUSTER__NAME"] = self.cluster_name
             if home.redis_url is None or home.redis_password_file is not None:
                 password = home.redis_password_file or self.home.path / "redis/password"

@@ -237,13 +237,17 @@ async def _open_saved_sandboxes(foundation: Foundation, turns: TurnWriter | None
     settings = foundation.settings.sandboxes
     if turns is None or not settings.save_seconds:
         return None
+    shared = settings.save_folder
     saved = SavedSandboxes(
-        foundation.state_dir / "saved-sandboxes",
+        foundation.state_dir / "saved-sandboxes"
+        if shared is None
+        else shared / foundation.settings.node_name,
         foundation.metrics,
         turns.flush,
         seconds=settings.save_seconds,
         limit=settings.save_bytes,
         budget=settings.saved_bytes,
+        shared=shared is not None,
     )
     await saved.sweep(foundation.store)
     return saved

@@ -31,7 +31,7 @@ from sandboxes.host.subordinate_ids import has_subordinate_ids, resolve_user, su
 from sandboxes.host.uid_leases import HostUsers, UserLease
 from sandboxes.images import toolkit
 from sandboxes.images.store import ImageStore
-from sandboxes.images.unpacked import UnpackedImages
+from sandboxes.images.unpacked import UnpackedImages, file_identity, portable_identity
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
 from sandboxes.providers.apptainer.fork_server import ForkServer
 from sandboxes.providers.apptainer.launch.container import ContainerCommand
@@ -161,15 +161,11 @@ class ApptainerProvider(HostProvider):
 
     def _identity(self, spec: SandboxSpec) -> str:
         image = self._images.resolve(spec.image or self._config.image)
-        sources = (image, *(Path(bind.source) for bind in spec.read_only_binds))
         try:
-            files = [(path, path.stat()) for path in sources]
+            binds = (file_identity(Path(bind.source)) for bind in spec.read_only_binds)
+            return "\n".join([portable_identity(image), *binds])
         except OSError as error:
             raise SandboxConfigError(f"cannot read the sandbox's image or binds: {error}") from error
-        return "\n".join(
-            f"{path} {found.st_dev}:{found.st_ino} {found.st_size} {found.st_mtime_ns}"
-            for path, found in files
-        )
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         allowed = _parse_allow_list(spec)

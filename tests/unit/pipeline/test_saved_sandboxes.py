@@ -1,5 +1,7 @@
 """Saved sandboxes: which file a rollout goes on from, which are removed, and what happens if saving fails."""
 
+import os
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
@@ -77,11 +79,11 @@ WORK = SavedWork(
 )
 
 
-def make(folder: Path, budget: int = 1 << 20) -> SavedSandboxes:
+def make(folder: Path, budget: int = 1 << 20, *, shared: bool = False) -> SavedSandboxes:
     async def flush() -> None:
         pass
 
-    return SavedSandboxes(folder / "saved", Metrics(), flush, seconds=1.0, limit=1 << 20, budget=budget)
+    return SavedSandboxes(folder, Metrics(), flush, seconds=1.0, limit=1 << 20, budget=budget, shared=shared)
 
 
 async def save(saved: SavedSandboxes, work: SavedWork = WORK, sandbox: Saves | None = None) -> None:
@@ -96,7 +98,7 @@ def outcomes(saved: SavedSandboxes) -> dict[str, float]:
 
 @pytest.fixture
 async def saved(tmp_path: Path) -> SavedSandboxes:
-    found = make(tmp_path)
+    found = make(tmp_path / "saved")
     await found.sweep(cast(Store, Rollouts()))
     return found
 
@@ -147,16 +149,68 @@ async def test_a_damaged_file_starts_nothing(saved: SavedSandboxes) -> None:
 async def test_files_of_rollouts_that_ended_are_removed(tmp_path: Path, saved: SavedSandboxes) -> None:
     for name in ("r", "ended", "under-way"):
         await save(saved, WORK.model_copy(update={"rollout_id": name}))
-    saved.forget("r")
-    saved.forget("unknown")
+    await saved.forget("r")
+    await saved.forget("unknown")
     folder = tmp_path / "saved"
     (folder / "broken.sandbox").write_bytes(b"broken")
     (folder / "left.part").write_bytes(b"")
-    again = make(tmp_path)
+    again = make(tmp_path / "saved")
     await again.sweep(cast(Store, Rollouts("under-way")))
     assert len(list(folder.iterdir())) == 1
     work = await again.find("under-way", TURN, "identity of base")
     assert work is not None
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> list[SavedSandboxes]:
+    """Three nodes that share a folder."""
+    found = [make(tmp_path / name, shared=True) for name in ("a", "b", "c")]
+    for each in found:
+        await each.sweep(cast(Store, Rollouts()))
+    return found
+
+
+def names(folder: Path) -> list[str]:
+    """Return the nodes that have a file."""
+    return [path.parent.name for path in sorted(folder.glob("*/*"))]
+
+
+def paths(folder: Path) -> dict[str, Path]:
+    """Return the files of all nodes by their rollouts."""
+    return {saved_sandboxes._read_head(path).rollout_id: path for path in folder.glob("*/*")}
+
+
+async def test_a_rollout_goes_on_from_the_latest_file_of_any_node(
+    tmp_path: Path, nodes: list[SavedSandboxes]
+) -> None:
+    one, two, three = nodes
+    late = {"turns": 3, "digest": digest_of([turn.generation.output_ids for turn in TURN[:3]])}
+    await save(one)
+    await save(two, WORK.model_copy(update=late))
+    found = await three.find("r", TURN, "identity of base")
+    assert found is not None
+    assert (found.work.turns, found.path.parent.name) == (3, "c")
+    async with three.opened(found) as path:
+        assert path.read_bytes() == DATA
+    assert names(tmp_path) == ["a", "c"]
+    await three.forget("r")
+    await two.forget("r")  # it does not know yet that its file is gone
+    assert names(tmp_path) == ["a"]
+    assert await two.find("r", TURN, "identity of a new base") is None
+    assert names(tmp_path) == ["a"]
+
+
+async def test_what_a_lost_node_left_is_removed_by_another(
+    tmp_path: Path, nodes: list[SavedSandboxes]
+) -> None:
+    one, two, _ = nodes
+    for name in ("ended", "under-way", "new"):
+        await save(one, WORK.model_copy(update={"rollout_id": name}))
+    files = paths(tmp_path)
+    for name in ("ended", "under-way"):
+        os.utime(files[name], (time.time() - 4_000,) * 2)
+    await two.sweep(cast(Store, Rollouts("under-way")))
+    assert paths(tmp_path).keys() == {"under-way", "new"}
 
 
 @pytest.mark.parametrize(
@@ -185,7 +239,7 @@ async def test_saving_is_bounded_in_time_and_space(
     monkeypatch.setattr(saved_sandboxes, "SAVE_SECONDS", 0.05)
     await save(saved, sandbox=Saves(hangs=True))
     assert outcomes(saved) == {"slow": 1}
-    small = make(tmp_path, budget=100)
+    small = make(tmp_path / "saved", budget=100)
     await save(small)
     assert outcomes(small) == {"full": 1}
     assert list((tmp_path / "saved").iterdir()) == []
