@@ -2,9 +2,9 @@
 
 The first tier is what a change has to pass. Its part 0 is the unit tests that are quick and need no real program. The
 second tier has the tests of programs that take long to install or to run (`parts.py`), and those marked `extended`.
-Continuous integration begins them until its time is up (`--begin-until`): first those of parts that the last commits
-touched, then the others in an order that turns with each commit, so that all have their turn. A test that was not begun
-counts as neither passed nor failed; the summary and a file name it.
+With `--begin-until`, they begin until that time: first those of parts that the last commits touched, then the others in
+an order that turns with each commit, so that all have their turn. A test that was not begun counts as neither passed
+nor failed; the summary and a file name it.
 """
 
 import re
