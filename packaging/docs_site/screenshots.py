@@ -30,7 +30,7 @@ from api_schemas.tasks import Task
 from docs_site.perfetto import perfetto_page
 from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import running_server
-from rollout_service.cli.trace_file import write_trace
+from rollout_service.cli.trace import write_trace
 from rollout_service.engines.shipped import policy_folder
 
 ROOT = Path(__file__).resolve().parents[2]

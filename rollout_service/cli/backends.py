@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollout_service.cli import common, completion
-from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from api_schemas.inference import BackendView
+    from rollout_client.client import RolloutClient
 
 app = typer.Typer(
     name="backends", help="List, add, drain, and remove a server's engines.", no_args_is_help=True
@@ -24,17 +24,25 @@ BackendId = Annotated[
 ]
 
 
+def _show(backends: list[BackendView]) -> None:
+    common.out().print(
+        render_backends(backends)
+        if backends
+        else "No engines are registered. Add one with `rollout-service backends add URL`."
+    )
+
+
 @app.command("list", epilog="Example: rollout-service backends list --json")
-@common.command
-async def list_backends(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+@common.client_command(_show)
+async def list_backends(client: RolloutClient) -> list[BackendView]:
     """Show the engines, with their state and load."""
-    async with common.connect(url, key) as client:
-        _show(await client.backends(), as_json)
+    return await client.backends()
 
 
 @app.command("add", epilog="Example: rollout-service backends add http://gpu-1:30000 --renderer qwen3")
-@common.command
+@common.client_command(_show)
 async def add(
+    client: RolloutClient,
     backend_url: Annotated[str, typer.Argument(help="The URL of the engine's server.")],
     pool: Annotated[str, typer.Option(help="The pool to add it to.")] = "policy",
     kind: Annotated[
@@ -48,60 +56,34 @@ async def add(
     trace: Annotated[
         bool, typer.Option("--trace", help="Tell the engine of each request's trace; it must export traces.")
     ] = False,
-    url: Url = DEFAULT_URL,
-    key: Key = None,
-    as_json: AsJson = False,
-) -> None:
+) -> list[BackendView]:
     """Check and register an engine; rollouts use it at once."""
     from pydantic import ValidationError
 
     from api_schemas.inference import BackendSpec
     from rollout_service.base.validation import describe_problems
 
-    values = {
-        "url": backend_url,
-        "pool": pool,
-        "kind": kind,
-        "tokenizer": tokenizer,
-        "renderer": renderer,
-        "trace": trace,
-    }
+    values = {"url": backend_url, "pool": pool, "kind": kind, "tokenizer": tokenizer}
     try:
-        spec = BackendSpec.model_validate(values)
+        spec = BackendSpec.model_validate(values | {"renderer": renderer, "trace": trace})
     except ValidationError as error:
         raise common.CommandError("\n".join(describe_problems(error, BackendSpec))) from error
-    async with common.connect(url, key) as client:
-        _show([await client.add_backend(spec)], as_json)
+    return [await client.add_backend(spec)]
 
 
 @app.command("remove", epilog="Example: rollout-service backends remove b-1")
-@common.command
-async def remove(backend_id: BackendId, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@common.client_command()
+async def remove(client: RolloutClient, backend_id: BackendId) -> None:
     """Remove an engine at once; its requests continue on other engines."""
-    async with common.connect(url, key) as client:
-        await client.remove_backend(backend_id)
-        common.err().print(f"removed {backend_id}")
+    await client.remove_backend(backend_id)
+    common.err().print(f"removed {backend_id}")
 
 
 @app.command("drain", epilog="Example: rollout-service backends drain b-1")
-@common.command
-async def drain(
-    backend_id: BackendId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False
-) -> None:
+@common.client_command(_show)
+async def drain(client: RolloutClient, backend_id: BackendId) -> list[BackendView]:
     """Send an engine no new requests; it finishes those it has."""
-    async with common.connect(url, key) as client:
-        _show([await client.drain_backend(backend_id)], as_json)
-
-
-def _show(backends: list[BackendView], as_json: bool) -> None:
-    if as_json:
-        common.print_json([backend.model_dump(mode="json") for backend in backends])
-    else:
-        common.out().print(
-            render_backends(backends)
-            if backends
-            else "No engines are registered. Add one with `rollout-service backends add URL`."
-        )
+    return [await client.drain_backend(backend_id)]
 
 
 def render_backends(backends: list[BackendView]) -> RenderableType:

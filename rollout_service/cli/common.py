@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial, wraps
-from inspect import iscoroutinefunction
+from inspect import Parameter, iscoroutinefunction, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollout_service.cli.console import SafeConsole
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code after SIGTERM, as shells report it."""
@@ -63,10 +64,31 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
+def joined_counts(counts: Mapping[Any, int]) -> str:
+    """Return counts by name as a text, such as `1 opted_out, 2 side`."""
+    return ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))
+
+
+async def first(found: AsyncGenerator[T, None], limit: int) -> list[T]:
+    """Return the first of what a server lists page by page; no more pages are asked for than needed."""
+    from contextlib import aclosing
+
+    some: list[T] = []
+    async with aclosing(found) as listed:
+        async for one in listed:
+            some.append(one)
+            if len(some) == limit:
+                break
+    return some
+
+
 def print_json(value: Any) -> None:
+    """Print models, dataclasses and lists of them, or other data, as JSON."""
     import json
 
-    print_line(json.dumps(value, indent=2, ensure_ascii=False))
+    from pydantic_core import to_jsonable_python
+
+    print_line(json.dumps(to_jsonable_python(value, by_alias=False), indent=2, ensure_ascii=False))
 
 
 def print_line(document: str) -> None:
@@ -93,6 +115,41 @@ def command(function: Callable[P, Awaitable[int | None] | int | None]) -> Callab
         run_blocking(partial(run_coroutine, call) if iscoroutinefunction(function) else call)
 
     return run
+
+
+def client_command(
+    show: Callable[[Any], object] | None = None, *, patience_seconds: float = 0.0
+) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., None]]:
+    """Make a command of a coroutine whose first argument, `client`, is connected to the server at --url.
+
+    With `show`, the coroutine returns what the command is about: --json prints it as JSON, and else `show` does.
+    Without, it returns its exit code, as with `command`.
+    """
+    options = [
+        Parameter("url", Parameter.KEYWORD_ONLY, default=DEFAULT_URL, annotation=Url),
+        Parameter("key", Parameter.KEYWORD_ONLY, default=None, annotation=Key),
+    ]
+    if show is not None:
+        options.append(Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=AsJson))
+
+    def made(function: Callable[..., Awaitable[Any]]) -> Callable[..., None]:
+        @wraps(function)
+        async def run(*, url: str, key: str | None, as_json: bool = False, **own: Any) -> Any:
+            async with connect(url, key, patience_seconds=patience_seconds) as client:
+                found = await function(client, **own)
+            if show is None:
+                return found
+            print_json(found) if as_json else show(found)
+            return None
+
+        for imported_for_types_alone in ("client", "return"):
+            del function.__annotations__[imported_for_types_alone]
+        own = signature(function, eval_str=True)
+        parameters = [*list(own.parameters.values())[1:], *options]
+        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return command(run)
+
+    return made
 
 
 def run_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollout_service.cli import common, completion
-from rollout_service.cli.common import DEFAULT_URL, Key, Url
 from rollout_service.cli.show.colors import Coloring
 
 if TYPE_CHECKING:
@@ -19,8 +18,9 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: rollout-service show r-1 --color logprob"
 
 
-@common.command
+@common.client_command()
 async def command(
+    client: RolloutClient,
     rollout_id: Annotated[
         str,
         typer.Argument(
@@ -56,8 +56,6 @@ async def command(
     no_pager: Annotated[
         bool, typer.Option("--no-pager", help="Never start a pager for long output.")
     ] = False,
-    url: Url = DEFAULT_URL,
-    key: Key = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of text; with --color, with the trajectory.")
     ] = False,
@@ -73,21 +71,20 @@ async def command(
     from rollout_service.cli.show.trajectory import render_branches, render_head
     from rollout_service.cli.show.tree import render_tree
 
-    async with common.connect(url, key) as client:
-        if html is not None:
-            await _save(client, rollout_id, html)
-        rollout = await client.get(rollout_id, trajectory=as_json and color is not None)
-        nodes = await client.rollout_nodes(rollout_id) if tree else None
-        if as_json:
-            common.print_json((nodes or rollout).model_dump(mode="json"))
-            return
-        console = common.out(color=not no_color)
-        console.print(render_head(rollout))
-        console.print(render_branches(rollout_id, await _group(client, rollout_id)))
-        if nodes is not None:
-            console.print(render_tree(nodes))
-        if color is not None:
-            await _show_tokens(client, console, rollout_id, color, node, pager=not no_pager)
+    if html is not None:
+        await _save(client, rollout_id, html)
+    rollout = await client.get(rollout_id, trajectory=as_json and color is not None)
+    nodes = await client.rollout_nodes(rollout_id) if tree else None
+    if as_json:
+        common.print_json(nodes or rollout)
+        return
+    console = common.out(color=not no_color)
+    console.print(render_head(rollout))
+    console.print(render_branches(rollout_id, await _group(client, rollout_id)))
+    if nodes is not None:
+        console.print(render_tree(nodes))
+    if color is not None:
+        await _show_tokens(client, console, rollout_id, color, node, pager=not no_pager)
 
 
 async def _group(client: RolloutClient, rollout_id: str) -> list[RolloutSummary]:
@@ -104,7 +101,7 @@ async def _group(client: RolloutClient, rollout_id: str) -> list[RolloutSummary]
 
 
 async def _save(client: RolloutClient, rollout_id: str, file: Path) -> None:
-    from rollout_service.cli.trace_file import written
+    from rollout_service.cli.files import written
 
     content = await client.saved_page(rollout_id)
     with written(file) as write:

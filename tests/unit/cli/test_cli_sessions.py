@@ -68,7 +68,7 @@ def server(monkeypatch) -> list[httpx.Request]:
 
     transport = httpx.MockTransport(handle)
     monkeypatch.setattr(
-        common, "connect", lambda url, key: RolloutClient(url, key, transport=transport, patience_seconds=0)
+        common, "connect", lambda url, key, **options: RolloutClient(url, key, transport=transport, **options)
     )
     return seen
 

@@ -232,7 +232,7 @@ def test_a_run_that_goes_on_is_shown_with_its_warnings(ended_at, capsys):
         created_at=NOW,
         ended_at=ended_at,
     )
-    show_runs([run], False)
+    show_runs([run])
     said = capsys.readouterr().err
     assert said == ("a: warning: advantages: they undo the schedule.\n" if ended_at is None else "")
 
