@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import anyio
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from rollout_service.observability.telemetry.families import filled
 from sandboxes import SandboxProvider
 from sandboxes.egress.messages import EgressCounts
 
@@ -43,39 +45,36 @@ class EgressMeter:
             await anyio.sleep(self._seconds)
 
 
+@dataclass(frozen=True, slots=True)
 class UseCollector(Collector):
     """The time of sandboxes on other people's servers, which their provider counts."""
 
-    def __init__(self, seconds: Callable[[], float]) -> None:
-        self._seconds = seconds
+    seconds: Callable[[], float]
 
     def collect(self) -> Iterator[Metric]:
         text = "Lifetime of sandboxes on servers that may ask money for it"
-        yield CounterMetricFamily("rollout_sandbox_use_seconds", text, value=self._seconds())
+        yield CounterMetricFamily("rollout_sandbox_use_seconds", text, value=self.seconds())
 
 
+@dataclass(frozen=True, slots=True)
 class EgressCollector(Collector):
     """Metrics that the process of the proxies counts, not this one."""
 
-    def __init__(self, counts: Callable[[], EgressCounts]) -> None:
-        self._counts = counts
+    counts: Callable[[], EgressCounts]
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._counts()
+        counts = self.counts()
         yield CounterMetricFamily(
             "rollout_egress_connections",
             "Connections from sandboxes to their proxies",
             value=counts.connections,
         )
-        size = CounterMetricFamily(
-            "rollout_egress_bytes", "Bytes between sandboxes and hosts on their lists", labels=["direction"]
+        size = "Bytes between sandboxes and hosts on their lists"
+        yield filled(
+            CounterMetricFamily("rollout_egress_bytes", size, labels=["direction"]),
+            {"out": counts.bytes_out, "in": counts.bytes_in},
         )
-        size.add_metric(["out"], counts.bytes_out)
-        size.add_metric(["in"], counts.bytes_in)
-        yield size
-        refused = CounterMetricFamily(
-            "rollout_egress_refused", "Sandbox requests that the proxies refused", labels=["reason"]
+        refused = "Sandbox requests that the proxies refused"
+        yield filled(
+            CounterMetricFamily("rollout_egress_refused", refused, labels=["reason"]), counts.refused
         )
-        for reason, number in sorted(counts.refused.items()):
-            refused.add_metric([reason], number)
-        yield refused

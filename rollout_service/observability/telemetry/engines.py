@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from api_schemas.inference import BackendState, BackendView, PoolOutcome
 from rollout_service.engines.routing import Decision, RequestEnd
+from rollout_service.observability.telemetry.families import filled
 
 REQUEST_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
 LOAD_SECONDS: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 900)
@@ -149,17 +150,15 @@ class PoolMetrics(RoutingTrace, Collector):
         """Yield the metrics as they are now, those of the backends that are registered."""
         views = list(self._views())
         self._follow(views)
-        in_flight = GaugeMetricFamily(
-            "rollout_backend_in_flight", "Requests that an engine works on", labels=["pool", "backend"]
+        labels, text = ["pool", "backend"], "Requests that an engine works on"
+        yield filled(
+            GaugeMetricFamily("rollout_backend_in_flight", text, labels=labels),
+            {(view.pool, view.backend_id): view.in_flight for view in views},
         )
-        up = GaugeMetricFamily(
-            "rollout_backend_up", "1 for an engine that answers, else 0", labels=["pool", "backend"]
+        yield filled(
+            GaugeMetricFamily("rollout_backend_up", "1 for an engine that answers, else 0", labels=labels),
+            {(view.pool, view.backend_id): float(view.state is not BackendState.FAILED) for view in views},
         )
-        for view in views:
-            in_flight.add_metric([view.pool, view.backend_id], view.in_flight)
-            up.add_metric([view.pool, view.backend_id], float(view.state is not BackendState.FAILED))
-        yield in_flight
-        yield up
         for metric in (self._requests, self._seconds, self._turns, self._updates):
             yield from metric.collect()
 

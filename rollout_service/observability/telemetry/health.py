@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from api_schemas.inference import BackendState, BackendView
 from api_schemas.nodes import NodeState
 from rollout_service.base.errors import StoreError
+from rollout_service.observability.telemetry.families import filled
 from rollout_service.store.cluster_contract import Heartbeat
 from rollout_service.store.contract import Store
 
@@ -34,58 +35,45 @@ class HealthMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._backends()
         yield from self._store()
-        free = GaugeMetricFamily(
-            "rollout_disk_free_bytes", "Free space where files are kept", labels=["path"]
+        yield filled(
+            GaugeMetricFamily("rollout_disk_free_bytes", "Free space where files are kept", labels=["path"]),
+            self.disks(),
         )
-        for path, count in self.disks().items():
-            free.add_metric([path], count)
-        yield free
 
     def _backends(self) -> Iterator[Metric]:
         views = list(self.backends())
         states = Counter((view.pool, view.state) for view in views)
-        backends = GaugeMetricFamily(
-            "rollout_backends", "Engines by pool and state", labels=["pool", "state"]
+        pools = sorted({view.pool for view in views})
+        yield filled(
+            GaugeMetricFamily("rollout_backends", "Engines by pool and state", labels=["pool", "state"]),
+            {(pool, state): states[pool, state] for pool in pools for state in BackendState},
         )
-        for pool in sorted({view.pool for view in views}):
-            for state in BackendState:
-                backends.add_metric([pool, state], states[pool, state])
-        yield backends
-        versions = GaugeMetricFamily(
-            "rollout_backend_weight_version",
-            "The version of an engine's weights; -1 if it reports none",
-            labels=["pool", "backend"],
+        text = "The version of an engine's weights; -1 if it reports none"
+        yield filled(
+            GaugeMetricFamily("rollout_backend_weight_version", text, labels=["pool", "backend"]),
+            {(view.pool, view.backend_id): view.weight_version for view in views},
         )
-        for view in views:
-            versions.add_metric([view.pool, view.backend_id], view.weight_version)
-        yield versions
-        other = GaugeMetricFamily(
-            "rollout_backend_other_version",
-            "1 for an engine that samples with weights that this service did not give it, else 0",
-            labels=["pool", "backend"],
+        text = "1 for an engine that samples with weights that this service did not give it, else 0"
+        yield filled(
+            GaugeMetricFamily("rollout_backend_other_version", text, labels=["pool", "backend"]),
+            {(view.pool, view.backend_id): float(view.sampled_version is not None) for view in views},
         )
-        for view in views:
-            other.add_metric([view.pool, view.backend_id], float(view.sampled_version is not None))
-        yield other
-        changes = CounterMetricFamily(
-            "rollout_frozen_version_changes",
-            "Times that an engine of a frozen pool had another version than before",
-            labels=["pool"],
+        text = "Times that an engine of a frozen pool had another version than before"
+        yield filled(
+            CounterMetricFamily("rollout_frozen_version_changes", text, labels=["pool"]),
+            self.frozen_version_changes(),
         )
-        for pool, count in self.frozen_version_changes().items():
-            changes.add_metric([pool], count)
-        yield changes
 
     def _store(self) -> Iterator[Metric]:
         failing = self.store_problem() is not None
         yield GaugeMetricFamily("rollout_store_bytes", "Size of the store's files", self.store.size_bytes())
         yield GaugeMetricFamily("rollout_store_failing", "1 while the store fails, else 0", float(failing))
-        shards = GaugeMetricFamily(
-            "rollout_store_shard_failing", "1 while this shard of the store fails, else 0", labels=["shard"]
+        text = "1 while this shard of the store fails, else 0"
+        shards = range(len(self.store.shards))
+        yield filled(
+            GaugeMetricFamily("rollout_store_shard_failing", text, labels=["shard"]),
+            {str(number): float(failing or number in self.store.failing) for number in shards},
         )
-        for number in range(len(self.store.shards)):
-            shards.add_metric([str(number)], float(failing or number in self.store.failing))
-        yield shards
         yield CounterMetricFamily("rollout_store_errors", "Calls to the store that failed", self.store.errors)
         yield from self.store.commit_seconds.collect()
 
@@ -104,14 +92,12 @@ class NodeMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as of the last heartbeat."""
-        nodes = GaugeMetricFamily("rollout_nodes", "Nodes that share the store, by state", labels=["state"])
         states = self.beat().states
-        for state in NodeState:
-            nodes.add_metric([state], states.get(state, 0))
-        yield nodes
-        leads = GaugeMetricFamily(
-            "rollout_node_leads", "1 for each role that this node leads", labels=["role"]
+        yield filled(
+            GaugeMetricFamily("rollout_nodes", "Nodes that share the store, by state", labels=["state"]),
+            {state: states.get(state, 0) for state in NodeState},
         )
-        for role in sorted(self.roles()):
-            leads.add_metric([role], 1)
-        yield leads
+        yield filled(
+            GaugeMetricFamily("rollout_node_leads", "1 for each role that this node leads", labels=["role"]),
+            dict.fromkeys(sorted(self.roles()), 1),
+        )

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from api_schemas.rollouts import Rollout
 from api_schemas.rollouts.trees import Work
 from rollout_service.groups import work_sums
+from rollout_service.observability.telemetry.families import filled
 
 STEPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -34,12 +35,10 @@ class SlotMetrics(Collector):
     total: int
 
     def collect(self) -> Iterator[Metric]:
-        slots = GaugeMetricFamily(
-            "rollout_subagents", "Sub-agents by state, and their limit", labels=["state"]
+        yield filled(
+            GaugeMetricFamily("rollout_subagents", "Sub-agents by state, and their limit", labels=["state"]),
+            {"active": self.held(), "waiting": self.waiting(), "limit": self.total},
         )
-        for state, number in (("active", self.held()), ("waiting", self.waiting()), ("limit", self.total)):
-            slots.add_metric([state], number)
-        yield slots
 
 
 class ParallelMetrics:

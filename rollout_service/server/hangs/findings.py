@@ -11,8 +11,8 @@ import gc
 import os
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,7 @@ from typing import Any
 import anyio
 from pydantic import JsonValue
 
+from api_schemas.events import EventKind
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangFinding, HangVerdict, StackFrame, UsualTimes
 from rollout_service.server.hangs.holders import Holder
@@ -220,41 +221,35 @@ MAX_ROLLOUTS = 20
 _ORDER = list(HangVerdict)
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """The changes since the previous look."""
-
-    began: list[HangFinding] = field(default_factory=list)
-    worsened: list[HangFinding] = field(default_factory=list)
-    """Those that were slow or held back before, and are stuck now."""
-    ended: list[HangFinding] = field(default_factory=list)
-
-
 class FindingLog:
     """The findings of the latest look: the waits that are stuck, slow or held back."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], HangFinding] = {}
 
-    def update(self, judged: Iterable[Judged], others: Iterable[HangFinding] = ()) -> Changes:
-        """Replace the findings with those of a new look; `others` are made elsewhere, and get their ids here."""
+    def update(
+        self, judged: Iterable[Judged], problems: Iterable[HangFinding] = ()
+    ) -> list[tuple[EventKind, HangFinding]]:
+        """Replace the findings with those of a new look; return those that began, worsened or ended.
+
+        `problems` are those that no step waits for. They get their ids here, and last since they were first seen.
+        """
         groups: dict[tuple[str, str], list[Judged]] = defaultdict(list)
         for one in judged:
             groups[one.kind, one.subject].append(one)
         before = self._open
         self._open = {}
-        changes = Changes()
-        for found in (*map(_finding, groups.values()), *others):
+        changes: list[tuple[EventKind, HangFinding]] = []
+        for found in (*map(_finding, groups.values()), *(_lasting(one, before) for one in problems)):
             key = (found.kind, found.subject)
             known = before.pop(key, None)
             finding_id = known.finding_id if known else new_finding_id()
             finding = self._open[key] = found.model_copy(update={"finding_id": finding_id})
             if known is None:
-                changes.began.append(finding)
+                changes.append((EventKind.HANG_BEGAN, finding))
             elif finding.verdict is HangVerdict.STUCK and known.verdict is not HangVerdict.STUCK:
-                changes.worsened.append(finding)
-        changes.ended.extend(before.values())
-        return changes
+                changes.append((EventKind.HANG_WORSENED, finding))
+        return [*changes, *((EventKind.HANG_ENDED, gone) for gone in before.values())]
 
     def list(self) -> list[HangFinding]:
         return worst_first(self._open.values())
@@ -266,6 +261,15 @@ def new_finding_id() -> str:
 
 def worst_first(findings: Iterable[HangFinding]) -> list[HangFinding]:
     return sorted(findings, key=lambda one: (_ORDER.index(one.verdict), -one.seconds))
+
+
+def _lasting(problem: HangFinding, before: Mapping[tuple[str, str], HangFinding]) -> HangFinding:
+    """Return a problem with the time since which it is known."""
+    known = before.get((problem.kind, problem.subject))
+    if known is None:
+        return problem
+    seconds = (problem.since - known.since).total_seconds()
+    return problem.model_copy(update={"since": known.since, "seconds": seconds})
 
 
 def _finding(group: list[Judged]) -> HangFinding:

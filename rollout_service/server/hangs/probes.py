@@ -33,25 +33,11 @@ IDLE_BYTES = 256
 
 
 @dataclass(slots=True)
-class Stillness:
-    """How long something has stayed the same."""
-
-    value: object = None
-    changed_at: float = field(default_factory=time.perf_counter)
-
-    def see(self, value: object) -> None:
-        if value != self.value:
-            self.value, self.changed_at = value, time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """How long ago it changed, or was first seen."""
-        return time.perf_counter() - self.changed_at
-
-
-@dataclass(slots=True)
 class _SeenEngine:
-    stillness: Stillness = field(default_factory=Stillness)
+    figures: object = None
+    """What changes while it works."""
+    changed_at: float = field(default_factory=time.perf_counter)
+    """When the figures changed, or it was first seen."""
     load: BackendLoad | None = None
     failures: int = 0
     answers: int = 0
@@ -62,9 +48,6 @@ class EngineProbes:
     def __init__(self, find: Callable[[str], BackendHandle | None]) -> None:
         self._find = find
         self._seen: dict[str, _SeenEngine] = {}
-
-    def forget(self) -> None:
-        self._seen = {}
 
     async def look(self, backend_ids: Iterable[str]) -> None:
         """Ask these engines how they are, and forget all others."""
@@ -88,7 +71,9 @@ class EngineProbes:
         seen.failures, seen.error = 0, ""
         seen.answers += 1
         report = None if seen.load is None else seen.load.signature
-        seen.stillness.see((report, handle.served, handle.chunks))
+        figures = (report, handle.served, handle.chunks)
+        if figures != seen.figures:
+            seen.figures, seen.changed_at = figures, time.perf_counter()
 
     async def _ask(self, handle: BackendHandle) -> BackendLoad | None:
         try:
@@ -103,7 +88,7 @@ class EngineProbes:
             return UNSEEN
         if seen.failures:
             return Signs(responds=False if seen.failures >= FAILURES else None)
-        still = seen.stillness.seconds if seen.answers and seen.load is not None else None
+        still = time.perf_counter() - seen.changed_at if seen.answers and seen.load is not None else None
         is_idle = seen.load is not None and seen.load.running + seen.load.waiting == 0
         return Signs(responds=True if seen.answers else None, still_seconds=still, is_idle=is_idle)
 
@@ -139,9 +124,6 @@ class SandboxProbes:
     def __init__(self) -> None:
         self._seen: dict[str, _SeenSandbox] = {}
         self._read_at = 0.0
-
-    def forget(self) -> None:
-        self._seen = {}
 
     async def look(self, sandboxes: Mapping[str, Sandbox]) -> None:
         """Ask these sandboxes whether they answer, read their work, and forget all others."""

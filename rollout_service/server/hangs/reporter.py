@@ -7,8 +7,8 @@ Guarantee: telling waits for nothing. Events are written on the side, in order; 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import anyio
 import structlog
@@ -32,24 +32,11 @@ LINES = {
     HangVerdict.SLOW: "rollouts are slow",
     HangVerdict.HELD: "rollouts are held",
 }
-_FIELDS = {
-    "finding_id",
-    "verdict",
-    "kind",
-    "stage",
-    "environment",
-    "since",
-    "seconds",
-    "responds",
-    "rollouts",
-    "count",
-    "message",
-    "hint",
-}
+_LEFT_OUT = {"subject", "usual", "detail", "stack"}
+"""What the data of an event does not have of a finding."""
 
 
-@dataclass(frozen=True, slots=True)
-class _HangEvent:
+class _HangEvent(NamedTuple):
     kind: EventKind
     finding: HangFinding
     at: datetime
@@ -88,7 +75,7 @@ class HangReporter:
                 await self._write(self._events.popleft())
 
     async def _write(self, event: _HangEvent) -> None:
-        data: dict[str, JsonValue] = event.finding.model_dump(mode="json", include=_FIELDS)
+        data: dict[str, JsonValue] = event.finding.model_dump(mode="json", exclude=_LEFT_OUT)
         while True:
             try:
                 await self._store.record(event.kind, event.finding.subject, data | {"at": str(event.at)})

@@ -5,9 +5,9 @@ Guarantee: a wait that is held back by nothing but stuck work is judged as stuck
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import anyio
@@ -49,25 +49,9 @@ class StepClass(NamedTuple):
     name: str
 
 
-class _Recent:
-    __slots__ = ("next", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = array("d")
-        self.next = 0
-
-    def add(self, seconds: float) -> None:
-        """Add one, in place of the oldest if there are enough."""
-        if len(self.seconds) < KEPT:
-            self.seconds.append(seconds)
-        else:
-            self.seconds[self.next] = seconds
-            self.next = (self.next + 1) % KEPT
-
-
 class StepDurations(StepObserver):
     def __init__(self) -> None:
-        self._recent: OrderedDict[StepClass, _Recent] = OrderedDict()
+        self._recent: OrderedDict[StepClass, deque[float]] = OrderedDict()
 
     def closed(self, activity: Activity, step: OpenStep) -> None:
         """Remember how long a good step took."""
@@ -76,18 +60,18 @@ class StepDurations(StepObserver):
         key = class_of(activity, step)
         recent = self._recent.get(key)
         if recent is None:
-            recent = self._recent[key] = _Recent()
+            recent = self._recent[key] = deque(maxlen=KEPT)
             if len(self._recent) > MAX_KEYS:
                 self._recent.popitem(last=False)
         self._recent.move_to_end(key)
-        recent.add(step.ended - step.started)
+        recent.append(step.ended - step.started)
 
     def usual(self, key: StepClass) -> UsualTimes | None:
         """Return how long such steps take; None if fewer than `ENOUGH` of them have ended."""
         recent = self._recent.get(key)
-        if recent is None or len(recent.seconds) < ENOUGH:
+        if recent is None or len(recent) < ENOUGH:
             return None
-        ordered = sorted(recent.seconds)
+        ordered = sorted(recent)
         p50, p95, p99 = (ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.95, 0.99))
         return UsualTimes(count=len(ordered), p50=p50, p95=p95, p99=p99)
 
@@ -108,10 +92,6 @@ class Verdicts:
 
     async def probe(self, suspects: list[StepWait], start_soon: Callable[..., object]) -> None:
         """Look at the things that these wait for; a question to the store may go on meanwhile, in a task of its own."""
-        if not suspects:
-            self._engines.forget()
-            self._sandboxes.forget()
-            return
         engines = {one.step.name for one in suspects if one.step.kind is StepKind.ENGINE}
         sandboxes = {one.sandbox.id: one.sandbox for one in suspects if one.sandbox is not None}
         async with anyio.create_task_group() as tasks:
@@ -129,7 +109,8 @@ class Verdicts:
                 usual[key] = self._durations.usual(key)
             if (one := self._judge(wait, usual[key])) is not None:
                 judged.append(one)
-        return self._blame_stuck_holders(judged)
+        stuck = {one.wait.activity.rollout_id for one in judged if one.verdict is HangVerdict.STUCK}
+        return [self._blamed(one, stuck) for one in judged]
 
     def _judge(self, wait: StepWait, usual: UsualTimes | None) -> Judged | None:
         signs = self._signs(wait)
@@ -177,11 +158,8 @@ class Verdicts:
             return "" if load is None else f"it reports {load.running} running and {load.waiting} waiting"
         return self._store.error if step.kind is StepKind.STORE else ""
 
-    def _blame_stuck_holders(self, judged: list[Judged]) -> list[Judged]:
-        stuck = {one.wait.activity.rollout_id for one in judged if one.verdict is HangVerdict.STUCK}
-        return [self._blamed(one, stuck) for one in judged]
-
     def _blamed(self, one: Judged, stuck: set[str]) -> Judged:
+        """Return a wait that is held back, as stuck if all that hold it back are."""
         if one.verdict is not HangVerdict.HELD or one.kind not in (StepKind.PLACE, StepKind.WORKER):
             return one
         at_work = [
@@ -191,5 +169,4 @@ class Verdicts:
         ]
         if not at_work or not stuck.issuperset(at_work):
             return one
-        note = "every one of them is stuck itself"
-        return Judged(one.wait, HangVerdict.STUCK, one.signs, one.usual, one.holder, note)
+        return replace(one, verdict=HangVerdict.STUCK, note="every one of them is stuck itself")

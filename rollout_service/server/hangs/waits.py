@@ -19,13 +19,7 @@ from sandboxes import Sandbox
 
 _CONTAINERS = frozenset({StepKind.SETUP, StepKind.AGENT, StepKind.GRADER, StepKind.JUDGE})
 _IN_SANDBOX = frozenset(
-    {
-        StepKind.SESSION,
-        StepKind.SETUP,
-        StepKind.AGENT,
-        StepKind.ARTIFACTS,
-        StepKind.GRADER,
-    }
+    {StepKind.SESSION, StepKind.SETUP, StepKind.AGENT, StepKind.ARTIFACTS, StepKind.GRADER}
 )
 """The kinds of steps that the attempt's sandbox works on; tools say themselves whether they use it."""
 
@@ -78,18 +72,18 @@ def oldest_of_stages(waits: Iterable[StepWait]) -> list[StageWait]:
         stage = wait.step.stage
         if stage is not None and (stage not in oldest or wait.quiet > oldest[stage].quiet):
             oldest[stage] = wait
-    return [_stage_wait(stage, oldest[stage]) for stage in Stage if stage in oldest]
-
-
-def _stage_wait(stage: Stage, wait: StepWait) -> StageWait:
-    return StageWait(
-        stage=stage,
-        kind=wait.step.kind,
-        name=wait.step.name,
-        seconds=wait.seconds,
-        quiet_seconds=wait.quiet,
-        rollout_id=wait.activity.rollout_id,
-    )
+    return [
+        StageWait(
+            stage=stage,
+            kind=found.step.kind,
+            name=found.step.name,
+            seconds=found.seconds,
+            quiet_seconds=found.quiet,
+            rollout_id=found.activity.rollout_id,
+        )
+        for stage in Stage
+        if (found := oldest.get(stage)) is not None
+    ]
 
 
 def at(moment: float) -> datetime:

@@ -29,13 +29,13 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from api_schemas.events import EventKind
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangFinding, HangReport, HangVerdict, RolloutActivity
 from rollout_service.activity import ActivityBoard
 from rollout_service.base.private_files import make_private
 from rollout_service.engines.serving.policies import PolicyServing
+from rollout_service.observability.telemetry.families import filled
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.server.hangs.findings import FindingLog, stack_of_task, worst_first
 from rollout_service.server.hangs.heartbeat import (
@@ -45,7 +45,7 @@ from rollout_service.server.hangs.heartbeat import (
     LastReport,
     LoopHeartbeat,
 )
-from rollout_service.server.hangs.problems import RUN, WEIGHTS, OtherVersions, TroubledRuns
+from rollout_service.server.hangs.problems import RUN, WEIGHTS, problem_of_engine, problem_of_run
 from rollout_service.server.hangs.reporter import HangReporter
 from rollout_service.server.hangs.rules import LOOK_SECONDS
 from rollout_service.server.hangs.verdicts import StepDurations, Verdicts
@@ -75,8 +75,8 @@ class HangWatch:
         """How long steps usually take."""
         self._board.observe(self.durations)
         self._verdicts = Verdicts(context, serving, self.durations)
-        self._runs = TroubledRuns(troubled_runs)
-        self._versions = OtherVersions(serving.views)
+        self._troubled_runs = troubled_runs
+        self._backends = serving.views
         self._findings = FindingLog()
         self._reporter = HangReporter(context.store)
         self._heartbeat: LoopHeartbeat | None = None
@@ -157,14 +157,16 @@ class HangWatch:
         suspects = [wait async for wait in self._in_slices() if wait.quiet >= LOOK_SECONDS]
         await self._verdicts.probe(suspects, tasks.start_soon)
         judged = self._verdicts.of([one for one in suspects if one.step.ended is None])
-        changes = self._findings.update(judged, [*self._runs.findings(), *self._versions.findings()])
-        for kind, findings in (
-            (EventKind.HANG_BEGAN, changes.began),
-            (EventKind.HANG_WORSENED, changes.worsened),
-            (EventKind.HANG_ENDED, changes.ended),
-        ):
-            for finding in findings:
-                self._reporter.tell(kind, finding)
+        for kind, finding in self._findings.update(judged, self._problems()):
+            self._reporter.tell(kind, finding)
+
+    def _problems(self) -> Iterator[HangFinding]:
+        for run in self._troubled_runs():
+            if run.problem is not None:
+                yield problem_of_run(run, run.problem)
+        for backend in self._backends():
+            if backend.sampled_version is not None:
+                yield problem_of_engine(backend)
 
     async def _in_slices(self) -> AsyncIterator[StepWait]:
         for count, wait in enumerate(waits_of(self._board.all(), time.perf_counter())):
@@ -205,32 +207,31 @@ class HangMetrics(Collector):
     board: ActivityBoard
 
     def collect(self) -> Iterator[Metric]:
-        stuck = GaugeMetricFamily(
-            "rollout_stuck",
-            "Rollouts that wait longer than usual by what they wait for, and runs and engines with a problem",
-            labels=["kind", "verdict"],
-        )
-        counts: Counter[tuple[str, str]] = Counter()
+        kinds = (*StepKind, EVENT_LOOP, RUN, WEIGHTS)
+        counts = Counter({(kind, verdict): 0 for kind in kinds for verdict in HangVerdict})
         for finding in self.findings():
             counts[finding.kind, finding.verdict] += max(1, finding.count)
-        for kind in (*StepKind, EVENT_LOOP, RUN, WEIGHTS):
-            for verdict in HangVerdict:
-                stuck.add_metric([kind, verdict], counts[kind, verdict])
-        yield stuck
+        yield filled(
+            GaugeMetricFamily(
+                "rollout_stuck",
+                "Rollouts that wait longer than usual by what they wait for, and runs and engines with a problem",
+                labels=["kind", "verdict"],
+            ),
+            counts,
+        )
         yield GaugeMetricFamily(
             "rollout_loop_lag_seconds",
             "The greatest delay of the event loop within the last ten seconds",
             self.lag(),
         )
-        oldest = GaugeMetricFamily(
-            "rollout_stage_oldest_seconds",
-            "How long the oldest rollout in a stage has been worked on",
-            labels=["stage"],
+        yield filled(
+            GaugeMetricFamily(
+                "rollout_stage_oldest_seconds",
+                "How long the oldest rollout in a stage has been worked on",
+                labels=["stage"],
+            ),
+            oldest_in_stages(self.board, time.perf_counter()),
         )
-        now = time.perf_counter()
-        for stage, seconds in oldest_in_stages(self.board, now).items():
-            oldest.add_metric([stage], seconds)
-        yield oldest
 
 
 def oldest_in_stages(board: ActivityBoard, now: float) -> dict[Stage, float]:

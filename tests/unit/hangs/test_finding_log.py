@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from api_schemas.errors import Boundary, ErrorInfo
+from api_schemas.events import EventKind
 from api_schemas.rollouts import Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.runs import InlineTasks, RunRequest, RunState
@@ -14,7 +15,7 @@ from api_schemas.tasks import Task
 from api_schemas.views.hangs import HangVerdict
 from rollout_service.activity import Activity, ActivityBoard, OpenStep, waits_for
 from rollout_service.server.hangs.findings import MAX_ROLLOUTS, FindingLog, Judged
-from rollout_service.server.hangs.problems import TroubledRuns
+from rollout_service.server.hangs.problems import problem_of_run
 from rollout_service.server.hangs.rules import UNSEEN
 from rollout_service.server.hangs.waits import StepWait, oldest_of_stages, waits_of
 from rollout_service.server.hangs.watch import HangMetrics, oldest_in_stages
@@ -39,19 +40,18 @@ def judged(waiting: list[StepWait], verdict: HangVerdict = HangVerdict.STUCK) ->
 async def test_many_waits_for_one_engine_are_one_finding():
     with ExitStack() as stack:
         log, waiting = FindingLog(), waits(stack, ActivityBoard(), 500)
-        began = log.update(judged(waiting)).began
+        [(kind, began)] = log.update(judged(waiting))
         [finding] = log.list()
-        assert began == [finding]
+        assert (kind, began) == (EventKind.HANG_BEGAN, finding)
         assert (finding.subject, finding.count) == ("engine", 500)
         assert finding.rollouts == [f"engine-{number}" for number in range(MAX_ROLLOUTS)]
         assert finding.seconds == pytest.approx(100, abs=5)
-        again = log.update(judged(waiting[1:]))
-        assert (again.began, again.worsened, again.ended) == ([], [], [])
+        assert log.update(judged(waiting[1:])) == []
         assert [one.finding_id for one in log.list()] == [finding.finding_id]
-        ended = log.update([]).ended
-        assert [one.finding_id for one in ended] == [finding.finding_id]
+        [(kind, ended)] = log.update([])
+        assert (kind, ended.finding_id) == (EventKind.HANG_ENDED, finding.finding_id)
         assert log.list() == []
-        [other] = log.update(judged(waiting)).began
+        [(_, other)] = log.update(judged(waiting))
         assert other.finding_id != finding.finding_id
 
 
@@ -61,11 +61,12 @@ async def test_the_worst_come_first_and_getting_stuck_is_told_once():
         first, second = waits(stack, board, 3, "first"), waits(stack, board, 1, "second")
         log.update([*judged(first, HangVerdict.SLOW), *judged(second, HangVerdict.HELD)])
         assert [one.verdict for one in log.list()] == ["slow", "held"]
-        changes = log.update([*judged(first, HangVerdict.SLOW), *judged(second)])
-        assert [one.subject for one in changes.worsened] == ["second"]
+        [(kind, worse)] = log.update([*judged(first, HangVerdict.SLOW), *judged(second)])
+        assert (kind, worse.subject) == (EventKind.HANG_WORSENED, "second")
         assert [one.subject for one in log.list()] == ["second", "first"]
-        changes = log.update([*judged(first[:1], HangVerdict.SLOW), *judged(first[1:]), *judged(second)])
-        assert [(one.subject, one.count) for one in changes.worsened] == [("first", 2)]
+        stuck = [*judged(first[1:]), *judged(second)]
+        [(kind, worse)] = log.update([*judged(first[:1], HangVerdict.SLOW), *stuck])
+        assert (kind, worse.subject, worse.count) == (EventKind.HANG_WORSENED, "first", 2)
 
 
 async def test_of_steps_that_contain_each_other_the_innermost_waits():
@@ -101,6 +102,9 @@ async def test_metrics_have_a_value_for_everything_at_all_times():
         assert oldest_in_stages(board, time.perf_counter())[Stage.ROLLOUT] == pytest.approx(5, abs=1)
 
 
+PROBLEM = ErrorInfo(code="groups_dropped", boundary=Boundary.REQUEST, message="none is kept", hint="Look.")
+
+
 def run_record(state: RunState) -> RunRecord:
     source = InlineTasks(tasks=[Task(environment="calc", instance={})])
     now = datetime.now(UTC)
@@ -115,26 +119,27 @@ def run_record(state: RunState) -> RunRecord:
         digest=None,
         cursor=0,
         counters={},
-        problem=ErrorInfo(
-            code="groups_dropped", boundary=Boundary.REQUEST, message="none is kept", hint="Look."
-        ),
+        problem=PROBLEM,
         created_at=now,
         changed_at=now,
     )
 
 
 async def test_a_run_with_a_problem_is_a_finding_that_gets_worse_when_it_is_paused():
-    troubled, log = [run_record(RunState.RUNNING)], FindingLog()
-    runs = TroubledRuns(lambda: troubled)
-    [began] = log.update([], runs.findings()).began
+    log = FindingLog()
+    [(_, began)] = log.update([], [problem_of_run(run_record(RunState.RUNNING), PROBLEM)])
     assert (began.kind, began.subject, began.verdict) == ("run", "a", HangVerdict.SLOW)
     assert (began.message, began.hint) == ("the run a delivers nothing, but goes on: none is kept", "Look.")
     assert began.finding_id
-    troubled[:] = [run_record(RunState.PAUSED)]
-    [worse] = log.update([], runs.findings()).worsened
-    assert (worse.finding_id, worse.verdict) == (began.finding_id, HangVerdict.STUCK)
-    troubled.clear()
-    [ended] = log.update([], runs.findings()).ended
+    [(kind, worse)] = log.update([], [problem_of_run(run_record(RunState.PAUSED), PROBLEM)])
+    assert (kind, worse.finding_id, worse.verdict) == (
+        EventKind.HANG_WORSENED,
+        began.finding_id,
+        HangVerdict.STUCK,
+    )
+    assert worse.since == began.since
+    assert worse.seconds > 0
+    [(_, ended)] = log.update([])
     assert ended.finding_id == began.finding_id
 
 

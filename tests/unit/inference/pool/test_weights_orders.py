@@ -34,7 +34,7 @@ from rollout_service.engines.pool import backend_handle
 from rollout_service.engines.pool.weights.outcomes import check_weights_outcome
 from rollout_service.engines.pool.weights.process_groups import ProcessGroups, buckets
 from rollout_service.engines.pool.weights.state import PoolState
-from rollout_service.server.hangs.problems import OtherVersions
+from rollout_service.server.hangs.problems import problem_of_engine
 from rollout_service.testing import Counting, Fault, ScriptedEngine
 from tests.support.engines.pools import answering, is_exact, request, running, states
 from tests.support.tokens.characters import session
@@ -144,7 +144,6 @@ async def test_an_engine_that_somebody_else_updates_is_named_until_it_is_given_w
         await pool.update_weights("/w/2", 2)
         assert (await pool.generate(request())).versions == [2] * 12
         assert pool.views()[0].sampled_version is None
-        versions = OtherVersions(pool.views)
         engine.version = "77"
         with capture_logs() as logs:
             for _ in range(2):
@@ -152,11 +151,11 @@ async def test_an_engine_that_somebody_else_updates_is_named_until_it_is_given_w
         [line] = [line for line in logs if line["event"] == "an engine samples with another version"]
         assert (line["version"], line["given"], line["backend_id"]) == (77, 2, pool.views()[0].backend_id)
         assert (pool.views()[0].weight_version, pool.views()[0].sampled_version) == (2, 77)
-        [finding] = versions.findings()
+        finding = problem_of_engine(pool.views()[0])
         assert (finding.kind, finding.subject) == ("weights", pool.views()[0].backend_id)
         assert "samples with version 77 of the weights, but was given version 2" in finding.message
         await pool.update_weights("/w/78", 78)
-        assert versions.findings() == []
+        assert pool.views()[0].sampled_version is None
         await pool.generate(request())
         assert pool.views()[0].sampled_version is None
 

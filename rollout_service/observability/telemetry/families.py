@@ -1,0 +1,17 @@
+"""Families of metrics that are made whenever the metrics are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
+
+
+def filled(family: F, values: Mapping[Any, float]) -> F:
+    """Give a family of metrics its values, each by its label, or by several in a tuple."""
+    for labels, value in values.items():
+        family.add_metric(labels if isinstance(labels, tuple) else (labels,), value)
+    return family
