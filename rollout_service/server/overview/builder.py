@@ -10,17 +10,17 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 import structlog
 from fastapi.sse import format_sse_event
 
-from api_schemas.inference import BackendState, BackendView
+from api_schemas.inference import BackendState
 from api_schemas.nodes import NodeState, NodeView
 from api_schemas.rollouts import RolloutState
 from api_schemas.runs import RunState
-from api_schemas.views.overview import BackendOverview, Overview, RunOverview
+from api_schemas.views.overview import Overview, RunOverview
 from rollout_service import __version__
 from rollout_service.activity import ActivityBoard
 from rollout_service.base.errors import StoreError
@@ -37,6 +37,9 @@ from rollout_service.store.contract import Store
 from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import RunRecord
 
+if TYPE_CHECKING:
+    from rollout_service.server.lifecycle.service import Service
+
 log = structlog.get_logger(__name__)
 
 STORE_SECONDS = 1.0
@@ -46,14 +49,6 @@ REMEMBERED_EVENTS = 2_000
 """The most events that are read after a start, for the outcomes of the last five minutes."""
 REMEMBERED_ERRORS = 40
 """The most failed rollouts that are read for them."""
-
-
-class ReadinessSource(Protocol):
-    """Knows whether the service can take work; `Service` does."""
-
-    def unready(self) -> list[str]: ...
-
-    def warnings(self) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,7 @@ class OverviewBuilder:
     node: str
     open_sessions: Callable[[], int]
     hangs: HangWatch
-    readiness: ReadinessSource | None = None
+    readiness: Service | None = None
     """The service itself, once it is open."""
     figures: BackendFigures = field(default_factory=BackendFigures)
     outcomes: Outcomes = field(default_factory=Outcomes)
@@ -105,7 +100,7 @@ class OverviewBuilder:
             success_share=success_share(outcomes),
             stages=stage_overviews(self.stages, self.board),
             nodes=list(stored.nodes),
-            backends=[self._backend(view) for view in views],
+            backends=[self.figures.of(view) for view in views],
             paused_pools=sorted({view.pool for view in views if view.state is BackendState.PAUSED}),
             runs=[self._run(record) for record in stored.runs],
             errors=self.outcomes.errors(now),
@@ -155,16 +150,6 @@ class OverviewBuilder:
             log.debug("the overview shows the store as it was", error=str(error))
         else:
             self._stored = _Stored(counts, last_event, runs[:MAX_RUNS], nodes)
-
-    def _backend(self, view: BackendView) -> BackendOverview:
-        figures = self.figures.of(view.backend_id)
-        return BackendOverview(
-            backend=view,
-            cached_share=figures.cached_share,
-            requests_per_second=figures.requests_per_second,
-            tokens_per_second=figures.tokens_per_second,
-            p50_seconds=figures.p50_seconds,
-        )
 
     def _run(self, record: RunRecord) -> RunOverview:
         manager = self.manager_of(record.run_id)

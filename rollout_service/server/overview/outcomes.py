@@ -14,8 +14,10 @@ from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from api_schemas.errors import ErrorInfo
+from api_schemas.inference import BackendView
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.rollouts.steps import StepKind
+from api_schemas.views.overview import BackendOverview
 from api_schemas.views.summaries import ErrorGroup
 from rollout_service.activity import Activity, OpenStep, StepObserver
 
@@ -148,16 +150,6 @@ class _EngineSecond:
     times: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFigures:
-    """One engine's last minute."""
-
-    requests_per_second: float = 0.0
-    tokens_per_second: float = 0.0
-    cached_share: float | None = None
-    p50_seconds: float | None = None
-
-
 class BackendFigures(StepObserver):
     """Sums the engines' steps of all attempts, by backend."""
 
@@ -178,16 +170,17 @@ class BackendFigures(StepObserver):
         if len(now.times) < TIMES_PER_SECOND:
             now.times.append(step.ended - step.started)
 
-    def of(self, backend_id: str) -> EngineFigures:
-        """Return a backend's figures over the last minute."""
-        now = self._clock()
-        seconds = [one for one in self._seconds.get(backend_id, ()) if one.number > now - BACKEND_SECONDS - 1]
+    def of(self, backend: BackendView) -> BackendOverview:
+        """Return a backend with its figures over the last minute."""
+        now, name = self._clock(), backend.backend_id
+        seconds = [one for one in self._seconds.get(name, ()) if one.number > now - BACKEND_SECONDS - 1]
         if not seconds:
-            self._seconds.pop(backend_id, None)
-            return EngineFigures()
+            self._seconds.pop(name, None)
+            return BackendOverview(backend=backend)
         window = max(1.0, min(float(BACKEND_SECONDS), now - self._began))
         prompt = sum(one.prompt for one in seconds)
-        return EngineFigures(
+        return BackendOverview(
+            backend=backend,
             requests_per_second=round(sum(one.requests for one in seconds) / window, 3),
             tokens_per_second=round(sum(one.tokens for one in seconds) / window, 3),
             cached_share=round(sum(one.cached for one in seconds) / prompt, 4) if prompt else None,

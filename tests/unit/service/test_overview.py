@@ -57,13 +57,13 @@ async def test_the_figures_of_an_engine_are_those_of_its_requests():
             pass
         with pytest.raises(ServiceError), waits_for(StepKind.ENGINE, "policy@a", prompt_tokens=1_000):
             raise ServiceError("lost")
-    found = figures.of("policy@a")
+    found = figures.of(samples.backend_view("policy@a"))
     assert found.requests_per_second == 4.0
     assert found.tokens_per_second == 40.0
     assert found.cached_share == 0.25
     assert found.p50_seconds is not None
     assert 0 <= found.p50_seconds < 1
-    assert figures.of("policy@b").p50_seconds is None
+    assert figures.of(samples.backend_view("policy@b")).p50_seconds is None
 
 
 async def test_figures_of_engines_are_forgotten_after_a_minute_and_bounded_before():
@@ -77,10 +77,10 @@ async def test_figures_of_engines_are_forgotten_after_a_minute_and_bounded_befor
     ended = step.ended
     assert ended is not None
     clock.now = ended + 30
-    assert figures.of("a").tokens_per_second > 0
+    assert figures.of(samples.backend_view("a")).tokens_per_second > 0
     assert all(len(second.times) <= TIMES_PER_SECOND for second in figures._seconds["a"])
     clock.now = ended + 70
-    assert figures.of("a").tokens_per_second == 0
+    assert figures.of(samples.backend_view("a")).tokens_per_second == 0
     assert not figures._seconds
 
 
