@@ -134,9 +134,10 @@ def client_command(
 
     def made(function: Callable[..., Awaitable[Any]]) -> Callable[..., None]:
         @wraps(function)
-        async def run(*, url: str, key: str | None, as_json: bool = False, **own: Any) -> Any:
+        async def run(*, url: str, key: str | None, **given: Any) -> Any:
+            as_json = given.pop("as_json") if show is not None else False
             async with connect(url, key, patience_seconds=patience_seconds) as client:
-                found = await function(client, **own)
+                found = await function(client, **given)
             if show is None:
                 return found
             print_json(found) if as_json else show(found)
