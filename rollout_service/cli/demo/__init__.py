@@ -13,9 +13,6 @@ from rollout_service.cli import common
 EXAMPLE = "Example: rollout-service demo --rollouts 64 --json figures.json"
 
 
-# The choices that `rollout-service demo` offers.
-
-
 class DemoEngine(StrEnum):
     EMBEDDED = "embedded"
     SGLANG = "sglang"
@@ -83,7 +80,9 @@ async def command(
     The exit code is 0 only if every trajectory passes the invariants and, with calc-tuned, 90 % of the rollouts
     succeed.
     """
-    from rollout_service.cli.demo.run import DemoPlan, run_demo
+    from dataclasses import asdict
+
+    from rollout_service.cli.demo.run import DemoPlan, run_demo, write_figures
 
     if figures is not None and not as_json:
         raise common.CommandError(f"unexpected argument {figures}", hint=f"Did you mean --json {figures}?")
@@ -99,7 +98,7 @@ async def command(
         nodes=nodes,
         stay=stay,
     )
-    result = await run_demo(plan, state_dir, output, quiet=as_json and figures is None)
+    summary, exit_code = await run_demo(plan, state_dir, output, quiet=as_json and figures is None)
     if as_json:
-        result.write(figures)
-    return result.exit_code
+        write_figures(figures, asdict(plan), summary.figures())
+    return exit_code

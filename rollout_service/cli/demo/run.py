@@ -13,9 +13,9 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -24,20 +24,20 @@ from pydantic import JsonValue
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from api_schemas.nodes import NodeState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling, Span, Stage
 from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from rollout_service.cli import common
 from rollout_service.cli.console import Heading, SafeConsole, table
 from rollout_service.cli.demo import DemoEngine, DemoPolicy, DemoSandbox
-from rollout_service.cli.demo.cluster import KILL_AT, KILL_LATEST, ClusterView, DemoCluster, running_cluster
-from rollout_service.cli.server_child import running_server
+from rollout_service.cli.demo.cluster import name_of, running_cluster
+from rollout_service.cli.server_child import ServerChild, running_child
 from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.cli.submit.files import ResultFile
 from rollout_service.cli.submit.progress import ProgressView, Tally
 from rollout_service.engines.kinds.embedded.process import EmbeddedEngine
 from rollout_service.engines.local_servers.cpu_server import SGLangCpuServer
-from rollout_service.engines.local_servers.process import ServerProcess
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens.errors import InvariantError
 from rollout_service.tokens.tokenizer import load_tokenizer
@@ -48,6 +48,10 @@ REQUIRED_SUCCESS_RATE = 0.9
 """The share of rollouts of the tuned policy that must succeed; one more may fail, since it samples."""
 LOOK_SECONDS = 0.5
 ORDERED_AT_ONCE = 256
+KILL_AT = 0.3
+"""The share of the rollouts that have ended when a node is killed, if it works on any."""
+KILL_LATEST = 0.6
+"""The share at which it is killed all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,50 +162,31 @@ def _failures(rollouts: Sequence[Rollout]) -> str:
     return ", ".join(parts) or "0"
 
 
-@dataclass(frozen=True, slots=True)
-class DemoResult:
-    plan: DemoPlan
-    summary: Summary
-    exit_code: int
-
-    def write(self, file: Path | None) -> None:
-        if file is None:
-            common.print_json(figures_document(asdict(self.plan), self.summary.figures()))
-        else:
-            write_figures(file, asdict(self.plan), self.summary.figures())
-
-
 async def run_demo(
     plan: DemoPlan, state_dir: Path | None, output: Path | None, *, quiet: bool = False
-) -> DemoResult:
-    """Run the plan, show the results, and write the batch; with `quiet`, print nothing to stdout."""
+) -> tuple[Summary, int]:
+    """Run the plan, show the results, and write the batch; return the summary and the exit code.
+
+    With `quiet`, nothing is printed to stdout.
+    """
     folder = state_dir or Path(tempfile.mkdtemp(prefix="rollout-demo-"))
     batch = output or folder / "batch.jsonl"
-    console = common.err()
+    shown = common.err() if quiet else common.out()
     logs = folder / ("server.log" if plan.nodes == 1 else "node-*/server.log")
-    console.print(f"Starting the server (log: {logs})", soft_wrap=True)
+    common.err().print(f"Starting the server (log: {logs})", soft_wrap=True)
     async with AsyncExitStack() as servers:
-        if plan.nodes > 1:
-            cluster = await servers.enter_async_context(_cluster(plan, folder))
-            client = cluster.client
-            summary = await _roll_out_over_nodes(plan, cluster, batch)
-        else:
-            client = await servers.enter_async_context(_serving(plan, folder))
-            summary = await _roll_out(plan, client, batch)
+        nodes = await servers.enter_async_context(_running(plan, folder))
+        client = nodes[0].client
+        summary = await _roll_out(plan, nodes, batch)
         model = (await client.backends())[0].model_path
         if not plan.stay:
             await servers.aclose()
-        result = _conclude(plan, summary, model, batch, common.err() if quiet else common.out())
+        _show(summary, model, shown)
+        shown.print(f"batch: {batch}", soft_wrap=True)
+        exit_code = _verdict(plan, summary, _find_invalid_trajectories(summary.rollouts))
         if plan.stay:
             await _stay(client)
-    return result
-
-
-def _conclude(plan: DemoPlan, summary: Summary, model: str, batch: Path, shown: SafeConsole) -> DemoResult:
-    invalid = _find_invalid_trajectories(summary.rollouts)
-    _show(summary, model, shown)
-    shown.print(f"batch: {batch}", soft_wrap=True)
-    return DemoResult(plan, summary, _verdict(plan, summary, invalid))
+    return summary, exit_code
 
 
 async def _stay(client: RolloutClient) -> None:
@@ -213,77 +198,58 @@ async def _stay(client: RolloutClient) -> None:
 
 
 @asynccontextmanager
-async def _serving(plan: DemoPlan, folder: Path) -> AsyncIterator[RolloutClient]:
-    flags = ["--sandbox", plan.sandbox, "--rollout-workers", str(plan.concurrency), "--log-level", "warning"]
-    if plan.engine is DemoEngine.EMBEDDED:
-        async with running_server(folder, [*flags, "--model", plan.policy], say=_say) as client:
-            yield client
-        return
-    common.err().print("Starting SGLang on the CPU (takes half a minute or more)")
+async def _running(plan: DemoPlan, folder: Path) -> AsyncIterator[Sequence[ServerChild]]:
+    """Start an engine and the nodes of the service, the first of which is asked."""
+    workers, log_level = max(1, plan.concurrency // plan.nodes), "warning" if plan.nodes == 1 else "info"
+    flags = ["--sandbox", plan.sandbox, "--rollout-workers", str(workers), "--log-level", log_level]
     async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(SGLangCpuServer(policy_folder(plan.policy)))
-        flags += ["--backend", engine.url]
-        yield await stack.enter_async_context(running_server(folder, flags, say=_say))
+        if plan.engine is DemoEngine.SGLANG:
+            common.err().print("Starting SGLang on the CPU (takes half a minute or more)")
+            engine = await stack.enter_async_context(SGLangCpuServer(policy_folder(plan.policy)))
+            flags += ["--backend", engine.url]
+        elif plan.nodes > 1:
+            shared = await stack.enter_async_context(EmbeddedEngine(policy_folder(plan.policy)))
+            flags += ["--backend", shared.url]
+        else:
+            flags += ["--model", plan.policy]
+        if plan.nodes > 1:
+            yield await stack.enter_async_context(running_cluster(folder, plan.nodes, flags))
+        else:
+            yield [await stack.enter_async_context(running_child(folder, flags, say=_say))]
 
 
 def _say(text: str) -> None:
     common.err().print(text, soft_wrap=True)
 
 
-@asynccontextmanager
-async def _cluster(plan: DemoPlan, folder: Path) -> AsyncIterator[DemoCluster]:
-    flags = ["--sandbox", plan.sandbox, "--rollout-workers", str(max(1, plan.concurrency // plan.nodes))]
-    flags += ["--log-level", "info"]
-    async with AsyncExitStack() as stack:
-        engine = _engine(plan)
-        url = (await stack.enter_async_context(engine)).url
-        yield await stack.enter_async_context(running_cluster(folder, plan.nodes, [*flags, "--backend", url]))
-
-
-def _engine(plan: DemoPlan) -> ServerProcess:
-    folder = policy_folder(plan.policy)
-    return EmbeddedEngine(folder) if plan.engine is DemoEngine.EMBEDDED else SGLangCpuServer(folder)
-
-
-async def _roll_out_over_nodes(plan: DemoPlan, cluster: DemoCluster, batch: Path) -> Summary:
-    """Run the rollouts, and kill the last node once some of them have ended."""
-    client = cluster.client
-    requests = _requests(plan, await client.dataset(ENVIRONMENT, limit=plan.rollouts))
-    rollouts: list[Rollout] = []
-    tally = Tally(plan.rollouts)
-    view = ClusterView(common.err(), tally)
-    is_alive = True
-    with ResultFile(batch) as results:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(view.shown, client)
-            async for rollout in client.run_all(requests, concurrency=min(plan.rollouts, ORDERED_AT_ONCE)):
-                results.append(rollout)
-                rollouts.append(rollout)
-                tally.add(rollout)
-                share = tally.count / plan.rollouts
-                if is_alive and (share >= KILL_LATEST or (share >= KILL_AT and view.is_last_busy)):
-                    is_alive = False
-                    view.say(f"killed {cluster.kill_last()} (SIGKILL); its rollouts go to the others")
-            tasks.cancel_scope.cancel()
-    view.nodes = await client.nodes()
-    view.say(view.line())
-    return Summary(rollouts, time.monotonic() - tally.started)
-
-
-async def _roll_out(plan: DemoPlan, client: RolloutClient, batch: Path) -> Summary:
+async def _roll_out(plan: DemoPlan, nodes: Sequence[ServerChild], batch: Path) -> Summary:
+    """Run the rollouts; of several nodes, kill the last once some of them have ended."""
+    client, victim = nodes[0].client, nodes[-1] if len(nodes) > 1 else None
     requests = _requests(plan, await client.dataset(ENVIRONMENT, limit=plan.rollouts))
     rollouts: list[Rollout] = []
     tally = Tally(plan.rollouts)
     with ResultFile(batch) as results, ProgressView(common.err(), tally).shown() as view:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_watch_stages, client, view)
+            tasks.start_soon(_watch, client, view, _stages if victim is None else _nodes)
             async for rollout in client.run_all(requests, concurrency=min(plan.rollouts, ORDERED_AT_ONCE)):
                 results.append(rollout)
                 rollouts.append(rollout)
                 tally.add(rollout)
                 view.update()
+                if victim is not None and await _is_time_to_kill(client, tally):
+                    victim.process.kill()
+                    victim = None
+                    view.say(f"killed {name_of(len(nodes))} (SIGKILL); its rollouts go to the others")
             tasks.cancel_scope.cancel()
+        if len(nodes) > 1:
+            view.say(await _nodes(client))
     return Summary(rollouts, time.monotonic() - tally.started)
+
+
+async def _is_time_to_kill(client: RolloutClient, tally: Tally) -> bool:
+    """Return whether some rollouts have ended and the last node works on others, or many have ended."""
+    share = tally.count / tally.total
+    return share >= KILL_LATEST or (share >= KILL_AT and (await client.nodes())[-1].rollouts > 0)
 
 
 def _requests(plan: DemoPlan, dataset: list[dict[str, JsonValue]]) -> Iterator[RolloutRequest]:
@@ -293,13 +259,29 @@ def _requests(plan: DemoPlan, dataset: list[dict[str, JsonValue]]) -> Iterator[R
         yield RolloutRequest(task=Task(environment=ENVIRONMENT, instance=instance), sampling=sampling)
 
 
-async def _watch_stages(client: RolloutClient, view: ProgressView) -> None:
-    """Show how many rollouts are in each stage, until cancelled."""
+async def _watch(
+    client: RolloutClient, view: ProgressView, look: Callable[[RolloutClient], Awaitable[str]]
+) -> None:
     while True:
-        counts = (await client.page(limit=1)).counts
-        there = [state for state in RolloutState if counts.get(state) and not state.terminal]
-        view.update(", ".join(f"{state}: {counts[state]}" for state in there))
+        view.update(await look(client))
         await anyio.sleep(LOOK_SECONDS)
+
+
+async def _stages(client: RolloutClient) -> str:
+    """Return how many rollouts are in each stage."""
+    counts = (await client.page(limit=1)).counts
+    there = [state for state in RolloutState if counts.get(state) and not state.terminal]
+    return ", ".join(f"{state}: {counts[state]}" for state in there)
+
+
+async def _nodes(client: RolloutClient) -> str:
+    """Return for each node how many rollouts it works on, and how many have ended there."""
+    return ", ".join(
+        f"{node.node} dead"
+        if node.state is NodeState.DEAD
+        else f"{node.node} {node.rollouts} ({node.finished} ended)"
+        for node in await client.nodes()
+    )
 
 
 def _find_invalid_trajectories(rollouts: Sequence[Rollout]) -> list[str]:
@@ -365,27 +347,23 @@ def machine() -> dict[str, JsonValue]:
     }
 
 
-def figures_document(
-    settings: Mapping[str, JsonValue],
-    figures: Mapping[str, float | int | None],
-    aims: Mapping[str, str] | None = None,
-) -> dict[str, JsonValue]:
-    """Return `{"machine", "settings", "figures"}`, and `"aims"` if there are any.
-
-    Figures are a flat mapping to numbers, or null if there is none. Aims are texts such as `<= 2`, by their figures.
-    """
-    found: dict[str, JsonValue] = {"settings": dict(settings), "figures": dict(figures)}
-    return {"machine": machine()} | found | ({"aims": dict(aims)} if aims else {})
-
-
 def write_figures(
-    path: Path,
+    path: Path | None,
     settings: Mapping[str, JsonValue],
     figures: Mapping[str, float | int | None],
     aims: Mapping[str, str] | None = None,
 ) -> None:
-    document = figures_document(settings, figures, aims)
-    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    """Write `{"machine", "settings", "figures"}`, and `"aims"` if there are any; print it without a path.
+
+    Figures are a flat mapping to numbers, or null if there is none. Aims are texts such as `<= 2`, by their figures.
+    """
+    document = {"machine": machine(), "settings": dict(settings), "figures": dict(figures)}
+    if aims:
+        document["aims"] = dict(aims)
+    if path is None:
+        common.print_json(document)
+    else:
+        path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def _processor() -> str:
