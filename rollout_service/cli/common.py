@@ -171,13 +171,13 @@ def run_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:
     return anyio.run(main, backend_options={"use_uvloop": True})
 
 
-def name_value_pairs(texts: Sequence[str], flag: str = "--arg") -> dict[str, str]:
+def name_value_pairs(texts: Sequence[str] | None, flag: str) -> dict[str, str]:
     """Return the values of a flag that may be repeated, each NAME=VALUE.
 
     Raises:
         CommandError: One is not of this form.
     """
-    pairs = [text.partition("=") for text in texts]
+    pairs = [text.partition("=") for text in texts or ()]
     for name, equals, _ in pairs:
         if not name or not equals:
             raise CommandError(

@@ -131,7 +131,7 @@ def build(
     """Build the images of an environment's tasks from their Dockerfiles; unchanged ones are not built again."""
     from rollout_service.cli.env.prepare import build_images
 
-    bases = common.name_value_pairs(base or [], "--base")
+    bases = common.name_value_pairs(base, "--base")
     return build_images(environment, bases=bases, jobs=jobs, force=force, as_json=as_json)
 
 
@@ -174,7 +174,7 @@ def prepare(
         part = part_of_file(Path(what), environment)
     else:
         part = part_of_environment(what, split)
-    bases = common.name_value_pairs(base or [], "--base")
+    bases = common.name_value_pairs(base, "--base")
     return make_images(part, bases=bases, jobs=jobs, as_json=as_json)
 
 

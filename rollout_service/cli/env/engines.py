@@ -66,8 +66,8 @@ class PoolModels:
         Raises:
             CommandError: One is not valid, or two name the same pool.
         """
-        named = name_value_pairs(models or (), "--pool-model")
-        scripted = name_value_pairs(scripts or (), "--pool-script")
+        named = name_value_pairs(models, "--pool-model")
+        scripted = name_value_pairs(scripts, "--pool-script")
         if both := sorted(named.keys() & scripted.keys()):
             raise CommandError(
                 f"--pool-model and --pool-script both name the pool {both[0]!r}",

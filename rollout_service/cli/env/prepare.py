@@ -10,20 +10,21 @@ Guarantees of `env prepare`:
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 from rollout_service.agents.harnesses.registry import harness_image
 from rollout_service.base.errors import ServiceError
 from rollout_service.cli import common
 from rollout_service.cli.env.check import instance_name, load_environment
 from rollout_service.cli.env.dataset_part import DatasetPart
-from rollout_service.cli.image.dockerfiles import DockerfileFlags, build_dockerfiles, failure_as_dict
+from rollout_service.cli.image.dockerfiles import DockerfileFlags, build_dockerfiles, show_built
+from rollout_service.cli.image.tables import image_builder, image_store
 from rollout_service.environments.contract import Environment
 from rollout_service.settings import Settings, load_settings
 from sandboxes.errors import ImageBuildError, ImageError
-from sandboxes.images.build import ApptainerBuilder
-from sandboxes.images.dockerfiles import BuildOutcome, dockerfile_at
+from sandboxes.images.dockerfiles import dockerfile_at
 from sandboxes.images.sources import REFERENCE, Source, source_of_reference
 from sandboxes.images.store import ImageStore, packaged
 
@@ -65,25 +66,21 @@ class Preparation:
 def prepare(part: DatasetPart, *, bases: Mapping[str, str], jobs: int | None, as_json: bool) -> int:
     """Make the images that are missing, and return the exit code: 1 if anything failed."""
     settings = load_settings()
-    builder = ApptainerBuilder(settings.layers_dir)
-    store = ImageStore(settings.images_dir, builder)
+    store = image_store(settings)
     done = Preparation()
     missing = _missing(part, store, done)
-    room = Room(store, settings)
-    flags = DockerfileFlags(bases=bases, jobs=jobs, every=True)
-    sources = {image: one.source for image, one in missing.items()}
-    outcomes: Sequence[BuildOutcome] = ()
-    if sources:
-        outcomes = build_dockerfiles(store, builder, sources, flags, force=False, before=room.require)
-    for outcome in outcomes:
-        if outcome.image is not None:
-            done.made += 1
-        else:
-            done.failures.append(_failure(missing[outcome.name].instance, outcome.name, outcome.error))
-    if settings.layers_budget_bytes is not None and sources:
-        builder.layers.prune(settings.layers_budget_bytes)
+    built = build_dockerfiles(
+        settings,
+        {image: one.source for image, one in missing.items()},
+        DockerfileFlags(bases=bases, jobs=jobs, every=True),
+        before=partial(require_room, store, settings),
+    )
+    done.made = len(built.made)
+    done.failures += [_failure(missing[one.name].instance, one.name, one.error) for one in built.failed]
+    if settings.layers_budget_bytes is not None and missing:
+        image_builder(settings).layers.prune(settings.layers_budget_bytes)
     if as_json:
-        common.print_json(asdict(done))
+        common.print_json(done)
     else:
         done.show()
     return 1 if done.failures else 0
@@ -93,25 +90,17 @@ def build_images(
     name_or_path: str, *, bases: Mapping[str, str], jobs: int | None, force: bool, as_json: bool
 ) -> int:
     """Build the images of an environment from its Dockerfiles, and return the exit code: 1 if one failed."""
-    settings = load_settings()
-    builder = ApptainerBuilder(settings.layers_dir)
-    store = ImageStore(settings.images_dir, builder)
-    sources = {
-        name: dockerfile_at(path) for name, path in load_environment(name_or_path).dockerfiles().items()
-    }
+    files = load_environment(name_or_path).dockerfiles().items()
     flags = DockerfileFlags(bases=bases, jobs=jobs, every=True)
-    outcomes: Sequence[BuildOutcome] = ()
-    if sources:
-        outcomes = build_dockerfiles(store, builder, sources, flags, force=force)
-    made = [outcome.image for outcome in outcomes if outcome.image is not None]
-    failed = [outcome for outcome in outcomes if outcome.image is None]
+    built = build_dockerfiles(
+        load_settings(), {name: dockerfile_at(path) for name, path in files}, flags, force=force
+    )
     if as_json:
-        images = [{"name": image.name, "path": str(image.path)} for image in made]
-        common.print_json([*images, *map(failure_as_dict, failed)])
+        show_built(built, as_json=True)
     else:
-        told = f"{common.count(len(made), 'image')} ready, {len(failed)} failed"
+        told = f"{common.count(len(built.made), 'image')} ready, {len(built.failed)} failed"
         common.err().print(told, soft_wrap=True)
-    return 1 if failed else 0
+    return 1 if built.failed else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,31 +178,23 @@ def _failure(instance: str, image: str | None, error: Exception | None) -> Failu
     return Failure(instance, image, said, getattr(error, "hint", ""))
 
 
-class Room:
-    """The room that images may take: the disk's, less the need of sandboxes, and the images' budget."""
+def require_room(store: ImageStore, settings: Settings) -> None:
+    """Check that there is room for another image: the disk's, less the need of sandboxes, and the images' budget.
 
-    def __init__(self, store: ImageStore, settings: Settings) -> None:
-        self._store = store
-        self._free = settings.sandboxes.pressure.disk_free_bytes
-        self._budget = settings.images_budget_bytes
-
-    def require(self) -> None:
-        """Check that there is room for another image.
-
-        Raises:
-            ImageBuildError: There is none.
-        """
-        self._store.root.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._store.root).free
-        if free < self._free:
+    Raises:
+        ImageBuildError: There is none.
+    """
+    store.root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(store.root).free
+    if free < settings.sandboxes.pressure.disk_free_bytes:
+        raise ImageBuildError(
+            f"the disk of {store.root} has {free / 1e9:.1f} GB left, and sandboxes need them",
+            hint="free space, or set ROLLOUT_IMAGES_DIR to another disk; a second call goes on from here",
+        )
+    if settings.images_budget_bytes is not None:
+        taken = sum({image.path.resolve(): image.size_bytes for image in store.list()}.values())
+        if taken >= settings.images_budget_bytes:
             raise ImageBuildError(
-                f"the disk of {self._store.root} has {free / 1e9:.1f} GB left, and sandboxes need them",
-                hint="free space, or set ROLLOUT_IMAGES_DIR to another disk; a second call goes on from here",
+                f"the images take {taken / 1e9:.1f} GB, which is all of images_budget_bytes",
+                hint="raise the budget, or prepare fewer instances: the first images would be removed",
             )
-        if self._budget is not None:
-            taken = sum({image.path.resolve(): image.size_bytes for image in self._store.list()}.values())
-            if taken >= self._budget:
-                raise ImageBuildError(
-                    f"the images take {taken / 1e9:.1f} GB, which is all of images_budget_bytes",
-                    hint="raise the budget, or prepare fewer instances: the first images would be removed",
-                )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,18 +16,16 @@ from rollout_service.cli.image.dockerfiles import (
     DockerfileFlags,
     build_dockerfiles,
     dockerfile_sources,
-    failure_as_dict,
     is_dockerfile,
+    show_built,
 )
 from rollout_service.cli.image.tables import (
-    image_as_dict,
     image_builder,
     image_store,
     read_settings,
     show_facts,
     show_images,
     show_pruned,
-    unpacked_budget,
     unpacked_images,
     used_images,
 )
@@ -51,13 +48,6 @@ Image = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="Make the image again even if it exists.")]
 NoHttps = Annotated[bool, typer.Option("--no-https", help="Connect to the registry without TLS.")]
-
-
-class BuildNetwork(Enum):
-    """The networks of a Dockerfile's steps."""
-
-    HOST = "host"
-    NONE = "none"
 
 
 @app.command(
@@ -107,8 +97,8 @@ def build(
         ),
     ] = None,
     network: Annotated[
-        BuildNetwork, typer.Option(help="The network of a Dockerfile's steps.")
-    ] = BuildNetwork.HOST,
+        Literal["host", "none"], typer.Option(help="The network of a Dockerfile's steps.")
+    ] = "host",
     max_gb: Annotated[
         float | None, typer.Option(min=0, help="The most that the files of a Dockerfile's image may take.")
     ] = None,
@@ -126,19 +116,17 @@ def build(
 ) -> int:
     """Build an image from a definition, a Dockerfile, harnesses or a folder; an unchanged one is not built again."""
     if every or any(is_dockerfile(one) for one in images):
-        arguments, bases = (
-            common.name_value_pairs(build_arg or [], "--build-arg"),
-            common.name_value_pairs(base or [], "--base"),
-        )
-        where: Literal["host", "none"] = "none" if network is BuildNetwork.NONE else "host"
-        flags = DockerfileFlags(context, arguments, target, bases, where, max_gb, not no_cache, jobs, every)
+        arguments = common.name_value_pairs(build_arg, "--build-arg")
+        bases = common.name_value_pairs(base, "--base")
+        flags = DockerfileFlags(context, arguments, target, bases, network, max_gb, not no_cache, jobs, every)
         return build_files(images, name, flags, force=force, as_json=as_json)
     if len(images) > 1 or any((name, context, build_arg, target, base, max_gb, no_cache)):
         raise common.CommandError(
             f"{images[0]!r} is a name, not the path of a Dockerfile",
             hint=f"Write ./{images[0]}/Dockerfile.",
         )
-    source = _named_source(images[0], definition, tree, harness or [], common.name_value_pairs(arg or []))
+    arguments = common.name_value_pairs(arg, "--arg")
+    source = _named_source(images[0], definition, tree, harness or [], arguments)
     provide(source, images[0], force=force, as_json=as_json)
     return 0
 
@@ -270,7 +258,8 @@ def prune(
     """
     settings = read_settings()
     store, unpacked = image_store(settings), unpacked_images(settings)
-    budgets = settings.images_budget_bytes, unpacked_budget(settings), settings.layers_budget_bytes
+    of_unpacked = getattr(settings.sandbox, "unpacked_budget_bytes", None)
+    budgets = settings.images_budget_bytes, of_unpacked, settings.layers_budget_bytes
     if budget_gb is not None:
         budgets = (int(budget_gb * 1e9),) * 3
     how: dict[str, Any] = {"dry_run": dry_run}
@@ -304,16 +293,10 @@ def build_files(
             source = find_bases(image_store(settings), source, flags.bases, say)
         provide(source, image, force=force or not flags.cached, as_json=as_json)
         return 0
-    store = image_store(settings)
-    outcomes = build_dockerfiles(store, image_builder(settings), sources, flags, force=force)
-    made = [outcome.image for outcome in outcomes if outcome.image is not None]
-    failed = [outcome for outcome in outcomes if outcome.image is None]
-    if as_json:
-        common.print_json([*map(image_as_dict, made), *map(failure_as_dict, failed)])
-    else:
-        show_images(made, as_json=False)
-    _prune_to_budgets(store, settings, {image.name for image in made})
-    return 1 if failed else 0
+    built = build_dockerfiles(settings, sources, flags, force=force)
+    show_built(built, as_json=as_json)
+    _prune_to_budgets(image_store(settings), settings, {image.name for image in built.made})
+    return 1 if built.failed else 0
 
 
 def provide(source: Source, name: str | None, *, force: bool, as_json: bool) -> None:

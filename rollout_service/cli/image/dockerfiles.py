@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rollout_service.cli import common
+from rollout_service.cli.image.tables import image_as_dict, image_builder, image_store, show_images
 
 if TYPE_CHECKING:
-    from sandboxes.images.build import ApptainerBuilder
+    from rollout_service.settings import Settings
     from sandboxes.images.dockerfiles import BuildOutcome
     from sandboxes.images.sources import DockerfileSource, Source
-    from sandboxes.images.store import ImageStore
+    from sandboxes.images.store import StoredImage
 
 FILE = "Dockerfile"
 LAYOUT = "environment"
@@ -79,15 +80,22 @@ def dockerfile_sources(
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Images that were made or were there, and the others."""
+
+    made: list[StoredImage]
+    failed: list[BuildOutcome]
+
+
 def build_dockerfiles(
-    store: ImageStore,
-    builder: ApptainerBuilder,
+    settings: Settings,
     sources: Mapping[str, Source],
     flags: DockerfileFlags,
     *,
-    force: bool,
+    force: bool = False,
     before: Callable[[], None] = lambda: None,
-) -> Sequence[BuildOutcome]:
+) -> Built:
     """Build many images, and show how far that is."""
     import anyio
 
@@ -96,8 +104,8 @@ def build_dockerfiles(
     async def main() -> Sequence[BuildOutcome]:
         with _bar(len(sources)) as (say, done):
             return await build_many(
-                store,
-                builder,
+                image_store(settings),
+                image_builder(settings),
                 sources,
                 given=flags.bases,
                 jobs=flags.jobs,
@@ -107,17 +115,27 @@ def build_dockerfiles(
                 done=done,
             )
 
-    return anyio.run(main)
+    outcomes = anyio.run(main) if sources else ()
+    return Built(
+        [outcome.image for outcome in outcomes if outcome.image is not None],
+        [outcome for outcome in outcomes if outcome.image is None],
+    )
 
 
-def failure_as_dict(outcome: BuildOutcome) -> dict[str, Any]:
-    error = outcome.error
-    return {
-        "name": outcome.name,
-        "source": str(outcome.source),
-        "error": getattr(error, "summary", str(error)),
-        "hint": error.hint if error is not None else "",
-    }
+def show_built(built: Built, *, as_json: bool) -> None:
+    if not as_json:
+        show_images(built.made, as_json=False)
+        return
+    failed = [
+        {
+            "name": one.name,
+            "source": str(one.source),
+            "error": getattr(one.error, "summary", str(one.error)),
+            "hint": getattr(one.error, "hint", ""),
+        }
+        for one in built.failed
+    ]
+    common.print_json([*map(image_as_dict, built.made), *failed])
 
 
 def _files(paths: Sequence[str], *, every: bool) -> Iterator[tuple[Path, Path]]:

@@ -36,16 +36,20 @@ def show_images(images: list[StoredImage], *, as_json: bool) -> None:
 
 def image_as_dict(image: StoredImage) -> dict[str, Any]:
     from dataclasses import asdict
+
+    return asdict(image) | {"path": str(image.path), "built_at": _utc(image.built_at)}
+
+
+def _utc(seconds: float) -> str:
     from datetime import UTC, datetime
 
-    built_at = datetime.fromtimestamp(image.built_at, UTC).isoformat(timespec="seconds")
-    return asdict(image) | {"path": str(image.path), "built_at": built_at}
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
     if as_json:
-        more = {"path": str(path), "missing": list(facts.missing), "needs_toolkit": facts.needs_toolkit}
-        common.print_json({**facts.as_json(), **more, "advice": list(facts.advice)})
+        more = {"path": path, "missing": facts.missing, "needs_toolkit": facts.needs_toolkit}
+        common.print_json({**facts.as_json(), **more, "advice": facts.advice})
         return
     from rollout_service.cli.console import table
 
@@ -57,9 +61,12 @@ def show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
         "machine": facts.architecture,
         "C library": facts.libc,
         "bash": facts.bash,
+        "working folder": facts.workdir,
+        "user": facts.user,
+        "python3": facts.python,
+        "its version": facts.python_version,
+        "its ipykernel": facts.ipykernel,
     }
-    found |= {"working folder": facts.workdir, "user": facts.user}
-    found |= {"python3": facts.python, "its version": facts.python_version, "its ipykernel": facts.ipykernel}
     for name, value in found.items():
         rows.add_row(name, value or "none")
     rows.add_row(
@@ -75,20 +82,17 @@ def show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
 
 
 def show_pruned(decided: Sequence[EvictionCandidate], *, dry_run: bool, as_json: bool) -> None:
-    from dataclasses import asdict
-    from datetime import UTC, datetime
-
     if as_json:
-        common.print_json({"dry_run": dry_run, "decided": [asdict(one) for one in decided]})
+        common.print_json({"dry_run": dry_run, "decided": decided})
         return
     from rollout_service.cli.console import table
 
     rows = table("what", "name", "of", "size", "last used", "")
     gone = "would be removed" if dry_run else "removed"
     for one in decided:
-        used = datetime.fromtimestamp(one.last_used, UTC).isoformat(timespec="seconds")
         state = gone if one.evicted else f"kept: {one.kept or 'within the budget'}"
-        rows.add_row(one.kind, one.name[:20], one.of, f"{one.size_bytes / MEBIBYTE:.0f} MiB", used, state)
+        size = f"{one.size_bytes / MEBIBYTE:.0f} MiB"
+        rows.add_row(one.kind, one.name[:20], one.of, size, _utc(one.last_used), state)
     common.out().print(rows if decided else "There are no images.")
 
 
@@ -121,11 +125,6 @@ def unpacked_images(settings: Settings) -> UnpackedImages:
 
     config = settings.sandbox if isinstance(settings.sandbox, ApptainerConfig) else ApptainerConfig()
     return ApptainerProvider(config, settings.state_dir, image_store(settings)).prepared_images.unpacked
-
-
-def unpacked_budget(settings: Settings) -> int | None:
-    """Return the most space for unpacked images; None sets no limit."""
-    return getattr(settings.sandbox, "unpacked_budget_bytes", None)
 
 
 def used_images(settings: Settings) -> set[str]:

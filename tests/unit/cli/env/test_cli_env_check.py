@@ -13,7 +13,7 @@ from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, T
 from rollout_service.cli import app
 from rollout_service.cli.doctor.checks import check_secrets
 from rollout_service.cli.env.check import tool_names
-from rollout_service.cli.env.prepare import Room
+from rollout_service.cli.env.prepare import require_room
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Episode, Score
@@ -209,13 +209,13 @@ def test_a_split_is_chosen_and_must_exist(tmp_path, images):
 
 def test_no_image_is_begun_without_room(images, monkeypatch):
     store = ImageStore(images)
-    Room(store, load_settings()).require()
+    require_room(store, load_settings())
     (images / "large.sif").write_bytes(b"x" * 1000)
     monkeypatch.setenv("ROLLOUT_IMAGES_BUDGET_BYTES", "1000")
     with pytest.raises(ImageBuildError, match="images_budget_bytes"):
-        Room(store, load_settings()).require()
+        require_room(store, load_settings())
     monkeypatch.setenv("ROLLOUT_IMAGES_BUDGET_BYTES", "1001")
-    Room(store, load_settings()).require()
+    require_room(store, load_settings())
     monkeypatch.setenv("ROLLOUT_SANDBOXES__PRESSURE__DISK_FREE_BYTES", str(10**18))
     with pytest.raises(ImageBuildError, match="GB left"):
-        Room(store, load_settings()).require()
+        require_room(store, load_settings())
