@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -23,32 +23,13 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]*")
 _MAX_BYTES = 4 << 20
 
 
-def runs(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _matching(_values(_ask(ctx, "/v1/runs"), "runs", "run_id"), incomplete)
+def _known(path: str, under: str | None, name: str) -> Callable[[typer.Context, str], list[str]]:
+    """Return a completion of the ids of this name that a server lists at a path, below a key if there is one."""
 
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        return _matching(_values(_ask(ctx, path), under, name), incomplete)
 
-def rollouts(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the ids of the newest rollouts that begin like this."""
-    newest = _ask(ctx, f"/v1/summaries?limit={MOST}")
-    if newest is not None:
-        return _matching(_values(newest, "rows", "rollout_id"), incomplete)
-    return _matching(_values(_ask(ctx, f"/v1/rollouts?limit={MOST}"), "rollouts", "rollout_id"), incomplete)
-
-
-def backends(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _matching(_values(_ask(ctx, "/v1/backends"), None, "backend_id"), incomplete)
-
-
-def nodes(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _matching(_values(_ask(ctx, "/v1/nodes"), None, "node"), incomplete)
-
-
-def sessions(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _matching(_values(_ask(ctx, f"/v1/sessions?limit={MOST}"), "sessions", "session_id"), incomplete)
-
-
-def environments(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _matching(_values(_ask(ctx, "/v1/environments"), None, "name"), incomplete)
+    return complete
 
 
 def images(incomplete: str) -> list[str]:
@@ -122,3 +103,11 @@ def _tls() -> list[Any]:
     context = ssl.create_default_context()
     context.load_verify_locations(file)
     return [HTTPSHandler(context=context)]
+
+
+runs = _known("/v1/runs", "runs", "run_id")
+rollouts = _known(f"/v1/summaries?limit={MOST}", "rows", "rollout_id")
+backends = _known("/v1/backends", None, "backend_id")
+nodes = _known("/v1/nodes", None, "node")
+sessions = _known(f"/v1/sessions?limit={MOST}", "sessions", "session_id")
+environments = _known("/v1/environments", None, "name")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from rollout_service.cli import common
 from rollout_service.cli.common import AsJson
-
-if TYPE_CHECKING:
-    from rollout_service.settings.sources import Sources
 
 app = typer.Typer(
     name="config", help="Show the settings with their sources, or their reference.", no_args_is_help=True
@@ -35,8 +32,13 @@ def show(context: typer.Context, as_json: AsJson = False) -> None:
     from rollout_service.settings import build_settings, read_sources
 
     sources = read_sources(config, **flags)
-    values = list(_values(build_settings(sources).model_dump(mode="json"), ()))
-    _show([_row(sources, path, value) for path, value in values], as_json=as_json)
+    values = _values(build_settings(sources).model_dump(mode="json"), ())
+    rows = [
+        {"key": ".".join(path), "value": value, "origin": str(source.origin), "where": source.where or None}
+        for path, value in values
+        for source in [sources.source(path)]
+    ]
+    common.print_json(rows) if as_json else _show(rows)
 
 
 @app.command("docs", epilog="Example: rollout-service config docs > settings.md")
@@ -66,20 +68,7 @@ def _values(tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple
             yield (*path, name), value
 
 
-def _row(sources: Sources, path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    source = sources.source(path)
-    return {
-        "key": ".".join(path),
-        "value": value,
-        "origin": str(source.origin),
-        "where": source.where or None,
-    }
-
-
-def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
-    if as_json:
-        common.print_json(rows)
-        return
+def _show(rows: list[dict[str, Any]]) -> None:
     import json
 
     from rollout_service.cli.console import id_column, table

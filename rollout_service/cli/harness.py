@@ -25,7 +25,7 @@ def list_(as_json: AsJson = False) -> None:
 
     presets = harnesses()
     if as_json:
-        common.print_json([preset.model_dump(mode="json") for preset in presets])
+        common.print_json(presets)
         return
     rows = table(id_column("name"), "program", "version", "speaks", "image")
     for preset in presets:
@@ -51,7 +51,7 @@ async def check(
 
     found = await check_harness(name, turns, image)
     if as_json:
-        common.print_json(found.as_json())
+        common.print_json(found)
     else:
         show_check(found)
-    return 0 if found.works else 1
+    return 0 if found["works"] else 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +33,8 @@ pathlib.Path(os.environ["ROLLOUT_RESULT"]).write_text(json.dumps({{"reward": rew
 """
 
 
-@dataclass(frozen=True, slots=True)
-class HarnessCheck:
-    harness: str
-    version: str
-    works: bool
-    state: str
-    reward: float | None
-    stop_reason: str | None
-    turns: int
-    segments: int
-    """Segments that may be trained on; 1 if every turn extends the one before."""
-    kept_share: float
-    """The share of turns after the first that continue their segment."""
-    side_segments: int
-    fork_counts: dict[str, int]
-    seconds: float
-    problem: str
-    """Why it does not work; empty if it does."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-async def check_harness(name: str, turns: int, image: str | None) -> HarnessCheck:
-    """Run a harness for so many steps.
+async def check_harness(name: str, turns: int, image: str | None) -> dict[str, Any]:
+    """Run a harness for so many steps; return how it went, with `works`, and `problem` if it does not.
 
     Raises:
         CommandError: The harness has nothing to be checked with, or the server does not start.
@@ -123,26 +99,31 @@ def write_environment(folder: Path, harness: str, turns: int, image: str | None)
     return folder
 
 
-def judge(harness: str, version: str, turns: int, rollout: Rollout) -> HarnessCheck:
+def judge(harness: str, version: str, turns: int, rollout: Rollout) -> dict[str, Any]:
+    """Return how a rollout went.
+
+    `segments` are those that may be trained on: 1 if every turn extends the one before. `kept_share` is the share of
+    turns after the first that continue their segment.
+    """
     trajectory = rollout.trajectory or Trajectory(segments=[], messages=[], finish_reasons=[], fork_counts={})
     sampled = [len(set(segment.turn_ids) - {-1}) for segment in trajectory.segments]
     continued = sum(sampled) - len([count for count in sampled if count])
     problem = _problem(turns, rollout, len(sampled))
-    return HarnessCheck(
-        harness=harness,
-        version=version,
-        works=not problem,
-        state=rollout.state.value,
-        reward=rollout.reward,
-        stop_reason=rollout.stop_reason.value if rollout.stop_reason else None,
-        turns=rollout.usage.turns,
-        segments=len(sampled),
-        kept_share=continued / (sum(sampled) - 1) if sum(sampled) > 1 else 0.0,
-        side_segments=len(trajectory.untrained),
-        fork_counts={reason.value: count for reason, count in trajectory.fork_counts.items()},
-        seconds=rollout.program.seconds if rollout.program else 0.0,
-        problem=problem,
-    )
+    return {
+        "harness": harness,
+        "version": version,
+        "works": not problem,
+        "state": rollout.state.value,
+        "reward": rollout.reward,
+        "stop_reason": rollout.stop_reason.value if rollout.stop_reason else None,
+        "turns": rollout.usage.turns,
+        "segments": len(sampled),
+        "kept_share": continued / (sum(sampled) - 1) if sum(sampled) > 1 else 0.0,
+        "side_segments": len(trajectory.untrained),
+        "fork_counts": {reason.value: count for reason, count in trajectory.fork_counts.items()},
+        "seconds": rollout.program.seconds if rollout.program else 0.0,
+        "problem": problem,
+    }
 
 
 def _problem(turns: int, rollout: Rollout, segments: int) -> str:
@@ -156,9 +137,9 @@ def _problem(turns: int, rollout: Rollout, segments: int) -> str:
     return ""
 
 
-def show_check(found: HarnessCheck) -> None:
-    for name, value in found.as_json().items():
+def show_check(found: dict[str, Any]) -> None:
+    for name, value in found.items():
         if value != "" and name != "problem":
             common.print_line(f"{name:<14} {json.dumps(value) if isinstance(value, dict) else value}")
-    if found.problem:
-        common.err().print(found.problem, soft_wrap=True)
+    if found["problem"]:
+        common.err().print(found["problem"], soft_wrap=True)

@@ -11,7 +11,7 @@ import typer
 
 from rollout_service.cli import common
 from rollout_service.cli.slurm.jobs import JOBS, Folder, state_of
-from rollout_service.cli.slurm.submit import joined, problems_of
+from rollout_service.cli.slurm.submit import explaining, joined
 
 if TYPE_CHECKING:
     from rollout_service.cluster.slurm.spec import JobSpec
@@ -98,20 +98,14 @@ async def _scale(home: Path, given: dict[str, Any]) -> None:
 
 def _spec(home: Path, given: dict[str, Any]) -> JobSpec:
     """Return the specification of the jobs of more nodes."""
-    from pydantic import ValidationError
-
     from rollout_service.cluster.slurm.folder import JobFolder
     from rollout_service.cluster.slurm.scaler import spec_of_more
 
     resources = {key: given[key] for key in ("partition", "cpus", "memory")}
     resources["directives"] = given["directive"] or []
-    try:
-        spec = spec_of_more(
-            JobFolder(home), resources, {key: given[key] for key in ("time", "account", "qos")}
-        )
-    except ValidationError as error:
-        hint = "`rollout-service slurm scale --help` lists the options."
-        raise common.CommandError(problems_of(error), hint=hint) from None
+    limits = {key: given[key] for key in ("time", "account", "qos")}
+    with explaining("scale"):
+        spec = spec_of_more(JobFolder(home), resources, limits)
     for slot in range(1, given["most"] + 1):
         folder = JobFolder(home.parent / f"{spec.name}-{slot}")
         if (folder.path / "job.json").exists() and folder.load().spec.join != home:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shlex
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from rollout_service.cli.common import AsJson
 from rollout_service.cli.slurm.jobs import JOBS, Folder, find, state_of
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from collections.abc import Iterator
 
     from rollout_service.cluster.slurm.spec import JobSpec
 
@@ -105,50 +106,60 @@ async def command(
     drains, goes back into the queue, and resumes.
     """
     given, jobs = dict(locals()), folder.expanduser().absolute()
-
-    spec = _spec(given | {"join": None if join is None else joined(join, jobs)})
+    given["join"] = None if join is None else joined(join, jobs)
+    spec = _spec({name: _absolute(value) for name, value in given.items()})
     await _submit(spec, jobs, dry_run=dry_run, write_only=write_only, as_json=as_json)
 
 
 def _spec(given: dict[str, Any]) -> JobSpec:
-    from pydantic import ValidationError
-
     from rollout_service.cluster.slurm.spec import JobSpec
 
-    engines = None
-    if given["engine_command"] is not None:
-        engines = {"command": given["engine_command"], "per_node": given["engines_per_node"]}
-        if given["engine_nodes"]:
-            names = ("partition", "cpus", "memory", "gpus")
-            engines["resources"] = {key: given[f"engine_{key}"] for key in names} | {
-                "nodes": given["engine_nodes"]
-            }
+    names = ("nodes", "partition", "cpus", "memory", "gpus")
     values = {
         "name": given["name"] or f"rollouts-{secrets.token_hex(3)}",
-        "resources": {key: given[key] for key in ("nodes", "partition", "cpus", "memory", "gpus")}
-        | {"directives": given["directive"] or []},
+        "resources": {key: given[key] for key in names} | {"directives": given["directive"] or []},
         "signal_seconds": given["drain"],
-        "engines": engines,
+        "engines": _engines(given),
         "backends": given["backend"] or [],
         "trainer": given["trainer"] or [],
         "flags": given["serve_flag"] or [],
         "images": given["image"] or [],
         "redis_url": given["redis"],
         **{key: given[key] for key in ("time", "account", "qos", "redis_server", "joinable", "join")},
-        **{key: _absolute(given[key]) for key in ("config", "images_dir", "scratch", "redis_password_file")},
+        **{key: given[key] for key in ("config", "images_dir", "scratch", "redis_password_file")},
     }
-    try:
+    with explaining("submit"):
         return JobSpec.model_validate(values)
+
+
+def _absolute(value: Any) -> Any:
+    return value.expanduser().absolute() if isinstance(value, Path) else value
+
+
+def _engines(given: dict[str, Any]) -> dict[str, Any] | None:
+    if given["engine_command"] is None:
+        return None
+    engines = {"command": given["engine_command"], "per_node": given["engines_per_node"]}
+    if given["engine_nodes"]:
+        names = ("nodes", "partition", "cpus", "memory", "gpus")
+        engines["resources"] = {key: given[f"engine_{key}"] for key in names}
+    return engines
+
+
+@contextmanager
+def explaining(command: str) -> Iterator[None]:
+    """Explain what is wrong with the specification of a job that is made of a command's options."""
+    from pydantic import ValidationError
+
+    try:
+        yield
     except ValidationError as error:
-        hint = "`rollout-service slurm submit --help` lists the options."
-        raise common.CommandError(problems_of(error), hint=hint) from None
-
-
-def problems_of(error: ValidationError) -> str:
-    return "; ".join(
-        f"{'.'.join(map(str, one['loc'])) or 'job'}: {one['msg'].removeprefix('Value error, ')}"
-        for one in error.errors()
-    )
+        problems = "; ".join(
+            f"{'.'.join(map(str, one['loc'])) or 'job'}: {one['msg'].removeprefix('Value error, ')}"
+            for one in error.errors()
+        )
+        hint = f"`rollout-service slurm {command} --help` lists the options."
+        raise common.CommandError(problems, hint=hint) from None
 
 
 def joined(job: str, jobs: Path) -> Path:
@@ -173,10 +184,6 @@ def joined(job: str, jobs: Path) -> Path:
             soft_wrap=True,
         )
     return folder.path
-
-
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.expanduser().absolute()
 
 
 async def _submit(spec: JobSpec, jobs: Path, *, dry_run: bool, write_only: bool, as_json: bool) -> None:

@@ -15,14 +15,9 @@ FolderArgument = Annotated[Path, typer.Argument(help="The job's folder.")]
 
 def run(folder: FolderArgument) -> None:
     """Run a job from its folder, within its allocation."""
+    from rollout_service.cluster.slurm.supervisor import run_job
 
-    async def main() -> int:
-        from rollout_service.cluster.slurm.folder import JobFolder
-        from rollout_service.cluster.slurm.supervisor import run_job
-
-        return await run_job(JobFolder(folder))
-
-    _within_the_job(main)
+    _within_the_job(run_job, folder)
 
 
 def node(
@@ -32,37 +27,28 @@ def node(
     ] = 0,
 ) -> None:
     """Serve on this node of a job."""
+    from rollout_service.cluster.slurm.node import serve_on_node
 
-    async def main() -> int:
-        from rollout_service.cluster.slurm.folder import JobFolder
-        from rollout_service.cluster.slurm.node import serve_on_node
-
-        return await serve_on_node(JobFolder(folder), slot)
-
-    _within_the_job(main)
+    _within_the_job(serve_on_node, folder, slot)
 
 
 def engine(folder: FolderArgument) -> None:
     """Serve an engine on this node of a job."""
+    from rollout_service.cluster.slurm.engine import serve_engine
 
-    async def main() -> int:
-        from rollout_service.cluster.slurm.engine import serve_engine
-        from rollout_service.cluster.slurm.folder import JobFolder
-
-        return await serve_engine(JobFolder(folder))
-
-    _within_the_job(main)
+    _within_the_job(serve_engine, folder)
 
 
-def _within_the_job(main: Callable[[], Awaitable[int]]) -> None:
+def _within_the_job(part: Callable[..., Awaitable[int]], folder: Path, *more: int) -> None:
     """Run a part of a job, which handles its signals itself, and logs."""
     import logging
 
     import anyio
 
+    from rollout_service.cluster.slurm.folder import JobFolder
     from rollout_service.observability.telemetry.logging import configure_logging
     from rollout_service.settings import LogFormat
 
     configure_logging(LogFormat.CONSOLE, "info")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every probe
-    common.run_blocking(lambda: anyio.run(main))
+    common.run_blocking(lambda: anyio.run(part, JobFolder(folder), *more))

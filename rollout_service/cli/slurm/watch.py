@@ -13,6 +13,7 @@ from rollout_service.cli.common import AsJson
 from rollout_service.cli.slurm.jobs import JOBS, POLL_SECONDS, Folder, Job, find, state_of
 
 if TYPE_CHECKING:
+    from rollout_service.cluster.slurm.commands import JobState
     from rollout_service.cluster.slurm.folder import JobFolder
 
 
@@ -24,54 +25,44 @@ async def status(
     as_json: AsJson = False,
 ) -> int:
     """Show a job's state, its nodes and engines, its address, and where its key is."""
-    return await _status(find(job, folder), wait, as_json=as_json)
-
-
-async def _status(folder: JobFolder, wait: float, *, as_json: bool) -> int:
     import anyio
 
-    state, (ready, reasons) = await state_of(folder), await _ready_url(folder)
+    found = find(job, folder)
     deadline = anyio.current_time() + wait
+    state, (ready, reasons) = await state_of(found), await _ready_url(found)
     while ready is None and not state.is_over and anyio.current_time() < deadline:
         await anyio.sleep(POLL_SECONDS)
-        state, (ready, reasons) = await state_of(folder), await _ready_url(folder)
-    nodes, engines = folder.published("nodes"), folder.published("engines")
+        state, (ready, reasons) = await state_of(found), await _ready_url(found)
     if as_json:
-        common.print_json(
-            {
-                "job": state.job,
-                "folder": str(folder.path),
-                "state": state.state,
-                "reason": state.reason,
-                "restarts": state.restarts,
-                "url": ready,
-                "key_file": str(folder.key_file),
-                "nodes": [node.model_dump() for node in nodes],
-                "engines": [engine.model_dump() for engine in engines],
-                "failures": [failure.model_dump() for failure in folder.failures()],
-            }
-        )
+        parts = {"nodes": found.published("nodes"), "engines": found.published("engines")}
+        about = {"job": state.job, "folder": found.path, "state": state.state, "reason": state.reason}
+        about |= {"restarts": state.restarts, "url": ready, "key_file": found.key_file}
+        common.print_json(about | parts | {"failures": found.failures()})
     else:
-        common.print_line(" ".join(f"job {state.job} {state.state} {state.reason} {state.nodes}".split()))
-        common.print_line(f"folder {folder.path}")
-        for kind, parts in (("node", nodes), ("engine", engines)):
-            for part in parts:
-                common.print_line(f"{kind} {part.name} {part.url}")
-        for failure in folder.failures():
-            exit_code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
-            reason = escape_controls(failure.reason)
-            common.print_line(
-                f"engine {failure.name} failed to start {failure.starts} times{exit_code}: {reason}"
-            )
-            place = shlex.quote(str(folder.path))
-            common.print_line(f"    rollout-service slurm logs {place} --part engine-{failure.name}")
-        if ready is not None:
-            key = shlex.quote(str(folder.key_file))
-            common.print_line(f"export ROLLOUT_URL={ready} ROLLOUT_KEY=$(cat {key})")
+        _show(found, state, ready)
     # Beside the output, of which a shell may evaluate the line `export`.
     for reason in reasons:
-        common.err().print(f"not ready: {escape_controls(reason)}", markup=False, soft_wrap=True)
+        common.err().print(f"not ready: {reason}", soft_wrap=True)
     return 1 if wait and ready is None else 0
+
+
+def _show(folder: JobFolder, state: JobState, ready: str | None) -> None:
+    common.print_line(" ".join(f"job {state.job} {state.state} {state.reason} {state.nodes}".split()))
+    common.print_line(f"folder {folder.path}")
+    for kind in ("node", "engine"):
+        for part in folder.published(f"{kind}s"):
+            common.print_line(f"{kind} {part.name} {part.url}")
+    for failure in folder.failures():
+        exit_code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
+        reason = escape_controls(failure.reason)
+        common.print_line(
+            f"engine {failure.name} failed to start {failure.starts} times{exit_code}: {reason}"
+        )
+        place = shlex.quote(str(folder.path))
+        common.print_line(f"    rollout-service slurm logs {place} --part engine-{failure.name}")
+    if ready is not None:
+        key = shlex.quote(str(folder.key_file))
+        common.print_line(f"export ROLLOUT_URL={ready} ROLLOUT_KEY=$(cat {key})")
 
 
 async def _ready_url(folder: JobFolder) -> tuple[str | None, list[str]]:
@@ -139,30 +130,28 @@ async def stop(
     remove: Annotated[bool, typer.Option("--remove", help="Remove its folder with all results.")] = False,
 ) -> None:
     """Drain a job and end it; its state stays in its folder, and the work goes on if it is submitted again."""
-    await _stop(find(job, folder), timeout, remove=remove)
-
-
-async def _stop(folder: JobFolder, timeout: float, *, remove: bool) -> None:
     import shutil
 
     import anyio
 
     from rollout_service.cluster.slurm import commands
 
-    job = folder.load().job
-    state = await state_of(folder)
+    found = find(job, folder)
+    number, state = found.load().job, await state_of(found)
     if state.state in ("NOT_SUBMITTED", "UNKNOWN") and not remove:
         raise common.CommandError(
-            f"this Slurm has no job {job} of {folder.path}" if job else f"{folder.path} was not submitted",
-            hint=f"Name another: each job has a folder in {folder.path.parent}. --remove removes this one's.",
+            f"this Slurm has no job {number} of {found.path}"
+            if number
+            else f"{found.path} was not submitted",
+            hint=f"Name another: each job has a folder in {found.path.parent}. --remove removes this one's.",
         )
     if state.state == "RUNNING":
-        await commands.end(job)
+        await commands.end(number)
         with anyio.move_on_after(timeout):
-            while not (await commands.job_state(job)).is_over:  # noqa: ASYNC110 - Slurm announces nothing
+            while not (await commands.job_state(number)).is_over:  # noqa: ASYNC110 - Slurm announces nothing
                 await anyio.sleep(POLL_SECONDS / 4)
-    if job and not (await commands.job_state(job)).is_over:
-        await commands.cancel(job)
+    if number and not (await commands.job_state(number)).is_over:
+        await commands.cancel(number)
     if remove:
-        await anyio.to_thread.run_sync(shutil.rmtree, folder.path)
-    common.print_line(f"{'removed' if remove else 'stopped'} job {job} of {folder.path}")
+        await anyio.to_thread.run_sync(shutil.rmtree, found.path)
+    common.print_line(f"{'removed' if remove else 'stopped'} job {number} of {found.path}")
