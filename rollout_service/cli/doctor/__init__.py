@@ -80,7 +80,7 @@ def _check(config: Path | None, state_dir: Path | None, *, as_json: bool) -> int
 
     checks = check_machine(load_settings(config, state_dir=state_dir))
     if as_json:
-        common.print_json([check.as_dict() for check in checks])
+        common.print_json(checks)
     else:
         _show(checks, common.out())
     return 1 if any(check.state == "missing" for check in checks) else 0
@@ -107,8 +107,7 @@ def _show(checks: list[Check], console: Console) -> None:
 
     rows = table("check", "state", "found")
     for check in checks:
-        state = Text(check.state, style=STYLES[check.state])
-        rows.add_row(check.name, state, check.found)
+        rows.add_row(check.name, Text(check.state, style=STYLES[check.state]), check.found)
     console.print(rows)
     fixable = [check for check in checks if check.fix]
     if fixable:

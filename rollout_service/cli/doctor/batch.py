@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,19 +51,6 @@ class Tokens:
             yield {name: column[at].item() for name, column in columns.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    tokens: int
-    mean: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, differences: NDArray[np.float64]) -> Spread:
-        p99 = float(np.quantile(differences, 0.99))
-        return cls(len(differences), float(differences.mean()), p99, float(differences.max()))
-
-
 def compare(batch: Path, model: Path, temperature: float) -> tuple[BatchArrays, Tokens]:
     """Recompute the log-probability of every sampled token of a batch.
 
@@ -99,16 +86,25 @@ def report(arrays: BatchArrays, tokens: Tokens) -> dict[str, Any]:
     gaps = tokens.difference
     kept = _kept_kv(arrays)
     versions = [
-        {"version": version, "kept_kv": version in kept, **asdict(Spread.of(gaps[tokens.version == version]))}
+        {"version": version, "kept_kv": version in kept, **_spread(gaps[tokens.version == version])}
         for version in np.unique(tokens.version).tolist()
     ]
     begins = tokens.position // POSITIONS_APART * POSITIONS_APART
     positions = [
-        {"from": begin, "to": begin + POSITIONS_APART - 1, **asdict(Spread.of(gaps[begins == begin]))}
+        {"from": begin, "to": begin + POSITIONS_APART - 1, **_spread(gaps[begins == begin])}
         for begin in np.unique(begins).tolist()
     ]
     worst = list(tokens.rows(np.argsort(-gaps)[:WORST].tolist()))
-    return {"all": asdict(Spread.of(gaps)), "versions": versions, "positions": positions, "worst": worst}
+    return {"all": _spread(gaps), "versions": versions, "positions": positions, "worst": worst}
+
+
+def _spread(differences: NDArray[np.float64]) -> dict[str, float]:
+    return {
+        "tokens": len(differences),
+        "mean": float(differences.mean()),
+        "p99": float(np.quantile(differences, 0.99)),
+        "max": float(differences.max()),
+    }
 
 
 def write_tokens(tokens: Tokens, file: Path) -> None:

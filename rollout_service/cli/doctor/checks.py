@@ -13,7 +13,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -49,9 +49,6 @@ class Check:
     found: str
     fix: str = ""
     """The command that fixes it; empty if there is nothing to fix."""
-
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def check_machine(settings: Settings) -> list[Check]:
@@ -112,13 +109,9 @@ def check_limits(facts: HostFacts) -> Iterator[Check]:
         found = f"control groups, version {facts.cgroup_version}: {', '.join(sorted(facts.cgroup_limits))}"
         yield Check("limits of sandboxes", "ok", found)
         return
+    found = "the service has no control group of its own, so limits apply per process"
     fix = "systemd-run --user --scope -p Delegate=yes rollout-service serve"
-    yield Check(
-        "limits of sandboxes",
-        "limited",
-        "the service has no control group of its own, so limits apply per process",
-        fix,
-    )
+    yield Check("limits of sandboxes", "limited", found, fix)
 
 
 def check_sharing(settings: Settings) -> Iterator[Check]:
@@ -139,11 +132,8 @@ def check_sharing(settings: Settings) -> Iterator[Check]:
     if found.filtered:
         yield Check("system calls of sandboxes", "ok", "filtered")
     else:
-        yield Check(
-            "system calls of sandboxes",
-            "limited",
-            "not filtered: the service has no filter for this kernel or processor",
-        )
+        why = "not filtered: the service has no filter for this kernel or processor"
+        yield Check("system calls of sandboxes", "limited", why)
     yield _check_terminals(found.own_terminals, settings.sandbox_ceiling)
     yield _check_images(settings.sandbox, changes=found.changes_images)
 
@@ -193,12 +183,8 @@ def _check_images(config: ApptainerConfig, *, changes: bool) -> Check:
 def _check_terminals(sandboxes: int | None, ceiling: int) -> Check:
     name = "terminals of sandboxes"
     if sandboxes is None:
-        return Check(
-            name,
-            "limited",
-            "no limit, so one sandbox can open all of the host's terminals",
-            _allow_namespaces(),
-        )
+        found = "no limit, so one sandbox can open all of the host's terminals"
+        return Check(name, "limited", found, _allow_namespaces())
     if sandboxes < ceiling:
         wanted = 2 ** math.ceil(math.log2((ceiling + 1) * PTYS + PTYS_RESERVE))
         found = f"enough for {sandboxes} of {ceiling} sandboxes if each opens all of its {PTYS}"
@@ -216,7 +202,7 @@ def check_image(settings: Settings) -> Check:
 def check_engine(settings: Settings) -> Check:
     """Check that some engine serves the policy, and that the embedded engines have their models."""
     for pool, model in settings.embedded_models.items():
-        if not _is_model(model):
+        if not (model_folder(model) / "config.json").is_file():
             flag = "--model calc-tuned" if pool == "policy" else f"--pool-model {pool}=calc-tuned"
             return Check("engine", "missing", f"there is no policy {model}", f"rollout-service serve {flag}")
     if settings.backends:
@@ -226,18 +212,9 @@ def check_engine(settings: Settings) -> Check:
             return Check("engine", "missing", str(error), error.hint)
         return Check("engine", "ok", ", ".join(str(backend.url) for backend in settings.backends))
     if settings.engine is DefaultEngine.NONE:
-        return Check(
-            "engine",
-            "limited",
-            "none is configured; register one once the server runs",
-            "rollout-service backends add URL",
-        )
+        found = "none is configured; register one once the server runs"
+        return Check("engine", "limited", found, "rollout-service backends add URL")
     return Check("engine", "ok", f"embedded, with {settings.embedded.model}")
-
-
-def _is_model(name: str) -> bool:
-    folder = model_folder(name)
-    return (folder / "config.json").is_file()
 
 
 def check_state_dir(folder: Path) -> Check:
@@ -256,11 +233,8 @@ def check_state_dir(folder: Path) -> Check:
 def check_pressure(settings: Settings) -> Check:
     """Check whether this host has room for more sandboxes at this moment."""
     metrics = HostReader([settings.state_dir.expanduser().absolute()]).read()
-    scarce = [
-        it.hold_reason.text
-        for it in measure_pressure(metrics, settings.sandboxes.pressure)
-        if it.ratio >= 1.0
-    ]
+    pressures = measure_pressure(metrics, settings.sandboxes.pressure)
+    scarce = [it.hold_reason.text for it in pressures if it.ratio >= 1.0]
     if scarce:
         return Check("room for sandboxes", "limited", "; ".join(scarce))
     psi = "" if metrics.cpu_stall is not None else ", by load average, since the kernel has no PSI"

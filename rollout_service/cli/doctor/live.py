@@ -23,7 +23,7 @@ from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangFinding, HangReport, HangVerdict, StageWait
 from api_schemas.views.overview import Overview
-from rollout_client.client import RolloutClient, UnreachableError
+from rollout_client.client import UnreachableError
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError, count
 from rollout_service.cli.console import HANG_STYLES, id_column, table
@@ -83,18 +83,12 @@ class LiveReport:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON: the report of hangs with `wrong`, and `service`, null if it does not answer."""
-        return self.hangs.model_dump(mode="json") | {"wrong": self.is_wrong, "service": self._service()}
-
-    def _service(self) -> dict[str, Any] | None:
-        if self.overview is None:
-            return None
-        names = {"ready", "reasons", "warnings", "outcomes", "errors"}
-        return self.overview.model_dump(mode="json", include=names) | {
-            "engines": [view.model_dump(mode="json") for view in self.failing()],
-            "holds": [hold.model_dump(mode="json") for hold in self.holds()],
-            "disk_free_bytes": self.disks(),
-        }
+        """Return all of it: the report of hangs with `wrong`, and `service`, None if it does not answer."""
+        service = None
+        if self.overview is not None:
+            service = self.overview.model_dump(include={"ready", "reasons", "warnings", "outcomes", "errors"})
+            service |= {"engines": self.failing(), "holds": self.holds(), "disk_free_bytes": self.disks()}
+        return self.hangs.model_dump() | {"wrong": self.is_wrong, "service": service}
 
 
 def _mostly_fails(outcomes: dict[str, int]) -> bool:
@@ -147,13 +141,10 @@ def _service(report: LiveReport, overview: Overview) -> Iterator[RenderableType]
     for warning in overview.warnings:
         yield Text(f"warning: {warning}", "yellow")
     for view in report.failing():
-        seconds = (
-            "" if view.failed_at is None else f", the last {(report.hangs.at - view.failed_at).seconds} s ago"
-        )
-        because = f": {view.last_error}" if view.last_error else ""
-        yield Text(
-            f"engine {view.backend_id} is {view.state}, {view.failures} failures{seconds}{because}", "red"
-        )
+        said = f"engine {view.backend_id} is {view.state}, {view.failures} failures"
+        if view.failed_at is not None:
+            said += f", the last {(report.hangs.at - view.failed_at).seconds} s ago"
+        yield Text(f"{said}: {view.last_error}" if view.last_error else said, "red")
     for group in overview.errors:
         stage = f" in {group.stage}" if group.stage else ""
         failed = f"{count(group.count, 'rollout')} failed with {group.code} ({group.boundary}{stage})"
@@ -179,29 +170,19 @@ def _findings(findings: list[HangFinding]) -> RenderableType:
     for finding in findings:
         answers = {True: "yes", False: "no", None: "-"}[finding.responds]
         verdict = Text(finding.verdict, style=HANG_STYLES[finding.verdict])
-        rows.add_row(
-            verdict,
-            finding.kind,
-            finding.subject,
-            str(finding.count),
-            f"{finding.seconds:.0f}",
-            answers,
-        )
+        about = (finding.kind, finding.subject, str(finding.count), f"{finding.seconds:.0f}", answers)
+        rows.add_row(verdict, *about)
     return rows
 
 
 def _explain(finding: HangFinding, console: Console, *, stacks: bool) -> None:
+    said = Text(f"{finding.verdict}: {finding.message}", style=HANG_STYLES[finding.verdict])
     console.print()
-    console.print(
-        Text(f"{finding.verdict}: {finding.message}", style=HANG_STYLES[finding.verdict]), soft_wrap=True
-    )
+    console.print(said, soft_wrap=True)
     console.print(Text(f"  {finding.hint}"), soft_wrap=True)
     if finding.rollouts:
-        more = (
-            f" and {finding.count - len(finding.rollouts)} more"
-            if finding.count > len(finding.rollouts)
-            else ""
-        )
+        others = finding.count - len(finding.rollouts)
+        more = f" and {others} more" if others > 0 else ""
         console.print(Text(f"  rollouts: {', '.join(finding.rollouts)}{more}"), soft_wrap=True)
     for frame in finding.stack if stacks else [frame for frame in finding.stack if frame.ours][-1:]:
         console.print(Text(f"  at {frame.file}:{frame.line} {frame.function}"), soft_wrap=True)
@@ -220,11 +201,17 @@ def check_live(
     Raises:
         CommandError: The service does not answer, and there is no report in its state folder.
     """
-
-    # A service that runs again meanwhile takes its report back, and answers.
-    report = _ask(url, key) or _read(state_dir, config) or _ask(url, key)
+    report = _ask(url, key)
     if report is None:
-        raise _nothing_to_read(url, state_dir, config)
+        folder = (state_dir or load_settings(config).state_dir).expanduser()
+        # A service that runs again meanwhile takes its report back, and answers.
+        report = _read(folder) or _ask(url, key)
+    if report is None:
+        raise CommandError(
+            f"the service at {url} does not answer, and there is no report of the last {STALE_SECONDS:g} s in {folder}",
+            hint="Is it running, and is this its state folder (--state-dir)? If its process is there, send it "
+            f"SIGUSR1: it writes the stacks of all threads to {folder / STACKS}.",
+        )
     if as_json:
         common.print_json(report.as_dict())
     else:
@@ -235,37 +222,20 @@ def check_live(
 def _ask(url: str, key: str | None) -> LiveReport | None:
     """Return the service's own answer, or None if none comes."""
 
-    async def ask() -> tuple[HangReport, Overview]:
+    async def ask() -> LiveReport:
         async with common.connect(url, key) as client:
-            return await _both(client)
+            with anyio.fail_after(ANSWER_SECONDS):
+                return LiveReport(await client.hangs(), await client.overview())
 
     try:
-        return LiveReport(*anyio.run(ask))
+        return anyio.run(ask)
     except (TimeoutError, UnreachableError):
         return None
 
 
-async def _both(client: RolloutClient) -> tuple[HangReport, Overview]:
-    with anyio.fail_after(ANSWER_SECONDS):
-        return await client.hangs(), await client.overview()
-
-
-def _folder(state_dir: Path | None, config: Path | None) -> Path:
-    return (state_dir or load_settings(config).state_dir).expanduser()
-
-
-def _read(state_dir: Path | None, config: Path | None) -> LiveReport | None:
+def _read(folder: Path) -> LiveReport | None:
     """Return the report in the state folder, if it is not an old one."""
-    report = read_last_report(_folder(state_dir, config))
+    report = read_last_report(folder)
     if report is None or (datetime.now(UTC) - report.at).total_seconds() > STALE_SECONDS:
         return None
     return LiveReport(report)
-
-
-def _nothing_to_read(url: str, state_dir: Path | None, config: Path | None) -> CommandError:
-    folder = _folder(state_dir, config)
-    return CommandError(
-        f"the service at {url} does not answer, and there is no report of the last {STALE_SECONDS:g} s in {folder}",
-        hint="Is it running, and is this its state folder (--state-dir)? If its process is there, send it SIGUSR1: "
-        f"it writes the stacks of all threads to {folder / STACKS}.",
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,7 @@ from rollout_service.cli.common import DEFAULT_URL, Key, Url
 if TYPE_CHECKING:
     from api_schemas.rollouts import RolloutRequest
     from rollout_client.client import ProblemError, RolloutClient
-    from rollout_service.cli.submit.files import RequestFile, ResultFile
+    from rollout_service.cli.submit.files import RequestFile
     from rollout_service.cli.submit.progress import Tally
 
 EXAMPLE = "Example: rollout-service submit tasks.jsonl --output results.jsonl --concurrency 64"
@@ -60,80 +59,81 @@ def command(
     Lines that are not valid requests are reported by number; the rest still run, and the exit code is 1. A failed
     rollout is a result too, and its line says why; with --fail-on-error it also makes the exit code 1.
     """
-    from rollout_service.cli.submit.files import is_stream, reread
-
-    async def submitted(submission: _Submission) -> int:
-        async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
-            counts = await _submit(client, submission)
-        counts.report(output, as_json=as_json)
-        return counts.exit_code(fail_on_error=fail_on_error)
-
-    with reread(tasks) as file:
-        prefix = STREAM if is_stream(tasks) else tasks.stem
-        submission = _Submission(file, prefix, output, environment, concurrency)
-        return common.run_coroutine(lambda: submitted(submission))
-
-
-@dataclass(frozen=True, slots=True)
-class _Submission:
-    tasks: Path
-    stem: str
-    """The prefix of generated ids."""
-    output: Path
-    environment: str | None
-    concurrency: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    tally: Tally
-    resumed: int
-    refused: int
-
-    @property
-    def unsuccessful(self) -> int:
-        from api_schemas.rollouts import RolloutState
-
-        return self.tally.count - self.tally.ended[RolloutState.COMPLETED]
-
-    def exit_code(self, *, fail_on_error: bool) -> int:
-        """Return 1 if lines gave no result, or, if asked, if rollouts failed."""
-        return 1 if self.refused or (fail_on_error and self.unsuccessful) else 0
-
-    def report(self, output: Path, *, as_json: bool) -> None:
-        """Print the summary line, or the counts as JSON."""
-        if as_json:
-            ended = {str(state): count for state, count in sorted(self.tally.ended.items())}
-            document = {"output": str(output), "resumed": self.resumed, "refused": self.refused}
-            common.print_json(document | {"ended": ended})
-            return
-        parts = [f"{common.count(self.tally.count, 'result')} written to {output}"]
-        if self.resumed:
-            parts.append(f"{self.resumed} were already there")
-        if self.refused:
-            parts.append(f"{common.count(self.refused, 'line')} gave no result (see above)")
-        if self.unsuccessful:
-            parts.append(f"{self.unsuccessful} failed or cancelled (see `error` in their lines)")
-        common.err().print("; ".join(parts), soft_wrap=True)
-
-
-async def _submit(client: RolloutClient, submission: _Submission) -> _Counts:
-    from rollout_service.cli.submit.files import RequestFile, ResultFile
-    from rollout_service.cli.submit.progress import Tally
+    from rollout_service.cli.submit.files import RequestFile, is_stream, reread
 
     rejected = _RejectedLines()
-    requests = RequestFile(submission.tasks, rejected.line, submission.environment, submission.stem)
-    rejected.lines = requests.lines
-    lines = requests.count()
-    if not lines:
-        raise common.CommandError(f"{submission.tasks} is empty", hint="Write one request per line.")
-    tally = Tally(lines)
+
+    async def submitted(requests: RequestFile) -> int:
+        async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
+            tally, resumed = await _submit(client, requests, output, concurrency, rejected)
+        _report(tally, output, resumed=resumed, refused=rejected.count, as_json=as_json)
+        return 1 if rejected.count or (fail_on_error and tally.unsuccessful) else 0
+
+    with reread(tasks) as file:
+        stem = STREAM if is_stream(tasks) else tasks.stem
+        requests = RequestFile(file, stem, rejected.line, environment)
+        rejected.lines = requests.lines
+        return common.run_coroutine(lambda: submitted(requests))
+
+
+class _RejectedLines:
+    """Reports and counts the lines that give no result."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.lines: dict[str, int] = {}
+        """The line number of each id."""
+
+    def line(self, number: int, why: str) -> None:
+        self.count += 1
+        common.err().print(f"line {number}: {why}", soft_wrap=True)
+
+    def request(self, request: RolloutRequest, error: ProblemError) -> None:
+        """Report a request that the server refused."""
+        self.line(self.lines[str(request.rollout_id)], error.problem.detail)
+
+
+async def _submit(
+    client: RolloutClient,
+    requests: RequestFile,
+    output: Path,
+    concurrency: int,
+    rejected: _RejectedLines,
+) -> tuple[Tally, int]:
+    """Roll out the tasks that are not in the output yet; return how they ended, and how many were there already."""
+    from rollout_service.cli.submit.files import ResultFile
+    from rollout_service.cli.submit.progress import ProgressView, Tally, explain_waiting
+
+    total, resumed = requests.count(), 0
+    if not total:
+        raise common.CommandError(f"{requests.path} is empty", hint="Write one request per line.")
+    tally = Tally(total)
+
+    def missing(done: set[str]) -> Iterator[RolloutRequest]:
+        nonlocal resumed
+        for request in requests:
+            if request.rollout_id in done:
+                resumed += 1
+            else:
+                yield request
+
     try:
-        with ResultFile(submission.output) as results, _explain_resuming(submission.output):
-            resumed = await _roll_out(client, requests, results, submission.concurrency, rejected, tally)
+        with (
+            ResultFile(output) as results,
+            _explain_resuming(output),
+            ProgressView(common.err(), tally).shown() as view,
+        ):
+            new = missing(results.done)
+            async with explain_waiting(client, view):
+                async for rollout in client.run_all(new, concurrency=concurrency, refused=rejected.request):
+                    results.append(rollout)
+                    tally.add(rollout)
+                    tally.total = total - resumed - rejected.count
+                    view.update()
+            tally.total = total - resumed - rejected.count
     except (OSError, ValueError) as error:
         raise common.CommandError(str(error), hint="Name another file with --output.") from error
-    return _Counts(tally, resumed, rejected.count)
+    return tally, resumed
 
 
 @contextmanager
@@ -149,50 +149,17 @@ def _explain_resuming(output: Path) -> Iterator[None]:
         raise
 
 
-class _RejectedLines:
-    """Reports and counts the lines that give no result."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.lines: dict[str, int] = {}
-        self._console = common.err()
-
-    def line(self, number: int, why: str) -> None:
-        self.count += 1
-        self._console.print(f"line {number}: {why}", soft_wrap=True)
-
-    def request(self, request: RolloutRequest, error: ProblemError) -> None:
-        """Report a request that the server refused."""
-        self.line(self.lines[str(request.rollout_id)], error.problem.detail)
-
-
-async def _roll_out(
-    client: RolloutClient,
-    requests: RequestFile,
-    results: ResultFile,
-    concurrency: int,
-    rejected: _RejectedLines,
-    tally: Tally,
-) -> int:
-    """Roll out the tasks that are not in the results yet, and return how many were already there."""
-    from rollout_service.cli.submit.progress import ProgressView, explain_waiting
-
-    total, resumed = tally.total, 0
-
-    def missing() -> Iterator[RolloutRequest]:
-        nonlocal resumed
-        for request in requests:
-            if request.rollout_id in results.done:
-                resumed += 1
-            else:
-                yield request
-
-    with ProgressView(common.err(), tally).shown() as view:
-        async with explain_waiting(client, view):
-            async for rollout in client.run_all(missing(), concurrency=concurrency, refused=rejected.request):
-                results.append(rollout)
-                tally.add(rollout)
-                tally.total = total - resumed - rejected.count
-                view.update()
-        tally.total = total - resumed - rejected.count
-    return resumed
+def _report(tally: Tally, output: Path, *, resumed: int, refused: int, as_json: bool) -> None:
+    """Print the summary line, or the counts as JSON."""
+    if as_json:
+        ended = dict(sorted(tally.ended.items()))
+        common.print_json({"output": output, "resumed": resumed, "refused": refused, "ended": ended})
+        return
+    parts = [f"{common.count(tally.count, 'result')} written to {output}"]
+    if resumed:
+        parts.append(f"{resumed} were already there")
+    if refused:
+        parts.append(f"{common.count(refused, 'line')} gave no result (see above)")
+    if tally.unsuccessful:
+        parts.append(f"{tally.unsuccessful} failed or cancelled (see `error` in their lines)")
+    common.err().print("; ".join(parts), soft_wrap=True)

@@ -40,11 +40,11 @@ class RequestFile:
     """
 
     path: Path
+    stem: str
+    """The prefix of generated ids."""
     bad_line: Callable[[int, str], None]
     """A function that is called with the number (from 1) of each line that is not a request, and the reason."""
     environment: str | None = None
-    stem: str | None = None
-    """The prefix of generated ids; by default, the file's name."""
     lines: dict[str, int] = field(default_factory=dict)
     """The line number of each id, as far as the file has been read."""
 
@@ -64,8 +64,11 @@ class RequestFile:
             document = self._document(line)
             document["rollout_id"] = document.get("rollout_id") or self._id(number, line)
             request = RolloutRequest.model_validate(document)
+        except ValidationError as error:
+            self.bad_line(number, "; ".join(describe_problems(error, RolloutRequest)))
+            return
         except ValueError as error:
-            self.bad_line(number, explain_bad_line(error))
+            self.bad_line(number, str(error))
             return
         rollout_id = str(request.rollout_id)
         if rollout_id in self.lines:
@@ -81,11 +84,8 @@ class RequestFile:
         return {"task": {"environment": self.environment, "instance": document}}
 
     def _id(self, number: int, line: bytes) -> str:
-        stem = (
-            re.sub(r"[^A-Za-z0-9._-]+", "-", self.stem or self.path.stem).lstrip("._-")[:LONGEST_STEM]
-            or "tasks"
-        )
-        return f"{stem}-{number}-{hashlib.sha256(line).hexdigest()[:12]}"
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", self.stem).lstrip("._-")[:LONGEST_STEM]
+        return f"{stem or 'tasks'}-{number}-{hashlib.sha256(line).hexdigest()[:12]}"
 
 
 class ResultFile:
@@ -143,13 +143,6 @@ def _is_torn(line: bytes) -> bool:
     """Return whether an unterminated line begins like a result; anything else is not ours to remove."""
     length = min(len(line), len(BEGIN))
     return line[:length] == BEGIN[:length]
-
-
-def explain_bad_line(error: ValueError) -> str:
-    """Explain in one line why a line is not a request."""
-    if isinstance(error, ValidationError):
-        return "; ".join(describe_problems(error, RolloutRequest))
-    return str(error)
 
 
 # The commands' input files.

@@ -21,6 +21,7 @@ from rich.progress import (
 )
 
 from api_schemas.rollouts import Rollout, RolloutState
+from rollout_service.cli.common import joined_counts
 
 if TYPE_CHECKING:
     from rollout_client.client import RolloutClient
@@ -46,8 +47,12 @@ class Tally:
     def count(self) -> int:
         return self.ended.total()
 
+    @property
+    def unsuccessful(self) -> int:
+        return self.count - self.ended[RolloutState.COMPLETED]
+
     def __str__(self) -> str:
-        parts = [f"{count} {state}" for state, count in sorted(self.ended.items())]
+        parts = [joined_counts(self.ended)] if self.ended else []
         if self.rewards:
             parts.append(f"mean reward {sum(self.rewards) / len(self.rewards):.2f}")
         if seconds := time.monotonic() - self.started:
