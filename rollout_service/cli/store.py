@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -105,14 +105,9 @@ async def _look(shards: Sequence[tuple[RedisConnection, SegmentFiles]]) -> Folde
 
 def _show(report: FolderReport, files: SegmentFiles, *, as_json: bool) -> None:
     if as_json:
-        common.print_json(
-            {
-                "folder": files.texts.where,
-                "problem": None if report.problem is None else str(report.problem),
-                "trajectories": report.referenced,
-                "lost": [asdict(one) for one in report.lost],
-            }
-        )
+        problem = None if report.problem is None else str(report.problem)
+        counts = {"problem": problem, "trajectories": report.referenced, "lost": report.lost}
+        common.print_json({"folder": files.texts.where} | counts)
         return
     if report.problem is not None:
         common.explain(report.problem)

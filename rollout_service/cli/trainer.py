@@ -109,13 +109,15 @@ def _show(report: dict[str, Any]) -> None:
     out.print(
         f"{report['trainer']} {report['version']}: {len(steps)} steps, {sum(one['rows'] for one in steps)} rows"
     )
-    out.print(f"  largest difference of a log-probability  {report['max_logprob_diff']:.1e}")
-    out.print(f"  rows with wrong advantages               {report['wrong_advantages']}")
-    out.print(
-        f"  reward, first and last step              {report['reward_before']:.3f}, {report['reward_after']:.3f}"
-    )
-    out.print(f"  reward of the evaluation                 {report['evaluation_reward']:.3f}")
-    out.print(f"  a rollout without a reward               {report['failure']}")
+    figures = {
+        "largest difference of a log-probability": f"{report['max_logprob_diff']:.1e}",
+        "rows with wrong advantages": report["wrong_advantages"],
+        "reward, first and last step": f"{report['reward_before']:.3f}, {report['reward_after']:.3f}",
+        "reward of the evaluation": f"{report['evaluation_reward']:.3f}",
+        "a rollout without a reward": report["failure"],
+    }
+    for name, value in figures.items():
+        out.print(f"  {name:<39}  {value}")
     for problem in report["problems"]:
         out.print(f"  wrong: {problem}")
     out.print("Everything agrees." if not report["problems"] else "The trainer and the service do not agree.")

@@ -212,7 +212,7 @@ def check(
         pools = PoolModels.read(pool_model, pool_script, url, key)
         report = with_solutions(report, environment, limit=limit, at_once=at_once, good=good, pools=pools)
     if as_json:
-        common.print_json(report.as_dict())
+        common.print_json(report)
     else:
         report.show(common.out())
     return 1 if report.findings else 0

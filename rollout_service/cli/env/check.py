@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from pydantic import JsonValue
 from rich.table import Table
 from rich.text import Text
 
-from rollout_service.base.errors import InvalidFieldError, SecretMissingError, ServiceError
+from rollout_service.base.errors import InvalidFieldError, ServiceError
 from rollout_service.cli.common import CommandError, count, err
 from rollout_service.cli.console import SafeConsole, id_column, table
 from rollout_service.cli.image.tables import unpacked_images
@@ -25,13 +24,14 @@ from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.harbor.collection import is_harbor_folder
 from rollout_service.environments.harbor.compose import REFERENCE
 from rollout_service.environments.registry import EnvironmentRegistry, explain, load_path, names_python_object
-from rollout_service.environments.secrets import HostSecrets, Secret
+from rollout_service.environments.secrets import HostSecrets
 from rollout_service.settings import Settings, load_settings
 from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.images.store import ImageStore
 
 if TYPE_CHECKING:
     from rollout_service.cli.env.engines import PoolModels
+    from rollout_service.cli.env.solutions import TriedTask
 
 SHOWN_FINDINGS = 20
 COROUTINES = ("init", "run", "solve", "execute", "evaluate", "evaluate_checkpoint")
@@ -40,25 +40,6 @@ SHOWN_CHARS = 100
 """The part of a problem that is shown while other tasks run."""
 LARGE_INSTANCE_BYTES = 1024 * 1024
 """A batch has a copy of an instance for each sample and one for the group, so this gives batches of many megabytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class AskedSecret:
-    """A secret that an environment asks for, and whether it can have it; never its value."""
-
-    table: str
-    key: str
-    source: str
-    usable: bool
-    """Whether the source is allowed and present, and long enough to be masked."""
-
-    @classmethod
-    def of(cls, secret: Secret, problem: SecretMissingError | None) -> AskedSecret:
-        return cls(secret.table, secret.key, str(secret.source), problem is None)
-
-    def __str__(self) -> str:
-        state = "allowed and present" if self.usable else "not usable, as said below"
-        return f"{self.table} {self.key} from the {self.source}: {state}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +57,12 @@ class EnvironmentReport:
     """The problems, each with its location."""
     warnings: list[str]
     """Settings that have no effect, and instances that are large."""
-    tried: list[dict[str, JsonValue]] = field(default_factory=list)
+    tried: list[TriedTask] = field(default_factory=list)
     """The tasks whose solutions ran, with their rewards."""
     task_images: bool = False
     """Whether each task names its own image."""
-    secrets: list[AskedSecret] = field(default_factory=list)
-    """The secrets that it asks for, without their values."""
-
-    def as_dict(self) -> dict[str, JsonValue]:
-        return asdict(self)
+    secrets: list[dict[str, JsonValue]] = field(default_factory=list)
+    """The secrets that it asks for, without their values, and whether each is allowed, present, and long enough."""
 
     def show(self, console: SafeConsole) -> None:
         rows = table("", "", header=False)
@@ -95,9 +73,11 @@ class EnvironmentReport:
             rows.add_row("harness", self.harness)
         else:
             rows.add_row("tools", ", ".join(self.tools) or "none")
-        rows.add_row("data set", self._dataset())
+        splits = ", ".join(f"{name} {number}" for name, number in self.splits.items())
+        dataset = count(self.instances, "instance") + (f" ({splits})" if splits else "")
+        rows.add_row("data set", dataset if self.instances else "none; tasks bring their own instances")
         if self.secrets:
-            rows.add_row("secrets", "\n".join(map(str, self.secrets)))
+            rows.add_row("secrets", "\n".join(map(_secret, self.secrets)))
         console.print(rows)
         for warning in self.warnings:
             console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
@@ -107,24 +87,18 @@ class EnvironmentReport:
             console.print(f"... and {more} more")
         console.print(count(len(self.findings), "finding") if self.findings else "nothing is wrong")
 
-    def _dataset(self) -> str:
-        if not self.instances:
-            return "none; tasks bring their own instances"
-        splits = ", ".join(f"{name} {number}" for name, number in self.splits.items())
-        return count(self.instances, "instance") + (f" ({splits})" if splits else "")
+
+def _secret(asked: dict[str, JsonValue]) -> str:
+    state = "allowed and present" if asked["usable"] else "not usable, as said below"
+    return f"{asked['table']} {asked['key']} from the {asked['source']}: {state}"
 
 
 def list_installed() -> tuple[list[dict[str, JsonValue]], list[str]]:
     """Return the environments that a server on this machine would have, and the errors of those that fail to load."""
     settings = load_settings()
     registry = EnvironmentRegistry.load(settings.environments, harbor=settings.harbor)
-    specs = [_spec(environment) for environment in registry.list()]
+    specs = [one.spec.model_dump(mode="json") | {"tools": [*tool_names(one)]} for one in registry.list()]
     return specs, [f"{source}: {error}" for source, error in registry.problems.items()]
-
-
-def _spec(environment: Environment) -> dict[str, JsonValue]:
-    """Return an environment's settings, with its own tools added to the built-in ones."""
-    return environment.spec.model_dump(mode="json") | {"tools": [*tool_names(environment)]}
 
 
 def tool_names(environment: Environment) -> list[str]:
@@ -192,7 +166,10 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
         findings,
         [*environment.warnings(), *_find_literal(environment), *_find_large(dataset)],
         task_images=spec.image is None and spec.evaluate_in is EvaluateIn.FRESH,
-        secrets=[AskedSecret.of(secret, problem) for secret, problem in secrets],
+        secrets=[
+            {"table": one.table, "key": one.key, "source": str(one.source), "usable": problem is None}
+            for one, problem in secrets
+        ],
     )
 
 
@@ -235,10 +212,11 @@ def with_solutions(
     Raises:
         CommandError: The environment brings no solutions, or no tasks.
     """
-    from rollout_service.cli.env.solutions import TriedTask, try_environment, write_good
+    from rollout_service.cli.env.solutions import try_tasks
 
     environment = load_environment(name_or_path)
-    if not environment.has_solution or not read_dataset(environment):
+    dataset = read_dataset(environment)
+    if not environment.has_solution or not dataset:
         raise CommandError(
             f"{report.name} brings no solutions of its tasks",
             hint="Leave --run out, and try a solution of yours with `env run --script`.",
@@ -249,14 +227,19 @@ def with_solutions(
         outcome = "; ".join(line[:SHOWN_CHARS] for line in first) or "good"
         err().print(Text(f"{instance_name(tried.instance)}: {outcome}"), soft_wrap=True)
 
-    start = partial(
-        try_environment, environment, load_settings(), limit=limit, at_once=at_once, pools=pools, done=show
-    )
-    tried = anyio.run(start)
+    async def try_all() -> list[TriedTask]:
+        async with pools.trial(load_settings()) as (sandboxes, models):
+            return await try_tasks(
+                environment, dataset[:limit], sandboxes, at_once=at_once, models=models, done=show
+            )
+
+    tried = anyio.run(try_all)
     if good is not None:
-        err().print(f"{count(write_good(tried, good), 'good task')} in {good}", soft_wrap=True)
+        lines = [json.dumps(one.instance) + "\n" for one in tried if not one.problems]
+        good.write_text("".join(lines), encoding="utf-8")
+        err().print(f"{count(len(lines), 'good task')} in {good}", soft_wrap=True)
     problems = [f"{instance_name(one.instance)}: {problem}" for one in tried for problem in one.problems]
-    return replace(report, findings=[*report.findings, *problems], tried=[one.as_dict() for one in tried])
+    return replace(report, findings=[*report.findings, *problems], tried=tried)
 
 
 def instance_name(instance: dict[str, JsonValue]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio.to_thread
 from pydantic import JsonValue
 
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from rollout_service.cli import common
@@ -84,36 +84,30 @@ async def run_one(
     find = partial(_own_name, own) if url is None else partial(_name, own.environment)
     name = await anyio.to_thread.run_sync(find)
     given = parse_instance(instance) if instance is not None else None
-    async with _server(own, url, key) as client:
+    server = own.running() if url is None else common.connect(url, key)
+    async with server as client:
         data = await _pick(client, name, index) if given is None else given
         request = RolloutRequest(task=Task(environment=name, instance=data))
         rollout = await client.run(request)
-        tokenizer = (await client.backends())[0].model_path
-    _show(rollout, tokenizer, scripted=own.script is not None and url is None, as_json=as_json)
+        model = (await client.backends())[0].model_path
+    if as_json:
+        common.print_json(rollout)
+    else:
+        tokenizer, scripted = (
+            load_tokenizer(model, with_template=False),
+            own.script is not None and url is None,
+        )
+        common.out().print(render_rollout(rollout, tokenizer, scripted=scripted))
     if url is None and rollout.error is not None and rollout.error.code == NoBackendError.code:
         common.err().print(f"hint: {POOLS_HINT}", soft_wrap=True)
     return 0 if rollout.state is RolloutState.COMPLETED else 1
 
 
-@asynccontextmanager
-async def _server(own: OwnServer, url: str | None, key: str | None) -> AsyncIterator[RolloutClient]:
-    if url is not None:
-        async with common.connect(url, key) as client:
-            yield client
-        return
-    async with own.running() as client:
-        yield client
-
-
 def _own_name(own: OwnServer) -> str:
     spec = load_environment(own.environment).spec
-    if spec.parallel is not None and spec.parallel.subagent.pool not in {
-        *own.pools.models,
-        *own.pools.scripts,
-    }:
-        raise CommandError(
-            f"the sub-agents of {spec.name} need the pool {spec.parallel.subagent.pool!r}", hint=POOLS_HINT
-        )
+    pool = None if spec.parallel is None else spec.parallel.subagent.pool
+    if pool is not None and pool not in {*own.pools.models, *own.pools.scripts}:
+        raise CommandError(f"the sub-agents of {spec.name} need the pool {pool!r}", hint=POOLS_HINT)
     return spec.name
 
 
@@ -144,11 +138,3 @@ def parse_instance(text: str) -> dict[str, JsonValue]:
     if not isinstance(value, dict):
         raise CommandError("--instance is not a JSON object", hint=INSTANCE_HINT)
     return value
-
-
-def _show(rollout: Rollout, tokenizer: str, *, scripted: bool, as_json: bool) -> None:
-    if as_json:
-        common.print_json(rollout.model_dump(mode="json"))
-    else:
-        read = load_tokenizer(tokenizer, with_template=False)
-        common.out().print(render_rollout(rollout, read, scripted=scripted))

@@ -150,7 +150,9 @@ async def open_shell(
     _require_sandbox(shell, stage)
     async with open_task_group() as tasks:
         tasks.start_soon(_cancel_at_hang_up, tasks.cancel_scope, name="hang-up of the terminal")
-        await _play(shell, data)
+        async with configured_sandboxes(load_settings()) as (sandboxes, _):
+            with shell.episode_scope:
+                await play(shell, data, ScriptedPolicy([]), sandboxes)
         tasks.cancel_scope.cancel()
     return shell.exit_code
 
@@ -179,13 +181,6 @@ async def _cancel_at_hang_up(scope: anyio.CancelScope) -> None:
     with anyio.open_signal_receiver(signal.SIGHUP) as signals:
         async for _ in signals:
             scope.cancel()
-
-
-async def _play(shell: _WithShell, instance: dict[str, JsonValue]) -> None:
-    """Run an episode up to the shell, in a sandbox of the configured provider."""
-    async with configured_sandboxes(load_settings()) as (sandboxes, _):
-        with shell.episode_scope:
-            await play(shell, instance, ScriptedPolicy([]), sandboxes)
 
 
 # Connects this process's terminal to one in a sandbox: keys, output, and the size of the window.

@@ -5,23 +5,18 @@ Guarantee: a task is good only if its solution gets 1 and nothing gets less; eac
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import anyio
-import anyio.to_thread
 from pydantic import JsonValue
 
 from rollout_service.base.errors import describe, format_failure
-from rollout_service.cli.env.engines import PoolModels
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.lint import Solving
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
-from rollout_service.settings import Settings
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 
 IDLE_TURNS = ["I do nothing."] * 1_000
@@ -41,9 +36,6 @@ class TriedTask:
     problems: tuple[str, ...]
     """Why it is not good; empty if it is."""
     seconds: float
-
-    def as_dict(self) -> dict[str, JsonValue]:
-        return asdict(self) | {"problems": list(self.problems)}
 
 
 async def try_tasks(
@@ -103,25 +95,3 @@ async def _reward(
     printed = trial.episode.grader_output.splitlines()[-PRINTED_LINES:]
     output = "\n  ".join(["; the end of what its grader printed:", *printed]) if printed else ""
     return trial.score.reward, "".join(f" ({note})" for note in trial.episode.notes) + output
-
-
-async def try_environment(
-    environment: Environment,
-    settings: Settings,
-    *,
-    limit: int | None,
-    at_once: int,
-    pools: PoolModels,
-    done: Callable[[TriedTask], None],
-) -> list[TriedTask]:
-    """Try the first tasks of an environment in the sandboxes that the settings configure."""
-    instances = (await anyio.to_thread.run_sync(environment.dataset))[:limit]
-    async with pools.trial(settings) as (sandboxes, models):
-        return await try_tasks(environment, instances, sandboxes, at_once=at_once, models=models, done=done)
-
-
-def write_good(tried: Sequence[TriedTask], path: Path) -> int:
-    """Write the instances of good tasks as JSON Lines; return how many there are."""
-    good = [one.instance for one in tried if not one.problems]
-    path.write_text("".join(json.dumps(instance) + "\n" for instance in good), encoding="utf-8")
-    return len(good)

@@ -77,7 +77,7 @@ def legend(coloring: Coloring) -> list[tuple[str, str]]:
             ("10 %", "bright_red"),
             ("less", "bold underline red"),
         ]
-    return [context, *((f"one color for each {coloring}", PALETTE[1]),)]
+    return [context, (f"one color for each {coloring}", PALETTE[1])]
 
 
 def plain_legend(coloring: Coloring) -> str:

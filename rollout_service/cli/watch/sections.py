@@ -5,7 +5,7 @@ Guarantee: a part of which nothing is known is left out, not drawn empty.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,6 +14,7 @@ from rich.text import Text
 from api_schemas.nodes import StageOverview
 from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.figures import ParallelFigures, RunParallel
+from api_schemas.rollouts.trees import InvalidBecause
 from api_schemas.views.hangs import HangFinding
 from api_schemas.views.overview import BackendOverview, Bottleneck, NextNode, Overview, RunOverview
 from rollout_service.cli.common import count
@@ -227,20 +228,13 @@ def _shown(figures: ParallelFigures, name: str) -> str:
     if name == "critical/total":
         return _number(None if figures.speedup is None else 1 / figures.speedup)
     if name == "invalid":
-        return _reasons(figures)
+        return "-" if figures.invalid is None else _by_share(figures.invalid)
     return _number(getattr(figures, name))
 
 
-def _reasons(figures: ParallelFigures) -> str:
-    if figures.invalid is None:
-        return "-"
-    return ", ".join(_by_share(figures)) or "none"
-
-
-def _by_share(figures: ParallelFigures) -> Iterator[str]:
-    shares = figures.invalid or {}
-    for reason in sorted(shares, key=lambda one: (-shares[one], one)):
-        yield f"{reason} {shares[reason]:.2f}"
+def _by_share(shares: Mapping[InvalidBecause, float]) -> str:
+    largest_first = sorted(shares, key=lambda one: (-shares[one], one))
+    return ", ".join(f"{reason} {shares[reason]:.2f}" for reason in largest_first) or "none"
 
 
 def _number(value: float | None) -> str:
