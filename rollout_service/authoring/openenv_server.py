@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import anyio
@@ -55,31 +56,29 @@ END_SECONDS: Final = 30.0
 """How long open sessions have to close their sandboxes when the server stops."""
 
 
+@dataclass(eq=False, slots=True)
 class EnvironmentServer:
-    def __init__(
-        self,
-        environment: Environment,
-        dataset: Sequence[dict[str, JsonValue]],
-        sandboxes: SandboxSource,
-        max_sessions: int,
-        models: OtherModels = NO_MODELS,
-    ) -> None:
-        """`dataset` has the environment's instances.
+    """Serves an environment.
 
-        Raises:
-            ConfigurationError: Its agent is a program of its own.
-        """
-        if environment.uses_gateway:
+    Raises:
+        ConfigurationError: Its agent is a program of its own.
+    """
+
+    environment: Environment
+    dataset: Sequence[dict[str, JsonValue]]
+    """The environment's instances."""
+    sandboxes: SandboxSource
+    max_sessions: int
+    models: OtherModels = NO_MODELS
+    _sessions: set[anyio.CancelScope] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.environment.uses_gateway:
+            name = self.environment.spec.name
             raise ConfigurationError(
-                f"the agent of {environment.spec.name!r} is a program of its own, which a client of OpenEnv cannot be",
+                f"the agent of {name!r} is a program of its own, which a client of OpenEnv cannot be",
                 hint="Serve an environment without a harness.",
             )
-        self._environment = environment
-        self._dataset = dataset
-        self._sandboxes = sandboxes
-        self._max_sessions = max_sessions
-        self._models = models
-        self._sessions: set[anyio.CancelScope] = set()
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
@@ -88,17 +87,11 @@ class EnvironmentServer:
         Raises:
             ConfigurationError: The address cannot be used.
         """
-        app, spec = web.Application(), self._environment.spec
-        app.add_routes(
-            [
-                web.get("/ws", self._connect),
-                web.get("/schema", _page(schemas())),
-                web.get(
-                    "/metadata", _page({"name": spec.name, "description": spec.description or spec.name})
-                ),
-                web.get("/health", _page({"status": "healthy"})),
-            ]
-        )
+        app, spec = web.Application(), self.environment.spec
+        metadata = {"name": spec.name, "description": spec.description or spec.name}
+        pages = {"/schema": schemas(), "/metadata": metadata, "/health": {"status": "healthy"}}
+        app.add_routes([web.get(path, _page(value)) for path, value in pages.items()])
+        app.router.add_get("/ws", self._connect)
         app.on_shutdown.append(self._end_sessions)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=END_SECONDS)
         await runner.setup()
@@ -118,9 +111,9 @@ class EnvironmentServer:
             raise web.HTTPForbidden(text="web pages are refused")
         socket = web.WebSocketResponse(max_msg_size=MESSAGE_BYTES, timeout=CLOSE_SECONDS)
         await socket.prepare(request)
-        if len(self._sessions) >= self._max_sessions:
-            limits = {"active_sessions": len(self._sessions), "max_sessions": self._max_sessions}
-            full = failure("CAPACITY_REACHED", f"all {self._max_sessions} sessions are taken", **limits)
+        if len(self._sessions) >= self.max_sessions:
+            limits = {"active_sessions": len(self._sessions), "max_sessions": self.max_sessions}
+            full = failure("CAPACITY_REACHED", f"all {self.max_sessions} sessions are taken", **limits)
             await socket.send_json(full)
         else:
             await self._serve(socket)
@@ -132,7 +125,7 @@ class EnvironmentServer:
         async with open_task_group() as tasks:
             self._sessions.add(tasks.cancel_scope)
             try:
-                session = _Session(self._environment, self._dataset, self._sandboxes, tasks, self._models)
+                session = _Session(self, tasks)
                 sending, texts = anyio.create_memory_object_stream[str](1)
                 with sending, texts, suppress(ConnectionError):  # a client may leave at any time
                     tasks.start_soon(_read, socket, sending, tasks.cancel_scope)
@@ -145,19 +138,9 @@ class EnvironmentServer:
 class _Session:
     """The episodes of a connection, one after another."""
 
-    def __init__(
-        self,
-        environment: Environment,
-        dataset: Sequence[dict[str, JsonValue]],
-        sandboxes: SandboxSource,
-        tasks: TaskGroup,
-        models: OtherModels,
-    ) -> None:
-        self._environment = environment
-        self._dataset = dataset
-        self._sandboxes = sandboxes
+    def __init__(self, server: EnvironmentServer, tasks: TaskGroup) -> None:
+        self._server = server
         self._tasks = tasks
-        self._models = models
         self._episode: RemoteEpisode | None = None
 
     async def answer(self, text: str) -> dict[str, Any]:
@@ -165,9 +148,8 @@ class _Session:
             message = json.loads(text)
         except ValueError as error:
             return failure("INVALID_JSON", f"Invalid JSON: {error}")
-        kind, data = (
-            (message.get("type"), message.get("data", {})) if isinstance(message, dict) else (None, {})
-        )
+        message = message if isinstance(message, dict) else {}
+        kind, data = message.get("type"), message.get("data", {})
         try:
             match kind:
                 case "reset":
@@ -186,17 +168,17 @@ class _Session:
 
     async def _reset(self, data: ResetData) -> dict[str, Any]:
         instance = data.instance if data.instance is not None else self._choose(data)
-        self._environment.check(instance)
+        self._server.environment.check(instance)
         if self._episode is not None:
             await self._episode.end()
-        self._episode = RemoteEpisode(
-            self._environment, instance, self._sandboxes, data.episode_id, self._models
-        )
+        self._episode = RemoteEpisode(self._server, instance, data.episode_id)
         self._tasks.start_soon(self._episode.run)
         return await self._episode.told()
 
     def _choose(self, data: ResetData) -> dict[str, JsonValue]:
-        rows = select_split(self._dataset, data.split, field="split") if data.split else self._dataset
+        rows = self._server.dataset
+        if data.split:
+            rows = select_split(rows, data.split, field="split")
         index = data.index if data.index is not None else (data.seed or 0) % max(len(rows), 1)
         if index >= len(rows):
             message = f"there are {len(rows)} tasks, counted from 0; or give an `instance`"
@@ -270,12 +252,7 @@ class RemotePolicy:
         self.engine_seconds += anyio.current_time() - began
         turn = self.usage.turns + 1
         calls = [
-            ToolCall(
-                id=f"call-{turn}-{number}",
-                name=one.name,
-                arguments=one.arguments,
-                raw=json.dumps(one.model_dump(mode="json")),
-            )
+            ToolCall(id=f"call-{turn}-{number}", **dict(one), raw=json.dumps(one.model_dump(mode="json")))
             for number, one in enumerate(action.tool_calls, 1)
         ]
         self.usage = Usage(turns=turn, tool_calls=self.usage.tool_calls + len(calls))
@@ -309,20 +286,13 @@ class RemoteEpisode:
     """An episode from its reset on; `run` runs in a task group, and `step` is called beside it."""
 
     def __init__(
-        self,
-        environment: Environment,
-        instance: dict[str, JsonValue],
-        sandboxes: SandboxSource,
-        episode_id: str | None,
-        models: OtherModels = NO_MODELS,
+        self, server: EnvironmentServer, instance: dict[str, JsonValue], episode_id: str | None
     ) -> None:
         """`instance` is one that the environment accepts."""
-        self._environment = environment
+        self._server = server
         self._instance = instance
-        self._sandboxes = sandboxes
         self._episode_id = episode_id
-        self._models = models
-        self._policy = RemotePolicy(environment.for_instance(instance).tool_definitions())
+        self._policy = RemotePolicy(server.environment.for_instance(instance).tool_definitions())
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
         self._outcome = OVER
@@ -335,12 +305,13 @@ class RemoteEpisode:
 
     async def run(self) -> None:
         """Play the episode; at its end, the outcome is there and the sandbox is not."""
-        limits = self._environment.for_instance(self._instance).spec.limits
+        server = self._server
+        limits = server.environment.for_instance(self._instance).spec.limits
         seconds = limits.init_seconds + limits.rollout_seconds + limits.evaluate_seconds
         try:
             with self._scope, anyio.fail_after(seconds):
                 trial = await play(
-                    self._environment, self._instance, self._policy, self._sandboxes, self._models
+                    server.environment, self._instance, self._policy, server.sandboxes, server.models
                 )
                 self._outcome = _result(trial)
         except TimeoutError:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
+from typing import Any
 
 import anyio
 from pydantic import JsonValue
@@ -27,7 +27,7 @@ from rollout_service.episodes import Episode, PolicyTurn
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
-from sandboxes import Sandbox, SessionName, Snapshot
+from sandboxes import Sandbox
 from sandboxes.errors import SandboxError
 
 ATTACK_SECONDS = 60.0
@@ -158,16 +158,12 @@ async def _outcome(
 ) -> AttackOutcome:
     started = time.perf_counter()
     reward, detail = await _run_attack(environment, instance, sandboxes, models, attack)
-    verdict = (
-        AttackVerdict.NULLED
-        if reward is None
-        else AttackVerdict.FORGED
-        if reward > idle
-        else AttackVerdict.HELD
-    )
-    same = environment.spec.evaluate_in is EvaluateIn.SAME
-    if verdict is not AttackVerdict.HELD and same and attack.changes_programs:
+    if reward is not None and reward <= idle:
+        verdict = AttackVerdict.HELD
+    elif environment.spec.evaluate_in is EvaluateIn.SAME and attack.changes_programs:
         verdict = AttackVerdict.NOT_PROMISED
+    else:
+        verdict = AttackVerdict.NULLED if reward is None else AttackVerdict.FORGED
     return AttackOutcome(attack.name, attack.does, verdict, reward, detail, time.perf_counter() - started)
 
 
@@ -208,19 +204,8 @@ class _AgentSandboxRecorder(SandboxSource):
         self.agent: Sandbox | None = None
         super().__init__(sandboxes.provider, sandboxes.artifacts_bytes, sandboxes.secrets)
 
-    async def start(
-        self,
-        spec: EnvironmentSpec,
-        label: str,
-        sessions: frozenset[SessionName] = frozenset(),
-        *,
-        listens: bool = False,
-        snapshot: Snapshot | None = None,
-        saved: Path | None = None,
-    ) -> Sandbox:
-        sandbox = await self._sandboxes.start(
-            spec, label, sessions, listens=listens, snapshot=snapshot, saved=saved
-        )
+    async def start(self, spec: EnvironmentSpec, label: str, *sessions: Any, **options: Any) -> Sandbox:
+        sandbox = await self._sandboxes.start(spec, label, *sessions, **options)
         self.agent = self.agent or sandbox
         return sandbox
 
