@@ -47,32 +47,29 @@ class RoutingTrace:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._logger = logging.getLogger(__name__)
+        decisions = Counter(
+            "rollout_routing_decisions_total",
+            "Backends chosen for a request, by the reason",
+            ["pool", "reason"],
+            registry=registry,
+        )
+        tokens = Counter(
+            "rollout_routing_prompt_tokens_total",
+            "Prompt tokens: sent, expected in a backend's cache, and found there (cached)",
+            ["pool", "kind"],
+            registry=registry,
+        )
+        errors = Histogram(
+            "rollout_routing_prediction_error",
+            "Cached minus expected tokens, as a share of the prompt",
+            ["pool"],
+            buckets=_SHARES,
+            registry=registry,
+        )
         # Cached because every turn looks each of them up, which is expensive.
-        self._decisions = cache(
-            Counter(
-                "rollout_routing_decisions_total",
-                "Backends chosen for a request, by the reason",
-                ["pool", "reason"],
-                registry=registry,
-            ).labels
-        )
-        self._tokens = cache(
-            Counter(
-                "rollout_routing_prompt_tokens_total",
-                "Prompt tokens: sent, expected in a backend's cache, and found there (cached)",
-                ["pool", "kind"],
-                registry=registry,
-            ).labels
-        )
-        self._errors = cache(
-            Histogram(
-                "rollout_routing_prediction_error",
-                "Cached minus expected tokens, as a share of the prompt",
-                ["pool"],
-                buckets=_SHARES,
-                registry=registry,
-            ).labels
-        )
+        self._decisions = cache(decisions.labels)
+        self._tokens = cache(tokens.labels)
+        self._errors = cache(errors.labels)
 
     def decided(self, pool: str, decision: Decision) -> None:
         self._decisions(pool, decision.reason).inc()

@@ -97,8 +97,8 @@ class ParallelMetrics:
                 self._observe(run, rollout, rollout.work)
 
     def clear(self, run: str) -> None:
-        metrics = (self._rollouts, self._assigns, self._duplicates, self._amounts)
-        for metric in (*metrics, self._steps, self._width, self._balance, self._seconds):
+        counters = (self._rollouts, self._assigns, self._duplicates, self._amounts)
+        for metric in (*counters, self._steps, self._width, self._balance, self._seconds):
             metric.remove_by_labels({"run": run})
 
     def _observe(self, run: str, rollout: Rollout, work: Work) -> None:

@@ -181,14 +181,11 @@ class StepWriter(StepObserver):
 
     async def _save_forever(self, queue: BatchQueue[Activity], shard: Store) -> None:
         while True:
-            await self._save(await queue.next_batch(), shard)
+            attempts = await anyio.to_thread.run_sync(_encode_all, await queue.next_batch())
+            await retry_until_stored("save steps", partial(shard.save_steps, attempts))
             if self.dropped:
                 log.warning("the steps of some attempts were dropped", attempts=self.dropped)
                 self.dropped = 0
-
-    async def _save(self, batch: list[Activity], shard: Store) -> None:
-        attempts = await anyio.to_thread.run_sync(_encode_all, batch)
-        await retry_until_stored("save steps", partial(shard.save_steps, attempts))
 
 
 def _encode_all(batch: list[Activity]) -> list[EncodedSteps]:

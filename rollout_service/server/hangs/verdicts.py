@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import anyio
@@ -101,14 +102,9 @@ class Verdicts:
             start_soon(self._store.ask)
 
     def of(self, suspects: list[StepWait]) -> list[Judged]:
-        usual: dict[StepClass, UsualTimes | None] = {}
-        judged: list[Judged] = []
-        for wait in suspects:
-            key = class_of(wait.activity, wait.step)
-            if key not in usual:
-                usual[key] = self._durations.usual(key)
-            if (one := self._judge(wait, usual[key])) is not None:
-                judged.append(one)
+        usual = cache(self._durations.usual)  # many waits are of one class
+        found = (self._judge(wait, usual(class_of(wait.activity, wait.step))) for wait in suspects)
+        judged = [one for one in found if one is not None]
         stuck = {one.wait.activity.rollout_id for one in judged if one.verdict is HangVerdict.STUCK}
         return [self._blamed(one, stuck) for one in judged]
 

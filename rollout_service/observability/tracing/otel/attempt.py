@@ -77,11 +77,8 @@ class AttemptTrace:
             span = self._begin_turn(step, parent)
             step.traceparent = traceparent_of(span)
         elif step.kind is StepKind.TOOL:
-            attributes = {
-                names.OPERATION: names.EXECUTE_TOOL,
-                names.TOOL_NAME: step.name,
-                names.TOOL_TYPE: "function",
-            }
+            attributes = {names.OPERATION: names.EXECUTE_TOOL, names.TOOL_NAME: step.name}
+            attributes[names.TOOL_TYPE] = "function"
             span = self._begin(f"{names.EXECUTE_TOOL} {step.name}", parent, step.started, attributes)
         else:
             span = self._begin(f"{names.WORK[step.kind]} {step.name}".rstrip(), parent, step.started)
@@ -139,10 +136,14 @@ class AttemptTrace:
         stage, self._stage = self._stage, None
         if stage is None:
             return
-        for lane in list(stage.agents):
-            _end_agent(stage, lane, self._time)
+        self._end_agents(stage)
         stage.span.set_attribute(names.QUEUED_SECONDS, round(stage.queued, 6))
         stage.span.end(self._time(at))
+
+    def _end_agents(self, stage: StageSpan) -> None:
+        for agent in stage.agents.values():
+            agent.span.end(self._time(agent.last))
+        stage.agents.clear()
 
     def _parent(self, step: OpenStep) -> Span:
         """Return the span that a step is part of: the step around it, the agent, the stage, or the attempt."""
@@ -155,8 +156,7 @@ class AttemptTrace:
         if stage.stage is not Stage.ROLLOUT:  # such as a vote of a judge, which has a lane of its own
             return self._around(step, "") or stage.span
         if step.kind in _AFTER_AGENT and not step.lane:
-            for lane in list(stage.agents):
-                _end_agent(stage, lane, self._time)
+            self._end_agents(stage)
         agent = stage.agents.get(_agent_of(step))
         if agent is not None:
             return agent.span
@@ -241,12 +241,6 @@ def _agent_of(step: OpenStep) -> str:
     Calls of one turn that run at once have lanes of their own, but no agent.
     """
     return step.lane if step.lane.isdigit() else ""
-
-
-def _end_agent(stage: StageSpan, lane: str, time: Callable[[float], int]) -> None:
-    agent = stage.agents.pop(lane, None)
-    if agent is not None:
-        agent.span.end(time(agent.last))
 
 
 def _fail(span: Span, code: str) -> None:

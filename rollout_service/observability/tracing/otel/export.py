@@ -21,6 +21,7 @@ from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVI
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import Sampler
+from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry, Counter
 
 from rollout_service import __version__
@@ -31,17 +32,13 @@ FLUSH_SECONDS = 1.0
 _QUEUE: Final = "OTEL_BSP_MAX_QUEUE_SIZE"
 _QUEUE_SIZE = 2_048
 
-SPANS: Final = (
-    "rollout_trace_spans_total",
-    "Spans of traces: exported, failed to be, or dropped by a full queue",
-)
-
 
 class SpanCounts:
     """Counts the outcomes of spans; used by the event loop and by the exporter's thread."""
 
     def __init__(self, registry: CollectorRegistry, queue_size: int) -> None:
-        counter = Counter(*SPANS, ("outcome",), registry=registry)
+        text = "Spans of traces: exported, failed to be, or dropped by a full queue"
+        counter = Counter("rollout_trace_spans_total", text, ("outcome",), registry=registry)
         self._exported, self._failed, self._dropped = map(counter.labels, ("exported", "failed", "dropped"))
         self._queue_size = queue_size
         self._lock = threading.Lock()
@@ -154,9 +151,9 @@ def queue_size(environ: Mapping[str, str]) -> int:
 
 def _resource(environ: Mapping[str, str], node: str) -> Resource:
     """Describe this service; the standard variables come first."""
-    ours = {SERVICE_NAME: "rollout-service", SERVICE_INSTANCE_ID: node, SERVICE_VERSION: __version__}
-    given = Resource.create()
-    named = "OTEL_SERVICE_NAME" in environ or "service.name" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    if named:
-        del ours[SERVICE_NAME]
-    return given.merge(Resource({**ours}))
+    ours: dict[str, AttributeValue] = {SERVICE_INSTANCE_ID: node, SERVICE_VERSION: __version__}
+    if "OTEL_SERVICE_NAME" not in environ and "service.name" not in environ.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    ):
+        ours[SERVICE_NAME] = "rollout-service"
+    return Resource.create().merge(Resource(ours))

@@ -72,14 +72,13 @@ class RolloutTrace:
         self._began = began
         self._events = TraceEvents(write)
         self._lanes, self._sandbox_lanes = Lanes(), Lanes()
-        self._threads: dict[tuple[int, int, int], int] = {}
+        self._threads: dict[tuple[int, int], int] = {}
         self._calls = EngineCalls()
         self._weights = WeightUpdates()
         self._spans: list[tuple[int, int]] = []
         self.rollouts = 0
-        for order, (pid, name) in enumerate(
-            ((ROLLOUTS, "rollouts"), (ENGINES, "engines"), (SANDBOXES, "sandboxes"))
-        ):
+        processes = {ROLLOUTS: "rollouts", ENGINES: "engines", SANDBOXES: "sandboxes"}
+        for order, (pid, name) in enumerate(processes.items()):
             self._events.process(pid, name, order)
 
     @property
@@ -90,12 +89,8 @@ class RolloutTrace:
         self.rollouts += 1
         self._calls.begin_rollout(rollout.rollout_id)
         for attempt in rollout.attempts:
-            name = (
-                rollout.rollout_id
-                if attempt.attempt == 1
-                else f"{rollout.rollout_id} attempt {attempt.attempt}"
-            )
-            self._add_attempt(name, attempt)
+            more = "" if attempt.attempt == 1 else f" attempt {attempt.attempt}"
+            self._add_attempt(f"{rollout.rollout_id}{more}", attempt)
 
     def end(self, updates: Iterable[Event] = ()) -> None:
         """Add the engines, the updates of their weights that events tell of, and the counters, and end the file."""
@@ -116,12 +111,13 @@ class RolloutTrace:
 
     def thread(self, lane: int, extra: int) -> int:
         """Return a thread of a rollout's lane: the main one, or one for steps at the same time."""
-        key = (ROLLOUTS, lane, extra)
-        if key not in self._threads:
-            name = f"lane {lane + 1}" if not extra else f"lane {lane + 1}, beside {extra}"
-            order = lane * _EXTRAS_PER_LANE + extra
-            self._threads[key] = self._events.thread(ROLLOUTS, name, order)
-        return self._threads[key]
+        name = f"lane {lane + 1}" if not extra else f"lane {lane + 1}, beside {extra}"
+        return self._thread(ROLLOUTS, name, lane * _EXTRAS_PER_LANE + extra)
+
+    def _thread(self, pid: int, name: str, order: int) -> int:
+        if (pid, order) not in self._threads:
+            self._threads[pid, order] = self._events.thread(pid, name, order)
+        return self._threads[pid, order]
 
     def slice(
         self, tid: int, start: int, end: int, name: str, args: dict[str, JsonValue] | None = None
@@ -129,13 +125,8 @@ class RolloutTrace:
         self._events.slice(ROLLOUTS, tid, start, end - start, name, args)
 
     def engine_call(self, tid: int, start: int, end: int, name: str, detail: dict[str, JsonValue]) -> None:
-        call = self._calls.add(
-            name,
-            start,
-            end - start,
-            turn=_number(detail, "turn", UNKNOWN),
-            tokens=_number(detail, "tokens", 0),
-        )
+        turn_number, tokens = _number(detail, "turn", UNKNOWN), _number(detail, "tokens", 0)
+        call = self._calls.add(name, start, end - start, turn=turn_number, tokens=tokens)
         if (version := _number(detail, "version", UNKNOWN)) != UNKNOWN:
             self._weights.sampled(name, version, start)
         args = {_ENGINE_ARGS[key]: value for key, value in detail.items() if key in _ENGINE_ARGS}
@@ -150,10 +141,7 @@ class RolloutTrace:
         if ended[0] < started[1]:
             ended = (max(started[1], ended[1]),) * 2
         lane = self._sandbox_lanes.take(started[0], ended[1])
-        key = (SANDBOXES, lane, 0)
-        if key not in self._threads:
-            self._threads[key] = self._events.thread(SANDBOXES, f"sandbox lane {lane + 1}", lane)
-        tid = self._threads[key]
+        tid = self._thread(SANDBOXES, f"sandbox lane {lane + 1}", lane)
         self._events.slice(SANDBOXES, tid, started[0], ended[1] - started[0], name)
         self._events.slice(SANDBOXES, tid, started[0], started[1] - started[0], "start")
         if ended[1] > ended[0]:
