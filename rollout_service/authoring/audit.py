@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,13 +101,14 @@ async def _trial(
     probe: _Probe, data: dict[str, JsonValue], sandboxes: SandboxSource, models: OtherModels
 ) -> TrialRecord:
     record = probe.record
-    async with memory_peak(lambda: probe.launcher) as peak:
+    async with open_task_group() as tasks:
+        tasks.start_soon(_sample_memory, probe)
         try:
             trial = await play(probe, dict(data), ScriptedPolicy(IDLE_TURNS), sandboxes, models)
             record.reward = trial.score.reward
         except Exception as error:  # noqa: BLE001  every failure is a finding
             record.error = format_failure(describe(error))
-    record.memory_bytes = peak.bytes
+        tasks.cancel_scope.cancel()
     return record
 
 
@@ -257,37 +258,22 @@ def _of_instance(value: JsonValue, path: str, *, secret: bool = False) -> Iterat
             yield Needle(path, line)
 
 
-# The memory of sandboxes while a block runs: sampled from outside, so it works with every provider.
+# The memory of sandboxes while a trial runs: sampled from outside, so it works with every provider.
 
 SAMPLE_SECONDS = 0.25
 MOST_PROCESSES = 4096  # of one sandbox, in a sample
 LOOK_SECONDS = 0.02  # until there is a sandbox: some trials end before a second sample
 
 
-@dataclass(slots=True)
-class MemoryPeak:
-    """The most memory that was seen."""
-
-    bytes: int = 0
-
-
-@asynccontextmanager
-async def memory_peak(launcher: Callable[[], int | None]) -> AsyncIterator[MemoryPeak]:
-    """Sample the resident memory of the sandbox whose launcher has this process id; None means that there is none."""
-    peak = MemoryPeak()
-
-    async def sample() -> None:
-        while True:
-            if (pid := launcher()) is None:
-                await anyio.sleep(LOOK_SECONDS)
-                continue
-            peak.bytes = max(peak.bytes, await anyio.to_thread.run_sync(_resident, pid))
-            await anyio.sleep(SAMPLE_SECONDS)
-
-    async with open_task_group() as tasks:
-        tasks.start_soon(sample)
-        yield peak
-        tasks.cancel_scope.cancel()
+async def _sample_memory(probe: _Probe) -> None:
+    """Keep the most resident memory of a trial's sandboxes in its record, until cancelled."""
+    record = probe.record
+    while True:
+        if (pid := probe.launcher) is None:
+            await anyio.sleep(LOOK_SECONDS)
+            continue
+        record.memory_bytes = max(record.memory_bytes, await anyio.to_thread.run_sync(_resident, pid))
+        await anyio.sleep(SAMPLE_SECONDS)
 
 
 def _resident(pid: int) -> int:

@@ -60,35 +60,27 @@ def opened_places(
     Raises:
         CommandError: The job is not in a state in which it can be copied, or restored.
     """
-    if job is not None:
-        with _places_of_job(job, folder, must_be_over=must_be_over) as places:
-            yield places
+    if job is None:
+        from rollout_service.backup import Places
+        from rollout_service.settings import load_settings
+
+        settings = load_settings(config, **({} if state_dir is None else {"state_dir": state_dir}))
+        yield Places.of(settings, with_store=with_store)
         return
-    from rollout_service.backup import Places
-    from rollout_service.settings import load_settings
-
-    settings = load_settings(config, **({} if state_dir is None else {"state_dir": state_dir}))
-    yield Places.of(settings, with_store=with_store)
-
-
-@contextmanager
-def _places_of_job(job: str, jobs: Path, *, must_be_over: bool) -> Iterator[Places]:
     import anyio
 
     from rollout_service.backup.slurm_jobs import job_places
     from rollout_service.cli.slurm.jobs import find, state_of
 
-    folder = find(job, jobs)
-    state = anyio.run(state_of, folder)
+    found = find(job, folder)
+    state = anyio.run(state_of, found)
     is_running = state.state == "RUNNING"
     if not (state.is_over or state.state == "NOT_SUBMITTED" or (is_running and not must_be_over)):
+        stop = "End it first: rollout-service slurm stop."
         raise CommandError(
-            f"job {job} is {state.state}",
-            hint="End it first: rollout-service slurm stop."
-            if must_be_over
-            else "Wait until it runs, or end it.",
+            f"job {job} is {state.state}", hint=stop if must_be_over else "Wait until it runs, or end it."
         )
-    with job_places(folder, is_running=is_running) as places:
+    with job_places(found, is_running=is_running) as places:
         yield places
 
 

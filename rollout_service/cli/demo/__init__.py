@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,19 +12,9 @@ from rollout_service.cli import common
 EXAMPLE = "Example: rollout-service demo --rollouts 64 --json figures.json"
 
 
-class DemoEngine(StrEnum):
-    EMBEDDED = "embedded"
-    SGLANG = "sglang"
-
-
-class DemoSandbox(StrEnum):
-    APPTAINER = "apptainer"
-    LOCAL = "local"
-
-
-class DemoPolicy(StrEnum):
-    TUNED = "calc-tuned"
-    BASE = "calc-base"
+DemoEngine = Literal["embedded", "sglang"]
+DemoSandbox = Literal["apptainer", "local"]
+DemoPolicy = Literal["calc-tuned", "calc-base"]
 
 
 @common.command
@@ -33,13 +22,13 @@ async def command(
     rollouts: Annotated[int, typer.Option(min=1, help="Number of rollouts.")] = 16,
     sandbox: Annotated[
         DemoSandbox, typer.Option(help="What runs the tools; local isolates nothing.")
-    ] = DemoSandbox.APPTAINER,
+    ] = "apptainer",
     engine: Annotated[
         DemoEngine, typer.Option(help="What serves the policy; sglang is real SGLang, on the CPU.")
-    ] = DemoEngine.EMBEDDED,
+    ] = "embedded",
     policy: Annotated[
         DemoPolicy, typer.Option(help="calc-tuned solves nearly all tasks, calc-base about half.")
-    ] = DemoPolicy.TUNED,
+    ] = "calc-tuned",
     nodes: Annotated[
         int,
         typer.Option(

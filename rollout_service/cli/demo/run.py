@@ -203,7 +203,7 @@ async def _running(plan: DemoPlan, folder: Path) -> AsyncIterator[Sequence[Serve
     workers, log_level = max(1, plan.concurrency // plan.nodes), "warning" if plan.nodes == 1 else "info"
     flags = ["--sandbox", plan.sandbox, "--rollout-workers", str(workers), "--log-level", log_level]
     async with AsyncExitStack() as stack:
-        if plan.engine is DemoEngine.SGLANG:
+        if plan.engine == "sglang":
             common.err().print("Starting SGLang on the CPU (takes half a minute or more)")
             engine = await stack.enter_async_context(SGLangCpuServer(policy_folder(plan.policy)))
             flags += ["--backend", engine.url]
@@ -323,7 +323,7 @@ def _verdict(plan: DemoPlan, summary: Summary, invalid: list[str]) -> int:
     for sentence in invalid:
         console.print(sentence, style="red", soft_wrap=True)
     needed = required_successes(len(summary.rollouts))
-    short = plan.policy is DemoPolicy.TUNED and summary.succeeded < needed
+    short = plan.policy == "calc-tuned" and summary.succeeded < needed
     if short:
         console.print(f"only {summary.succeeded} rollouts succeeded; {needed} must", style="red")
     if not invalid:

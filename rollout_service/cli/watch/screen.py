@@ -91,15 +91,12 @@ class Screen:
 
     def _footer(self) -> Text:
         silent = time.monotonic() - self.seen
+        said, style = "", "dim"
         if silent > AWAY_SECONDS:
-            return Text(
-                f"no answer for {silent:.0f} s, trying again   {FOOTER}",
-                style="bold red",
-                no_wrap=True,
-                overflow="crop",
-            )
-        paused = "PAUSED   " if self.frozen is not None else ""
-        return Text(f"{paused}{FOOTER}", style="reverse" if paused else "dim", no_wrap=True, overflow="crop")
+            said, style = f"no answer for {silent:.0f} s, trying again   ", "bold red"
+        elif self.frozen is not None:
+            said, style = "PAUSED   ", "reverse"
+        return Text(f"{said}{FOOTER}", style=style, no_wrap=True, overflow="crop")
 
 
 async def watch_screen(client: RolloutClient, overview: Overview, console: SafeConsole) -> None:
