@@ -53,172 +53,141 @@ def coded(old: str, new: str) -> dict[str, str]:
     return {"sums.py": CODE.replace(old, new)}
 
 
-# A mistake: the files, and what `env check` names and advises.
+# A mistake: the files, and what `env check` names and advises, in parts.
 MISTAKES = {
     "a quote is missing": (
         declared('"base"', '"base'),
-        ["{at}/environment.toml is not valid TOML", "at line 2", "texts and dates need quotes at both ends"],
+        "{at}/environment.toml is not valid TOML | at line 2 | texts and dates need quotes at both ends",
     ),
     "a key is misspelled": (
         declared("prompt =", "promt ="),
-        ["{at}/environment.toml: there is no key promt; did you mean prompt?", "The file takes dataset,"],
+        "{at}/environment.toml: there is no key promt; did you mean prompt? | The file takes dataset,",
     ),
     "a table is missing": (
         {"environment.toml": 'name = "sums"\nimage = "base"\n'},
-        ["{at}/environment.toml: the key evaluate is missing", "The file takes dataset,"],
+        "{at}/environment.toml: the key evaluate is missing | The file takes dataset,",
     ),
     "a number is a text": (
         declared("[evaluate]", '[limits]\nmax_turns = "many"\n[evaluate]'),
-        [
-            "{at}/environment.toml: limits.max_turns: Input should be a valid integer",
-            "environment-toml.md says",
-        ],
+        "{at}/environment.toml: limits.max_turns: Input should be a valid integer | environment-toml.md says",
     ),
     "a key of a secret is misspelled": (
         declared('grade.sh"', 'grade.sh"\nsecrets = {TOKEN = {variabel = "T"}}'),
-        ["{at}/environment.toml: there is no key evaluate.secrets.TOKEN.variabel; did you mean variable?"],
+        "{at}/environment.toml: there is no key evaluate.secrets.TOKEN.variabel; did you mean variable?",
     ),
     "the source of a secret is no table": (
         declared('grade.sh"', 'grade.sh"\nsecrets = {TOKEN = "T"}'),
-        [
-            "{at}/environment.toml: evaluate.secrets.TOKEN: ",
-            'name where the host has it: { variable = "NAME" }',
-        ],
+        '{at}/environment.toml: evaluate.secrets.TOKEN:  | name where the host has it: { variable = "NAME" }',
     ),
     "a grader with a secret works where the agent did": (
         declared('grade.sh"', 'grade.sh"\nsandbox = "same"\nsecrets = {TOKEN = {variable = "T"}}'),
-        [
-            "{at}/environment.toml: evaluate: ",
-            '`secrets` need sandbox = "fresh"',
-            "start a server of its own",
-        ],
+        '{at}/environment.toml: evaluate:  | `secrets` need sandbox = "fresh" | start a server of its own',
     ),
     "the name has a space": (
         declared('"sums"', '"my sums"'),
-        [
-            "{at}/environment.toml: name: String should match pattern",
-            "environment-toml.md says what each key takes",
-        ],
+        "{at}/environment.toml: name: String should match pattern | "
+        "environment-toml.md says what each key takes",
     ),
     "a tool is misspelled": (
         declared("[evaluate]", 'tools = ["bsh"]\n[evaluate]'),
-        ["{at}/environment.toml: environment 'sums': there is no built-in tool 'bsh'; did you mean bash?"],
+        "{at}/environment.toml: environment 'sums': there is no built-in tool 'bsh'; did you mean bash?",
     ),
     "the prompt uses an unknown variable": (
         declared("instance.question", "question"),
-        [
-            "{at}/environment.toml: the prompt of 'sums' uses question",
-            "Write {{ instance.NAME }} for a field",
-        ],
+        "{at}/environment.toml: the prompt of 'sums' uses question | Write {{ instance.NAME }} for a field",
     ),
     "the prompt is not closed": (
         declared("question }}", "question"),
-        [
-            "{at}/environment.toml: the prompt of 'sums', line 1 is not a valid template",
-            "close every {{ and {%",
-        ],
+        "{at}/environment.toml: the prompt of 'sums', line 1 is not a valid template | close every {{ and {%",
     ),
     "an instance lacks a field of the prompt": (
         declared("instance.question", "instance.sum"),
-        ["data set, instance 1: instance.sum: is missing, and the prompt of 'sums' uses it"],
+        "data set, instance 1: instance.sum: is missing, and the prompt of 'sums' uses it",
     ),
     "the grader is elsewhere": (
         declared("grade.sh", "grades.sh"),
-        ["[evaluate] command: /environment/grades.sh does not exist: the folder has no file grades.sh"],
+        "[evaluate] command: /environment/grades.sh does not exist: the folder has no file grades.sh",
     ),
     "the grader has Windows line endings": (
         DECLARED | {"grade.sh": "#!/bin/bash\r\ntrue\r\n"},
-        ["[evaluate] command: /environment/grade.sh has Windows line endings", "convert them"],
+        "[evaluate] command: /environment/grade.sh has Windows line endings | convert them",
     ),
     "the init command is not there": (
         declared("[evaluate]", '[init]\ncommand = "/environment/init.sh"\n[evaluate]'),
-        ["{at}/environment.toml", "the init command needs init.sh", "correct `command` or `files` in [init]"],
+        "{at}/environment.toml | the init command needs init.sh | correct `command` or `files` in [init]",
     ),
     "an artifact is relative": (
         declared("[dataset]", 'artifacts = ["workspace"]\n[dataset]'),
-        ["{at}/environment.toml", "the artifact 'workspace' is not an absolute path", 'such as "/workspace"'],
+        "{at}/environment.toml | the artifact 'workspace' is not an absolute path | such as \"/workspace\"",
     ),
     "the image file is not there": (
         declared('"base"', '"own.sif"'),
-        [
-            "{at}/environment.toml: there is no image {at}/own.sif",
-            "Build it with `rollout-service image build`",
-        ],
+        "{at}/environment.toml: there is no image {at}/own.sif | Build it with `rollout-service image build`",
     ),
     "the data set is elsewhere": (
         declared("tasks.jsonl", "task.jsonl"),
-        ["the data set {at}/task.jsonl cannot be read", "Correct `path` or `splits` of [dataset]"],
+        "the data set {at}/task.jsonl cannot be read | Correct `path` or `splits` of [dataset]",
     ),
     "a line of the data set is cut off": (
         DECLARED | {"tasks.jsonl": '{"question": "1 + 1"}\n{"question":\n'},
-        ["{at}/tasks.jsonl:2: not JSON", "Each line is one instance, a JSON object"],
+        "{at}/tasks.jsonl:2: not JSON | Each line is one instance, a JSON object",
     ),
     "a line contradicts the split of its file": (
         declared('path = "tasks.jsonl"', 'splits = {train = "tasks.jsonl"}')
         | {"tasks.jsonl": '{"question": "1", "split": "test"}\n'},
-        ["{at}/tasks.jsonl:1 says that its split is 'test'", "Leave the key `split` out of the line"],
+        "{at}/tasks.jsonl:1 says that its split is 'test' | Leave the key `split` out of the line",
     ),
     "Python code has a syntax error": (
         {"sums.py": CODE + "def (\n"},
-        ["{at}/sums.py cannot be loaded: SyntaxError", "(sums.py, line 8)", "Correct the code at that line"],
+        "{at}/sums.py cannot be loaded: SyntaxError | (sums.py, line 8) | Correct the code at that line",
     ),
     "Python code imports what is not installed": (
         {"sums.py": "import nosuchpackage\n" + CODE},
-        [
-            "No module named 'nosuchpackage' ({at}/sums.py, line 1)",
-            "Correct the name, or install nosuchpackage",
-        ],
+        "No module named 'nosuchpackage' ({at}/sums.py, line 1) | Correct the name, or install nosuchpackage",
     ),
     "a method is misspelled": (
         coded("evaluate", "evalute"),
-        ["{at}/sums.py: its class Sums has no evaluate", "Define it with `async def`"],
+        "{at}/sums.py: its class Sums has no evaluate | Define it with `async def`",
     ),
     "a method is not a coroutine": (
         coded("async def evaluate", "def evaluate"),
-        ["{at}/sums.py, line 7: evaluate is not a coroutine; write `async def evaluate`"],
+        "{at}/sums.py, line 7: evaluate is not a coroutine; write `async def evaluate`",
     ),
     "there is no spec": (
         coded("spec =", "specs ="),
-        ["{at}/sums.py: Sums has no `spec`", "Give the class one, such as `spec = EnvironmentSpec("],
+        "{at}/sums.py: Sums has no `spec` | Give the class one, such as `spec = EnvironmentSpec(",
     ),
     "the spec has an unknown field": (
         coded('"sums")', '"sums", tool=["bash"])'),
-        ["EnvironmentSpec: tool: unknown field; did you mean tools? ({at}/sums.py, line 5)"],
+        "EnvironmentSpec: tool: unknown field; did you mean tools? ({at}/sums.py, line 5)",
     ),
     "the class takes arguments": (
         {"sums.py": CODE + "    def __init__(self, path): ...\n"},
-        ["{at}/sums.py cannot be loaded", "argument: 'path'", "an environment is made without arguments"],
+        "{at}/sums.py cannot be loaded | argument: 'path' | an environment is made without arguments",
     ),
     "dataset() gives a number": (
         {"sums.py": CODE + "    def dataset(self): return [{}, 2]\n"},
-        ["sums: dataset(): instance 2 is 2", "Return a list of dicts"],
+        "sums: dataset(): instance 2 is 2 | Return a list of dicts",
     ),
     "check() fails": (
         {
             "sums.py": CODE
             + "    def dataset(self): return [{}]\n    def check(self, instance): instance['a']\n"
         },
-        [
-            "data set, instance 1: check() failed with KeyError: 'a' ({at}/sums.py, line 9); raise InvalidFieldError"
-        ],
+        "data set, instance 1: check() failed with KeyError: 'a' ({at}/sums.py, line 9); raise InvalidFieldError",
     ),
     "a key of a task in Harbor's format is misspelled": (
         TASK | {"task.toml": TASK["task.toml"] + "memry_mb = 3\n"},
-        [
-            "{at}/task.toml: environment.memry_mb: unknown field; did you mean memory_mb?",
-            "Harbor's task.toml",
-        ],
+        "{at}/task.toml: environment.memry_mb: unknown field; did you mean memory_mb? | Harbor's task.toml",
     ),
     "an instruction is empty": (
         TASK | {"instruction.md": "\n"},
-        ["instruction.md: it is empty; write what the agent has to do"],
+        "instruction.md: it is empty; write what the agent has to do",
     ),
     "a task has no image": (
         TASK | {"task.toml": 'schema_version = "1.4"\n'},
-        [
-            "{at}: the task has neither environment/Dockerfile nor environment.docker_image",
-            "Write the Dockerfile",
-        ],
+        "{at}: the task has neither environment/Dockerfile nor environment.docker_image | "
+        "Write the Dockerfile",
     ),
 }
 # The same of other commands, which are written as they are typed.
@@ -226,46 +195,42 @@ MISTAKES_IN_COMMANDS = {
     "the named class is not there": (
         {"sums.py": CODE},
         "env check {at}/sums.py:Sum",
-        ["{at}/sums.py:Sum: it defines no Sum; did you mean Sums?", "Name an environment of the file"],
+        "{at}/sums.py:Sum: it defines no Sum; did you mean Sums? | Name an environment of the file",
     ),
     "the named file is not there": (
         {"sums.py": CODE},
         "env check {at}/sum.py:Sums",
-        ["{at}/sum.py:Sums: there is no such file", "Correct its name"],
+        "{at}/sum.py:Sums: there is no such file | Correct its name",
     ),
     "dataset() fails": (
         {"sums.py": CODE + "    def dataset(self): return open('/nowhere')\n"},
         "env audit {at}/sums.py",
-        [
-            "sums: dataset() failed: FileNotFoundError",
-            "({at}/sums.py, line 8)",
-            "Correct the code at that line",
-        ],
+        "sums: dataset() failed: FileNotFoundError | ({at}/sums.py, line 8) | Correct the code at that line",
     ),
     "the instance is not JSON": (
         DECLARED,
         "env run {at} --instance question=1",
-        ["--instance is not valid JSON", """For example: --instance '{"question": "1+1"}'"""],
+        '--instance is not valid JSON | For example: --instance \'{"question": "1+1"}\'',
     ),
     "a turn of the script is not JSON": (
         DECLARED,
         "env run {at} --script {at}/grade.sh",
-        ["{at}/grade.sh, line 1: not valid JSON", 'Write one turn per line, such as {"content": "42"}'],
+        '{at}/grade.sh, line 1: not valid JSON | Write one turn per line, such as {"content": "42"}',
     ),
     "the script is not there": (
         DECLARED,
         "env run {at} --script {at}/solution.jsonl",
-        ["{at}/solution.jsonl cannot be read: No such file", "Correct the path"],
+        "{at}/solution.jsonl cannot be read: No such file | Correct the path",
     ),
     "an attack is misspelled": (
         DECLARED,
         "env attack {at} --only fork-bom",
-        ["there is no attack 'fork-bom'; did you mean fork-bomb?", "Leave --only out to run all"],
+        "there is no attack 'fork-bom'; did you mean fork-bomb? | Leave --only out to run all",
     ),
     "a shell is opened without a terminal": (
         DECLARED,
         "env shell {at}",
-        ["the standard input and output must be a terminal", "Run it in a terminal"],
+        "the standard input and output must be a terminal | Run it in a terminal",
     ),
 }
 
@@ -289,7 +254,7 @@ def test_a_mistake_is_named_with_its_place_and_what_to_do(mistake, tmp_path):
     result = CliRunner().invoke(app, [part.replace("{at}", str(tmp_path)) for part in shlex.split(command)])
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit), result.exception
-    for text in said:
+    for text in said.split(" | "):
         assert text.replace("{at}", str(tmp_path)) in result.output
 
 
