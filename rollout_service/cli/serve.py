@@ -13,8 +13,6 @@ from rollout_service.cli import common
 
 EXAMPLE = "Example: rollout-service serve --port 8080 --backend http://gpu-1:30000 --rollout-workers 64"
 
-PANEL = "Workers"
-
 
 def command(
     host: Annotated[
@@ -57,22 +55,14 @@ def command(
     port_file: Annotated[
         Path | None, typer.Option(help="File to write the server's URL to once it listens.")
     ] = None,
-    init_workers: Annotated[
-        int | None, typer.Option(help="Rollouts being set up at once.", rich_help_panel=PANEL)
-    ] = None,
-    rollout_workers: Annotated[
-        int | None, typer.Option(help="Agents at once.", rich_help_panel=PANEL)
-    ] = None,
-    evaluate_workers: Annotated[
-        int | None, typer.Option(help="Rollouts being scored at once.", rich_help_panel=PANEL)
-    ] = None,
+    init_workers: Annotated[int | None, typer.Option(help="Rollouts being set up at once.")] = None,
+    rollout_workers: Annotated[int | None, typer.Option(help="Agents at once.")] = None,
+    evaluate_workers: Annotated[int | None, typer.Option(help="Rollouts being scored at once.")] = None,
     max_sandboxes: Annotated[
-        int | None,
-        typer.Option(help="The most sandboxes alive at once, warm ones included.", rich_help_panel=PANEL),
+        int | None, typer.Option(help="The most sandboxes alive at once, warm ones included.")
     ] = None,
     warm_sandboxes: Annotated[
-        int | None,
-        typer.Option(help="Sandboxes started ahead, of each kind; 0 for none.", rich_help_panel=PANEL),
+        int | None, typer.Option(help="Sandboxes started ahead, of each kind; 0 for none.")
     ] = None,
     node_name: Annotated[
         str | None, typer.Option(help="Name of this node, unique among those that share the store.")

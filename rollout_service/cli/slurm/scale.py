@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: rollout-service slurm scale rollouts-1a2b3c --max 8 --partition low --time 4:00:00"
 AHEAD_SECONDS = 600.0
-WAITS, NODES = "When", "Of each node"
 
 
 @common.command
@@ -27,35 +26,25 @@ async def command(
     most: Annotated[int, typer.Option("--max", min=1, help="The most nodes to add.")],
     folder: Folder = JOBS,
     least: Annotated[int, typer.Option("--min", min=0, help="The fewest nodes to add.")] = 0,
-    partition: Annotated[str | None, typer.Option(help="The partition.", rich_help_panel=NODES)] = None,
-    time: Annotated[str | None, typer.Option(help="Limit of time.", rich_help_panel=NODES)] = None,
-    cpus: Annotated[int | None, typer.Option(min=1, help="Processors.", rich_help_panel=NODES)] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory, such as 64G.", rich_help_panel=NODES)] = None,
-    account: Annotated[str | None, typer.Option(help="The account to charge.", rich_help_panel=NODES)] = None,
-    qos: Annotated[str | None, typer.Option(help="The quality of service.", rich_help_panel=NODES)] = None,
+    partition: Annotated[str | None, typer.Option(help="The partition.")] = None,
+    time: Annotated[str | None, typer.Option(help="Limit of time.")] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="Processors.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory, such as 64G.")] = None,
+    account: Annotated[str | None, typer.Option(help="The account to charge.")] = None,
+    qos: Annotated[str | None, typer.Option(help="The quality of service.")] = None,
     directive: Annotated[
-        list[str] | None,
-        typer.Option(help="More options of sbatch, as --name=value; may be repeated.", rich_help_panel=NODES),
+        list[str] | None, typer.Option(help="More options of sbatch, as --name=value; may be repeated.")
     ] = None,
-    interval: Annotated[
-        float, typer.Option(min=1, help="Seconds between looks.", rich_help_panel=WAITS)
-    ] = 15,
-    grow_after: Annotated[
-        float, typer.Option(min=0, help="Seconds that nodes must be needed.", rich_help_panel=WAITS)
-    ] = 60,
-    shrink_after: Annotated[
-        float, typer.Option(min=0, help="Seconds that a node must be idle.", rich_help_panel=WAITS)
-    ] = 300,
-    start_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds for a node to be ready.", rich_help_panel=WAITS)
-    ] = 900,
+    interval: Annotated[float, typer.Option(min=1, help="Seconds between looks.")] = 15,
+    grow_after: Annotated[float, typer.Option(min=0, help="Seconds that nodes must be needed.")] = 60,
+    shrink_after: Annotated[float, typer.Option(min=0, help="Seconds that a node must be idle.")] = 300,
+    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds for a node to be ready.")] = 900,
     ahead: Annotated[
         float | None,
         typer.Option(
             min=0,
             help="Seconds before its limit of time to drain a node.",
             show_default="600, or a quarter of the limit",
-            rich_help_panel=WAITS,
         ),
     ] = None,
 ) -> None:

@@ -23,7 +23,6 @@ EXAMPLE = (
     "Example: rollout-service slurm submit --partition cpu --nodes 1 --backend http://gpu-1:30000   "
     "or, beside a trainer: rollout-service slurm submit --gpus 1 -- python train.py"
 )
-ENGINES, REDIS = "Engines", "Redis"
 
 
 @common.command
@@ -45,24 +44,18 @@ async def command(
         list[str] | None, typer.Option(help="More options of sbatch, as --name=value; may be repeated.")
     ] = None,
     drain: Annotated[int, typer.Option(min=10, help="Seconds before the end to begin to drain.")] = 120,
-    backend: Annotated[
-        list[str] | None, typer.Option(help="URL of an engine that runs elsewhere.", rich_help_panel=ENGINES)
-    ] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="URL of an engine that runs elsewhere.")] = None,
     engine_command: Annotated[
-        str | None,
-        typer.Option(help="Command of an engine, with {host} and {port}.", rich_help_panel=ENGINES),
+        str | None, typer.Option(help="Command of an engine, with {host} and {port}.")
     ] = None,
-    engines_per_node: Annotated[int, typer.Option(min=1, rich_help_panel=ENGINES)] = 1,
+    engines_per_node: Annotated[int, typer.Option(min=1)] = 1,
     engine_nodes: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Nodes for engines alone; 0: the first of the service.", rich_help_panel=ENGINES
-        ),
+        int, typer.Option(min=0, help="Nodes for engines alone; 0: the first of the service.")
     ] = 0,
-    engine_partition: Annotated[str | None, typer.Option(rich_help_panel=ENGINES)] = None,
-    engine_cpus: Annotated[int | None, typer.Option(min=1, rich_help_panel=ENGINES)] = None,
-    engine_memory: Annotated[str | None, typer.Option(rich_help_panel=ENGINES)] = None,
-    engine_gpus: Annotated[int, typer.Option(min=0, rich_help_panel=ENGINES)] = 0,
+    engine_partition: str | None = None,
+    engine_cpus: Annotated[int | None, typer.Option(min=1)] = None,
+    engine_memory: str | None = None,
+    engine_gpus: Annotated[int, typer.Option(min=0)] = 0,
     config: Annotated[Path | None, typer.Option(help="Settings file for every node.")] = None,
     serve_flag: Annotated[
         list[str] | None, typer.Option(help="More flags of `serve`, as --name=value; may be repeated.")
@@ -72,27 +65,17 @@ async def command(
     ] = None,
     images_dir: Annotated[Path | None, typer.Option(help="Folder of images, which every node sees.")] = None,
     scratch: Annotated[Path | None, typer.Option(help="Folder on the nodes' local disks.")] = None,
-    redis: Annotated[
-        str | None, typer.Option(help="URL of a Redis that runs elsewhere.", rich_help_panel=REDIS)
-    ] = None,
-    redis_password_file: Annotated[Path | None, typer.Option(rich_help_panel=REDIS)] = None,
+    redis: Annotated[str | None, typer.Option(help="URL of a Redis that runs elsewhere.")] = None,
+    redis_password_file: Path | None = None,
     redis_server: Annotated[
-        str, typer.Option(help="Program that the job starts for several nodes.", rich_help_panel=REDIS)
+        str, typer.Option(help="Program that the job starts for several nodes.")
     ] = "redis-server",
     joinable: Annotated[
-        bool,
-        typer.Option(
-            "--joinable",
-            help="Start a Redis for one node too, so that others can join.",
-            rich_help_panel=REDIS,
-        ),
+        bool, typer.Option("--joinable", help="Start a Redis for one node too, so that others can join.")
     ] = False,
     join: Annotated[
         str | None,
-        typer.Option(
-            help="Another job whose nodes these are too: they share its Redis, key and work.",
-            rich_help_panel=REDIS,
-        ),
+        typer.Option(help="Another job whose nodes these are too: they share its Redis, key and work."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and submit nothing.")] = False,
     write_only: Annotated[
