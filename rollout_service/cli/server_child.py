@@ -38,33 +38,19 @@ class ServerChild:
 
 
 @asynccontextmanager
-async def running_server(
-    state_dir: Path,
-    flags: Sequence[str] = (),
-    *,
-    start_seconds: float = START_SECONDS,
-    say: Callable[[str], None] | None = None,
-) -> AsyncIterator[RolloutClient]:
-    """Start `rollout-service serve` on a free loopback port, and yield a client once it is ready.
-
-    The server's log is `server.log` in `state_dir`. `say` is called every two seconds with the reason for the wait.
-
-    Raises:
-        CommandError: The server does not start; the message has the end of its log.
-    """
-    async with running_child(state_dir, flags, start_seconds=start_seconds, say=say) as child:
+async def running_server(state_dir: Path, flags: Sequence[str] = ()) -> AsyncIterator[RolloutClient]:
+    """Do the same as `running_child`, and yield the client alone."""
+    async with running_child(state_dir, flags) as child:
         yield child.client
 
 
 @asynccontextmanager
 async def running_child(
-    state_dir: Path,
-    flags: Sequence[str] = (),
-    *,
-    start_seconds: float = START_SECONDS,
-    say: Callable[[str], None] | None = None,
+    state_dir: Path, flags: Sequence[str] = (), *, say: Callable[[str], None] | None = None
 ) -> AsyncIterator[ServerChild]:
-    """Do the same as `running_server`, and yield the process too.
+    """Start `rollout-service serve` on a free loopback port, and yield it with a client once it is ready.
+
+    The server's log is `server.log` in `state_dir`. `say` is called every two seconds with the reason for the wait.
 
     Raises:
         CommandError: The server does not start; the message has the end of its log.
@@ -78,7 +64,7 @@ async def running_child(
     with log.open("wb") as file:
         process = await start_process(command, stdout=file, stderr=file, new_session=True)
     try:
-        url = await _ready_address(process, address, log, start_seconds, say or (lambda _: None))
+        url = await _ready_address(process, address, log, say or (lambda _: None))
         async with RolloutClient(url) as client:
             yield ServerChild(client, process)
     finally:
@@ -98,13 +84,11 @@ async def stop(process: Process) -> None:
         await process.aclose()
 
 
-async def _ready_address(
-    process: Process, address: Path, log: Path, seconds: float, say: Callable[[str], None]
-) -> str:
+async def _ready_address(process: Process, address: Path, log: Path, say: Callable[[str], None]) -> str:
     """Return the server's URL once it can take work."""
     begun = said = time.monotonic()
     why = NOT_LISTENING
-    with anyio.move_on_after(seconds):
+    with anyio.move_on_after(START_SECONDS):
         while process.returncode is None:
             url, why = await _look(address)
             if url is not None:

@@ -18,7 +18,7 @@ from rollout_service.cli import server_child
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.demo.run import required_successes
 from rollout_service.cli.env.engines import read_turns
-from rollout_service.cli.server_child import running_server
+from rollout_service.cli.server_child import running_child
 from rollout_service.cli.submit.files import RequestFile, ResultFile, read_whole, reread
 from tests.support.samples import rollout
 
@@ -83,9 +83,10 @@ def test_few_rollouts_may_err_by_chance_and_many_may_not(rollouts, needed):
 @pytest.mark.slow
 async def test_a_start_says_what_it_waits_for(tmp_path, monkeypatch):
     monkeypatch.setattr(server_child, "SAY_SECONDS", 0.05)
+    monkeypatch.setattr(server_child, "START_SECONDS", 0.3)
     said: list[str] = []
     with pytest.raises(CommandError, match="it does not listen yet"):
-        async with running_server(tmp_path, ["--sandbox", "local"], start_seconds=0.3, say=said.append):
+        async with running_child(tmp_path, ["--sandbox", "local"], say=said.append):
             pass
     assert said
     assert all(line.endswith(" s: it does not listen yet") for line in said)
