@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -17,6 +19,7 @@ from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.cli import app
 from rollout_service.tokens.trajectory import check_invariants
+from tests.support.processes.service import Running, running
 
 pytestmark = pytest.mark.slow(seconds=180)
 
@@ -25,52 +28,21 @@ COMMAND = [sys.executable, "-m", "rollout_service.cli"]
 FLAGS = ["--sandbox", "local", "--model", "calc-tuned", "--init-workers", "2", "--log-level", "warning"]
 
 
-def ready_address(process: subprocess.Popen[bytes], folder: Path) -> str:
-    """Return the address of the server that keeps its state in a folder, once it is ready."""
-    address, log = folder / "address", folder / "server.log"
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()
-        try:
-            if address.exists() and httpx.get(f"{address.read_text()}/ready").is_success:
-                return address.read_text()
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    raise AssertionError(log.read_text())
-
-
-class Server:
-    """`rollout-service serve` as a child process."""
-
-    def __init__(self, folder: Path, port: int = 0) -> None:
-        self.folder = folder
-        address = folder / "address"
-        address.unlink(missing_ok=True)
-        command = [*COMMAND, "serve", *FLAGS, "--port", str(port), "--state-dir", str(folder)]
-        with (folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen([*command, "--port-file", str(address)], stdout=log, stderr=log)
-        self.url = ready_address(self.process, folder)
-
-    @property
-    def port(self) -> int:
-        return httpx.URL(self.url).port
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-        self.process.wait(timeout=30)
+@contextmanager
+def serving(folder: Path, port: int = 0) -> Iterator[Running]:
+    """Run `rollout-service serve` as a child process; kill it at the end of the block."""
+    command = ["rollout_service.cli", "serve", *FLAGS, "--port", str(port), "--state-dir", str(folder)]
+    with running("service", [*command, "--port-file", str(folder / "service.address")], folder) as found:
+        found.wait_until_ready()
+        yield found
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    running = Server(tmp_path_factory.mktemp("server"))
-    yield running
-    running.stop()
+    with serving(tmp_path_factory.mktemp("server")) as found:
+        yield found
+        found.stop()
+        found.ended(30)
 
 
 def invoke(*arguments: str, url: str | None = None):
@@ -311,25 +283,21 @@ def test_a_new_environment_rewards_its_own_solution_and_nothing_less(tmp_path):
 
 
 def test_submit_survives_a_kill_of_the_server(tmp_path):
-    folder = tmp_path / "state"
-    folder.mkdir()
-    server = Server(folder)
     file, output = tasks(tmp_path / "tasks.jsonl", 12), tmp_path / "out.jsonl"
-    command = [*COMMAND, "submit", str(file), "-o", str(output), "--url", server.url]
-    submit = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
+    with serving(tmp_path) as server:
+        command = [*COMMAND, "submit", str(file), "-o", str(output), "--url", server.url]
+        submit = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + START_SECONDS
         while not (output.exists() and output.read_bytes()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        port = server.port
-        server.kill()
-        server = Server(folder, port)
-        _, stderr = submit.communicate(timeout=120)
+        server.stop(signal.SIGKILL)
+        server.ended(30)
+    try:
+        with serving(tmp_path, httpx.URL(server.url).port):
+            _, stderr = submit.communicate(timeout=120)
     finally:
-        if submit.poll() is None:
-            submit.kill()
-            submit.communicate()
-        server.stop()
+        submit.kill()
+        submit.wait()
     assert submit.returncode == 0, stderr
     found = results(output)
     assert len({rollout.rollout_id for rollout in found}) == len(found) == 12
@@ -362,10 +330,14 @@ def test_the_figures_of_a_demo_can_be_printed(tmp_path):
 @pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_demo_that_is_ended_leaves_no_server(tmp_path, sent, exit_code):
     command = [*COMMAND, "demo", "--sandbox", "local", "--rollouts", "500", "--state-dir", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-        url = ready_address(running, tmp_path)
-        running.send_signal(sent)
-        assert running.wait(timeout=60) == exit_code
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
+        address = tmp_path / "address"
+        deadline = time.monotonic() + START_SECONDS
+        while not address.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        url = address.read_text()
+        demo.send_signal(sent)
+        assert demo.wait(timeout=60) == exit_code
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
