@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import anyio
 from pydantic import JsonValue
 
+from rollout_service.authoring.audit import IDLE_TURNS
 from rollout_service.base.errors import describe, format_failure
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.lint import Solving
@@ -19,8 +20,6 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 
-IDLE_TURNS = ["I do nothing."] * 1_000
-"""One for each step that a task may have."""
 GRACE_SECONDS = 120.0
 PRINTED_LINES = 20
 """The lines of a grader's output that are shown: a summary of tests has about as many."""

@@ -301,13 +301,16 @@ def build_files(
 
 def provide(source: Source, name: str | None, *, force: bool, as_json: bool) -> None:
     """Make an image, show it, and prune the store to its budget."""
+    from sandboxes.images.sources import Definition
+
     settings = read_settings()
     store = image_store(settings)
     begun = time.time()
     image = _made(store, source, name, force=force)
     if image.built_at < begun - CLOCK_SECONDS:
+        unseen = " (files that it copies in were not compared)" if isinstance(source, Definition) else ""
         common.err().print(
-            f"{image.name} is unchanged{_unseen(source)}; pass --force to make it again", soft_wrap=True
+            f"{image.name} is unchanged{unseen}; pass --force to make it again", soft_wrap=True
         )
     show_images([image], as_json=as_json)
     _prune_to_budgets(store, settings, {image.name})
@@ -335,12 +338,6 @@ def _made(store: ImageStore, source: Source, name: str | None, *, force: bool) -
             raise
         # Every line of the builder's output has been printed already.
         raise common.CommandError(error.summary, hint=error.hint) from error
-
-
-def _unseen(source: Source) -> str:
-    from sandboxes.images.sources import Definition
-
-    return " (files that it copies in were not compared)" if isinstance(source, Definition) else ""
 
 
 @contextmanager
