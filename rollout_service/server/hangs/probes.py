@@ -35,7 +35,7 @@ IDLE_BYTES = 256
 @dataclass(slots=True)
 class _SeenEngine:
     figures: object = None
-    """What changes while it works."""
+    """Its figures that change while it works."""
     changed_at: float = field(default_factory=time.perf_counter)
     """When the figures changed, or it was first seen."""
     load: BackendLoad | None = None

@@ -33,7 +33,7 @@ LINES = {
     HangVerdict.HELD: "rollouts are held",
 }
 _LEFT_OUT = {"subject", "usual", "detail", "stack"}
-"""What the data of an event does not have of a finding."""
+"""The fields of a finding that the data of an event leaves out."""
 
 
 class _HangEvent(NamedTuple):
