@@ -1,4 +1,4 @@
-"""The output of `watch` without a terminal: counts from the list of rollouts, speed from the event stream."""
+"""The output of `watch` without a terminal: counts from the overview, speed from the event stream."""
 
 from __future__ import annotations
 
@@ -8,50 +8,47 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import anyio
-from rich.console import Console
 
 from api_schemas.events import Event
-from api_schemas.inference import BackendView
-from api_schemas.nodes import NodeView
 from api_schemas.rollouts import RolloutState
+from api_schemas.views.overview import Overview
 from rollout_client.client import RolloutClient
 from rollout_service.cli import common
 
-LOOK_SECONDS = 1.0
 LINE_SECONDS = 3.0
 RATE_SECONDS = 30.0
 STATE_EVENT = "rollout.state"
 
 
 @dataclass(slots=True)
-class ServerView:
-    """The current state of a server, as far as it is known."""
+class Speed:
+    """How fast rollouts end on all nodes, which an overview says of one."""
 
-    counts: dict[RolloutState, int] = field(default_factory=dict)
-    backends: list[BackendView] = field(default_factory=list)
-    nodes: list[NodeView] = field(default_factory=list)
     ended: deque[float] = field(default_factory=deque)
     """The times at which rollouts ended, within the last `RATE_SECONDS`."""
     began: float = field(default_factory=time.monotonic)
 
-    def add(self, event: Event) -> None:
-        if event.kind == STATE_EVENT and RolloutState(str(event.data["state"])).terminal:
-            self.ended.append(time.monotonic())
+    async def follow(self, client: RolloutClient) -> None:
+        async with aclosing(client.events()) as events:
+            async for event in events:
+                if event.kind == STATE_EVENT and RolloutState(str(event.data["state"])).terminal:
+                    self.ended.append(time.monotonic())
 
     def rate(self) -> float:
         """Return the rollouts ended per second, over the last `RATE_SECONDS` or since the watch began."""
         now = time.monotonic()
         while self.ended and self.ended[0] < now - RATE_SECONDS:
             self.ended.popleft()
-        return len(self.ended) / max(LOOK_SECONDS, min(RATE_SECONDS, now - self.began))
+        return len(self.ended) / max(1.0, min(RATE_SECONDS, now - self.began))
 
-    def line(self) -> str:
-        counts = [f"{self.counts[state]} {state}" for state in RolloutState if self.counts.get(state)]
-        sandboxes = common.count(sum(node.live for node in self.nodes), "sandbox", "sandboxes")
-        engines = common.count(len(self.backends), "engine")
-        parts = [*counts, sandboxes, engines, f"{self.rate():.1f} rollouts/s"]
-        holds = [hold.reason for node in self.nodes if node.waiting for hold in node.holds]
-        return ", ".join(parts) + (f"; sandboxes wait: {'; '.join(holds)}" if holds else "")
+
+def line(overview: Overview, rate: float) -> str:
+    counts = [f"{overview.counts[state]} {state}" for state in RolloutState if overview.counts.get(state)]
+    sandboxes = common.count(sum(node.live for node in overview.nodes), "sandbox", "sandboxes")
+    engines = common.count(len(overview.backends), "engine")
+    holds = [hold.reason for node in overview.nodes if node.waiting for hold in node.holds]
+    said = ", ".join([*counts, sandboxes, engines, f"{rate:.1f} rollouts/s"])
+    return said + (f"; sandboxes wait: {'; '.join(holds)}" if holds else "")
 
 
 def format_event(event: Event) -> str:
@@ -67,28 +64,9 @@ async def watch(client: RolloutClient) -> None:
 
         await watch_screen(client, await client.overview(), console)
         return
-    view = ServerView()
+    speed = Speed()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_follow, client, view)
-        tasks.start_soon(_print_lines, view, console)
-        await _look(client, view)
-
-
-async def _follow(client: RolloutClient, view: ServerView) -> None:
-    async with aclosing(client.events()) as events:
-        async for event in events:
-            view.add(event)
-
-
-async def _look(client: RolloutClient, view: ServerView) -> None:
-    while True:
-        view.counts = (await client.page(limit=1)).counts
-        view.backends = await client.backends()
-        view.nodes = await client.nodes()
-        await anyio.sleep(LOOK_SECONDS)
-
-
-async def _print_lines(view: ServerView, console: Console) -> None:
-    while True:
-        await anyio.sleep(LINE_SECONDS)
-        console.print(view.line(), soft_wrap=True)
+        tasks.start_soon(speed.follow, client)
+        while True:
+            await anyio.sleep(LINE_SECONDS)
+            console.print(line(await client.overview(), speed.rate()), soft_wrap=True)

@@ -196,15 +196,12 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
 
 def test_a_split_is_chosen_and_must_exist(tmp_path, images):
     (images / "base.sif").touch()
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    table = '[evaluate]\ncommand = "true"\n[dataset]\npath = "tasks.jsonl"\n'
-    (folder / "environment.toml").write_text(f'name = "mine"\nimage = "base"\n{table}')
-    write(folder / "tasks.jsonl", *({"question": "?", "split": one} for one in ("train", "train", "test")))
-    assert prepare(folder)[1]["instances"] == 3
-    said = prepare(folder, "--split", "train")[1]
+    rows = [{"question": "?", "split": one} for one in ("train", "train", "test")]
+    mine = folder(tmp_path / "mine", rows)
+    assert prepare(mine)[1]["instances"] == 3
+    said = prepare(mine, "--split", "train")[1]
     assert said == {"instances": 2, "images": 1, "present": 1, "made": 0, "failures": []}
-    assert "no split 'dev'" in fail(folder, "--split", "dev").stderr
+    assert "no split 'dev'" in fail(mine, "--split", "dev").stderr
 
 
 def test_no_image_is_begun_without_room(images, monkeypatch):

@@ -16,6 +16,7 @@ from api_schemas.rollouts.figures import ParallelFigures, RunParallel
 from api_schemas.rollouts.trees import InvalidBecause, NodeParent, RolloutNodes
 from api_schemas.runs import InlineTasks, Run, RunCounts, RunRequest, RunState
 from api_schemas.tasks import Task
+from api_schemas.views.overview import BackendOverview
 from api_schemas.views.summaries import RolloutSummary
 from rollout_service.cli.backends import render_backends
 from rollout_service.cli.demo.run import Summary, percentile
@@ -23,9 +24,10 @@ from rollout_service.cli.runs import _show as show_runs
 from rollout_service.cli.show.trajectory import render_branches, render_rollout, split_by_turn
 from rollout_service.cli.show.tree import RESULT_CHARS, render_tree
 from rollout_service.cli.watch.sections import SIGNS, render_parallel
-from rollout_service.cli.watch.view import ServerView
+from rollout_service.cli.watch.view import line
 from rollout_service.groups import parallel_figures, work_sums
 from rollout_service.tokens.tokenizer import FastTokenizer
+from tests.support.browser import canned
 from tests.support.samples import backend_view, segment, trajectory
 from tests.support.store.trees import WORK, node, nodes
 from tests.support.sub_agents import DIRECT, SERIAL, WIDE
@@ -204,8 +206,9 @@ def test_engines_are_readable_on_80_columns():
 
 
 def test_a_line_says_why_sandboxes_wait():
-    view = ServerView(counts={RolloutState.QUEUED: 12_345}, backends=[BACKEND], nodes=[NODE])
-    assert view.line() == (
+    backends = [BackendOverview(backend=BACKEND)]
+    changes = {"counts": {RolloutState.QUEUED: 12_345}, "backends": backends, "nodes": [NODE]}
+    assert line(canned.overview().model_copy(update=changes), 0.0) == (
         "12345 queued, 268 sandboxes, 1 engine, 0.0 rollouts/s;"
         " sandboxes wait: memory: 3.1 GiB available, 4.0 GiB kept free"
     )
