@@ -36,9 +36,9 @@ async def create_run(store: Store, **fields: object) -> None:
     await store.runs.create(request, tasks=tasks, digest=None, version=0)
 
 
-def new_group(number: int, size: int = 2) -> NewGroup:
+def new_group(number: int) -> NewGroup:
     """Return a group to start."""
-    requests = [RolloutRequest(rollout_id=f"a.{number}.{s}", task=TASKS[number % 4]) for s in range(size)]
+    requests = [RolloutRequest(rollout_id=f"a.{number}.{s}", task=TASKS[number % 4]) for s in range(2)]
     return NewGroup(number, number // 4, requests)
 
 
@@ -73,9 +73,9 @@ async def make_ready(store: Store, *numbers: int, version: int = 0) -> None:
         await close_group(store, number, version=version)
 
 
-async def lease_batch(store: Store, key: str = "k", seconds: float = 60) -> BatchLease | NoBatch:
+async def lease_batch(store: Store, key: str = "k") -> BatchLease | NoBatch:
     """Ask for a batch."""
-    return await store.runs.lease(BatchLeaseRequest("a", key, seconds))
+    return await store.runs.lease(BatchLeaseRequest("a", key, 60))
 
 
 async def leased_batch(store: Store, key: str = "k") -> BatchLease:

@@ -113,11 +113,11 @@ async def test_many_streams_at_once_are_not_mixed_up(model_engine):
         assert sink.is_whole(answers[index])
 
 
-async def in_the_middle(engine, act, budget=LONG):
+async def in_the_middle(engine, act):
     """Act once a stream has begun, and return its answer and its chunks; repeat if it ended before."""
     for _ in range(ATTEMPTS):
         await until_idle(engine.backend)
-        request, sink, result = engine.request(PROMPT, max_new_tokens=budget), Sink(), []
+        request, sink, result = engine.request(PROMPT, max_new_tokens=LONG), Sink(), []
 
         async def generate(request=request, sink=sink, result=result):
             result.append(await engine.backend.generate(request, sink))

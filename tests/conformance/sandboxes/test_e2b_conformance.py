@@ -61,8 +61,8 @@ class Server:
     def count(self, what: str) -> int:
         return self.client.get("/faults").json()[what]
 
-    async def becomes_empty(self, seconds: float = 20.0) -> None:
-        with anyio.fail_after(seconds):
+    async def becomes_empty(self) -> None:
+        with anyio.fail_after(20):
             while self.sandboxes():
                 await anyio.sleep(0.1)
 

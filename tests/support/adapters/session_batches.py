@@ -27,7 +27,7 @@ class PlayedPart:
     usable: bool = True
 
 
-def session_batch(parts: Sequence[PlayedPart], *, number: int = 0, version: int = 0) -> BatchArrays:
+def session_batch(parts: Sequence[PlayedPart]) -> BatchArrays:
     """Return a batch with a group for each part."""
     segments = [segment for part in parts for segment in part.trajectory.segments]
     offsets = [0, *accumulate(len(segment.token_ids) for segment in segments)]
@@ -48,15 +48,15 @@ def session_batch(parts: Sequence[PlayedPart], *, number: int = 0, version: int 
     }
     groups = [_group(place, part, float(rewards[place])) for place, part in enumerate(parts)]
     batch = Batch(
-        batch_id=f"live.b{number}",
+        batch_id="live.b0",
         run_id="live",
-        number=number,
+        number=0,
         groups=groups,
         delivery=1,
         lease_until=NOW,
-        version=version,
-        oldest_version=version,
-        newest_version=version,
+        version=0,
+        oldest_version=0,
+        newest_version=0,
         dropped={},
     )
     return BatchArrays(batch, tensors)

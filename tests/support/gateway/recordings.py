@@ -1,8 +1,8 @@
 """Recorded requests of real agents, and the answers that they got.
 
 `tests/fixtures/agent_clis/NAME.jsonl` is the run of five turns of an agent, `NAME-CASE.jsonl` a special case. The texts
-of the agents are replaced by fillers; `python -m tests.support.gateway.fillers` made the files. In a list, `=` stands
-for the element at this place of the request before; in the place of headers or a field, `=previous` for all of it.
+of the agents are replaced by fillers of the same length. In a list, `=` stands for the element at this place of the
+request before; in the place of headers or a field, `=previous` for all of it.
 """
 
 import json

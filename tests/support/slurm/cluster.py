@@ -110,9 +110,9 @@ class SlurmCluster:
             assert time.monotonic() < deadline, f"{show}\n{self.log()}"
             time.sleep(0.1)
 
-    def wait_for_state(self, job: str, *states: str, seconds: float = WAIT_SECONDS) -> None:
+    def wait_for_state(self, job: str, *states: str) -> None:
         """Wait until a job is in one of some states."""
-        self.wait_for(lambda: self.state(job) in states, seconds, f"{job} is {self.state(job)}")
+        self.wait_for(lambda: self.state(job) in states, WAIT_SECONDS, f"{job} is {self.state(job)}")
 
     def idle(self) -> int:
         """Return how many nodes are idle."""
@@ -126,7 +126,7 @@ class SlurmCluster:
 
 
 @contextmanager
-def slurm_cluster(count: int = 3, cpus: int = 4) -> Iterator[SlurmCluster]:
+def slurm_cluster(count: int = 3) -> Iterator[SlurmCluster]:
     """Start a cluster and wait until its nodes are idle."""
     root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     root.chmod(0o755)
@@ -136,7 +136,7 @@ def slurm_cluster(count: int = 3, cpus: int = 4) -> Iterator[SlurmCluster]:
         environment = _environment(root)
         with network(root, users, nodes, environment) as inside:
             cluster = SlurmCluster(inside, nodes, environment)
-            _configure(root, nodes, cpus)
+            _configure(root, nodes)
             cluster.run(str(SLURM / "usr/sbin/slurmctld"), "-f", cluster.environment["SLURM_CONF"])
             for name in nodes:
                 cluster.start_node(name)
@@ -147,13 +147,11 @@ def slurm_cluster(count: int = 3, cpus: int = 4) -> Iterator[SlurmCluster]:
         remove(root)
 
 
-def _configure(root: Path, nodes: Sequence[str], cpus: int) -> None:
+def _configure(root: Path, nodes: Sequence[str]) -> None:
     for name in ("state", "log", "spool", "shared"):
         (root / name).mkdir(exist_ok=True)
     (root / "shared").chmod(0o1777)
-    lines = [
-        f"NodeName={name} CPUs={cpus} CoresPerSocket={cpus} RealMemory=4000 Gres=gpu:2" for name in nodes
-    ]
+    lines = [f"NodeName={name} CPUs=4 CoresPerSocket=4 RealMemory=4000 Gres=gpu:2" for name in nodes]
     user = "root" if os.geteuid() == 0 else getpass.getuser()
     text = CONFIGURATION.format(
         user=user, plugins=_library() / "slurm-wlm", root=root, nodes="\n".join(lines)

@@ -48,11 +48,11 @@ class SmallDisk:
 
 
 @contextmanager
-def small_disk(point: Path, size: str = "2m") -> Iterator[SmallDisk]:
+def small_disk(point: Path) -> Iterator[SmallDisk]:
     """Mount a file system for the block; `point` becomes an empty folder."""
     point.mkdir()
     namespaces = ["unshare", "--user", "--map-root-user", "--mount", "--propagation", "private", "--"]
-    command = [*namespaces, "sh", "-c", HOLD, "sh", str(point), size]
+    command = [*namespaces, "sh", "-c", HOLD, "sh", str(point), "2m"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout.readline() == "mounted\n"

@@ -61,8 +61,9 @@ class NewUser:
             check=False,
         )
 
-    def give_subordinate_ids(self, count: int = 65_536) -> None:
+    def give_subordinate_ids(self) -> None:
         """Give the user subordinate ids that no other user has, as an administrator does."""
+        count = 65_536
         first = 2_000_000_000 + int(self.name.removeprefix(PREFIX), 16) * count
         ids = f"{first}-{first + count - 1}"
         subprocess.run(["usermod", "--add-subuids", ids, "--add-subgids", ids, self.name], check=True)
