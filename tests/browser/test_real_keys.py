@@ -34,19 +34,6 @@ async def use_key(page: Page, key: str) -> None:
     await page.keyboard.press("Enter")
 
 
-async def test_nothing_is_shown_before_the_right_key_is_given(page, notes, server):
-    notes.expected_statuses = {401}
-    await page.goto(f"{server.url}/#/engines")
-    await expect(page.get_by_role("dialog")).to_contain_text("This service needs a key")
-    await expect(page.get_by_role("heading", level=2)).to_have_text(["This service needs a key"])
-    await use_key(page, "a-key-that-nobody-was-given")
-    await expect(page.get_by_role("dialog")).to_contain_text("The key is wrong")
-    await use_key(page, ADMIN)
-    await expect(page.get_by_role("button", name="Pause")).to_be_enabled(timeout=PATIENCE)
-    await expect(page.locator(".dot")).to_have_text("Live")
-    assert ADMIN not in server.log
-
-
 async def test_a_key_that_may_only_read_looks_at_everything_and_changes_nothing(page, notes, server):
     notes.expected_statuses = {401}
     await page.goto(f"{server.url}/#/engines")

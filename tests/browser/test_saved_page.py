@@ -64,51 +64,6 @@ async def test_a_turn_leads_to_its_tokens(page, tmp_path):
     await expect(page.locator(".message")).to_have_count(5)
 
 
-async def test_an_address_leads_to_a_view(page, tmp_path):
-    await page.goto(f"{save(coding_rollout(ID), tmp_path)}#/rollouts/{ID}?tab=tokens&turn=1")
-    await expect(page.locator(".token-facts")).to_contain_text("version 4")
-
-
-async def test_conversation_and_tokens_are_searched_with_the_keyboard(page, tmp_path):
-    await page.goto(save(coding_rollout(ID), tmp_path))
-    await expect(page.locator(".message")).to_have_count(5)
-    await page.keyboard.press("/")
-    await page.keyboard.type("parse")
-    await page.keyboard.press("Enter")
-    await expect(page.locator(".conversation [role=status]")).to_contain_text("1 of ")
-    await page.get_by_role("tab", name="Tokens").click()
-    await expect(page.locator(".tokens [role=status]")).to_contain_text("152 tokens")
-    await page.keyboard.press("/")
-    await page.keyboard.type("mended")
-    await page.keyboard.press("Enter")
-    await expect(page.locator(".t.hit").first).to_be_visible()
-
-
-async def test_tokens_have_their_colors_and_a_legend(page, tmp_path):
-    await page.goto(f"{save(coding_rollout(ID), tmp_path)}#/?tab=tokens")
-    legend = page.locator(".token-legend")
-    colors = page.get_by_role("group", name="Color by")
-    for name, label in [
-        ("Mask", "sampled by the policy"),
-        ("Log-probability", "> 95 %"),
-        ("Weights", "version 4"),
-    ]:
-        await colors.get_by_role("button", name=name).click()
-        await expect(legend).to_contain_text(label)
-
-
-async def test_help_and_colors_have_their_keys(page, tmp_path):
-    await page.emulate_media(color_scheme="light")
-    await page.goto(save(coding_rollout(ID), tmp_path))
-    await expect(page.locator(".message")).to_have_count(5)
-    await page.keyboard.press("t")
-    await expect(page.locator("html")).to_have_attribute("data-theme", "dark")
-    await page.keyboard.press("?")
-    await expect(page.get_by_role("dialog")).to_contain_text("Light or dark")
-    await page.keyboard.press("Escape")
-    await expect(page.get_by_role("dialog")).to_have_count(0)
-
-
 async def test_a_segment_of_any_length_is_there(page, tmp_path):
     """The service answers with 20,000 tokens at most, and the file with all of a segment."""
     segments = [CannedSegment(words("a word and another " * 8_000, 0)), CannedSegment(words("the end", 1))]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import e2b
 import httpx
 import pytest
-from e2b_code_interpreter import AsyncSandbox, Sandbox
+from e2b_code_interpreter import Sandbox
 
 from tests.support.e2b_service import KEY, e2b_service, options, point_programs_at
 
@@ -151,12 +151,3 @@ def test_no_code_runs_without_the_token(shared, url):
         ]:
             answer = httpx.request(method, url + path, headers=headers | more, json={"code": "1"})
             assert answer.status_code == 401
-
-
-async def test_the_asynchronous_client_works_the_same_way():
-    async with await AsyncSandbox.create(timeout=60) as sandbox:
-        assert (await sandbox.run_code("import math; math.pi")).text.startswith("3.14")
-        assert (await sandbox.run_code("x = 5", language="python")).error is None
-        assert (await sandbox.run_code("x")).text == "5"
-    with pytest.raises(e2b.TimeoutException):
-        await sandbox.run_code("x")

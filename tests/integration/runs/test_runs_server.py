@@ -1,13 +1,10 @@
 """Runs work over HTTP with a real server, a scripted engine, and both clients as a trainer uses them."""
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import aclosing
 from datetime import datetime
-from pathlib import Path
 
 import anyio
 import httpx
@@ -370,19 +367,3 @@ def test_runs_from_the_command_line(url, tmp_path):
         assert [result["reward"] for result in results] == [0.0] * 8
     file.write_text('{"batch_size": 0}')
     assert "source: Field required" in command("create", str(file), exit_code=1).stderr
-
-
-def test_the_clients_need_no_server():
-    """The clients import with only httpx, pydantic and anyio."""
-    code = (
-        "import sys\n"
-        "for name in ('fastapi', 'starlette', 'uvicorn', 'numpy', 'transformers', 'structlog', 'sandboxes',"
-        " 'aiohttp', 'prometheus_client', 'zmq', 'jinja2', 'renderers'):\n"
-        "    sys.modules[name] = None\n"
-        "import rollout_client.client, rollout_client._events, rollout_client.run_export\n"
-        "from rollout_client import RolloutClient, SyncRolloutClient, _wire\n"
-        "RolloutClient('http://127.0.0.1:1')\n"
-        "for name in _wire._HOMES:\n"
-        "    getattr(_wire, name)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

@@ -253,12 +253,9 @@ def test_a_host_without_metrics_is_not_throttled(tmp_path):
     assert PressureController(CONFIG, 10, cpus=1).update(metrics, used=1, waiting=0).hold_reasons == ()
 
 
-def make_admission(
-    ceiling: int, on_held_back: Callable[[str], None] | None = None, config: PressureConfig = CONFIG
-) -> AdmissionController:
-    return AdmissionController(
-        PressureController(config, ceiling, cpus=2), lambda: CALM, ceiling=ceiling, on_held_back=on_held_back
-    )
+def make_admission(ceiling: int, on_held_back: Callable[[str], None] | None = None) -> AdmissionController:
+    controller = PressureController(CONFIG, ceiling, cpus=2)
+    return AdmissionController(controller, lambda: CALM, ceiling=ceiling, on_held_back=on_held_back)
 
 
 async def admitted(it: AdmissionController, purpose: Purpose) -> Ticket:

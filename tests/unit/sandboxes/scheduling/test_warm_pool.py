@@ -15,10 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sandboxes import (
     Bind,
-    LocalConfig,
     SandboxSpec,
     SandboxStartError,
-    make_provider,
 )
 from sandboxes.config import WarmPoolConfig
 from sandboxes.scheduling.warm_pool import WarmPool
@@ -266,23 +264,6 @@ async def test_closing_the_pool_closes_everything():
     await bench.pool.close()
     await bench.pool.close()
     assert bench.provider.alive == {}
-
-
-@pytest.mark.slow
-async def test_real_sessions_are_alive_and_of_one_sandbox(tmp_path):
-    provider = make_provider(LocalConfig(provider="local"), tmp_path)
-    pool = WarmPool(provider, ceiling=4)
-    async with pool.running():
-        with anyio.fail_after(60):
-            async with await pool.start(SPEC) as first:
-                await first.write_file("mine.txt", "x")
-                await until(lambda: pool.warm != 0)
-            async with await pool.start(SPEC) as second:
-                assert (await (await second.bash()).run("ls")).output == ""
-                assert (await (await second.python()).execute("1 + 1")).result == "2"
-                await until(lambda: pool.warm != 0)
-    assert provider.live() == []
-    await pool.close()
 
 
 @pytest.mark.slow
