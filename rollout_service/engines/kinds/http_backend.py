@@ -42,7 +42,12 @@ from rollout_service.engines.kinds.http_client import (
     AnswerTooLargeError,
     HttpClient,
 )
-from rollout_service.engines.kinds.token_stream import TokenStream, as_one_chunk, is_streamable
+from rollout_service.engines.kinds.token_stream import (
+    TokenStream,
+    as_one_chunk,
+    generation_bytes,
+    is_streamable,
+)
 
 CONTROL_SECONDS = 30.0
 _ABORT_SECONDS = 2.0
@@ -58,6 +63,8 @@ QUOTED_CHARACTERS = 500
 """How much of an engine's error message is passed on."""
 QUOTED_BYTES = 100
 """How much of an answer that is not JSON is passed on."""
+ParseAnswer = Callable[[object, GenerateRequest, str, ModelInfo | None, float], Generation]
+"""Checks the answer to a request; the rest are the backend's id, its model, and the seconds that the engine took."""
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
@@ -125,16 +132,13 @@ class HttpBackend(ABC):
     async def abort(self, request_id: str | None = None) -> None: ...
 
     @abstractmethod
-    async def _sample(
-        self, request: GenerateRequest, started: float, on_tokens: TokenSink | None
-    ) -> Generation:
-        """Ask the engine and check its answer; `started` comes from `time.perf_counter`."""
+    async def _sample(self, request: GenerateRequest, on_tokens: TokenSink | None) -> Generation:
+        """Ask the engine and check its answer."""
 
     async def _answer(self, request: GenerateRequest, on_tokens: TokenSink | None) -> Generation:
-        started = time.perf_counter()
         if on_tokens is None or is_streamable(request):
-            return await self._sample(request, started, on_tokens)
-        generation = await self._sample(request, started, None)
+            return await self._sample(request, on_tokens)
+        generation = await self._sample(request, None)
         as_one_chunk(generation, on_tokens)
         return generation
 
@@ -147,6 +151,23 @@ class HttpBackend(ABC):
 
     # ---- for subclasses
 
+    async def _ask(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        request: GenerateRequest,
+        stream: TokenStream | None,
+        parse: ParseAnswer,
+    ) -> Generation:
+        """Send the body of a request, and return the answer once it is checked: by `stream`, or else by `parse`."""
+        started, content = time.perf_counter(), dump_request(body)
+        max_bytes = generation_bytes(request, self._info)
+        if stream is not None:
+            await self._stream(path, content, stream, max_bytes, request.traceparent)
+            return stream.end(time.perf_counter() - started)
+        answer = await self._call(path, content, max_bytes, request.traceparent)
+        return parse(answer, request, self._id, self._info, time.perf_counter() - started)
+
     async def _end_calls(self) -> None:
         """Abort until no call is open, since the first abort misses a request still on its way to the engine."""
         await self.abort()
@@ -158,28 +179,25 @@ class HttpBackend(ABC):
                     await self.abort()
 
     async def _get(self, path: str) -> Any:
-        return await self._call("GET", path, seconds=CONTROL_SECONDS)
+        return self._decode(await self._get_bytes(path), "GET", path)
+
+    async def _get_bytes(self, path: str) -> bytes:
+        return await self._exchange_bytes("GET", path, None, CONTROL_SECONDS)
 
     async def _post(self, path: str, body: Mapping[str, Any], seconds: float = CONTROL_SECONDS) -> Any:
-        return await self._call("POST", path, content=orjson.dumps(body), seconds=seconds, is_json=None)
+        """Return the JSON of the answer; None if it is not JSON."""
+        raw = await self._exchange_bytes("POST", path, orjson.dumps(body), seconds)
+        try:
+            return orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            return None
 
     async def _call(
-        self,
-        method: str,
-        path: str,
-        *,
-        content: bytes | None = None,
-        seconds: float | None = None,
-        is_json: bool | None = True,
-        max_bytes: int = ANSWER_BYTES,
-        traceparent: str | None = None,
+        self, path: str, content: bytes, max_bytes: int = ANSWER_BYTES, traceparent: str | None = None
     ) -> Any:
-        """Make one HTTP exchange, and return its JSON.
-
-        With `is_json=None`, invalid JSON becomes None; with False, the body is ignored. Without `seconds` the exchange
-        may take as long as a generation."""
-        raw = await self._exchange_bytes(method, path, content, seconds, max_bytes, traceparent=traceparent)
-        return self._decode(raw, method, path, is_json) if is_json is not False else None
+        """Make one exchange that may take as long as a generation, and return its JSON."""
+        raw = await self._exchange_bytes("POST", path, content, None, max_bytes, traceparent=traceparent)
+        return self._decode(raw, "POST", path)
 
     async def _stream(
         self, path: str, content: bytes, stream: TokenStream, max_bytes: int, traceparent: str | None = None
@@ -203,7 +221,7 @@ class HttpBackend(ABC):
 
     def _take_chunk(self, event: bytes, path: str, stream: TokenStream) -> None:
         with answer_of(self._id):
-            chunk = mapping(self._decode(event, "POST", path, True), "a chunk of the answer")
+            chunk = mapping(self._decode(event, "POST", path), "a chunk of the answer")
             if "error" in chunk:
                 stated: Any = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
                 raise self._refusal(stated if stated in _ERROR_STATUSES else _ERROR_STATUSES[-1], path, event)
@@ -290,12 +308,10 @@ class HttpBackend(ABC):
             except InferenceError:
                 return
 
-    def _decode(self, raw: bytes, method: str, path: str, is_json: bool | None) -> Any:
+    def _decode(self, raw: bytes, method: str, path: str) -> Any:
         try:
             return orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            if is_json is None:
-                return None
             # An address may be that of another service, of which nothing that a GET reads is passed on.
             quoted = f": {_quoted(raw)}" if method == "POST" else ""
             raise BackendProtocolError(

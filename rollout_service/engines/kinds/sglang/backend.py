@@ -5,14 +5,13 @@ token ids.
 """
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import orjson
 
-from api_schemas.inference import DistributedWeights, PauseMode, WeightsGroupRequest
+from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
 from rollout_service.engines.contract import (
     BackendLoad,
@@ -26,63 +25,32 @@ from rollout_service.engines.errors import BackendProtocolError, BackendRejected
 from rollout_service.engines.kinds import checks as check
 from rollout_service.engines.kinds.checks import mapping, parse_version
 from rollout_service.engines.kinds.http_backend import (
-    CONTROL_SECONDS,
     QUOTED_CHARACTERS,
-    HttpBackend,
-    dump_request,
     kv_key,
     read_model_config,
     routing_shape,
 )
 from rollout_service.engines.kinds.sglang import wire
 from rollout_service.engines.kinds.sglang.weights import SGLangWeights
-from rollout_service.engines.kinds.sglang.wire import generate_body, parse_generation
-from rollout_service.engines.kinds.token_stream import TokenStream, generation_bytes
+from rollout_service.engines.kinds.token_stream import TokenStream
 
 
-class SGLangBackend(HttpBackend):
+class SGLangBackend(SGLangWeights):
     keeps_kv_apart = True
+    _streams_incrementally = False
 
-    def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
-        super().__init__(url, backend_id=backend_id, timeout=timeout)
-        self._weights = SGLangWeights(self.id, self._exchange)
-        self._streams_incrementally = False
-
-    async def _sample(
-        self, request: GenerateRequest, started: float, on_tokens: TokenSink | None
-    ) -> Generation:
+    async def _sample(self, request: GenerateRequest, on_tokens: TokenSink | None) -> Generation:
+        stream = interval = None
         if on_tokens is not None:
-            return await self._sample_streaming(request, started, on_tokens)
-        body = generate_body(request)
+            stream = SGLangStream(request, self._info, self._id, on_tokens)
+            interval = stream_interval(request, is_incremental=self._streams_incrementally)
+        body = wire.generate_body(request, interval)
         if self._info is not None:
             body["extra_key"] = kv_key(self._info, request.cache_salt)
-        answer = await self._call(
-            "POST",
-            "/generate",
-            content=dump_request(body),
-            max_bytes=generation_bytes(request, self._info),
-            traceparent=request.traceparent,
-        )
-        return parse_generation(
-            answer,
-            request,
-            backend_id=self._id,
-            info=self._info,
-            engine_seconds=time.perf_counter() - started,
-        )
-
-    async def _sample_streaming(
-        self, request: GenerateRequest, started: float, on_tokens: TokenSink
-    ) -> Generation:
-        body = generate_body(request, stream_interval(request, is_incremental=self._streams_incrementally))
-        if self._info is not None:
-            body["extra_key"] = kv_key(self._info, request.cache_salt)
-        stream = SGLangStream(request, self._info, self._id, on_tokens)
-        max_bytes = generation_bytes(request, self._info)
-        await self._stream("/generate", dump_request(body), stream, max_bytes, request.traceparent)
-        if stream.is_incremental is not None:
+        generation = await self._ask("/generate", body, request, stream, wire.parse_generation)
+        if stream is not None and stream.is_incremental is not None:
             self._streams_incrementally = stream.is_incremental
-        return stream.end(time.perf_counter() - started)
+        return generation
 
     async def abort(self, request_id: str | None = None) -> None:
         await self._post("/abort_request", {"rid": request_id or "", "abort_all": request_id is None})
@@ -96,25 +64,6 @@ class SGLangBackend(HttpBackend):
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
-
-    async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
-        await self._weights.from_disk(path, version, flush_cache=flush_cache)
-        self._has_version(version)
-
-    async def receive_weights(
-        self, weights: DistributedWeights, version: int, *, flush_cache: bool = True
-    ) -> None:
-        await self._weights.from_group(weights, version, flush_cache=flush_cache)
-        self._has_version(version)
-
-    async def ranks(self) -> int:
-        return await self._weights.ranks()
-
-    async def join_group(self, group: WeightsGroupRequest, first_rank: int) -> None:
-        await self._weights.join(group, first_rank)
-
-    async def leave_group(self, name: str) -> None:
-        await self._weights.leave(name)
 
     async def model_info(self) -> ModelInfo:
         info = self._object(await self._get("/model_info"), "/model_info")
@@ -136,9 +85,7 @@ class SGLangBackend(HttpBackend):
 
     async def health(self, *, paused: bool = False) -> None:
         # SGLang's /health samples a token, which a paused engine cannot.
-        await self._call(
-            "GET", "/model_info" if paused else "/health", seconds=CONTROL_SECONDS, is_json=False
-        )
+        await self._get_bytes("/model_info" if paused else "/health")
 
     async def load(self) -> BackendLoad:
         loads = self._object(await self._get("/v1/loads"), "/v1/loads").get("loads")
@@ -158,11 +105,6 @@ class SGLangBackend(HttpBackend):
             raise BackendProtocolError(
                 f"/v1/loads has an entry that cannot be read: {error!r}", backend_id=self._id
             ) from error
-
-    async def _exchange(
-        self, path: str, body: Mapping[str, Any] | None, *, seconds: float = CONTROL_SECONDS
-    ) -> Any:
-        return await (self._get(path) if body is None else self._post(path, body, seconds))
 
 
 def _sum(loads: list[dict[str, Any]], name: str) -> int | None:
@@ -280,11 +222,7 @@ class SGLangStream(TokenStream):
         if self._last is None:
             raise self._broken_off()
         generation = wire.parse_generation(
-            self._last,
-            self._request,
-            backend_id=self._backend_id,
-            info=self._info,
-            engine_seconds=engine_seconds,
+            self._last, self._request, self._backend_id, self._info, engine_seconds
         )
         known = len(self._versions)
         return replace(generation, versions=self._versions + generation.versions[known:])

@@ -5,44 +5,30 @@ place and the cache is flushed if that was asked for.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from api_schemas.inference import DistributedWeights, WeightsGroupRequest
 from rollout_service.engines.errors import BackendProtocolError, BackendRejected
+from rollout_service.engines.kinds.http_backend import CONTROL_SECONDS, HttpBackend
 from rollout_service.engines.pool.weights.process_groups import buckets
 
 _UPDATE_SECONDS = 900.0
 _FLUSH_SECONDS = 30
-_ANSWER_SECONDS = 30.0
 _NOT_FLUSHED = "the cache was not flushed"
 _NO_ROUTE = "answered 404"
 
 
-class Call(Protocol):
-    """Makes one exchange with the server."""
+class SGLangWeights(HttpBackend):
+    """The part of the backend that loads weights."""
 
-    async def __call__(
-        self, path: str, body: Mapping[str, Any] | None, *, seconds: float = _ANSWER_SECONDS
-    ) -> Any:
-        """POST `body` to `path`, or GET `path` without a body; return the answer's JSON, None if it is not JSON.
-
-        Raises:
-            InferenceError: The exchange failed.
-        """
-
-
-class SGLangWeights:
-    """The weights of the server behind `call`."""
-
-    def __init__(self, backend_id: str, call: Call) -> None:
-        self._id = backend_id
-        self._call = call
-
-    async def from_disk(self, path: str, version: int, *, flush_cache: bool) -> None:
+    async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
         body = {"model_path": path} | _about(version, flush_cache=flush_cache)
         await self._load("/update_weights_from_disk", body)
+        self._has_version(version)
 
-    async def from_group(self, weights: DistributedWeights, version: int, *, flush_cache: bool) -> None:
+    async def receive_weights(
+        self, weights: DistributedWeights, version: int, *, flush_cache: bool = True
+    ) -> None:
         """Receive these tensors from a broadcast; the last part carries the version."""
         has_sessions = await self._begin()
         try:
@@ -53,17 +39,15 @@ class SGLangWeights:
         finally:
             if has_sessions:
                 await self._succeed("/end_weight_update", {})
+        self._has_version(version)
 
     async def ranks(self) -> int:
         """Return how many ranks the server takes in a process group: one per accelerator.
 
         Raises:
-            BackendProtocolError: The answer is not a JSON object.
             BackendRejected: The server has replicas, of which SGLang can reach only one.
         """
-        info = await self._call("/server_info", None)
-        if not isinstance(info, dict):
-            raise BackendProtocolError("/server_info did not answer with a JSON object", backend_id=self._id)
+        info = self._object(await self._get("/server_info"), "/server_info")
         if (replicas := info.get("dp_size", 1)) != 1:
             raise BackendRejected(
                 f"has {replicas} replicas (dp_size), which cannot join a process group",
@@ -72,7 +56,7 @@ class SGLangWeights:
             )
         return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
 
-    async def join(self, group: WeightsGroupRequest, first_rank: int) -> None:
+    async def join_group(self, group: WeightsGroupRequest, first_rank: int) -> None:
         body = {
             "master_address": group.master_address,
             "master_port": group.master_port,
@@ -92,7 +76,7 @@ class SGLangWeights:
                 backend_id=self._id,
             ) from error
 
-    async def leave(self, name: str) -> None:
+    async def leave_group(self, name: str) -> None:
         await self._succeed("/destroy_weights_update_group", {"group_name": name})
 
     async def _begin(self) -> bool:
@@ -114,13 +98,13 @@ class SGLangWeights:
                 raise
             # The weights are in place, but a request that was aborted a moment ago still held its KV. The server
             # takes this for a failure and still reports the previous version.
-            seconds = _FLUSH_SECONDS + _ANSWER_SECONDS
-            await self._call(f"/flush_cache?timeout={_FLUSH_SECONDS}", {}, seconds=seconds)
+            seconds = _FLUSH_SECONDS + CONTROL_SECONDS
+            await self._post(f"/flush_cache?timeout={_FLUSH_SECONDS}", {}, seconds)
             version = {"new_version": body["weight_version"], "abort_all_requests": False}
             await self._succeed("/update_weight_version", version)
 
-    async def _succeed(self, path: str, body: Mapping[str, Any], *, seconds: float = _ANSWER_SECONDS) -> None:
-        answer = await self._call(path, body, seconds=seconds)
+    async def _succeed(self, path: str, body: Mapping[str, Any], *, seconds: float = CONTROL_SECONDS) -> None:
+        answer = await self._post(path, body, seconds)
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise BackendProtocolError(f"{path} did not report success: {answer!r}", backend_id=self._id)
 

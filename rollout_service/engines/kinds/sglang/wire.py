@@ -78,12 +78,7 @@ def generate_body(request: GenerateRequest, stream_interval: int | None = None) 
 
 
 def parse_generation(
-    answer: object,
-    request: GenerateRequest,
-    *,
-    backend_id: str,
-    info: ModelInfo | None,
-    engine_seconds: float,
+    answer: object, request: GenerateRequest, backend_id: str, info: ModelInfo | None, engine_seconds: float
 ) -> Generation:
     """Check an answer to `generate_body(request)` and return the generation.
 
@@ -92,39 +87,33 @@ def parse_generation(
         ExtraUnsupported: The engine left out an extra that was asked for.
     """
     with check.answer_of(backend_id):
-        return _parse(answer, request, backend_id, info, engine_seconds)
-
-
-def _parse(
-    answer: object, request: GenerateRequest, backend_id: str, info: ModelInfo | None, engine_seconds: float
-) -> Generation:
-    body = mapping(answer, "the answer", _OTHER_SERVER)
-    meta = mapping(body.get("meta_info"), "meta_info", _OTHER_SERVER)
-    reason, matched = _finish(meta)
-    output_ids = check.sampled_ids(
-        body.get("output_ids"),
-        name="output_ids",
-        budget=request.sampling.max_new_tokens,
-        vocab_size=info.vocab_size if info else None,
-    )
-    aborted, prompt_tokens = reason is FinishReason.ABORT, len(request.input_ids)
-    for name, expected in (("completion_tokens", len(output_ids)), ("prompt_tokens", prompt_tokens)):
-        check.expect_count(meta.get(name), f"meta_info.{name}", expected, required=not aborted)
-    check.refuse_empty(output_ids, reason)
-    return Generation(
-        output_ids=output_ids,
-        logprobs=token_logprobs(meta, output_ids),
-        versions=token_versions(meta, len(output_ids)),
-        finish_reason=reason,
-        matched=matched,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=check.cached_count(
-            meta.get("cached_tokens"), "meta_info.cached_tokens", prompt_tokens, required=not aborted
-        ),
-        backend_id=backend_id,
-        engine_seconds=engine_seconds,
-        extras=_returned_extras(meta, request, output_ids, info) if output_ids else NOTHING_RETURNED,
-    )
+        body = mapping(answer, "the answer", _OTHER_SERVER)
+        meta = mapping(body.get("meta_info"), "meta_info", _OTHER_SERVER)
+        reason, matched = _finish(meta)
+        output_ids = check.sampled_ids(
+            body.get("output_ids"),
+            name="output_ids",
+            budget=request.sampling.max_new_tokens,
+            vocab_size=info.vocab_size if info else None,
+        )
+        aborted, prompt_tokens = reason is FinishReason.ABORT, len(request.input_ids)
+        for name, expected in (("completion_tokens", len(output_ids)), ("prompt_tokens", prompt_tokens)):
+            check.expect_count(meta.get(name), f"meta_info.{name}", expected, required=not aborted)
+        check.refuse_empty(output_ids, reason)
+        return Generation(
+            output_ids=output_ids,
+            logprobs=token_logprobs(meta, output_ids),
+            versions=token_versions(meta, len(output_ids)),
+            finish_reason=reason,
+            matched=matched,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=check.cached_count(
+                meta.get("cached_tokens"), "meta_info.cached_tokens", prompt_tokens, required=not aborted
+            ),
+            backend_id=backend_id,
+            engine_seconds=engine_seconds,
+            extras=_returned_extras(meta, request, output_ids, info) if output_ids else NOTHING_RETURNED,
+        )
 
 
 def _finish(meta: Mapping[str, Any]) -> tuple[FinishReason, int | str | None]:

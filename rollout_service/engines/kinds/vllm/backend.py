@@ -6,8 +6,9 @@ while it is paused: a generation that spans an update says where. Weight updates
 development routes (`VLLM_SERVER_DEV_MODE=1`); without them it samples, but refuses both.
 """
 
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from rollout_service.engines.kinds.http_backend import (
     read_model_config,
     routing_shape,
 )
-from rollout_service.engines.kinds.token_stream import TokenStream, generation_bytes
+from rollout_service.engines.kinds.token_stream import TokenStream
 from rollout_service.engines.kinds.vllm import wire
 from rollout_service.engines.kinds.vllm.metrics import parse_load
 from rollout_service.engines.pool.locality import is_local
@@ -97,13 +98,7 @@ class VllmStream(TokenStream):
             "choices": [self._last],
             "usage": self._usage,
         }
-        return wire.parse_generation(
-            answer,
-            self._request,
-            backend_id=self._backend_id,
-            info=self._info,
-            engine_seconds=engine_seconds,
-        )
+        return wire.parse_generation(answer, self._request, self._backend_id, self._info, engine_seconds)
 
 
 class VllmBackend(HttpBackend):
@@ -117,9 +112,7 @@ class VllmBackend(HttpBackend):
         self._open_ids: set[str] = set()
         self._last_load = self._idle_load = ""
 
-    async def _sample(
-        self, request: GenerateRequest, started: float, on_tokens: TokenSink | None
-    ) -> Generation:
+    async def _sample(self, request: GenerateRequest, on_tokens: TokenSink | None) -> Generation:
         self._mode = self._mode or await self._find_mode()
         wire.refuse_other_distribution(request.sampling, self._mode, self._id)
         body = wire.generate_body(request, stream=on_tokens is not None)
@@ -128,19 +121,10 @@ class VllmBackend(HttpBackend):
         stream = VllmStream(request, self._info, self._id, on_tokens) if on_tokens is not None else None
         self._open_ids.add(request.request_id)
         try:
-            max_bytes = generation_bytes(request, self._info)
-            answer = await self._ask(body, max_bytes, stream, request.traceparent)
+            with self._needs_route():
+                return await self._ask(wire.GENERATE, body, request, stream, wire.parse_generation)
         finally:
             self._open_ids.discard(request.request_id)
-        if stream is not None:
-            return stream.end(time.perf_counter() - started)
-        return wire.parse_generation(
-            answer,
-            request,
-            backend_id=self._id,
-            info=self._info,
-            engine_seconds=time.perf_counter() - started,
-        )
 
     async def abort(self, request_id: str | None = None) -> None:
         if request_id is not None:
@@ -199,10 +183,10 @@ class VllmBackend(HttpBackend):
 
     async def health(self, *, paused: bool = False) -> None:
         del paused  # vLLM's /health samples nothing
-        await self._call("GET", "/health", seconds=CONTROL_SECONDS, is_json=False)
+        await self._get_bytes("/health")
 
     async def load(self) -> BackendLoad:
-        text = (await self._exchange_bytes("GET", "/metrics", None, CONTROL_SECONDS)).decode(errors="replace")
+        text = (await self._get_bytes("/metrics")).decode(errors="replace")
         with answer_of(self._id):
             load = parse_load(text)
         # vLLM writes its gauges only in a step of the engine. After an abort they still count requests that are gone,
@@ -210,27 +194,15 @@ class VllmBackend(HttpBackend):
         if not self._open_calls and load.signature == self._last_load:
             self._idle_load = load.signature
         self._last_load = load.signature
-        return load.as_idle() if load.signature == self._idle_load else load.load
+        return replace(load, running=0, waiting=0) if load.signature == self._idle_load else load
 
     # ---- generation
 
-    async def _ask(
-        self,
-        body: dict[str, Any],
-        max_bytes: int,
-        stream: VllmStream | None = None,
-        traceparent: str | None = None,
-    ) -> Any:
+    @contextmanager
+    def _needs_route(self) -> Iterator[None]:
+        """Say how to start a server that lacks the route."""
         try:
-            if stream is not None:
-                return await self._stream(wire.GENERATE, dump_request(body), stream, max_bytes, traceparent)
-            return await self._call(
-                "POST",
-                wire.GENERATE,
-                content=dump_request(body),
-                max_bytes=max_bytes,
-                traceparent=traceparent,
-            )
+            yield
         except BackendRejected as error:
             if _NOT_FOUND not in str(error):
                 raise
@@ -246,7 +218,8 @@ class VllmBackend(HttpBackend):
         request = GenerateRequest(new_request_id(), _PROBE_PROMPT, SamplingOptions(max_new_tokens=1))
         body = wire.generate_body(request)
         body["sampling_params"] |= {"top_k": 1, "logprobs": 2}
-        answer = await self._ask(body, generation_bytes(request, None))
+        with self._needs_route():
+            answer = await self._call(wire.GENERATE, dump_request(body))
         with answer_of(self._id):
             entries = wire.logprob_entries(wire.only_choice(answer))
             return wire.mode_of(entries[0] if entries else None)

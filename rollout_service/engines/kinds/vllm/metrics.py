@@ -1,7 +1,6 @@
 """The load of a vLLM server, from the Prometheus text at its `/metrics`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -18,20 +17,7 @@ _READ = "vllm:prompt_tokens_total"
 _NAMES = (_RUNNING, _WAITING, _USAGE, _CAPACITY, _SAMPLED, _READ)
 
 
-@dataclass(frozen=True, slots=True)
-class ReportedLoad:
-    load: BackendLoad
-
-    @property
-    def signature(self) -> str:
-        """A text that changes with everything that the server does."""
-        return self.load.signature
-
-    def as_idle(self) -> BackendLoad:
-        return replace(self.load, running=0, waiting=0)
-
-
-def parse_load(text: str) -> ReportedLoad:
+def parse_load(text: str) -> BackendLoad:
     """Return the load in a Prometheus text, summed over the engines behind one server.
 
     Raises:
@@ -42,15 +28,13 @@ def parse_load(text: str) -> ReportedLoad:
     usage = max((sample.value for sample in samples if sample.name == _USAGE), default=0.0)
     running, waiting = _total(samples, _RUNNING), _total(samples, _WAITING)
     done = (_total(samples, _SAMPLED), _total(samples, _READ))
-    return ReportedLoad(
-        BackendLoad(
-            running=running,
-            waiting=waiting,
-            used_tokens=round(usage * (capacity or 0)),
-            token_usage=usage,
-            capacity_tokens=capacity,
-            signature=f"{running} {waiting} {usage} {done}",
-        )
+    return BackendLoad(
+        running=running,
+        waiting=waiting,
+        used_tokens=round(usage * (capacity or 0)),
+        token_usage=usage,
+        capacity_tokens=capacity,
+        signature=f"{running} {waiting} {usage} {done}",
     )
 
 

@@ -156,12 +156,7 @@ def logprob_entries(choice: Mapping[str, Any]) -> list[Any]:
 
 
 def parse_generation(
-    answer: object,
-    request: GenerateRequest,
-    *,
-    backend_id: str,
-    info: ModelInfo | None,
-    engine_seconds: float,
+    answer: object, request: GenerateRequest, backend_id: str, info: ModelInfo | None, engine_seconds: float
 ) -> Generation:
     """Check an answer to `generate_body(request)` and return the generation.
 
@@ -170,39 +165,35 @@ def parse_generation(
         ExtraUnsupported: The engine left out an extra that was asked for.
     """
     with check.answer_of(backend_id):
-        return _parse(answer, request, backend_id, info, engine_seconds)
-
-
-def _parse(
-    answer: object, request: GenerateRequest, backend_id: str, info: ModelInfo | None, engine_seconds: float
-) -> Generation:
-    body = mapping(answer, "the answer", _OTHER_SERVER)
-    choice = only_choice(body)
-    expect_request(body, request)
-    reason = check.finish_reason(choice.get("finish_reason"), "finish_reason")
-    output_ids = check.sampled_ids(
-        choice.get("token_ids"),
-        name="token_ids",
-        budget=request.sampling.max_new_tokens,
-        vocab_size=info.vocab_size if info else None,
-    )
-    usage, prompt_tokens = mapping(body.get("usage"), "usage"), len(request.input_ids)
-    for name, expected in (("completion_tokens", len(output_ids)), ("prompt_tokens", prompt_tokens)):
-        check.expect_count(usage.get(name), f"usage.{name}", expected, required=True)
-    check.refuse_empty(output_ids, reason)
-    matched = choice.get("stop_reason")
-    return Generation(
-        output_ids=output_ids,
-        logprobs=token_logprobs(choice, output_ids),
-        versions=_versions(choice, len(output_ids)),
-        finish_reason=reason,
-        matched=matched if isinstance(matched, int | str) else None,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=_cached_tokens(usage, prompt_tokens),
-        backend_id=backend_id,
-        engine_seconds=engine_seconds,
-        extras=_returned_extras(body, choice, request, output_ids, info) if output_ids else NOTHING_RETURNED,
-    )
+        body = mapping(answer, "the answer", _OTHER_SERVER)
+        choice = only_choice(body)
+        expect_request(body, request)
+        reason = check.finish_reason(choice.get("finish_reason"), "finish_reason")
+        output_ids = check.sampled_ids(
+            choice.get("token_ids"),
+            name="token_ids",
+            budget=request.sampling.max_new_tokens,
+            vocab_size=info.vocab_size if info else None,
+        )
+        usage, prompt_tokens = mapping(body.get("usage"), "usage"), len(request.input_ids)
+        for name, expected in (("completion_tokens", len(output_ids)), ("prompt_tokens", prompt_tokens)):
+            check.expect_count(usage.get(name), f"usage.{name}", expected, required=True)
+        check.refuse_empty(output_ids, reason)
+        matched = choice.get("stop_reason")
+        return Generation(
+            output_ids=output_ids,
+            logprobs=token_logprobs(choice, output_ids),
+            versions=_versions(choice, len(output_ids)),
+            finish_reason=reason,
+            matched=matched if isinstance(matched, int | str) else None,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=_cached_tokens(usage, prompt_tokens),
+            backend_id=backend_id,
+            engine_seconds=engine_seconds,
+            extras=_returned_extras(body, choice, request, output_ids, info)
+            if output_ids
+            else NOTHING_RETURNED,
+        )
 
 
 def expect_request(body: Mapping[str, Any], request: GenerateRequest) -> None:
