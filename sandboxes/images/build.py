@@ -4,7 +4,6 @@ A build either leaves a complete image at its target, or raises and leaves nothi
 """
 
 import os
-import re
 import secrets
 import stat
 import subprocess
@@ -23,7 +22,7 @@ from sandboxes.images.dockerfile.context import BuildContext
 from sandboxes.images.dockerfile.executor import PlanExecutor
 from sandboxes.images.dockerfile.layer_builder import BuildOptions
 from sandboxes.images.dockerfile.layers import LayerStore
-from sandboxes.images.dockerfile.namespace import BuildNamespace
+from sandboxes.images.dockerfile.namespace import LAST_LINES, BuildNamespace, plain_lines
 from sandboxes.images.shared_folder import SharedFolder
 from sandboxes.images.sources import ArchiveSource, Definition, DockerfileSource, Source
 from sandboxes.images.squashfs import COMPRESSION, offset
@@ -31,10 +30,6 @@ from sandboxes.images.squashfs import COMPRESSION, offset
 Progress = Callable[[str], None]
 """A function that is called with one line at a time, in the thread that builds."""
 
-ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)")
-"""Colors and other terminal escapes, which neither a log nor an error should repeat."""
-
-LAST_LINES = 15
 TEMPORARY = "set APPTAINER_TMPDIR to another folder"
 PASSWORDS = ("APPTAINER_DOCKER_PASSWORD", "SINGULARITY_DOCKER_PASSWORD", "DOCKER_PASSWORD")
 HINTS = (
@@ -196,14 +191,8 @@ def _path() -> str:
 
 
 def _lines(command: Sequence[str]) -> Iterator[str]:
-    # A carriage return separates the states of a progress bar; only the last counts.
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
-    ) as process:
-        for line in process.stdout or ():
-            text = ESCAPES.sub("", line).rstrip().rsplit("\r", 1)[-1]
-            if text:
-                yield _without_passwords(text)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        yield from map(_without_passwords, plain_lines(process.stdout))
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
 

@@ -32,6 +32,11 @@ class EvictionCandidate:
     evicted: bool = False
 
 
+def why_recent(age: float, grace_seconds: float) -> str:
+    """Return why an item that was used `age` seconds ago must stay; empty if that is long enough ago."""
+    return f"used {age:.0f} s ago" if age < grace_seconds else ""
+
+
 def choose_evictions(
     candidates: Iterable[EvictionCandidate], budget_bytes: int | None
 ) -> list[EvictionCandidate]:

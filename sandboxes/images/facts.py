@@ -107,15 +107,6 @@ class ImageFacts:
         return cls(**{**values, "missing_tools": tuple(values.get("missing_tools", ()))})
 
 
-def read_environment(tree: ImageTree) -> dict[str, str]:
-    """Return the variables that an unpacked image declares, also those whose names suggest secrets."""
-    return dict(_environment(tree))
-
-
-def read_labels(tree: ImageTree) -> dict[str, str]:
-    return _labels(tree)
-
-
 def read_facts(root: Path, descriptor: Mapping[str, Any] | None = None) -> ImageFacts:
     """Read an unpacked image. It reads every file's size, so call it in a thread.
 
@@ -124,12 +115,12 @@ def read_facts(root: Path, descriptor: Mapping[str, Any] | None = None) -> Image
         descriptor: what an image file says besides them, see `squashfs.read_descriptor`.
     """
     tree = ImageTree(root)
-    environment = dict(_environment(tree))
+    environment = read_environment(tree)
     folders = environment.get("PATH", PATH).split(":")
     bash = tree.executable("/bin/bash")
     program = tree.program("/bin/bash") if bash else None
     python = _which(tree, "python3", folders)
-    labels = _labels(tree)
+    labels = read_labels(tree)
     named = {key: str(value) for key, value in (descriptor or {}).items() if isinstance(value, str)}
     user = _user(tree, named.get("User") or labels.get("docker.user", ""))
     return ImageFacts(
@@ -259,7 +250,7 @@ def _libraries(tree: ImageTree, python: str, version: str) -> list[str]:
     return [f"{prefix}/lib/python{found}" for prefix in prefixes for found in (version, "3")]
 
 
-def _labels(tree: ImageTree) -> dict[str, str]:
+def read_labels(tree: ImageTree) -> dict[str, str]:
     try:
         data = json.loads(tree.read("/.singularity.d/labels.json") or b"{}")
     except ValueError:
@@ -267,12 +258,14 @@ def _labels(tree: ImageTree) -> dict[str, str]:
     return {str(name): str(value) for name, value in data.items()} if isinstance(data, dict) else {}
 
 
-def _environment(tree: ImageTree) -> Iterator[tuple[str, str]]:
-    """Yield the variables that the image declares, by plain assignments in the scripts that Apptainer sources."""
+def read_environment(tree: ImageTree) -> dict[str, str]:
+    """Return the variables that the image declares, by plain assignments in the scripts that Apptainer sources."""
+    found: dict[str, str] = {}
     for name in ("10-docker2singularity.sh", "90-environment.sh"):
         text = (tree.read(f"/.singularity.d/env/{name}", 256 * 1024) or b"").decode(errors="replace")
         for line in text.splitlines():
-            yield from _exports(line)
+            found |= _exports(line)
+    return found
 
 
 def _exports(line: str) -> Iterator[tuple[str, str]]:

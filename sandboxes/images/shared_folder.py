@@ -119,6 +119,12 @@ class SharedFolder:
         stamps = (path for path in (self._uses / name).glob("*") if not (elsewhere and path.name == _node()))
         return max((modified(path) for path in stamps), default=0.0)
 
+    def discard(self, name: str) -> None:
+        """Remove an item: move it away by one rename, so nobody finds half of it, and remove it there."""
+        with self.draft(name) as draft:
+            (self.root / name).rename(draft / "item")
+        self.forget_uses(name)
+
     def forget_uses(self, name: str) -> None:
         """Remove the stamps of an item that has been removed."""
         self._stamped.pop(name, None)

@@ -249,7 +249,7 @@ def source_of_reference(text: str, *, https: bool = True) -> Reference:
     return Reference(text, https)
 
 
-def packaged_definition(name: str) -> Path:
+def packaged(name: str, arguments: Mapping[str, str] | None = None) -> Definition:
     """Return the definition that this package has for `name`.
 
     Raises:
@@ -257,7 +257,7 @@ def packaged_definition(name: str) -> Path:
     """
     path = DEFINITIONS / f"{name}.def"
     if path.is_file():
-        return path
+        return Definition(path, arguments or {})
     known = ", ".join(packaged_names())
     raise ImageNotFoundError(
         f"there is no built-in definition {name!r}; built in are: {known}", hint="name a definition file"

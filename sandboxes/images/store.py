@@ -24,7 +24,7 @@ from pathlib import Path
 from sandboxes.config import default_cache
 from sandboxes.errors import ImageBuildError, ImageNotFoundError
 from sandboxes.images.build import ApptainerBuilder, Progress
-from sandboxes.images.eviction import EvictionCandidate, choose_evictions
+from sandboxes.images.eviction import EvictionCandidate, evict, why_recent
 from sandboxes.images.shared_folder import SharedFolder, modified
 from sandboxes.images.sources import (
     REFERENCE,
@@ -34,7 +34,6 @@ from sandboxes.images.sources import (
     Source,
     Tree,
     name_of_reference,
-    packaged_definition,
     packaged_names,
     source_of_reference,
 )
@@ -130,7 +129,7 @@ class ImageStore:
         """Make the image and give it the name. It returns at once if one was made from the same source before.
 
         Args:
-            source: what to make it from; `packaged_definition` finds the definitions of this package.
+            source: what to make it from; `sources.packaged` finds the definitions of this package.
             name: its name; by default it follows from the source.
             force: make it even if it exists, for example to get newer packages.
             progress: called in this thread with each line of the builder.
@@ -216,16 +215,15 @@ class ImageStore:
         """
         if not self.root.is_dir():
             return ()
+        candidates = self._candidates(keep, grace_seconds)
+        decided = evict(self._shared, candidates, budget_bytes, self._forget, dry_run=dry_run)
         if not dry_run:
-            self._shared.remove_dead_drafts()
-        with self._shared.lock("store"):
-            decided = choose_evictions(self._candidates(keep, grace_seconds), budget_bytes)
-            if not dry_run:
-                for one in decided:
-                    if one.evicted:
-                        self._link(one.name).unlink(missing_ok=True)
+            with self._shared.lock("store"):
                 self._collect()
         return decided
+
+    def _forget(self, name: str) -> None:
+        self._link(name).unlink(missing_ok=True)
 
     def _candidates(self, keep: Iterable[str], grace_seconds: float) -> Iterator[EvictionCandidate]:
         kept = {self._key_or_none(text) for text in keep}
@@ -235,7 +233,7 @@ class ImageStore:
             if (stem := _stem(image.path)) is None:
                 continue
             used = max(self._shared.last_used(stem), image.built_at)
-            reason = f"used {now - used:.0f} s ago" if now - used < grace_seconds else ""
+            reason = why_recent(now - used, grace_seconds)
             if stem in kept:
                 reason = "an environment uses it"
             elif not image.key:
@@ -368,15 +366,6 @@ class ImageStore:
         if name in packaged_names():
             return f"rollout-service image build {name}"
         return f"rollout-service image build {name} --definition FILE, or name a file or docker://{name}"
-
-
-def packaged(name: str, arguments: dict[str, str] | None = None) -> Definition:
-    """Return the definition that this package has for `name`.
-
-    Raises:
-        ImageNotFoundError: The package has no such definition.
-    """
-    return Definition(packaged_definition(name), arguments or {})
 
 
 def _stem(link: Path) -> str | None:

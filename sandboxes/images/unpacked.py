@@ -23,7 +23,7 @@ from pathlib import Path
 
 from sandboxes.errors import ImageError
 from sandboxes.images import squashfs, toolkit
-from sandboxes.images.eviction import EvictionCandidate, evict
+from sandboxes.images.eviction import EvictionCandidate, evict, why_recent
 from sandboxes.images.facts import ImageFacts, read_facts
 from sandboxes.images.shared_folder import SharedFolder
 
@@ -33,6 +33,7 @@ GRACE_SECONDS = 600.0
 """Long enough for any start to have mounted its image."""
 
 HEAD_BYTES = 4096
+NAME = re.compile(r"[0-9a-f]{24}")
 FORMAT = "5"
 """A version that changes with the facts that are read from an image."""
 
@@ -210,12 +211,11 @@ class UnpackedImages:
     def _candidates(self, grace_seconds: float) -> Iterator[EvictionCandidate]:
         now, mounted = self._shared.now(), mounted_folders()
         for folder in self.root.iterdir():
-            if re.fullmatch(r"[0-9a-f]{24}", folder.name) is None:
+            if NAME.fullmatch(folder.name) is None:
                 continue
             used = max(self._shared.last_used(folder.name), folder.stat().st_ctime)
-            reason = "a sandbox has it mounted" if folder.name in mounted else ""
-            if not reason and now - used < grace_seconds:
-                reason = f"used {now - used:.0f} s ago"
+            recent = why_recent(now - used, grace_seconds)
+            reason = "a sandbox has it mounted" if folder.name in mounted else recent
             size = self._facts(folder.name, folder, "").size_bytes
             image, gone = self._image_of(folder.name)
             yield EvictionCandidate("unpacked", folder.name, size, used, image, useless=gone, kept=reason)
@@ -233,11 +233,8 @@ class UnpackedImages:
         return image, not found or ("file" in known and known["file"] != found)
 
     def _remove(self, name: str) -> None:
-        """Move it away by one rename, so nobody finds half of it, then remove it."""
-        with self._shared.draft(name) as draft:
-            (self.root / name).rename(draft / "root")
+        self._shared.discard(name)
         self._facts_file(name).unlink(missing_ok=True)
-        self._shared.forget_uses(name)
         self._seen.pop(name, None)
 
     def _name(self, kind: str, image: Path) -> str:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from rollout_service.agents.harnesses.preset import HarnessPreset
 from rollout_service.base.errors import ConfigurationError, did_you_mean
 from rollout_service.base.validation import describe_problems
-from sandboxes.images.sources import Definition, packaged_definition
+from sandboxes.images.sources import Definition, packaged
 
 GROUP = "rollout_service.harnesses"
 PRESETS = Path(str(files("rollout_service.agents.harnesses") / "presets"))
@@ -88,7 +88,7 @@ def joint_image(names: Sequence[str], arguments: Mapping[str, str] | None = None
 
 
 def _image_of(presets: Sequence[HarnessPreset], arguments: Mapping[str, str] | None) -> Definition:
-    return Definition(packaged_definition(BASE), {**_packages(presets), **(arguments or {})})
+    return packaged(BASE, {**_packages(presets), **(arguments or {})})
 
 
 def _packages(presets: Sequence[HarnessPreset]) -> dict[str, str]:

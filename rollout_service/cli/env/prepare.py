@@ -25,8 +25,8 @@ from rollout_service.environments.contract import Environment
 from rollout_service.settings import Settings, load_settings
 from sandboxes.errors import ImageBuildError, ImageError
 from sandboxes.images.dockerfiles import dockerfile_at
-from sandboxes.images.sources import REFERENCE, Source, source_of_reference
-from sandboxes.images.store import ImageStore, packaged
+from sandboxes.images.sources import REFERENCE, Source, packaged, source_of_reference
+from sandboxes.images.store import ImageStore
 
 EVERY_INSTANCES = 1_000
 """How often the number of instances that were looked at is shown."""

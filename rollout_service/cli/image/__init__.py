@@ -135,8 +135,7 @@ def _named_source(
     name: str, definition: Path | None, tree: Path | None, harness: list[str], arguments: dict[str, str]
 ) -> Source:
     from rollout_service.agents.harnesses.registry import harness_image, joint_image
-    from sandboxes.images.sources import Definition, Tree
-    from sandboxes.images.store import packaged
+    from sandboxes.images.sources import Definition, Tree, packaged
 
     if tree is not None and (definition is not None or arguments):
         raise common.CommandError(

@@ -14,7 +14,7 @@ from sandboxes.images import squashfs
 from sandboxes.images.dockerfile.context import BuildContext, ContextFile, digest, send, send_tree
 from sandboxes.images.dockerfile.layer_builder import BuildOptions, LayerBuilder, add_settings, pack
 from sandboxes.images.dockerfile.layers import LayerStore, make_key
-from sandboxes.images.dockerfile.namespace import PATH, Line, StepJob, StepMount, StepResult
+from sandboxes.images.dockerfile.namespace import Line, StepJob, StepMount, StepResult
 from sandboxes.images.dockerfile.parser import HEREDOC, Instruction, StageState
 from sandboxes.images.dockerfile.plan import (
     ADDRESS,
@@ -27,7 +27,7 @@ from sandboxes.images.dockerfile.plan import (
     platform_arguments,
 )
 from sandboxes.images.dockerfile.words import expand_heredoc, split_words
-from sandboxes.images.facts import read_environment, read_labels
+from sandboxes.images.facts import PATH, read_environment, read_labels
 from sandboxes.images.tree import ImageTree
 
 

@@ -10,20 +10,19 @@ The folder must be on a disk of this machine: overlays do not work on shared fil
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sandboxes.errors import ImageBuildError
 from sandboxes.images.dockerfile.namespace import BuildNamespace
 from sandboxes.images.dockerfile.step.watch import disk_use
-from sandboxes.images.eviction import EvictionCandidate, evict
+from sandboxes.images.eviction import EvictionCandidate, evict, why_recent
 from sandboxes.images.shared_folder import SharedFolder
-from sandboxes.images.unpacked import mounted_folders
+from sandboxes.images.unpacked import NAME, mounted_folders
 
 GRACE_SECONDS = 600.0
-NAME = re.compile(r"[0-9a-f]{24}")
 ABOUT = "layer.json"
 
 
@@ -51,11 +50,8 @@ class LayerStore:
     def find(self, key: str) -> ImageLayer | None:
         """Return a layer that is there, and record its use."""
         self._shared.stamp(key)  # before looking: `prune` looks at the stamp before it removes
-        try:
-            about = json.loads((self.root / key / ABOUT).read_text())
-        except (OSError, ValueError):
-            return None
-        return ImageLayer(key, self.root / key / "fs", int(about["size_bytes"]))
+        about = _about(self.root / key)
+        return None if about is None else ImageLayer(key, self.root / key / "fs", int(about["size_bytes"]))
 
     def make(
         self, key: str, of: str, fill: Callable[[Path], None], waiting: Callable[[], None]
@@ -111,27 +107,26 @@ class LayerStore:
         if not self.root.is_dir():
             return ()
         candidates = self._candidates(grace_seconds)
-        return evict(self._shared, candidates, budget_bytes, self._remove, dry_run=dry_run)
+        return evict(self._shared, candidates, budget_bytes, self._shared.discard, dry_run=dry_run)
 
     def _candidates(self, grace_seconds: float) -> Iterator[EvictionCandidate]:
         now, mounted = self._shared.now(), mounted_folders()
         for folder in self.root.iterdir():
             if NAME.fullmatch(folder.name) is None:
                 continue
-            try:
-                about = json.loads((folder / ABOUT).read_text())
-            except (OSError, ValueError):
-                about = {"of": "", "size_bytes": 0}
+            about = _about(folder) or {"of": "", "size_bytes": 0}
             used = self._shared.last_used(folder.name)
-            reason = "a build has it mounted" if folder.name in mounted else ""
-            if not reason and now - used < grace_seconds:
-                reason = f"used {now - used:.0f} s ago"
+            recent = why_recent(now - used, grace_seconds)
+            reason = "a build has it mounted" if folder.name in mounted else recent
             yield EvictionCandidate(
                 "layer", folder.name, int(about["size_bytes"]), used, str(about["of"]), kept=reason
             )
 
-    def _remove(self, name: str) -> None:
-        """Move it away by one rename, so nobody finds half of it, then remove it."""
-        with self._shared.draft(name) as draft:
-            (self.root / name).rename(draft / "layer")
-        self._shared.forget_uses(name)
+
+def _about(layer: Path) -> dict[str, Any] | None:
+    """Return the record of a layer; None if it is not there."""
+    try:
+        about: dict[str, Any] = json.loads((layer / ABOUT).read_text())
+    except (OSError, ValueError):
+        return None
+    return about

@@ -14,24 +14,25 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from sandboxes.errors import ImageBuildError
 from sandboxes.host.subordinate_ids import SUBGID, SUBUID, has_subordinate_ids, subordinate_ids_of
+from sandboxes.images.facts import PATH
 from sandboxes.reclaim.rmtree import remove_tree
 
 SCRIPT = Path(__file__).with_name("step")
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 COUNT = 65_536
 ROOT_IDS = 1_879_048_192 - COUNT
 """The first id of the host that root's builds use: below those of sandboxes, above all that systems give out."""
 
 LAST_LINES = 15
 ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)")
+"""Colors and other terminal escapes, which neither a log nor an error should repeat."""
 NAMESPACES = (
     "allow user namespaces: sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, and on Ubuntu "
     "kernel.apparmor_restrict_unprivileged_userns=0"
@@ -55,11 +56,6 @@ class StepMount:
     source: str = "/"
     layers: tuple[Path, ...] = ()
     path: Path | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"kind": self.kind, "target": self.target, "source": self.source}
-        found |= {"layers": [str(layer) for layer in self.layers]} if self.kind == "bind" else {}
-        return found | ({"path": str(self.path)} if self.path is not None else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +194,9 @@ class BuildNamespace:
         self, job: StepJob, stdin: int | IO[bytes], stdout: int, errors: int = subprocess.STDOUT
     ) -> "tuple[subprocess.Popen[bytes], int]":
         document = os.memfd_create("job")
-        os.write(document, json.dumps(self._document(job)).encode())
+        pretend = _pretend_program() if self.ids["kind"] == "single" else ""
+        told = asdict(job) | {"ids": self.ids, "pretend": pretend}
+        os.write(document, json.dumps(told, default=str).encode())
         os.lseek(document, 0, os.SEEK_SET)
         report, ours = os.pipe()
         try:
@@ -222,29 +220,6 @@ class BuildNamespace:
             os.close(document)
             os.close(ours)
         return process, report
-
-    def _document(self, job: StepJob) -> dict[str, Any]:
-        paths = {name: str(found) if (found := getattr(job, name)) else "" for name in _PATHS}
-        plain = {name: getattr(job, name) for name in _PLAIN}
-        return (
-            plain
-            | paths
-            | {
-                "ids": self.ids,
-                "layers": [str(layer) for layer in job.layers],
-                "inputs": [str(path) for path in job.inputs],
-                "argv": list(job.argv),
-                "sources": list(job.sources),
-                "env": dict(job.env),
-                "scripts": dict(job.scripts),
-                "mounts": [one.as_json() for one in job.mounts],
-                "pretend": _pretend_program() if self.ids["kind"] == "single" else "",
-            }
-        )
-
-
-_PATHS = ("changes", "output")
-_PLAIN = ("action", "user", "cwd", "dest", "owner", "mode", "many", "network", "max_bytes")
 
 
 class _Feeder:
@@ -340,14 +315,20 @@ def _pretend_program() -> str:
 
 
 def _pass_on(output: IO[bytes] | None, say: Line) -> tuple[str, ...]:
-    """Pass on lines, without escapes of terminals, and of a progress bar its last state; return the last lines."""
+    """Pass on a program's lines; return the last of them."""
     last: deque[str] = deque(maxlen=LAST_LINES)
-    for raw in output or ():
-        text = ESCAPES.sub("", raw.decode(errors="replace")).rstrip().rsplit("\r", 1)[-1]
-        if text:
-            last.append(text)
-            say(text)
+    for text in plain_lines(output):
+        last.append(text)
+        say(text)
     return tuple(last)
+
+
+def plain_lines(output: IO[bytes] | None) -> Iterator[str]:
+    """Yield the lines of a program's output that say something, without escapes of terminals."""
+    for raw in output or ():
+        # A carriage return separates the states of a progress bar; only the last counts.
+        if text := ESCAPES.sub("", raw.decode(errors="replace")).rstrip().rsplit("\r", 1)[-1]:
+            yield text
 
 
 def _read_report(report: int, exit_code: int, last: tuple[str, ...]) -> StepResult:

@@ -20,26 +20,27 @@ HEREDOC = re.compile(r"\d*<<(-?)([^<]+)")
 FLAG = re.compile(r"--([a-z][a-z-]*)(?:=(.*))?", re.DOTALL)
 WITH_HEREDOCS = frozenset({"RUN", "COPY", "ADD"})
 WITH_FLAGS = frozenset({"FROM", "RUN", "COPY", "ADD", "HEALTHCHECK"})
-KEYWORDS = (
-    "ADD",
-    "ARG",
-    "CMD",
-    "COPY",
-    "ENTRYPOINT",
-    "ENV",
-    "EXPOSE",
-    "FROM",
-    "HEALTHCHECK",
-    "LABEL",
-    "MAINTAINER",
-    "ONBUILD",
-    "RUN",
-    "SHELL",
-    "STOPSIGNAL",
-    "USER",
-    "VOLUME",
-    "WORKDIR",
-)
+INSTRUCTIONS = {
+    "FROM": "begins a stage",
+    "ARG": "a variable of the build",
+    "ENV": "a variable of the build and of sandboxes",
+    "RUN": "a layer",
+    "COPY": "a layer",
+    "ADD": "a layer; archives of the context are unpacked, addresses refused",
+    "WORKDIR": "a layer if the folder is new; sandboxes start in it",
+    "USER": "who later steps run as; sandboxes show it",
+    "SHELL": "the shell of later steps",
+    "LABEL": "a label",
+    "MAINTAINER": "the label `maintainer`",
+    "ENTRYPOINT": "what `apptainer run` starts; the label `docker.entrypoint`",
+    "CMD": "what `apptainer run` starts; the label `docker.cmd`",
+    "EXPOSE": "the label `docker.expose`",
+    "HEALTHCHECK": "the label `docker.healthcheck`",
+    "STOPSIGNAL": "the label `docker.stopsignal`",
+    "VOLUME": "the label `docker.volume`; the folder stays part of the image",
+    "ONBUILD": "refused: an image file has no place for it",
+}
+"""What becomes of each instruction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +160,9 @@ class _InstructionReader:
     def _instruction(self, logical: str, number: int) -> Instruction:
         word, *rest = logical.split(maxsplit=1)
         keyword, text = word.upper(), rest[0] if rest else ""
-        if keyword not in KEYWORDS:
-            close = difflib.get_close_matches(keyword, KEYWORDS, 1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(KEYWORDS)}"
+        if keyword not in INSTRUCTIONS:
+            close = difflib.get_close_matches(keyword, INSTRUCTIONS, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(INSTRUCTIONS))}"
             raise self._error(number, f"{word!r} is not an instruction", hint)
         flags, text = self._split_flags(text) if keyword in WITH_FLAGS else ((), text)
         if not text and keyword != "HEALTHCHECK":

@@ -1,6 +1,6 @@
 """Plans a Dockerfile's build before anything is built: its stages, their order, and its unsupported parts.
 
-`TREATMENT` has the treatment of each instruction. Whatever is refused is named with its line here, so no build
+Whatever is refused is named with its line here, so no build
 fails after an hour for a reason that could be seen at its start. Variables are known only while a stage is built,
 since a base brings its own; only FROM is expanded here, from arguments.
 """
@@ -27,26 +27,6 @@ MOUNT_KEYS = {
 }
 """The mounts of RUN that can be had, and their options."""
 
-TREATMENT: Mapping[str, str] = {
-    "FROM": "begins a stage",
-    "ARG": "a variable of the build",
-    "ENV": "a variable of the build and of sandboxes",
-    "RUN": "a layer",
-    "COPY": "a layer",
-    "ADD": "a layer; archives of the context are unpacked, addresses refused",
-    "WORKDIR": "a layer if the folder is new; sandboxes start in it",
-    "USER": "who later steps run as; sandboxes show it",
-    "SHELL": "the shell of later steps",
-    "LABEL": "a label",
-    "MAINTAINER": "the label `maintainer`",
-    "ENTRYPOINT": "what `apptainer run` starts; the label `docker.entrypoint`",
-    "CMD": "what `apptainer run` starts; the label `docker.cmd`",
-    "EXPOSE": "the label `docker.expose`",
-    "HEALTHCHECK": "the label `docker.healthcheck`",
-    "STOPSIGNAL": "the label `docker.stopsignal`",
-    "VOLUME": "the label `docker.volume`; the folder stays part of the image",
-    "ONBUILD": "refused: an image file has no place for it",
-}
 FLAGS = {
     "FROM": {"platform"},
     "RUN": {"mount", "network"},

@@ -23,10 +23,10 @@ from sandboxes.images.sources import (
     Definition,
     Reference,
     Tree,
-    packaged_definition,
+    packaged,
     source_of_reference,
 )
-from sandboxes.images.store import ImageStore, packaged
+from sandboxes.images.store import ImageStore
 from sandboxes.images.unpacked import UnpackedImages
 from sandboxes.providers.apptainer.provider import ApptainerProvider
 from tests.support.images.oci import make_layout, registry
@@ -272,7 +272,7 @@ def test_the_base_image_has_what_the_sessions_need(unpacked):
     found = unpacked.facts(store.resolve("base"))
     assert (found.missing, found.needs_toolkit) == ((), False)
     assert tuple(int(part) for part in (found.python_version or "").split(".")) >= (3, 11)
-    assert f"ipykernel=={found.ipykernel} " in packaged_definition("base").read_text()
+    assert f"ipykernel=={found.ipykernel} " in packaged("base").path.read_text()
     assert store.resolve("base").stat().st_size < 120e6
 
 

@@ -14,7 +14,8 @@ import pytest
 from sandboxes import Sandbox, SandboxSpec, make_provider
 from sandboxes.config import ApptainerConfig
 from sandboxes.errors import SandboxStartError
-from sandboxes.images.store import ImageStore, packaged
+from sandboxes.images.sources import packaged
+from sandboxes.images.store import ImageStore
 from sandboxes.images.toolkit import INSIDE, PYTHON
 from sandboxes.providers.apptainer.provider import ApptainerProvider
 from tests.support.scripts import write_script

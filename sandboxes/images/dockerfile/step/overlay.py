@@ -62,8 +62,7 @@ def paths_of(job: "dict[str, Any]") -> "list[str]":
     """Return the paths that a job's `Layers` open."""
     found = [*job["layers"], *(path for path in (job["changes"], job["output"]) if path)]
     for one in job["mounts"]:
-        found += one.get("layers", [])
-        found += [one["path"]] if "path" in one else []
+        found += [*one["layers"], *([one["path"]] if one["path"] else [])]
     return [*found, *job["inputs"]]
 
 

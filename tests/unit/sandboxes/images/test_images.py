@@ -26,11 +26,11 @@ from sandboxes.images.sources import (
     Source,
     Tree,
     name_of_reference,
-    packaged_definition,
+    packaged,
     packaged_names,
     source_of_reference,
 )
-from sandboxes.images.store import NAME, ImageStore, _hash, default_cache, packaged
+from sandboxes.images.store import NAME, ImageStore, _hash, default_cache
 from tests.support.processes.children import killed
 
 pytestmark = pytest.mark.slow
@@ -528,7 +528,7 @@ def test_the_default_root_follows_the_cache_folder(monkeypatch, tmp_path):
 
 def test_base_is_packaged_and_pins_what_the_lock_pins():
     assert "base" in packaged_names()
-    text = packaged_definition("base").read_text()
+    text = packaged("base").path.read_text()
     lock = (Path(__file__).parents[4] / "requirements.lock").read_text()
     locked = {line.split(" ", 1)[0] for line in lock.splitlines() if "==" in line}
     pins = re.findall(r"^\s*([\w.-]+==\S+) \\$", text, re.MULTILINE)
