@@ -161,6 +161,57 @@ def error_type(error: Exception) -> str:
     return type(error).__name__
 
 
+class _EpisodesOfService:
+    """The methods of `ServiceEnv`."""
+
+    config: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.submitter = RolloutSubmitter.from_environment()
+
+    async def run(self, task: Any, agents: Any) -> None:
+        """Refuse: verifiers' agents have no part in it."""
+        raise NotImplementedError("the service runs the agent")
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Hold the connections to the service; verifiers' tool servers and its proxy are not needed."""
+        try:
+            yield
+        finally:
+            await self.submitter.aclose()
+
+    async def run_episode(self, task: Any, ctx: Any, *, on_trace: Any = None, on_discard: Any = None) -> Any:
+        """Run an episode; verifiers calls this. If there is no reward, the episode has an error and no trace."""
+        import verifiers.v1 as vf
+
+        del on_discard
+        told = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        episode = vf.Episode(env=vf.EnvInfo(id=self.config.env_id), task=told)
+        try:
+            rollout = await self._roll_out(task, ctx)
+        except Exception as error:  # noqa: BLE001 - as verifiers does: a failure is data of its episode
+            episode.errors.append(vf.Error(type=error_type(error), message=str(error)))
+            return episode
+        ran_with = {"model": ctx.model, "client": ctx.client, "sampling": ctx.sampling}
+        agent = vf.AgentInfo(config=self.config.agent.model_copy(update=ran_with))
+        trace = vf.Trace(task=told, agent=agent)
+        fill_trace(trace, rollout, ctx.model)
+        episode.traces.append(trace)
+        episode.ok = True
+        if on_trace is not None:
+            on_trace(trace)
+        return episode
+
+    async def _roll_out(self, task: Any, ctx: Any) -> Rollout:
+        given = Task(environment=task.data.environment, instance=task.data.instance)
+        sampling = ctx.sampling.model_dump(exclude_none=True)
+        most = sampling.get("max_tokens")
+        request = self.submitter.request(given, sampling, max_turn_tokens=most, trainer="verifiers")
+        return await self.submitter.run_scored(request)
+
+
 @lru_cache(maxsize=1)
 def make_classes() -> Mapping[str, type]:
     """Return the classes that need verifiers' base classes; the module has them as attributes."""
@@ -198,50 +249,8 @@ def make_classes() -> Mapping[str, type]:
 
         agent: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"})
 
-    class ServiceEnv(vf.Env[ServiceEnvConfig]):  # type: ignore[misc]
+    class ServiceEnv(_EpisodesOfService, vf.Env[ServiceEnvConfig]):  # type: ignore[misc]
         """Runs each episode as a rollout at the service."""
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.submitter = RolloutSubmitter.from_environment()
-
-        async def run(self, task: Any, agents: Any) -> None:
-            """Refuse: verifiers' agents have no part in it."""
-            raise NotImplementedError("the service runs the agent")
-
-        @asynccontextmanager
-        async def serving(self) -> AsyncIterator[None]:
-            """Hold the connections to the service; verifiers' tool servers and its proxy are not needed."""
-            try:
-                yield
-            finally:
-                await self.submitter.aclose()
-
-        async def run_episode(
-            self, task: Any, ctx: Any, *, on_trace: Any = None, on_discard: Any = None
-        ) -> Any:
-            """Run an episode; verifiers calls this. If there is no reward, the episode has an error and no trace."""
-            del on_discard
-            told = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-            episode = vf.Episode(env=vf.EnvInfo(id=self.config.env_id), task=told)
-            given = Task(environment=task.data.environment, instance=task.data.instance)
-            try:
-                sampling = ctx.sampling.model_dump(exclude_none=True)
-                most = sampling.get("max_tokens")
-                request = self.submitter.request(given, sampling, max_turn_tokens=most, trainer="verifiers")
-                rollout = await self.submitter.run_scored(request)
-            except Exception as error:  # noqa: BLE001 - as verifiers does: a failure is data of its episode
-                episode.errors.append(vf.Error(type=error_type(error), message=str(error)))
-                return episode
-            ran_with = {"model": ctx.model, "client": ctx.client, "sampling": ctx.sampling}
-            agent = vf.AgentInfo(config=self.config.agent.model_copy(update=ran_with))
-            trace = vf.Trace(task=told, agent=agent)
-            fill_trace(trace, rollout, ctx.model)
-            episode.traces.append(trace)
-            episode.ok = True
-            if on_trace is not None:
-                on_trace(trace)
-            return episode
 
     made = (ServiceTaskData, ServiceTask, ServiceTasksetConfig, ServiceTaskset, ServiceEnvConfig, ServiceEnv)
     for one in made:

@@ -36,6 +36,16 @@ from rollout_service.tokens.tokenizer import (
 ToolSpec = Mapping[str, Any]
 """A tool in the OpenAI function format: `{"type": "function", "function": {"name", "description", ...}}`."""
 
+
+def tool_spec(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> ToolSpec:
+    """Return the definition of a tool; `parameters` is the JSON schema of its arguments, None if it has none."""
+    schema = dict(parameters or {"type": "object", "properties": {}})
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description or "", "parameters": schema},
+    }
+
+
 _TAGS_IN_TEXT = {"deepseek-v4"}
 """Formats whose tags of calls are not tokens of their own."""
 _AFTER_A_STOP = {"laguna-xs.2": "\n", "laguna-m.1": "\n"}

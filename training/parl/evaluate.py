@@ -56,7 +56,7 @@ def measure(folder: Path, count: int, *, thorough: bool = False) -> dict[str, fl
 
 def _pointers(count: int) -> list[PlayedTask]:
     return [
-        PlayedTask(POINTERS, p["question"], p["cells"], pointers.expected_sum(as_instance(p)))
+        PlayedTask(POINTERS, p["question"], p["cells"], pointers.environment.expected(as_instance(p)))
         for p in _sample(pointers, 4242, count)
     ]
 
@@ -64,7 +64,11 @@ def _pointers(count: int) -> list[PlayedTask]:
 def _split(count: int) -> list[PlayedTask]:
     return [
         PlayedTask(
-            SPLIT, p["question"], p["cells"], split.expected_sum(as_instance(p)), split.index_text(p["names"])
+            SPLIT,
+            p["question"],
+            p["cells"],
+            split.environment.expected(as_instance(p)),
+            split.index_text(p["names"]),
         )
         for p in _sample(split, 4242, count)
     ]

@@ -27,7 +27,7 @@ from rollout_service.agents.mcp.transports import (
 )
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputError, ToolResult, with_notes
 from rollout_service.base.errors import did_you_mean
-from rollout_service.tokens import ToolSpec
+from rollout_service.tokens import tool_spec
 from sandboxes import Sandbox
 from sandboxes.task_groups import open_task_group
 
@@ -46,10 +46,7 @@ class McpTool:
         self._info = info
         self._may_be_ended = agent_runs_code and connection.settings.url is None
         self.name = NOT_IN_NAMES.sub("_", f"{connection.name}__{info.name}")[:NAME_CHARS]
-        self.definition: ToolSpec = {
-            "type": "function",
-            "function": {"name": self.name, "description": info.description, "parameters": info.schema},
-        }
+        self.definition = tool_spec(self.name, info.description, info.schema)
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> ToolResult:
         seconds = min(self._connection.settings.call_seconds or context.seconds, context.seconds)

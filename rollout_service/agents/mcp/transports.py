@@ -10,14 +10,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, ClassVar, Protocol
 
+import anyio
 import httpcore
 import orjson
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from api_schemas.errors import Boundary
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.web.tunnel import HTTP_ERRORS, connection_pool
 from rollout_service.base.errors import ServiceError
 from sandboxes import RunningProgram, Sandbox
+from sandboxes.runtime.program_stream import ProgramStream
 
 MESSAGE_BYTES = 4 * 1024 * 1024
 ERROR_CHARS = 1_000
@@ -47,9 +50,7 @@ class PipeTransport:
         self.version = ""
         self._name = name
         self._program = program
-        self._buffer = bytearray()
-        self._searched = 0
-        """How much of the buffer has no end of a line."""
+        self._lines = BufferedByteReceiveStream(ProgramStream(program))
         self._writing = False
 
     async def ask(self, message: JsonObject) -> JsonObject:
@@ -77,20 +78,14 @@ class PipeTransport:
             await self.tell({"jsonrpc": "2.0", "id": asked["id"], **_answer_to(asked)})
 
     async def _line(self) -> bytes:
-        while (end := self._buffer.find(b"\n", self._searched)) < 0:
-            self._searched = len(self._buffer)
-            if self._searched > MESSAGE_BYTES:
-                raise McpServerError(
-                    f"the MCP server {self._name!r} sent a message of more than {MESSAGE_BYTES} bytes"
-                )
-            data = await self._program.receive()
-            if not data:
-                raise await self._ended()
-            self._buffer += data
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        self._searched = 0
-        return line
+        try:
+            return await self._lines.receive_until(b"\n", MESSAGE_BYTES)
+        except anyio.IncompleteRead:
+            raise await self._ended() from None
+        except anyio.DelimiterNotFound:
+            raise McpServerError(
+                f"the MCP server {self._name!r} sent a message of more than {MESSAGE_BYTES} bytes"
+            ) from None
 
     async def _ended(self) -> McpServerError:
         code = await self._program.wait()

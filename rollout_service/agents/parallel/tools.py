@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from api_schemas.rollouts.trees import InvalidBecause
-from rollout_service.tokens import ToolSpec
+from rollout_service.tokens import ToolSpec, tool_spec
 
 CREATE = "create_subagent"
 ASSIGN = "assign_task"
@@ -25,10 +25,7 @@ RESULT_RULE = "Put your result in <result></result>."
 def _tool(tool: str, description: str, *fields: str) -> ToolSpec:
     properties: dict[str, Any] = {field: {"type": "string"} for field in fields}
     parameters = {"type": "object", "properties": properties, "required": list(fields)}
-    return {
-        "type": "function",
-        "function": {"name": tool, "description": description, "parameters": parameters},
-    }
+    return tool_spec(tool, description, parameters)
 
 
 CREATE_SPEC = _tool(

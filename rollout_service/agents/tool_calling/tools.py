@@ -17,7 +17,7 @@ from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.episodes import ContextFullError, Episode, Policy, PolicyTurn, require_sandbox
-from rollout_service.tokens import ToolSpec
+from rollout_service.tokens import ToolSpec, tool_spec
 from sandboxes import ExecResult, LimitExceededError, Sandbox
 from sandboxes.errors import SandboxFileError
 from sandboxes.task_groups import open_task_group
@@ -154,10 +154,7 @@ class FunctionTool(Generic[A]):
     ) -> None:
         self.name = name
         self.parallel = parallel
-        self.definition: ToolSpec = {
-            "type": "function",
-            "function": {"name": name, "description": description, "parameters": _parameters(arguments)},
-        }
+        self.definition = tool_spec(name, description, _parameters(arguments))
         self._arguments = arguments
         self._function = function
 

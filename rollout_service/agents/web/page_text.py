@@ -13,24 +13,8 @@ HIDDEN = frozenset({"script", "style", "noscript", "template", "svg", "head", "i
 BLOCKS = frozenset(
     (
         *("address", "article", "aside", "blockquote", "br", "dd", "div", "dl", "dt", "figcaption", "figure"),
-        *(
-            "footer",
-            "form",
-            "h1",
-            "h2",
-            "h3",
-            "h4",
-            "h5",
-            "h6",
-            "header",
-            "hr",
-            "li",
-            "main",
-            "nav",
-            "ol",
-            "p",
-        ),
-        *("pre", "section", "table", "tbody", "td", "tfoot", "th", "thead", "tr", "ul"),
+        *("footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "li", "main", "nav", "ol"),
+        *("p", "pre", "section", "table", "tbody", "td", "tfoot", "th", "thead", "tr", "ul"),
     )
 )
 HEADING = re.compile(r"h([1-6])")

@@ -25,6 +25,7 @@ from anyio.streams.tls import TLSStream
 
 from sandboxes import Network, RunningProgram, Sandbox
 from sandboxes.egress.rules import AllowList, normalize_host, parse_address
+from sandboxes.runtime.program_stream import ProgramStream
 
 # "+" says that the connection is open. The main program is the one that reads it, so its end is the end of the tunnel.
 CONNECT = """
@@ -52,28 +53,12 @@ HTTP_ERRORS = (
 """How a request fails that another side is to blame for."""
 
 
-class _TunnelStream(ByteStream):
-    """A connection of a sandbox as a stream of anyio."""
+class _TunnelStream(ProgramStream):
+    """A connection of a sandbox, which ends with its program."""
 
     def __init__(self, program: RunningProgram, stack: AsyncExitStack) -> None:
-        self._program = program
+        super().__init__(program)
         self._stack = stack
-        self._rest = b""
-
-    async def receive(self, max_bytes: int = 65_536) -> bytes:
-        if not self._rest:
-            self._rest = await self._program.receive()
-        if not self._rest:
-            raise anyio.EndOfStream
-        data, self._rest = self._rest[:max_bytes], self._rest[max_bytes:]
-        return data
-
-    async def send(self, item: bytes) -> None:
-        if not await self._program.send(item):
-            raise anyio.BrokenResourceError
-
-    async def send_eof(self) -> None:
-        self._program.close_input()
 
     async def aclose(self) -> None:
         await self._stack.aclose()

@@ -37,7 +37,7 @@ from rollout_service.environments.declarative.declaration import (
     spec_from,
 )
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.tokens import ToolSpec
+from rollout_service.tokens import tool_spec
 
 
 class ResetArguments(BaseModel):
@@ -88,12 +88,7 @@ class OpenEnv(Environment):
         """Open a session, and let the policy act in it. Nothing is open before, so nothing has to be closed later."""
         arguments = read_instance(ResetArguments, episode.instance).for_reset()
         async with self._sessions, self._server.session() as session:
-            actor = OpenEnvActor(
-                session,
-                episode.limits,
-                text_field=self._declaration.text_field,
-                observation_field=self._declaration.observation_field,
-            )
+            actor = OpenEnvActor(session, episode.limits, self._declaration)
             messages = self._messages(episode.instance, await actor.reset(arguments))
             if self._declaration.text_field is not None:
                 return await take_turns(episode, messages, actor)
@@ -183,17 +178,12 @@ class OpenEnvActor:
     """
 
     def __init__(
-        self,
-        session: OpenEnvSession,
-        limits: EpisodeLimits,
-        *,
-        text_field: str | None,
-        observation_field: str | None,
+        self, session: OpenEnvSession, limits: EpisodeLimits, declaration: OpenEnvDeclaration
     ) -> None:
         self._session = session
         self._limits = limits
-        self._text_field = text_field
-        self._observation_field = observation_field
+        self._text_field = declaration.text_field
+        self._observation_field = declaration.observation_field
         self._invalid = 0
         self._has_reward = False
 
@@ -215,14 +205,14 @@ class OpenEnvActor:
         except InvalidActionError as error:
             self._invalid += 1
             text = f"This action is not valid, and nothing was done: {error}"
-            return Consequence(self._cut(text), parts={"invalid_actions": float(self._invalid)})
+            return Consequence(text=self._cut(text), parts={"invalid_actions": float(self._invalid)})
         self._has_reward |= observed.reward is not None
         if observed.done and not self._has_reward:
             raise EnvironmentFailedError(
                 "the episode ended and no observation had a reward",
                 hint="The environment must set `reward` of its observations; 0 is a reward too.",
             )
-        return Consequence(self._text(observed), observed.reward or 0.0, done=observed.done)
+        return Consequence(text=self._text(observed), reward=observed.reward or 0.0, done=observed.done)
 
     def _text(self, observed: Observed) -> str:
         fields = {name: value for name, value in observed.observation.items() if name != METADATA}
@@ -247,16 +237,8 @@ class ActTool:
 
     def __init__(self, name: str, schema: dict[str, Any], actor: OpenEnvActor, earned: Earned) -> None:
         self.name = name
-        self.definition: ToolSpec = {
-            "type": "function",
-            "function": {
-                "name": name,
-                "description": str(schema.get("description") or "Act in the environment.")[
-                    :DESCRIPTION_CHARS
-                ],
-                "parameters": _parameters(schema),
-            },
-        }
+        description = str(schema.get("description") or "Act in the environment.")[:DESCRIPTION_CHARS]
+        self.definition = tool_spec(name, description, _parameters(schema))
         self._actor = actor
         self._earned = earned
 

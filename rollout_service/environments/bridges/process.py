@@ -20,8 +20,9 @@ from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
-from sandboxes import RunningProgram, Sandbox
+from sandboxes import Sandbox
 from sandboxes.host.children import start_process
+from sandboxes.runtime.program_stream import ProgramStream
 
 T = TypeVar("T")
 
@@ -133,38 +134,14 @@ async def library_in_sandbox(
 ) -> AsyncIterator[LibraryProcess]:
     """Run a library's process in a sandbox within the block: the place for a library that reads an agent's texts."""
     async with sandbox.program(command, env=env) as program:
+        stream = ProgramStream(program)
         yield LibraryProcess(
             name,
-            _ToProgram(program),
-            _FromProgram(program),
+            stream,
+            stream,
             end=program.close_input,
             last_words=lambda: f"It said: {program.errors().strip()[-LAST_WORDS_CHARS:] or 'nothing'}",
         )
-
-
-class _ToProgram(ByteSendStream):
-    def __init__(self, program: RunningProgram) -> None:
-        self._program = program
-
-    async def send(self, item: bytes) -> None:
-        if not await self._program.send(item):
-            raise anyio.BrokenResourceError
-
-    async def aclose(self) -> None:
-        self._program.close_input()
-
-
-class _FromProgram(ByteReceiveStream):
-    def __init__(self, program: RunningProgram) -> None:
-        self._program = program
-
-    async def receive(self, max_bytes: int = 65_536) -> bytes:  # noqa: ARG002 - a program sends at most as many
-        if data := await self._program.receive():
-            return data
-        raise anyio.EndOfStream
-
-    async def aclose(self) -> None:
-        """Do nothing: the program ends with its own block."""
 
 
 @cache

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from pydantic import BaseModel, ConfigDict
+
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.tool_calling.tools import sample_turn, why_truncated
@@ -22,13 +24,16 @@ MAX_PARTS: Final = 64
 """How many turns are shown with a reward of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Consequence:
+class Consequence(BaseModel):
+    """The other side's answer to an action."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
     text: str
     reward: float = 0.0
     done: bool = False
     """Whether the episode has ended."""
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = {}
     """More numbers for people, shown with the reward."""
 
 

@@ -39,14 +39,10 @@ class Pointers(LookupEnvironment):
     """Instances: `question`, `names` of keys, and `cells` in which each key holds a name that holds a number."""
 
     def expected(self, instance: dict[str, JsonValue]) -> int:
-        return expected_sum(instance)
-
-
-def expected_sum(instance: dict[str, JsonValue]) -> int:
-    fields = read_instance(LookupInstance, instance)
-    pointers = [fields.cells.get(key, "") for key in fields.names]
-    cells = [fields.cells.get(pointer, "") for pointer in pointers]
-    return lookups.add_numbers(cells, "must hold, for each of `names`, a name that holds a number")
+        fields = read_instance(LookupInstance, instance)
+        pointers = [fields.cells.get(key, "") for key in fields.names]
+        cells = [fields.cells.get(pointer, "") for pointer in pointers]
+        return lookups.add_numbers(cells, "must hold, for each of `names`, a name that holds a number")
 
 
 # Tasks of `pointers`: keys, each of which holds a pointer to its value.

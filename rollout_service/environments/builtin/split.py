@@ -56,18 +56,9 @@ class Split(LookupEnvironment):
     """Instances: `question`, `names` of items in the order of the index, and `cells` in which each holds a number."""
 
     def expected(self, instance: dict[str, JsonValue]) -> int:
-        return expected_sum(instance)
-
-
-def expected_sum(instance: dict[str, JsonValue]) -> int:
-    """Return the sum of the items' values.
-
-    Raises:
-        InvalidFieldError: The instance cannot be used.
-    """
-    fields = read_instance(LookupInstance, instance)
-    cells = [fields.cells.get(name, "") for name in fields.names]
-    return lookups.add_numbers(cells, "must hold a number for each of `names`")
+        fields = read_instance(LookupInstance, instance)
+        cells = [fields.cells.get(name, "") for name in fields.names]
+        return lookups.add_numbers(cells, "must hold a number for each of `names`")
 
 
 # Tasks of `split`: an index that names items, each of which holds a value.

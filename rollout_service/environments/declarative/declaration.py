@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -75,11 +74,6 @@ class AuditSolution(EnvironmentSettings):
     command: str = Field(min_length=1)
 
 
-class GraderSandbox(StrEnum):
-    FRESH = "fresh"
-    SAME = "same"
-
-
 class RunTable(EnvironmentSettings):
     """`[evaluate.run]`: how the agent's program is run before the grader, the instance and the result are there."""
 
@@ -97,7 +91,7 @@ class EvaluateTable(EnvironmentSettings):
 
     command: str = Field(min_length=1)
     run: RunTable | None = None
-    sandbox: GraderSandbox = GraderSandbox.FRESH
+    sandbox: Literal[EvaluateIn.FRESH, EvaluateIn.SAME] = EvaluateIn.FRESH
     agent_processes: AgentProcesses = "end"
     """Whether processes that outlive the agent are ended before the command runs, or kept. Kept ones can forge the
     reward."""
@@ -110,7 +104,7 @@ class EvaluateTable(EnvironmentSettings):
 
     @model_validator(mode="after")
     def _secrets_are_kept_from_the_agent(self) -> Self:
-        if self.secrets and self.sandbox is GraderSandbox.SAME:
+        if self.secrets and self.sandbox is EvaluateIn.SAME:
             raise ValueError(
                 '`secrets` need sandbox = "fresh": programs that the agent left could read them. Name what the agent '
                 "changes in `artifacts`; the command can start a server of its own from it"
@@ -119,9 +113,7 @@ class EvaluateTable(EnvironmentSettings):
 
     @model_validator(mode="after")
     def _kept_processes_are_in_the_sandbox(self) -> Self:
-        if self.agent_processes == "keep" and (
-            self.sandbox is not GraderSandbox.SAME or self.run is not None
-        ):
+        if self.agent_processes == "keep" and (self.sandbox is not EvaluateIn.SAME or self.run is not None):
             raise ValueError(
                 'agent_processes = "keep" needs sandbox = "same" and no [evaluate.run]: a fresh sandbox has no '
                 "process of the agent, and all are ended after its program was run"
@@ -196,12 +188,12 @@ class Declaration(EnvironmentSettings):
 
     def spec(self, folder: Path) -> EnvironmentSpec:
         """Return the environment's description; an image that is a file in the folder becomes its absolute path."""
-        fresh = self.evaluate.sandbox is GraderSandbox.FRESH
+        fresh = self.evaluate.sandbox is EvaluateIn.FRESH
         return spec_from(
             self,
             image=resolve_image(self.image, folder),
             tools=[] if self.harness is not None and "tools" not in self.model_fields_set else self.tools,
-            evaluate_in=EvaluateIn.FRESH if fresh else EvaluateIn.SAME,
+            evaluate_in=self.evaluate.sandbox,
             artifacts=self.evaluate.artifacts if fresh else [],
             artifacts_size=self.evaluate.artifacts_size,
             agent_processes=self.evaluate.agent_processes,

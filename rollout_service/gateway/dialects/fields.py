@@ -21,7 +21,7 @@ from rollout_service.base.errors import InvalidFieldError, MalformedBodyError, T
 from rollout_service.base.strict_json import MAX_DEPTH, has_more, measure_depth
 from rollout_service.gateway.contract import ClientToolCall
 from rollout_service.gateway.errors import RefusedParameterError, UnsupportedContentError
-from rollout_service.tokens import ToolSpec
+from rollout_service.tokens import ToolSpec, tool_spec
 
 MAX_VALUES = 500_000
 """The most values of a document. They take up to 200 bytes each, where the document has three: `{},`."""
@@ -200,25 +200,11 @@ def join_content(message: Fields, name: str, part: Part, separator: str) -> str:
 BETWEEN_PARTS = "\n\n"
 """The separator of the texts of one message that a client sent in several parts, other than an assistant's."""
 
-_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-
 
 def unsupported(path: str, what: str) -> Never:
     """Refuse an image, a sound or a file."""
     message = f"the model reads text only, and this is {what}"
     raise UnsupportedContentError([FieldError(path=path, message=message)], hint="Leave it out.")
-
-
-def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> ToolSpec:
-    """Return a tool in the OpenAI function format."""
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": description or "",
-            "parameters": dict(parameters or _NO_PARAMETERS),
-        },
-    }
 
 
 def custom_tool(name: str, description: str | None, form: Mapping[str, Any] | None) -> ToolSpec:
@@ -229,7 +215,7 @@ def custom_tool(name: str, description: str | None, form: Mapping[str, Any] | No
             f"The input follows this {form.get('syntax', '')} grammar:\n{form.get('definition', '')}"
         )
     parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-    return function_tool(name, BETWEEN_PARTS.join(lines), parameters)
+    return tool_spec(name, BETWEEN_PARTS.join(lines), parameters)
 
 
 def custom_call(call_id: str | None, name: str, text: str) -> ClientToolCall:

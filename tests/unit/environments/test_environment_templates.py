@@ -164,7 +164,10 @@ def episode(script: Sequence[ScriptedTurn], **limits: float) -> Episode:
 async def test_replies_are_messages_and_rewards_add_up():
     played = episode(["left", "right"])
     partner = Scripted(
-        [Consequence("a wall", -0.5), Consequence("out", 2.0, done=True, parts={"length": 2.0})]
+        [
+            Consequence(text="a wall", reward=-0.5),
+            Consequence(text="out", reward=2.0, done=True, parts={"length": 2.0}),
+        ]
     )
     assert await take_turns(played, BEGIN, partner) is StopReason.FINISHED
     assert partner.actions == ["left", "right"]
@@ -185,7 +188,9 @@ async def test_replies_are_messages_and_rewards_add_up():
 )
 async def test_a_limit_keeps_what_was_earned(script, limits, why):
     played = episode(script, **limits)
-    partner = Scripted([Consequence("go on", 0.25), Consequence("never reached", 100.0)])
+    partner = Scripted(
+        [Consequence(text="go on", reward=0.25), Consequence(text="never reached", reward=100.0)]
+    )
     assert await take_turns(played, BEGIN, partner) is why
     assert score_turns(played).reward == 0.25
     assert score_turns(played).parts["finished"] == 0.0
@@ -199,7 +204,8 @@ async def test_a_failure_of_the_other_side_is_no_reward():
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=100))
 async def test_the_reward_is_the_sum_whatever_is_shown(rewards):
     replies = [
-        Consequence("", reward, done=number == len(rewards)) for number, reward in enumerate(rewards, 1)
+        Consequence(text="", reward=reward, done=number == len(rewards))
+        for number, reward in enumerate(rewards, 1)
     ]
     played = episode(["x"] * len(rewards), max_turns=len(rewards))
     await take_turns(played, BEGIN, Scripted(replies))

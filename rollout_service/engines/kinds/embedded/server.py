@@ -108,13 +108,13 @@ router = APIRouter()
 @router.post("/generate")
 async def generate(body: GenerateBody, request: Request, state: Context) -> Response:
     """Sample a continuation."""
-    changed = anyio.Event()
+    changed = asyncio.Event()
     loop = asyncio.get_running_loop()
     job = _make_job(body, state.engine, lambda: loop.call_soon_threadsafe(changed.set))
     if job.stop_texts and state.tokenizer is None:
         raise BadRequestError("stop texts need a tokenizer.json beside the model; use stop_token_ids")
     if body.stream:
-        return StreamingResponse(_stream(body, state), media_type="text/event-stream")
+        return StreamingResponse(_stream(job, changed, body, state), media_type="text/event-stream")
     state.engine.submit(job)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_abort_on_disconnect, request, job, state.engine)
@@ -129,10 +129,9 @@ async def _abort_on_disconnect(request: Request, job: EngineJob, engine: EngineC
     engine.abort(job.rid)
 
 
-async def _stream(body: GenerateBody, state: ServerState) -> AsyncIterator[bytes]:
-    changed = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    job = _make_job(body, state.engine, lambda: loop.call_soon_threadsafe(changed.set))
+async def _stream(
+    job: EngineJob, changed: asyncio.Event, body: GenerateBody, state: ServerState
+) -> AsyncIterator[bytes]:
     state.engine.submit(job)
     try:
         sent, has_ended = 0, False

@@ -44,20 +44,11 @@ class TextGame(BaseModel):
     """Arguments of the game, such as `max_number`."""
 
 
-class GameReply(BaseModel):
+class GameReply(Consequence):
     """A game's reply to an action, or its first text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    text: str
-    reward: float = 0.0
-    done: bool = False
-    parts: dict[str, float] = {}
     player: int = 0
     """Whose turn it is."""
-
-    def consequence(self) -> Consequence:
-        return Consequence(self.text, self.reward, done=self.done, parts=dict(self.parts))
 
 
 class GamePartner:
@@ -74,13 +65,10 @@ class GamePartner:
         """
         return (await self.reset(request)).text
 
-    async def step(self, action: str) -> Consequence:
-        return (await self.act(action)).consequence()
-
     async def reset(self, request: dict[str, JsonValue]) -> GameReply:
         return await self._ask({"op": "reset", **request}, BEGIN_SECONDS)
 
-    async def act(self, action: str) -> GameReply:
+    async def step(self, action: str) -> GameReply:
         return await self._ask({"op": "step", "action": action}, STEP_SECONDS)
 
     async def _ask(self, request: dict[str, JsonValue], seconds: float) -> GameReply:

@@ -23,7 +23,7 @@ from rollout_service.environments.contract import Environment, EnvironmentSpec, 
 from rollout_service.environments.dataset_files import read_instance
 from rollout_service.environments.libraries import Library
 from rollout_service.episodes import Episode, EpisodeLimits, Score
-from rollout_service.tokens import ToolSpec
+from rollout_service.tokens import ToolSpec, tool_spec
 
 SCORE: Final = "nemo_gym_score"
 """The key of the verdict, in an episode's state."""
@@ -193,15 +193,7 @@ class GymTask(BaseModel):
         return [*first, *given]
 
     def tools(self) -> list[ToolSpec]:
-        return [_definition(tool) for tool in self.row.responses_create_params.tools or []]
-
-
-def _definition(tool: _Function) -> ToolSpec:
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description or "",
-            "parameters": tool.parameters or {"type": "object", "properties": {}},
-        },
-    }
+        return [
+            tool_spec(tool.name, tool.description, tool.parameters)
+            for tool in self.row.responses_create_params.tools or []
+        ]

@@ -88,7 +88,7 @@ class GymServer:
         observation = result.get("observation")
         if not done and not observation:
             raise EnvironmentFailedError(f"{NAME} ended no episode, and gave nothing to answer")
-        return Consequence(str(observation or ""), read_reward(result), done=done)
+        return Consequence(text=str(observation or ""), reward=read_reward(result), done=done)
 
     def _with_response(
         self, messages: Sequence[Message], usage: Usage, stop_reason: StopReason | None = None

@@ -23,7 +23,6 @@ from rollout_service.environments.bridges.games.environment import (
 )
 from rollout_service.environments.bridges.process import LibraryProcess
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA
-from rollout_service.environments.bridges.turns import Consequence
 from rollout_service.environments.contract import Replayable
 from rollout_service.environments.dataset_files import read_instance
 from rollout_service.episodes import ContextFullError, Episode
@@ -113,14 +112,14 @@ class PoolMatch(GamePartner):
             )
         return reply.text
 
-    async def step(self, action: str) -> Consequence:
-        return (await self._until_own_turn(await self.act(action))).consequence()
+    async def step(self, action: str) -> GameReply:
+        return await self._until_own_turn(await super().step(action))
 
     async def _until_own_turn(self, reply: GameReply) -> GameReply:
         for _ in range(MAX_MOVES):
             if reply.done or reply.player == self._seat:
                 return reply
-            reply = await self.act(await self._opponent.move(reply.text))
+            reply = await super().step(await self._opponent.move(reply.text))
         raise EnvironmentFailedError(
             f"the opponent made {MAX_MOVES} moves, and it is still not the policy's turn",
             hint="Use an opponent that plays by the rules of this game.",

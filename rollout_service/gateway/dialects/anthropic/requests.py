@@ -17,7 +17,6 @@ from rollout_service.gateway.dialects.fields import (
     Treatment,
     describe_tools,
     dump_json,
-    function_tool,
     invalid,
     join_content,
     parse_object,
@@ -25,7 +24,7 @@ from rollout_service.gateway.dialects.fields import (
     sort_parameters,
     unsupported,
 )
-from rollout_service.tokens import ToolSpec
+from rollout_service.tokens import ToolSpec, tool_spec
 
 _HONORED, _RECORDED, _IGNORED = Treatment.HONORED, Treatment.RECORDED, Treatment.IGNORED
 
@@ -116,7 +115,7 @@ def _read_tools(fields: Fields, notes: Sorted) -> tuple[tuple[ToolSpec, ...], tu
                 invalid(tool.at("input_schema"), "is required")
             notes.ignore(f"tools[type={form}]")
             continue
-        spec = function_tool(tool.required_text("name"), tool.text("description"), schema.values)
+        spec = tool_spec(tool.required_text("name"), tool.text("description"), schema.values)
         (deferred if tool.boolean("defer_loading") else offered).append(spec)
     return tuple(offered), tuple(deferred)
 

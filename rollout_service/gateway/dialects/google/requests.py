@@ -24,14 +24,13 @@ from rollout_service.gateway.dialects.fields import (
     Treatment,
     as_fields,
     dump_json,
-    function_tool,
     invalid,
     read_body,
     sort_parameters,
     unsupported,
 )
 from rollout_service.gateway.errors import RefusedParameterError
-from rollout_service.tokens import ToolSpec
+from rollout_service.tokens import ToolSpec, tool_spec
 
 _HONORED, _RECORDED = Treatment.HONORED, Treatment.RECORDED
 _IGNORED, _REFUSED = Treatment.IGNORED, Treatment.REFUSED
@@ -169,7 +168,7 @@ def _read_tools(fields: Fields, notes: Sorted) -> Iterator[ToolSpec]:
             if schema is None and (parameters := function.object("parameters")):
                 schema = Fields(to_json_schema(parameters.values))
             name, description = function.required_text("name"), function.text("description")
-            yield function_tool(name, description, schema.values if schema else None)
+            yield tool_spec(name, description, schema.values if schema else None)
 
 
 def _check_tool_choice(fields: Fields) -> None:

@@ -25,7 +25,6 @@ from rollout_service.gateway.dialects.fields import (
     custom_call,
     custom_tool,
     dump_json,
-    function_tool,
     invalid,
     join_content,
     read_body,
@@ -33,7 +32,7 @@ from rollout_service.gateway.dialects.fields import (
     unsupported,
 )
 from rollout_service.gateway.errors import RefusedParameterError
-from rollout_service.tokens import ToolSpec
+from rollout_service.tokens import ToolSpec, tool_spec
 
 _HONORED, _RECORDED = Treatment.HONORED, Treatment.RECORDED
 _IGNORED, _REFUSED = Treatment.IGNORED, Treatment.REFUSED
@@ -200,7 +199,7 @@ def _read_tools(fields: Fields, notes: Sorted) -> Iterator[tuple[ToolSpec, Decla
 def read_function(function: Fields) -> ToolSpec:
     parameters = function.object("parameters")
     name, description = function.required_text("name"), function.text("description")
-    return function_tool(name, description, parameters.values if parameters else None)
+    return tool_spec(name, description, parameters.values if parameters else None)
 
 
 def _read_schema(fields: Fields) -> Mapping[str, Any] | None:

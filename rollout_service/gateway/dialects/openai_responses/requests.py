@@ -22,7 +22,6 @@ from rollout_service.gateway.dialects.fields import (
     custom_tool,
     describe_tools,
     dump_json,
-    function_tool,
     invalid,
     join_content,
     read_body,
@@ -30,7 +29,7 @@ from rollout_service.gateway.dialects.fields import (
     unsupported,
 )
 from rollout_service.gateway.errors import RefusedParameterError
-from rollout_service.tokens import ToolSpec
+from rollout_service.tokens import ToolSpec, tool_spec
 
 _HONORED, _RECORDED = Treatment.HONORED, Treatment.RECORDED
 _IGNORED, _REFUSED = Treatment.IGNORED, Treatment.REFUSED
@@ -320,19 +319,19 @@ class ToolReader:
             case "function":
                 parameters = tool.object("parameters")
                 name = self._declare("function", tool.required_text("name"), namespace)
-                yield function_tool(name, tool.text("description"), parameters.values if parameters else None)
+                yield tool_spec(name, tool.text("description"), parameters.values if parameters else None)
             case "custom":
                 grammar = tool.object("format")
                 name = self._declare("custom", tool.required_text("name"), namespace)
                 yield custom_tool(name, tool.text("description"), grammar.values if grammar else None)
             case "local_shell":
                 self._declare("local_shell", LOCAL_SHELL, None)
-                yield function_tool(LOCAL_SHELL, "Run a command.", _SHELL_PARAMETERS)
+                yield tool_spec(LOCAL_SHELL, "Run a command.", _SHELL_PARAMETERS)
             case "tool_search" if tool.text("execution") == "client":
                 parameters = tool.object("parameters")
                 self._declare("tool_search", TOOL_SEARCH, None)
                 description = tool.text("description") or "Find more tools."
-                yield function_tool(
+                yield tool_spec(
                     TOOL_SEARCH, description, parameters.values if parameters else _SEARCH_PARAMETERS
                 )
             case _:
