@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from api_schemas.errors import FieldError
 from rollout_service.base import strict_json
@@ -118,6 +118,12 @@ def select_split(dataset: Sequence[Instance], split: str | None, *, field: str) 
     raise InvalidFieldError([FieldError(path=field, message=message)], hint=hint)
 
 
+class InstanceFields(BaseModel):
+    """The fields of an instance that an environment reads; its prompts may use others."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -130,8 +136,12 @@ def read_instance(model: type[M], instance: dict[str, JsonValue], *, hint: str =
     try:
         return model.model_validate(instance)
     except ValidationError as error:
-        fields = [
-            FieldError(path=".".join(["instance", *map(str, item["loc"])]), message=item["msg"])
-            for item in error.errors(include_url=False, include_input=False)
-        ]
-        raise InvalidFieldError(fields, hint=hint) from error
+        raise InvalidFieldError(field_errors(error), hint=hint) from error
+
+
+def field_errors(error: ValidationError, *, skip: int = 0) -> list[FieldError]:
+    """Return the errors of an instance's fields, whose paths leave out the first `skip` parts of the model's own."""
+    return [
+        FieldError(path=".".join(["instance", *map(str, item["loc"][skip:])]), message=item["msg"])
+        for item in error.errors(include_url=False, include_input=False)
+    ]

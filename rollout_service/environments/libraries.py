@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -75,24 +74,13 @@ class Library:
 
     def install(self) -> Path:
         """Make the environment unless it is there, and return its folder. It takes seconds, so call it in a thread."""
-        folder = self.folder
-        if self.is_installed:
-            return folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=folder.parent, prefix=".draft-", ignore_cleanup_errors=True
-        ) as draft:
-            made = Path(draft) / "environment"
-            for command in self._commands(made):
-                _run(command)
-            if self.prepare is not None:
-                self.prepare(made)
-            try:
-                made.rename(folder)
-            except OSError as error:
-                if not self.is_installed:  # another process may have been first
-                    raise ConfigurationError(f"{folder} cannot be made: {error}") from error
-        return folder
+        return make_once(self.folder, self._make)
+
+    def _make(self, folder: Path) -> None:
+        for command in self._commands(folder):
+            _run(command)
+        if self.prepare is not None:
+            self.prepare(folder)
 
     def _commands(self, folder: Path) -> list[list[str]]:
         """Return the commands that make the environment, with uv if it is there."""
@@ -137,20 +125,15 @@ class AddedPackages:
 
     def install(self) -> Path:
         """Install them unless they are there, and return their folder; the library keeps its own versions."""
-        python = self.library.python()
-        if self.folder.is_dir():
-            return self.folder
-        with tempfile.TemporaryDirectory(
-            dir=self.folder.parent, prefix=".draft-", ignore_cleanup_errors=True
-        ) as draft:
-            made, constraints = Path(draft) / "packages", Path(draft) / "constraints.txt"
-            constraints.write_text("".join(f"{one}\n" for one in _versions(self.library.requirements)))
-            options = ["--target", str(made), "--constraint", str(constraints), *self.requirements]
-            for command in self._commands(python, Path(draft) / "pip", options):
-                _run(command, self.base)
-            with suppress(OSError):  # another process may have been first
-                made.rename(self.folder)
-        return self.require()
+        self.library.python()
+        return make_once(self.folder, self._make)
+
+    def _make(self, folder: Path) -> None:
+        constraints = folder.with_name("constraints.txt")
+        constraints.write_text("".join(f"{one}\n" for one in _versions(self.library.requirements)))
+        options = ["--target", str(folder), "--constraint", str(constraints), *self.requirements]
+        for command in self._commands(self.library.python(), folder.with_name("pip"), options):
+            _run(command, self.base)
 
     def _commands(self, python: Path, pip: Path, options: list[str]) -> list[list[str]]:
         """Return the commands that install them, with uv if it is there, or a pip of the library's Python."""
@@ -159,6 +142,28 @@ class AddedPackages:
         base = find_interpreter(self.library.name, self.library.python_version)
         install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         return [[base, "-m", "venv", str(pip)], [str(pip / "bin" / "python"), *install, *options]]
+
+
+def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Make a folder unless it is there, as a whole or not at all, and return it; beside its draft is other space.
+
+    Raises:
+        ConfigurationError: It cannot be put in place.
+    """
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=".draft-", ignore_cleanup_errors=True
+    ) as draft:
+        made = Path(draft) / "made"
+        make(made)
+        try:
+            made.rename(folder)
+        except OSError as error:
+            if not folder.is_dir():  # another process may have been first
+                raise ConfigurationError(f"{folder} cannot be made: {error}") from error
+    return folder
 
 
 def _versions(lock: Path) -> list[str]:

@@ -68,6 +68,8 @@ def evict(
 
     Candidates are looked at, and removed by their names, while the folder is locked; with `dry_run` none is removed.
     """
+    if not shared.root.is_dir():
+        return ()
     if not dry_run:
         shared.remove_dead_drafts()
     with shared.lock("store"):

@@ -213,11 +213,9 @@ class ImageStore:
         Returns:
             Every name, with the decision about it; with `dry_run` nothing has been removed.
         """
-        if not self.root.is_dir():
-            return ()
         candidates = self._candidates(keep, grace_seconds)
         decided = evict(self._shared, candidates, budget_bytes, self._forget, dry_run=dry_run)
-        if not dry_run:
+        if not dry_run and self.root.is_dir():
             with self._shared.lock("store"):
                 self._collect()
         return decided

@@ -121,8 +121,6 @@ class UnpackedImages:
         Returns:
             Every folder, with the decision about it; with `dry_run` nothing has been removed.
         """
-        if not self.root.is_dir():
-            return ()
         candidates = self._candidates(GRACE_SECONDS if grace_seconds is None else grace_seconds)
         return evict(self._shared, candidates, budget_bytes, self._remove, dry_run=dry_run)
 

@@ -206,6 +206,8 @@ def _end_of(result: ExecResult, chars: int) -> str:
 # part of a server's declaration is taken for a placeholder, or reaches a shell.
 
 Servers = Sequence[McpSettings]
+Writer = Callable[[str, Servers], str]
+"""Returns the text of a program's settings with the servers added; the text still has placeholders."""
 
 
 def with_servers(preset: HarnessPreset, servers: Servers) -> HarnessPreset:
@@ -240,38 +242,35 @@ def _literal(value: Any) -> Any:
     return value
 
 
-def _add_json(text: str, key: str, tables: dict[str, Any]) -> str:
-    return json.dumps({**json.loads(text or "{}"), key: _literal(tables)}, indent=2)
+def _json_writer(key: str, table: Callable[[McpSettings], dict[str, Any]]) -> Writer:
+    """Return the writer of settings in JSON that have a table of each server, by its name, at `key`."""
+
+    def write(text: str, servers: Servers) -> str:
+        tables = {server.name: _literal(table(server)) for server in servers}
+        return json.dumps({**json.loads(text or "{}"), key: tables}, indent=2)
+
+    return write
 
 
-def _claude(text: str, servers: Servers) -> str:
-    def table(server: McpSettings) -> dict[str, Any]:
-        if server.url is not None:
-            return {"type": "http", "url": server.url, "headers": server.headers}
-        return {"type": "stdio", "command": server.command[0], "args": server.command[1:], "env": server.env}
-
-    return _add_json(text, "mcpServers", {server.name: table(server) for server in servers})
+def _claude(server: McpSettings) -> dict[str, Any]:
+    if server.url is not None:
+        return {"type": "http", "url": server.url, "headers": server.headers}
+    return {"type": "stdio", "command": server.command[0], "args": server.command[1:], "env": server.env}
 
 
-def _gemini(text: str, servers: Servers) -> str:
-    def table(server: McpSettings) -> dict[str, Any]:
-        limit = {} if server.call_seconds is None else {"timeout": round(server.call_seconds * 1000)}
-        if server.url is not None:
-            return {"httpUrl": server.url, "headers": server.headers, "trust": True, **limit}
-        command = {"command": server.command[0], "args": server.command[1:], "env": server.env}
-        return {**command, "trust": True, **limit}
-
-    return _add_json(text, "mcpServers", {server.name: table(server) for server in servers})
+def _gemini(server: McpSettings) -> dict[str, Any]:
+    limit = {} if server.call_seconds is None else {"timeout": round(server.call_seconds * 1000)}
+    if server.url is not None:
+        return {"httpUrl": server.url, "headers": server.headers, "trust": True, **limit}
+    command = {"command": server.command[0], "args": server.command[1:], "env": server.env}
+    return {**command, "trust": True, **limit}
 
 
-def _opencode(text: str, servers: Servers) -> str:
-    def table(server: McpSettings) -> dict[str, Any]:
-        limit = {"enabled": True, "timeout": round(server.start_seconds * 1000)}
-        if server.url is not None:
-            return {"type": "remote", "url": server.url, "headers": server.headers, **limit}
-        return {"type": "local", "command": server.command, "environment": server.env, **limit}
-
-    return _add_json(text, "mcp", {server.name: table(server) for server in servers})
+def _opencode(server: McpSettings) -> dict[str, Any]:
+    limit = {"enabled": True, "timeout": round(server.start_seconds * 1000)}
+    if server.url is not None:
+        return {"type": "remote", "url": server.url, "headers": server.headers, **limit}
+    return {"type": "local", "command": server.command, "environment": server.env, **limit}
 
 
 def _codex(text: str, servers: Servers) -> str:
@@ -296,10 +295,9 @@ def _toml(value: Any) -> str:
     return json.dumps(_literal(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-_WRITERS: Final[dict[ServerForm, Callable[[str, Servers], str]]] = {
-    "claude": _claude,
+_WRITERS: Final[dict[ServerForm, Writer]] = {
+    "claude": _json_writer("mcpServers", _claude),
     "codex": _codex,
-    "gemini": _gemini,
-    "opencode": _opencode,
+    "gemini": _json_writer("mcpServers", _gemini),
+    "opencode": _json_writer("mcp", _opencode),
 }
-"""Return the text of a program's settings with the servers added; the text still has placeholders."""

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import anyio
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
 from api_schemas.base import Name
 from api_schemas.rollouts import StopReason
@@ -29,7 +29,7 @@ from rollout_service.environments.bridges.openenv_session import (
 )
 from rollout_service.environments.bridges.turns import REWARDS, Consequence, Earned, score_turns, take_turns
 from rollout_service.environments.contract import Environment, EnvironmentSettings
-from rollout_service.environments.dataset_files import find_empty, read_files, read_instance
+from rollout_service.environments.dataset_files import InstanceFields, find_empty, read_files, read_instance
 from rollout_service.environments.declarative.declaration import (
     DatasetTable,
     dataset_files,
@@ -40,11 +40,7 @@ from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.tokens import tool_spec
 
 
-class ResetArguments(BaseModel):
-    """The fields of an instance."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
+class ResetArguments(InstanceFields):
     seed: int | None = None
     options: dict[str, JsonValue] = {}
     """More arguments of the environment's `reset`."""

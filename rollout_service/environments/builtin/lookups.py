@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Final, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
@@ -31,6 +31,7 @@ from rollout_service.agents.tool_calling.tools import (
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec, Replayable
+from rollout_service.environments.dataset_files import InstanceFields
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 
 HELD_OUT_SHARE: Final = 16  # one task in this many is held out
@@ -59,11 +60,7 @@ PARALLEL: Final = ParallelSettings(
 Name = Annotated[str, Field(min_length=1, max_length=32)]
 
 
-class LookupInstance(BaseModel):
-    """The fields of an instance."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
+class LookupInstance(InstanceFields):
     question: str
     names: Annotated[list[Name], Field(min_length=1, max_length=64)]
     """The names of the cells to add."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.declarative.declaration import INSIDE
+from rollout_service.environments.libraries import make_once
 from sandboxes.config import default_cache
 from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.host.facts import find_apptainer
@@ -29,24 +30,17 @@ def extract_environment(image: Path, cache: Path | None = None) -> Path:
     status = image.stat()
     key = f"{image.resolve()}:{status.st_size}:{status.st_mtime_ns}"
     cache = cache or default_cache() / "environments"
-    folder = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
-    if folder.is_dir():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".draft-", ignore_cleanup_errors=True) as draft:
-        made = Path(draft) / "environment"
+
+    def copy(folder: Path) -> None:
         try:
-            tree = _tree(image, Path(draft) / "image")
-            _copy(tree, _environment_of(tree, image), made)
-            made.rename(folder)
+            tree = _tree(image, folder.with_name("image"))
+            _copy(tree, _environment_of(tree, image), folder)
         except OSError as error:
-            if not folder.is_dir():  # another process may have been first
-                raise ConfigurationError(
-                    f"{INSIDE} of the image {image} cannot be copied: {error}"
-                ) from error
+            raise ConfigurationError(f"{INSIDE} of the image {image} cannot be copied: {error}") from error
         except (ImageError, ProviderUnavailableError) as error:
             raise ConfigurationError(f"the image {image} cannot be read: {error}", hint=error.hint) from error
-    return folder
+
+    return make_once(cache / hashlib.sha256(key.encode()).hexdigest()[:32], copy)
 
 
 def _tree(image: Path, draft: Path) -> ImageTree:

@@ -48,7 +48,8 @@ INSTEAD = {
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)(h|ms|us|m|s)")
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 _PORT = re.compile(r"(?:[\d.]+:)?(?:\d+:)?(\d{1,5})(?:/(?:tcp|udp))?")
-_VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::-[^}]*)?\}|\$")
+REFERENCE = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}")
+_DOLLAR = re.compile(rf"\$\$|{REFERENCE.pattern}|\$")
 _IDLE = (("sleep", "infinity"), ("sh", "-c", "sleep infinity"), ("tail", "-f", "/dev/null"))
 """Commands that only keep a container alive."""
 
@@ -282,18 +283,19 @@ def _replaced(tree: Any, path: str, allowed: Container[str]) -> Any:
         return [_replaced(value, f"{path}.{number}", allowed) for number, value in enumerate(tree)]
 
     def value_of(match: re.Match[str]) -> str:
-        name = match[1]
-        if match[0] == "$$" or name in HARBORS:
-            return HARBORS[name] if name else "$"
-        if name is None:
+        if match[0] == "$$":
+            return "$"
+        if (name := match["name"]) is None:
             raise ValueError(
                 f"{path[1:]}: write $$ for a dollar sign, and ${{NAME}} or ${{NAME:-x}} for a variable"
             )
-        if problem := next(missing({"": match[0]}, path[1:], allowed), None):
-            raise ValueError(problem.replace(".:", ":", 1))
-        return resolve({"": match[0]}, allowed)[""]
+        if name in HARBORS:
+            return HARBORS[name]
+        if (value := _value(match, allowed, os.environ)) is None:
+            raise ValueError(f"{path[1:]}: {_why_missing(name, allowed)}")
+        return value
 
-    return _VARIABLE.sub(value_of, tree)
+    return _DOLLAR.sub(value_of, tree)
 
 
 def _explain(item: Any) -> str:
@@ -312,19 +314,15 @@ def _explain(item: Any) -> str:
 #
 # Guarantee: a task gets no variable of the host but those that the operator has named, since its sandbox is hostile.
 
-REFERENCE = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}")
-
 
 def resolve(
     table: Mapping[str, str], allowed: Container[str], host: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return the values with their references replaced; a reference without a value becomes empty."""
-
-    def value_of(match: re.Match[str]) -> str:
-        name = match["name"]
-        return (host.get(name) if name in allowed else None) or match["default"] or ""
-
-    return {key: REFERENCE.sub(value_of, value) for key, value in table.items()}
+    return {
+        key: REFERENCE.sub(lambda match: _value(match, allowed, host) or "", value)
+        for key, value in table.items()
+    }
 
 
 def missing(
@@ -333,8 +331,15 @@ def missing(
     """Yield a sentence for each reference that has neither a value nor a default; `path` is that of the table."""
     for key, value in table.items():
         for match in REFERENCE.finditer(value):
-            name = match["name"]
-            if match["default"] is not None or (name in allowed and host.get(name)):
-                continue
-            why = "is not set" if name in allowed else "may not be read by tasks: see [harbor] variables"
-            yield f"{path}.{key}: the variable {name} {why}"
+            if _value(match, allowed, host) is None:
+                yield f"{path}.{key}: {_why_missing(match['name'], allowed)}"
+
+
+def _value(match: re.Match[str], allowed: Container[str], host: Mapping[str, str]) -> str | None:
+    name = match["name"]
+    return (host.get(name) if name in allowed else None) or match["default"]
+
+
+def _why_missing(name: str, allowed: Container[str]) -> str:
+    why = "is not set" if name in allowed else "may not be read by tasks: see [harbor] variables"
+    return f"the variable {name} {why}"

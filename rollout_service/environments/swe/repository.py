@@ -198,35 +198,30 @@ async def go_to_start(sandbox: Sandbox, task: SweTask) -> None:
 async def take_snapshot(sandbox: Sandbox, task: SweTask) -> str:
     """Return the id of the tree of the repository's files; those that git ignores are left out."""
     result = await _run(sandbox, SNAPSHOT, task.folder)
-    if result.exit_code != 0:
-        raise EnvironmentFailedError(f"the files of {task.instance_id} cannot be read: {_said(result)}")
+    _require_success(result, f"the files of {task.instance_id} cannot be read")
     return result.stdout.decode().strip()
 
 
 async def restore_snapshot(sandbox: Sandbox, task: SweTask, tree: str) -> None:
     """Make the repository's files those of a tree; those that git ignores stay."""
     result = await _run(sandbox, RESTORE, task.folder, tree)
-    if result.exit_code != 0:
-        raise EnvironmentFailedError(f"the files of {task.instance_id} cannot be put back: {_said(result)}")
+    _require_success(result, f"the files of {task.instance_id} cannot be put back")
 
 
 async def _start(sandbox: Sandbox, task: SweTask, script: str, *, hide: bool) -> ExecResult:
     if hide and task.hidden:
         removed = await sandbox.exec(["rm", "-rf", "--", *task.hidden], cwd="/")
-        if removed.exit_code != 0:
-            raise EnvironmentFailedError(
-                f"the tests of {task.instance_id} cannot be hidden: {_said(removed)}"
-            )
+        _require_success(removed, f"the tests of {task.instance_id} cannot be hidden")
     name = f"rollout-{secrets.token_hex(8)}.diff"
     if task.bug and not await _has_branch(sandbox, task):
         await sandbox.write_file(f"/tmp/{name}", task.bug)  # noqa: S108
     squash = "squash" if task.bug else ""
     result = await _run(sandbox, script, task.folder, task.base_commit, task.branch, name, squash)
-    if result.exit_code != 0:
-        raise EnvironmentFailedError(
-            f"the repository {task.folder} of {task.instance_id} cannot be made ready: {_said(result)}",
-            hint="Check the instance's image, `repo_folder` and `base_commit`. The image needs bash and git.",
-        )
+    _require_success(
+        result,
+        f"the repository {task.folder} of {task.instance_id} cannot be made ready",
+        hint="Check the instance's image, `repo_folder` and `base_commit`. The image needs bash and git.",
+    )
     return result
 
 
@@ -271,6 +266,11 @@ async def _run(sandbox: Sandbox, script: str, *arguments: str, limit: int = 64 *
         timeout=GIT_SECONDS,
         output_limit=limit,
     )
+
+
+def _require_success(result: ExecResult, problem: str, hint: str = "") -> None:
+    if result.exit_code != 0:
+        raise EnvironmentFailedError(f"{problem}: {_said(result)}", hint=hint)
 
 
 def _said(result: ExecResult) -> str:

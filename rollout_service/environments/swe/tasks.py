@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import BeforeValidator, Field, JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service.base.errors import InvalidFieldError
-from rollout_service.environments.dataset_files import read_instance
+from rollout_service.environments.dataset_files import InstanceFields, read_instance
 from rollout_service.environments.swe.patches import changed_paths, split_patch
 from rollout_service.environments.swe.scripts import make_script
 from sandboxes.errors import ImagePathError
@@ -94,18 +94,12 @@ Text = Annotated[str, BeforeValidator(_text)]
 Tests = Annotated[tuple[str, ...], BeforeValidator(_from_json)]
 
 
-class _Install(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
+class _Install(InstanceFields):
     test_cmd: str | list[str] = ""
     log_parser: Text = ""
 
 
-class _SweInstance(BaseModel):
-    """The fields that are used; the prompt may use others."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
+class _SweInstance(InstanceFields):
     instance_id: str = Field("", max_length=256)
     repo: Text = ""
     repo_name: Text = ""

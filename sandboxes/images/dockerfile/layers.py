@@ -104,8 +104,6 @@ class LayerStore:
         Returns:
             Every layer, with the decision about it; with `dry_run` nothing has been removed.
         """
-        if not self.root.is_dir():
-            return ()
         candidates = self._candidates(grace_seconds)
         return evict(self._shared, candidates, budget_bytes, self._shared.discard, dry_run=dry_run)
 

@@ -8,7 +8,7 @@ them is a 400 that says so.
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -226,28 +226,28 @@ def _answer(
 async def abort_request(body: AbortBody, state: Context) -> Response:
     """Abort the requests whose id begins with `rid`, or all."""
     if body.rid or body.abort_all:
-        await _carried_out(state.engine.abort(None if body.abort_all else body.rid))
+        await asyncio.wrap_future(state.engine.abort(None if body.abort_all else body.rid))
     return Response()
 
 
 @router.post("/pause_generation")
 async def pause_generation(body: PauseBody, state: Context) -> Response:
     """Stop sampling."""
-    await _carried_out(state.engine.pause(body.mode))
+    await asyncio.wrap_future(state.engine.pause(body.mode))
     return _json({"message": "Generation paused successfully.", "status": "ok"})
 
 
 @router.post("/continue_generation")
 async def continue_generation(state: Context) -> Response:
     """Resume sampling."""
-    await _carried_out(state.engine.resume())
+    await asyncio.wrap_future(state.engine.resume())
     return _json({"message": "Generation continued successfully.", "status": "ok"})
 
 
 @router.api_route(FLUSH_CACHE, methods=["GET", "POST"])
 async def flush_cache(state: Context) -> Response:
     """Empty the prefix cache."""
-    await _carried_out(state.engine.flush_cache())
+    await asyncio.wrap_future(state.engine.flush_cache())
     return Response("Cache flushed.\n")
 
 
@@ -256,11 +256,11 @@ async def update_weights_from_disk(body: UpdateBody, state: Context) -> Response
     """Load other weights of the same shape."""
     engine = state.engine
     if body.abort_all_requests:
-        await _carried_out(engine.abort(None))
+        await asyncio.wrap_future(engine.abort(None))
     done = await anyio.to_thread.run_sync(
         lambda: engine.update_weights(body.model_path, body.weight_version, flush_cache=body.flush_cache)
     )
-    await _carried_out(done)
+    await asyncio.wrap_future(done)
     message = f"Succeeded to update model weights. Weight version is {engine.weight_version}."
     return _json({"success": True, "message": message, "num_paused_requests": 0})
 
@@ -269,14 +269,10 @@ async def update_weights_from_disk(body: UpdateBody, state: Context) -> Response
 async def update_weight_version(body: VersionBody, state: Context) -> Response:
     """Give the present weights another version."""
     if body.abort_all_requests:
-        await _carried_out(state.engine.abort(None))
-    await _carried_out(state.engine.set_version(body.new_version))
+        await asyncio.wrap_future(state.engine.abort(None))
+    await asyncio.wrap_future(state.engine.set_version(body.new_version))
     message = f"Weight version updated to {body.new_version}"
     return _json({"success": True, "message": message, "new_version": body.new_version})
-
-
-def _carried_out(order: "asyncio.Future[None] | Any") -> Awaitable[None]:
-    return asyncio.wrap_future(order)
 
 
 # ---- information

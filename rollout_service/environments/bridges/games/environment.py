@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import JsonValue, ValidationError
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
@@ -19,7 +19,7 @@ from rollout_service.environments.bridges.games.library import GameLibrary
 from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox
 from rollout_service.environments.bridges.turns import Consequence, score_turns, take_turns
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SandboxSettings
-from rollout_service.environments.dataset_files import read_instance
+from rollout_service.environments.dataset_files import InstanceFields, read_instance
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 
 BEGIN_SECONDS: Final = 60.0
@@ -32,11 +32,7 @@ ENV: Final = {"PYTHONHASHSEED": "0"}
 COUNTS: Final = {1: "one player", 2: "two players"}
 
 
-class TextGame(BaseModel):
-    """The fields of an instance."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
+class TextGame(InstanceFields):
     game: str
     """The library's id, such as `GuessTheNumber-v0`."""
     seed: int

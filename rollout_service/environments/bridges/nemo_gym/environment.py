@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue, field_validator
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
@@ -20,7 +20,7 @@ from rollout_service.environments.bridges.nemo_gym.library import NAME, NEMO_GYM
 from rollout_service.environments.bridges.nemo_gym.server import Beginning, GymServer, GymTool, open_server
 from rollout_service.environments.bridges.turns import score_turns, take_turns
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SandboxSettings
-from rollout_service.environments.dataset_files import read_instance
+from rollout_service.environments.dataset_files import InstanceFields, read_instance
 from rollout_service.environments.libraries import Library
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.tokens import ToolSpec, tool_spec
@@ -172,11 +172,7 @@ class _GymRow(BaseModel):
     responses_create_params: _Parameters
 
 
-class GymTask(BaseModel):
-    """The fields of an instance."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
+class GymTask(InstanceFields):
     server: str = Field(pattern=r"^[a-z0-9_]+$")
     """The folder of a resources server of NeMo Gym."""
     row: _GymRow

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
@@ -25,7 +25,7 @@ from rollout_service.environments.bridges.reasoning_gym.generate import (
     WORKER,
 )
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
-from rollout_service.environments.dataset_files import read_instance
+from rollout_service.environments.dataset_files import InstanceFields, read_instance
 from rollout_service.environments.libraries import Library
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from sandboxes import ExecResult
@@ -57,10 +57,8 @@ SPEC = EnvironmentSpec(
 )
 
 
-class ReasoningTask(BaseModel):
-    """The fields of an instance: how the library makes the task again."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
+class ReasoningTask(InstanceFields):
+    """How the library makes the task again."""
 
     question: str
     task: str = Field(pattern=r"^[a-z0-9_]+$")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 import anyio
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from api_schemas.base import Name
 from api_schemas.trajectories import Message
@@ -23,7 +23,7 @@ from rollout_service.environments.bridges.games.environment import (
 )
 from rollout_service.environments.bridges.process import LibraryProcess
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA
-from rollout_service.environments.contract import Replayable
+from rollout_service.environments.contract import EnvironmentSettings, Replayable
 from rollout_service.environments.dataset_files import read_instance
 from rollout_service.episodes import ContextFullError, Episode
 from rollout_service.judging.contract import SampledText, TextSampler
@@ -32,9 +32,7 @@ MAX_MOVES = 64
 """Moves of the opponent in a row before the game counts as failed, such as illegal ones that the game lets repeat."""
 
 
-class OpponentSettings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class OpponentSettings(EnvironmentSettings):
     pool: Name = "opponent"
     """The pool whose engines play the other side; it should not be the one that is trained."""
     max_tokens: int = Field(2_048, ge=1)
@@ -44,8 +42,6 @@ class OpponentSettings(BaseModel):
 
 
 class MatchGame(TextGame):
-    """The fields of an instance."""
-
     seat: Literal[0, 1] | None = None
     """Which player the policy is; without it, an even seed makes it player 0, and an odd one player 1."""
     opponent: OpponentSettings = OpponentSettings()

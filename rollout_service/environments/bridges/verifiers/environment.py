@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
@@ -36,7 +36,7 @@ from rollout_service.environments.bridges.verifiers.declaration import (
     read_declaration,
 )
 from rollout_service.environments.contract import Environment, EvaluateIn
-from rollout_service.environments.dataset_files import SPLIT, read_instance
+from rollout_service.environments.dataset_files import SPLIT, InstanceFields, read_instance
 from rollout_service.environments.declarative.declaration import spec_from
 from rollout_service.environments.libraries import AddedPackages, Library
 from rollout_service.episodes import Episode, Score
@@ -53,11 +53,7 @@ SCORE_SHARE: Final = 0.9
 PROCESS_ENV: Final = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-class TasksetInstance(BaseModel):
-    """The fields of an instance."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
+class TasksetInstance(InstanceFields):
     index: int
     """The place of the task in its taskset, counted from 0."""
     taskset: str | None = None

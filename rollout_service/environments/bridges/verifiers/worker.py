@@ -110,10 +110,12 @@ async def list_tasksets(request: Request) -> Reply:
 
 
 async def _list_one(wanted: Request) -> Reply:
+    from verifiers.v1.utils import loaders
+
     try:
         if (problem := _package_problem(wanted["id"])) is not None:
             return {"problem": problem}
-        taskset = _taskset(wanted)
+        taskset = loaders.load_taskset(_config(wanted))
         tasks = list(itertools.islice(taskset, wanted["limit"]))
         if not tasks:
             return {"problem": "it has no tasks"}
@@ -121,7 +123,9 @@ async def _list_one(wanted: Request) -> Reply:
         if problem is not None:
             return {"problem": problem}
         tools = [
-            definition for server in await _serve(taskset, tasks[0]) for definition in server.definitions
+            definition
+            for server in await _serve(type(taskset), taskset.config, tasks[0])
+            for definition in server.definitions
         ]
         names = [tool["function"]["name"] for tool in tools]
         if len(set(names)) < len(names):
@@ -153,12 +157,6 @@ def _has_old_form(taskset_id: str) -> bool:
         and LOADER in ([node.name] if isinstance(node, ast.FunctionDef) else [one.name for one in node.names])
         for node in tree.body
     )
-
-
-def _taskset(wanted: Request) -> Any:
-    from verifiers.v1.utils import loaders
-
-    return loaders.load_taskset(_config(wanted))
 
 
 def _config(wanted: Request) -> Any:
@@ -292,7 +290,7 @@ class ToolServers:
         self._state = state_cls(type(task))()
         # Not made as an object of its own: its constructor may read files that only the host has.
         kind = loaders.taskset_class(config.id)
-        for server in await _serve_types(kind, config, task):
+        for server in await _serve(kind, config, task):
             await server.set_up(task.data, self)
             self._calls |= server.calls
         return {"tools": sorted(self._calls)}
@@ -373,11 +371,7 @@ class ToolServer:
         return call
 
 
-async def _serve(taskset: Any, task: Any) -> list[ToolServer]:
-    return await _serve_types(type(taskset), taskset.config, task)
-
-
-async def _serve_types(kind: Any, config: Any, task: Any) -> list[ToolServer]:
+async def _serve(kind: Any, config: Any, task: Any) -> list[ToolServer]:
     made = [(server, True) for server in kind.toolsets(config)]
     made += [(server, False) for server in type(task).toolsets(task.config)]
     return [await ToolServer(server, is_shared).describe() for server, is_shared in _checked(made)]

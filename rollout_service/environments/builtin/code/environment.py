@@ -25,7 +25,7 @@ from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldErro
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.code.problems import instances
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn
-from rollout_service.environments.dataset_files import SPLIT
+from rollout_service.environments.dataset_files import SPLIT, InstanceFields, field_errors
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxFileError, SandboxStartError
@@ -52,11 +52,7 @@ SPEC = EnvironmentSpec(
 )
 
 
-class _Instance(BaseModel):
-    """The fields that the tests need; the prompt may use others."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
+class _Instance(InstanceFields):
     question: str
     time_limit: float = Field(5.0, gt=0, le=60)
     """The CPU time of one test, in seconds."""
@@ -118,12 +114,8 @@ def _read(instance: dict[str, JsonValue]) -> _StdioInstance | _AssertInstance:
     try:
         return _INSTANCE.validate_python(instance)
     except ValidationError as error:
-        fields = [
-            # A path begins with the kind, which the instance's own paths lack.
-            FieldError(path=".".join(["instance", *map(str, item["loc"][1:])]), message=item["msg"])
-            for item in error.errors(include_url=False, include_input=False)
-        ]
-        raise InvalidFieldError(fields) from error
+        # A path begins with the kind, which the instance's own paths lack.
+        raise InvalidFieldError(field_errors(error, skip=1)) from error
 
 
 def _assertions(instance: _AssertInstance) -> list[Assertion]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from api_schemas.errors import FieldError
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
@@ -26,7 +26,7 @@ from rollout_service.environments.builtin.math.worker import MathVerdict
 from rollout_service.environments.builtin.stem.quantities import Quantity, read_quantity
 from rollout_service.environments.builtin.stem.units import Unit, read_unit
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
-from rollout_service.environments.dataset_files import read_instances
+from rollout_service.environments.dataset_files import InstanceFields, field_errors, read_instances
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.judging.rubric import Rubric, RubricSettings
 
@@ -64,10 +64,8 @@ RUBRIC = RubricSettings(
 )
 
 
-class StemTask(BaseModel):
+class StemTask(InstanceFields):
     """The fields of an instance that decide its score."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     question: str = Field(min_length=1)
     answer: Annotated[str, Field(min_length=1, max_length=MAX_REFERENCE_CHARS)]
@@ -202,15 +200,13 @@ def read_task(instance: dict[str, JsonValue]) -> StemTask:
     try:
         return StemTask.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
-        problems = [
-            FieldError(path=".".join(["instance", *map(str, item["loc"])]), message=_message(item["msg"]))
-            for item in error.errors(include_url=False)
-        ]
-        raise InvalidFieldError(problems) from error
+        raise InvalidFieldError([_plainly(one) for one in field_errors(error)]) from error
 
 
-def _message(message: str) -> str:
-    return "is missing" if message == "Field required" else message.removeprefix("Value error, ")
+def _plainly(error: FieldError) -> FieldError:
+    missing = error.message == "Field required"
+    message = "is missing" if missing else error.message.removeprefix("Value error, ")
+    return FieldError(path=error.path, message=message)
 
 
 environment = Stem()

@@ -34,6 +34,7 @@ from rollout_service.environments.bridges.reasoning_gym.generate import REASONIN
 from rollout_service.environments.bridges.reasoning_gym.worker import import_alone, is_harmless
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA
 from rollout_service.environments.bridges.textarena.environment import environment as textarena_games
+from rollout_service.environments.bridges.verifiers.catalog import compile_modules
 from sandboxes import ExecResult, LocalConfig, SandboxSpec, make_provider
 from tests.support.waiting import until
 
@@ -194,10 +195,11 @@ def test_without_the_library_the_error_names_the_command_that_installs_it(
     [
         (write_tasks, "tasks of reasoning-gym cannot be made"),
         (partial(write_games, "gem", GEM.part, (1,)), "games of gem cannot be listed"),
+        (compile_modules, "verifiers cannot be imported"),
     ],
-    ids=["tasks", "games"],
+    ids=["tasks", "games", "modules"],
 )
-def test_a_library_that_cannot_list_what_it_has_is_not_installed(tmp_path, write, why):
+def test_a_library_that_does_not_work_here_is_not_installed(tmp_path, write, why):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to("/bin/false")
