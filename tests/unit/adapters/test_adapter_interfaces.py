@@ -24,6 +24,7 @@ from rollout_client.adapters import areal, nemo_gym, openrlhf, skyrl, slime, ver
 from rollout_client.adapters.engines import TrainerEngines
 from rollout_client.adapters.samples import samples_of
 from rollout_client.adapters.submit import NoRewardError
+from tests.support.adapters.modules import modules
 from tests.support.adapters.rollouts import TASK, FakeClient, rollout, segment
 
 pytestmark = pytest.mark.anyio
@@ -31,92 +32,45 @@ pytestmark = pytest.mark.anyio
 ROW = TASK.model_dump(mode="json")
 INTERFACES = {
     "verl 0.9.1": {
-        "hook": ["self", "sampling_params", "row"],
-        "made with": [
-            "trainer_config",
-            "server_manager",
-            "tokenizer",
-            "processor",
-            "hf_model_type",
-            "dataset_cls",
-            "data_config",
-            "tools",
-        ],
-        "required": ["prompt_ids", "response_ids", "response_mask", "metrics"],
-        "fields": [
-            "prompt_ids",
-            "response_ids",
-            "response_mask",
-            "response_logprobs",
-            "routed_experts",
-            "multi_modal_data",
-            "reward_score",
-            "num_turns",
-            "metrics",
-            "extra_fields",
-            "mm_processor_kwargs",
-            "mm_processor_output",
-        ],
-        "metrics": ["generate_sequences", "tool_calls", "compute_score", "num_preempted"],
+        "hook": "self sampling_params row",
+        "made with": (
+            "trainer_config server_manager tokenizer processor hf_model_type dataset_cls data_config tools"
+        ),
+        "required": "prompt_ids response_ids response_mask metrics",
+        "fields": (
+            "prompt_ids response_ids response_mask response_logprobs routed_experts multi_modal_data "
+            "reward_score num_turns metrics extra_fields mm_processor_kwargs mm_processor_output"
+        ),
+        "metrics": "generate_sequences tool_calls compute_score num_preempted",
     },
     "slime 2026-08-21": {
-        "hook": ["args", "sample", "sampling_params", "evaluation"],
-        "filter": ["keep", "reason", "keep_when_insufficient"],
-        "status": ["pending", "completed", "truncated", "aborted", "failed"],
+        "hook": "args sample sampling_params evaluation",
+        "filter": "keep reason keep_when_insufficient",
+        "status": "pending completed truncated aborted failed",
     },
     "skyrl 2026-08-21": {
-        "hook": ["self", "input_batch"],
-        "fields": [
-            "prompt_token_ids",
-            "response_ids",
-            "rewards",
-            "loss_masks",
-            "stop_reasons",
-            "rollout_metrics",
-            "rollout_logprobs",
-            "trajectory_ids",
-            "trajectory_generation_times",
-            "trajectory_time_splits",
-            "rollout_expert_indices",
-            "is_last_step",
-            "env_metrics",
-            "pixel_values",
-            "image_grid_thw",
-        ],
+        "hook": "self input_batch",
+        "fields": (
+            "prompt_token_ids response_ids rewards loss_masks stop_reasons rollout_metrics "
+            "rollout_logprobs trajectory_ids trajectory_generation_times trajectory_time_splits "
+            "rollout_expert_indices is_last_step env_metrics pixel_values image_grid_thw"
+        ),
     },
     "areal 1.0.4": {
-        "hook": ["self", "engine", "data"],
-        "keys": ["input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards"],
+        "hook": "self engine data",
+        "keys": "input_ids loss_mask logprobs versions attention_mask rewards",
     },
     "openrlhf 0.11.2": {
-        "hook": [
-            "self",
-            "prompt",
-            "label",
-            "sampling_params",
-            "max_length",
-            "hf_tokenizer",
-            "llm_engine",
-            "images",
-        ],
-        "fields": [
-            "prompt",
-            "label",
-            "images",
-            "mm_train_inputs",
-            "reward",
-            "scores",
-            "observation_tokens",
-            "action_ranges",
-            "rollout_log_probs",
-            "truncated",
-            "extra_logs",
-        ],
+        "hook": "self prompt label sampling_params max_length hf_tokenizer llm_engine images",
+        "fields": (
+            "prompt label images mm_train_inputs reward scores observation_tokens action_ranges "
+            "rollout_log_probs truncated extra_logs"
+        ),
     },
     "nemo-gym 2026-08-22": {
-        "run": ["responses_create_params"],
-        "answer": ["responses_create_params", "response", "reward"],
-        "item": ["prompt_token_ids", "generation_token_ids", "generation_log_probs"],
+        "run": "responses_create_params",
+        "answer": "responses_create_params response reward",
+        "item": "prompt_token_ids generation_token_ids generation_log_probs",
     },
 }
 TWO_TURNS = segment([1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1, 0, 0, 1])
@@ -134,13 +88,8 @@ def parameters(hook: Any) -> list[str]:
     return list(inspect.signature(hook).parameters)
 
 
-def modules(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
-    """Install a trainer's module that holds these members, with all its parent packages."""
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
-    for member, value in members.items():
-        setattr(sys.modules[name], member, value)
+def names(trainer: str, part: str) -> list[str]:
+    return INTERFACES[trainer][part].split()
 
 
 # -- verl ------------------------------------------------------------------------
@@ -149,12 +98,12 @@ def modules(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
 @pytest.fixture
 def agent_loop(monkeypatch):
     """Return a function that makes an agent loop as verl does; verl's two models refuse unknown fields."""
-    interface = INTERFACES["verl 0.9.1"]
     strict = {"extra": "forbid"}
-    numbers: dict[str, Any] = dict.fromkeys(interface["metrics"], (float, 0.0))
+    numbers: dict[str, Any] = dict.fromkeys(names("verl 0.9.1", "metrics"), (float, 0.0))
     metrics = create_model("AgentLoopMetrics", __config__=strict, **numbers)
+    required = names("verl 0.9.1", "required")
     fields: dict[str, Any] = {
-        name: (Any, ... if name in interface["required"] else None) for name in interface["fields"]
+        name: (Any, ... if name in required else None) for name in names("verl 0.9.1", "fields")
     }
     output = create_model("AgentLoopOutput", __config__=strict, **fields)
     modules(
@@ -174,7 +123,9 @@ def agent_loop(monkeypatch):
         lengths = SimpleNamespace(response_length=response_length, prompt_length=prompt_length)
         actor, trainer = SimpleNamespace(rollout=lengths), SimpleNamespace(use_v1=use_v1)
         config = SimpleNamespace(actor_rollout_ref=actor, trainer=trainer)
-        made_with = dict.fromkeys(interface["made with"]) | {"trainer_config": SimpleNamespace(config=config)}
+        made_with = dict.fromkeys(names("verl 0.9.1", "made with")) | {
+            "trainer_config": SimpleNamespace(config=config)
+        }
         loop = verl.RolloutAgentLoop(**made_with, url="http://node-3:1")
         assert loop.engines.submitter.url == "http://node-3:1"
         loop.engines = TrainerEngines("verl", client.submitter(**given))
@@ -184,7 +135,7 @@ def agent_loop(monkeypatch):
 
 
 async def test_verl_gets_an_output_of_its_own_kind(agent_loop):
-    assert parameters(verl.RolloutAgentLoop.run) == INTERFACES["verl 0.9.1"]["hook"]
+    assert parameters(verl.RolloutAgentLoop.run) == names("verl 0.9.1", "hook")
     client = FakeClient(rollout(TWO_TURNS))
     row = {"raw_prompt": [], "index": 7, "extra_info": ROW}
     output = await agent_loop(client).run({"temperature": 0.5, "top_k": -1, "logprobs": True}, **row)
@@ -281,8 +232,8 @@ def generate(monkeypatch):
 
 
 async def test_slime_gets_its_sample_filled(generate):
-    assert parameters(slime.generate) == INTERFACES["slime 2026-08-21"]["hook"]
-    assert [one.value for one in Status] == INTERFACES["slime 2026-08-21"]["status"]
+    assert parameters(slime.generate) == names("slime 2026-08-21", "hook")
+    assert [one.value for one in Status] == names("slime 2026-08-21", "status")
     (sample,) = await generate(rollout(TWO_TURNS), metadata=ROW)
     assert (sample.tokens, sample.response_length) == ([1, 2, 3, 4, 5, 6, 7], 5)
     assert sample.loss_mask == [1, 1, 0, 0, 1]
@@ -301,7 +252,7 @@ async def test_slime_gets_a_sample_for_each_segment(generate):
 
 
 async def test_slime_drops_a_group_with_a_rollout_without_a_reward(generate, monkeypatch):
-    required, *others = INTERFACES["slime 2026-08-21"]["filter"]
+    required, *others = names("slime 2026-08-21", "filter")
     output = make_dataclass("DynamicFilterOutput", [required, *((name, Any, None) for name in others)])
     modules(monkeypatch, "slime.rollout.filter_hub.base_types", DynamicFilterOutput=output)
     (bad,) = await generate(failed(), metadata=ROW)
@@ -356,8 +307,8 @@ async def test_skyrl_gets_one_row_for_each_prompt(monkeypatch):
     modules(monkeypatch, "skyrl.train.generators.base", GeneratorInterface=type("GeneratorInterface", (), {}))
     client = FakeClient(rollout(TWO_TURNS), two_segments(reward=0.5))
     output = await skyrl.generator(submitter=client.submitter(concurrency=1)).generate(batch(2))
-    assert parameters(skyrl.BatchGenerator.generate) == INTERFACES["skyrl 2026-08-21"]["hook"]
-    assert set(output) <= set(INTERFACES["skyrl 2026-08-21"]["fields"])
+    assert parameters(skyrl.BatchGenerator.generate) == names("skyrl 2026-08-21", "hook")
+    assert set(output) <= set(names("skyrl 2026-08-21", "fields"))
     assert output["response_ids"] == [[3, 4, 5, 6, 7], [2, 3, 4]]
     assert output["loss_masks"] == [[1, 1, 0, 0, 1], [1, 1, 1]]
     assert output["rewards"] == [1.0, 0.5]
@@ -394,9 +345,9 @@ def episodes_of(client: FakeClient, **given: Any) -> Any:
 
 
 async def test_areal_gets_padded_rows():
-    assert parameters(areal.Episodes.arun_episode) == INTERFACES["areal 1.0.4"]["hook"]
+    assert parameters(areal.Episodes.arun_episode) == names("areal 1.0.4", "hook")
     columns = areal.padded(samples_of(two_segments()))
-    assert list(columns) == INTERFACES["areal 1.0.4"]["keys"]
+    assert list(columns) == names("areal 1.0.4", "keys")
     assert columns["input_ids"] == [[1, 2, 3, 4], [1, 9, 5, 0]]
     assert columns["attention_mask"] == [[True] * 4, [True, True, True, False]]
     assert columns["loss_mask"] == [[0, 1, 1, 1], [0, 0, 1, 0]]
@@ -427,17 +378,16 @@ async def test_areal_gets_one_row_for_an_episode_and_no_group_with_a_failure(mon
 
 @pytest.mark.parametrize(("prompt", "label"), [(ROW, None), ("What is 2+2?", ROW)])
 async def test_openrlhf_gets_its_response(monkeypatch, prompt, label):
-    interface = INTERFACES["openrlhf 0.11.2"]
     modules(monkeypatch, "openrlhf.utils.agent", AgentExecutorBase=type("AgentExecutorBase", (), {}))
     executor = openrlhf.agent_executor(FakeClient(rollout(TWO_TURNS)).submitter())()
-    assert parameters(openrlhf.Executor.execute) == interface["hook"]
+    assert parameters(openrlhf.Executor.execute) == names("openrlhf 0.11.2", "hook")
     given = {
         "prompt": prompt,
         "label": label,
         "sampling_params": SimpleNamespace(temperature=1.0, max_tokens=None),
     }
     response = await executor.execute(**given, max_length=6, hf_tokenizer=None, llm_engine=None)
-    assert set(response) == set(interface["fields"])
+    assert set(response) == set(names("openrlhf 0.11.2", "fields"))
     assert response["observation_tokens"] == [1, 2, 3, 4, 5, 6]
     assert response["action_ranges"] == [(2, 4)]
     assert response["rollout_log_probs"] == [0.0, 0.0, -0.3, -0.4, 0.0, 0.0]
@@ -466,7 +416,7 @@ def message_log(answer: dict[str, Any]) -> list[tuple[str, list[int]]]:
     log: list[tuple[str, list[int]]] = []
     seen: list[int] = []
     for item in answer["response"]["output"]:
-        prompt, generation, logprobs = (item[name] for name in INTERFACES["nemo-gym 2026-08-22"]["item"])
+        prompt, generation, logprobs = (item[name] for name in names("nemo-gym 2026-08-22", "item"))
         assert prompt[: len(seen)] == seen
         assert len(generation) == len(logprobs) > 0
         log += [("user", prompt[len(seen) :]), ("assistant", generation)]
@@ -493,7 +443,7 @@ def test_nemo_gym_serves_rollouts_that_nemo_rl_can_read(monkeypatch):
     app = nemo_gym.agent_class(client.submitter())().setup_webserver()
     body = {"responses_create_params": {"input": [], "temperature": 0.8, "max_output_tokens": 50}} | ROW
     answer = TestClient(app).post("/run", json=body).json()
-    assert set(INTERFACES["nemo-gym 2026-08-22"]["answer"]) <= set(answer)
+    assert set(names("nemo-gym 2026-08-22", "answer")) <= set(answer)
     assert answer["reward"] == 1.0
     assert message_log(answer) == [
         ("user", [1, 2]),

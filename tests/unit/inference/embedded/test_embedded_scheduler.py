@@ -83,12 +83,6 @@ def alone(make_engine, prompt, **asked):
     return list(Asked(make_engine(), prompt, **asked).result().output)
 
 
-def test_a_request_gets_its_budget(make_engine):
-    job = Asked(make_engine(), [1, 2, 3], budget=25).result()
-    assert job.finish == {"type": "length", "length": 25}
-    assert len(job.output) == len(job.logprobs) == 25
-
-
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -117,14 +111,6 @@ def test_neighbors_limits_and_the_cache_change_no_token(make_engine, asked, max_
         assert each.job.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
     crowd.abort(None).result(SECONDS)
     assert crowd.stats.reserved_tokens == 0
-
-
-def test_a_stop_id_ends_a_request_and_is_kept(make_engine):
-    output = alone(make_engine, [5, 6], budget=20)
-    stop = output[7]
-    job = Asked(make_engine(), [5, 6], budget=20, stop_ids=frozenset([stop])).result()
-    assert job.finish == {"type": "stop", "matched": stop}
-    assert job.output == output[: output.index(stop) + 1]
 
 
 def test_the_cache_counts_to_the_token(make_engine):
@@ -205,20 +191,6 @@ def test_an_update_without_a_pause_waits_for_what_is_running_and_holds_what_is_n
     assert running.result().meta_info("")["weight_version"] == "default"
     assert later.result().meta_info("")["weight_version"] == "5"
     assert later.job.cached_tokens == 0
-
-
-def test_versions_split_exactly_where_the_weights_changed(make_engine, folder):
-    engine = make_engine()
-    asked = Asked(engine, [1, 2], budget=100, held_at=10)
-    asked.meanwhile(lambda: engine.pause(PauseMode.IN_PLACE)).result(SECONDS)
-    split = len(asked.job.output)
-    engine.update_weights(str(folder), "8", flush_cache=False).result(SECONDS)
-    engine.resume().result(SECONDS)
-    spans = asked.result().meta_info("")["weight_versions"]
-    assert spans == [
-        {"version": "default", "start": 0, "end": split},
-        {"version": "8", "start": split, "end": 100},
-    ]
 
 
 def test_weights_of_another_shape_are_refused_and_the_engine_keeps_serving(make_engine, tmp_path):

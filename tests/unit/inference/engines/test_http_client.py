@@ -130,31 +130,25 @@ async def test_an_answer_that_is_larger_than_was_asked_for_is_not_read() -> None
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "then_close"),
     [
-        b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok",
-        OK + b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nwrong",
-        OK + b"HTTP/1.1 200",
-        OK + b"|HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nwrong",
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok", False),
+        (OK + b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nwrong", False),
+        (OK + b"HTTP/1.1 200", False),
+        (OK + b"|HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nwrong", False),
+        (OK, True),
     ],
-    ids=["said to end", "two answers", "one and a part", "a second one later"],
+    ids=["said to end", "two answers", "one and a part", "a second one later", "closed while it rested"],
 )
-async def test_a_connection_that_may_hold_something_else_is_not_used_again(answer: bytes) -> None:
-    server = Server(answer)
+async def test_a_connection_that_is_closed_or_may_hold_something_else_is_not_used_again(
+    answer: bytes, then_close: bool
+) -> None:
+    server = Server(answer, then_close=then_close)
     async with serving(server) as client:
         for _ in range(3):
             assert await client.exchange("GET", "/", None) == (200, b"ok")
             await ended(client)
     assert server.connections == 3
-
-
-async def test_a_connection_that_was_closed_while_it_rested_is_not_used_again() -> None:
-    server = Server(OK, then_close=True)
-    async with serving(server) as client:
-        for _ in range(2):
-            assert await client.exchange("GET", "/", None) == (200, b"ok")
-            await ended(client)
-    assert server.connections == 2
 
 
 class Hasty:

@@ -14,6 +14,7 @@ from rollout_service.engines.errors import BackendProtocolError
 from rollout_service.engines.kinds.checks import parse_version
 from rollout_service.engines.kinds.http_backend import dump_request, prompt_for_json
 from rollout_service.engines.kinds.sglang.wire import generate_body, parse_generation
+from tests.support.engines.answers import with_value
 
 REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=8))
 
@@ -57,70 +58,43 @@ def test_a_good_answer_is_taken_as_it_is():
     assert (generation.prompt_tokens, generation.cached_tokens, generation.backend_id) == (3, 2, "b")
 
 
-def change(path, value):
-    """Return an edit of the good answer; the value None removes the entry."""
-
-    def apply(answer):
-        *parents, last = path
-        for part in parents:
-            answer = answer[part]
-        if value is None:
-            del answer[last]
-        else:
-            answer[last] = value
-
-    return apply
+META = ("meta_info",)
+LOGPROBS = (*META, "output_token_logprobs")
+VERSIONS = (*META, "weight_versions")
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("path", "value", "message"),
     [
-        (change(["output_ids"], None), "output_ids is missing"),
-        (change(["output_ids", 1], 10), "outside the vocabulary"),
-        (change(["output_ids", 1], -1), "outside the vocabulary"),
-        (change(["output_ids", 1], True), "outside the vocabulary"),
-        (change(["output_ids", 1], "6"), "outside the vocabulary"),
-        (change(["output_ids"], [5] * 9), "at most 8"),
-        (change(["meta_info"], None), "meta_info"),
-        (change(["meta_info", "finish_reason"], None), "finish_reason"),
-        (change(["meta_info", "finish_reason", "type"], "tired"), "tired"),
-        (change(["meta_info", "prompt_tokens"], 4), "prompt_tokens is 4, but should be 3"),
-        (change(["meta_info", "completion_tokens"], 2), "completion_tokens is 2, but should be 3"),
-        (change(["meta_info", "cached_tokens"], None), "cached_tokens is None"),
-        (change(["meta_info", "cached_tokens"], 4), "cached_tokens is 4"),
-        (change(["meta_info", "weight_version"], None), "weight version None"),
-        (change(["meta_info", "weight_version"], "step-4"), "is not an integer"),
-        (change(["meta_info", "output_token_logprobs"], None), "output_token_logprobs is missing"),
-        (
-            change(["meta_info", "output_token_logprobs", 2], None),
-            "output_token_logprobs has 2 entries for 3 tokens",
-        ),
-        (change(["meta_info", "output_token_logprobs", 1, 1], 9), "does not belong to token 6"),
-        (
-            change(["meta_info", "output_token_logprobs", 1, 0], float("nan")),
-            "must be a finite number of at most 0",
-        ),
-        (
-            change(["meta_info", "output_token_logprobs", 1, 0], float("-inf")),
-            "must be a finite number of at most 0",
-        ),
-        (change(["meta_info", "output_token_logprobs", 1, 0], 0.5), "must be a finite number of at most 0"),
-        (
-            change(["meta_info", "output_token_logprobs", 1, 0], "-0.2"),
-            "must be a finite number of at most 0",
-        ),
-        (change(["meta_info", "weight_versions"], [{"version": "4", "start": 0, "end": 2}]), "covers 2 of 3"),
-        (
-            change(["meta_info", "weight_versions"], [{"version": "4", "start": 1, "end": 3}]),
-            "must follow each other",
-        ),
+        (("output_ids",), None, "output_ids is missing"),
+        (("output_ids", 1), 10, "outside the vocabulary"),
+        (("output_ids", 1), -1, "outside the vocabulary"),
+        (("output_ids", 1), True, "outside the vocabulary"),
+        (("output_ids", 1), "6", "outside the vocabulary"),
+        (("output_ids",), [5] * 9, "at most 8"),
+        (META, None, "meta_info"),
+        ((*META, "finish_reason"), None, "finish_reason"),
+        ((*META, "finish_reason", "type"), "tired", "tired"),
+        ((*META, "prompt_tokens"), 4, "prompt_tokens is 4, but should be 3"),
+        ((*META, "completion_tokens"), 2, "completion_tokens is 2, but should be 3"),
+        ((*META, "cached_tokens"), None, "cached_tokens is None"),
+        ((*META, "cached_tokens"), 4, "cached_tokens is 4"),
+        ((*META, "weight_version"), None, "weight version None"),
+        ((*META, "weight_version"), "step-4", "is not an integer"),
+        (LOGPROBS, None, "output_token_logprobs is missing"),
+        (LOGPROBS, [[-0.1, 5, None]], "output_token_logprobs has 1 entries for 3 tokens"),
+        ((*LOGPROBS, 1, 1), 9, "does not belong to token 6"),
+        ((*LOGPROBS, 1, 0), float("nan"), "must be a finite number of at most 0"),
+        ((*LOGPROBS, 1, 0), float("-inf"), "must be a finite number of at most 0"),
+        ((*LOGPROBS, 1, 0), 0.5, "must be a finite number of at most 0"),
+        ((*LOGPROBS, 1, 0), "-0.2", "must be a finite number of at most 0"),
+        (VERSIONS, [{"version": "4", "start": 0, "end": 2}], "covers 2 of 3"),
+        (VERSIONS, [{"version": "4", "start": 1, "end": 3}], "must follow each other"),
     ],
 )
-def test_an_answer_with_a_flaw_is_refused_by_name(edit, message):
-    answer = good_answer()
-    edit(answer)
+def test_an_answer_with_a_flaw_is_refused_by_name(path, value, message):
     with pytest.raises(BackendProtocolError, match=message) as caught:
-        parse(answer)
+        parse(with_value(good_answer(), path, value))
     assert caught.value.backend_id == "b"
 
 

@@ -1,7 +1,5 @@
 """A vLLM answer is believed whole or not at all, and a server's modes and gauges are read correctly."""
 
-import copy
-
 import pytest
 
 from api_schemas.trajectories import FinishReason
@@ -15,6 +13,7 @@ from rollout_service.engines.kinds.vllm.wire import (
     parse_generation,
     refuse_other_distribution,
 )
+from tests.support.engines.answers import with_value
 
 REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=8))
 INFO = ModelInfo(model_path="m", tokenizer_path="m", weight_version=0, vocab_size=10, context_length=100)
@@ -103,14 +102,8 @@ CACHED = ("usage", "prompt_tokens_details")
     ],
 )
 def test_an_answer_with_a_flaw_is_refused_by_name(path, value, message):
-    answer = copy.deepcopy(good_answer())
-    *parents, last = path
-    place = answer
-    for part in parents:
-        place = place[part]
-    place[last] = value
     with pytest.raises(BackendProtocolError, match=message) as caught:
-        parse(answer)
+        parse(with_value(good_answer(), path, value))
     assert caught.value.backend_id == "b"
 
 

@@ -54,19 +54,15 @@ def test_rollouts_that_wait_for_a_tool_count_as_load():
     assert Counter(chosen) == {"b0": 5, "b1": 5}
 
 
-def test_released_rollouts_no_longer_count():
+@pytest.mark.parametrize("forgets", [False, True])
+def test_rollouts_count_until_they_are_released_or_their_backend_is_forgotten(forgets):
     router = LeastLoaded()
     for i in range(10):
         router.choose(candidates(0), REQUEST, f"r{i}")
-        router.release(f"r{i}")
-    assert router.choose(candidates(0, 1), REQUEST, "new").backend_id == "b0"
-
-
-def test_a_forgotten_backend_has_no_rollouts():
-    router = LeastLoaded()
-    for i in range(10):
-        router.choose(candidates(0), REQUEST, f"r{i}")
-    router.forget("b0")
+        if not forgets:
+            router.release(f"r{i}")
+    if forgets:
+        router.forget("b0")
     assert router.choose(candidates(0, 1), REQUEST, "r3").backend_id == "b0"
 
 
