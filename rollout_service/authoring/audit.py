@@ -22,7 +22,7 @@ from rollout_service.authoring.audit_report import AuditReport, InstanceAudit, T
 from rollout_service.base.errors import EnvironmentFailedError, describe, format_failure
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import Environment
-from rollout_service.environments.lint import WrappedEnvironment
+from rollout_service.environments.wrapped import WrappedEnvironment
 from rollout_service.episodes import Episode, Score
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play

@@ -9,13 +9,8 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
-from pydantic import JsonValue
-
-from api_schemas.rollouts import StopReason
-from rollout_service.environments.contract import Environment
 from rollout_service.environments.declarative.declaration import INSIDE, Declaration
 from rollout_service.environments.declarative.files import PackedFile
-from rollout_service.episodes import Episode, Score
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SEPARATORS = {";", "&", "&&", "|", "||", "(", ")"}
@@ -82,41 +77,3 @@ def _programs(command: str) -> Iterator[str]:
                 yield word
     except ValueError:  # an open quote, which the shell would reject too
         return
-
-
-# Environments whose agent is another, such as the task's own solution, to check the grading.
-
-
-class WrappedEnvironment(Environment):
-    """Sets up and scores as another environment does; what its agent does in between is the subclass's."""
-
-    def __init__(self, environment: Environment) -> None:
-        self._environment = environment
-        self.spec = environment.spec
-        self.shares_setup = environment.shares_setup
-
-    def check(self, instance: dict[str, JsonValue]) -> None:
-        self._environment.check(instance)
-
-    async def prepare(self, episode: Episode) -> None:
-        await self._environment.prepare(episode)
-
-    async def init(self, episode: Episode) -> None:
-        await self._environment.init(episode)
-
-    async def execute(self, episode: Episode) -> None:
-        await self._environment.execute(episode)
-
-    async def evaluate_checkpoint(self, episode: Episode, number: int) -> bool:
-        return await self._environment.evaluate_checkpoint(episode, number)
-
-    async def evaluate(self, episode: Episode) -> Score:
-        return await self._environment.evaluate(episode)
-
-
-class Solving(WrappedEnvironment):
-    def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
-        return Solving(self._environment.for_instance(instance))
-
-    async def run(self, episode: Episode) -> StopReason:
-        return await self._environment.solve(episode)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import anyio
-from pydantic import JsonValue
 
 from api_schemas.external import RolloutAccess, RolloutEnd
 from api_schemas.rollouts import StopReason
@@ -18,7 +17,8 @@ from rollout_service.activity import waits_for
 from rollout_service.agents.tool_calling.agent import final_answer
 from rollout_service.base.errors import ConflictError, EnvironmentFailedError, NotFoundError
 from rollout_service.base.signals import ChangeSignal
-from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn, Replayable
+from rollout_service.environments.contract import Environment, EvaluateIn, Replayable
+from rollout_service.environments.wrapped import WrappedEnvironment
 from rollout_service.episodes import Episode, GatewayAccess, Score
 from sandboxes.task_groups import open_task_group
 
@@ -82,27 +82,17 @@ class ExternalAgents:
         agent.reported.set()
 
 
-class ExternallyDriven(Environment):
+class ExternallyDriven(WrappedEnvironment):
     """An environment whose agent is replaced by a program outside, for one attempt."""
 
     uses_gateway = True
 
     def __init__(self, environment: Environment, agents: ExternalAgents) -> None:
-        self._environment = environment
+        super().__init__(environment)
         self._agents = agents
         self._reward: Score | None = None
-        self.spec: EnvironmentSpec = environment.spec.model_copy(update={"tools": []})
-        self.shares_setup = environment.shares_setup
+        self.spec = environment.spec.model_copy(update={"tools": []})
         self.replayable: Replayable = "never"
-
-    def check(self, instance: dict[str, JsonValue]) -> None:
-        self._environment.check(instance)
-
-    async def prepare(self, episode: Episode) -> None:
-        await self._environment.prepare(episode)
-
-    async def init(self, episode: Episode) -> None:
-        await self._environment.init(episode)
 
     async def run(self, episode: Episode) -> StopReason:
         """Wait for the program's report, for as long as an agent may work.
@@ -142,8 +132,5 @@ class ExternallyDriven(Environment):
             self.spec = self.spec.model_copy(update={"evaluate_in": EvaluateIn.NONE})
         return access.stop_reason or StopReason.FINISHED
 
-    async def execute(self, episode: Episode) -> None:
-        await self._environment.execute(episode)
-
     async def evaluate(self, episode: Episode) -> Score:
-        return self._reward or await self._environment.evaluate(episode)
+        return self._reward or await super().evaluate(episode)

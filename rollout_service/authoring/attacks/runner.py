@@ -22,7 +22,7 @@ from api_schemas.trajectories import Message
 from rollout_service.authoring.attacks.scripts import CAUSES, PRELUDE, SCRIPTS, Attack
 from rollout_service.base.errors import EnvironmentFailedError, describe, format_failure
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
-from rollout_service.environments.lint import WrappedEnvironment
+from rollout_service.environments.wrapped import WrappedEnvironment
 from rollout_service.episodes import Episode, PolicyTurn
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play

@@ -27,7 +27,7 @@ from rollout_service.cli.env.check import load_environment, read_dataset
 from rollout_service.cli.env.engines import configured_sandboxes
 from rollout_service.cli.env.run import parse_instance
 from rollout_service.environments.contract import Environment, EvaluateIn
-from rollout_service.environments.lint import Solving
+from rollout_service.environments.wrapped import Solving
 from rollout_service.episodes import Episode, Score
 from rollout_service.pipeline.trial import play
 from rollout_service.settings import load_settings

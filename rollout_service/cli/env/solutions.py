@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from rollout_service.authoring.audit import IDLE_TURNS
 from rollout_service.base.errors import describe, format_failure
 from rollout_service.environments.contract import Environment
-from rollout_service.environments.lint import Solving
+from rollout_service.environments.wrapped import Solving
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import NO_MODELS, OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy

@@ -40,7 +40,7 @@ INSTRUCTIONS = {
     "VOLUME": "the label `docker.volume`; the folder stays part of the image",
     "ONBUILD": "refused: an image file has no place for it",
 }
-"""What becomes of each instruction."""
+"""The treatment of each instruction."""
 
 
 @dataclass(frozen=True, slots=True)

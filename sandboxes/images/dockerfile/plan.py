@@ -308,23 +308,22 @@ class _Planner:
 
     def require_pairs(self, one: Instruction) -> None:
         """Require that the arguments are NAME=VALUE, or one name and its value."""
-        try:
-            words = split_words(one.text, self._parsed.escape)
-        except ValueError as error:
-            raise self._error(one, str(error)) from error
+        words = self._words(one)
         if "=" not in words[0] and len(words) < 2:
             raise self._error(one, f"{one.keyword} {words[0]} has no value", f"write {words[0]}=VALUE")
         if wrong := next((word for word in words if "=" not in word and "=" in words[0]), None):
             raise self._error(one, f"{wrong!r} is not NAME=VALUE", "put values with spaces into quotes")
 
     def _pairs(self, one: Instruction) -> Iterator[tuple[str, str | None]]:
-        try:
-            words = split_words(one.text, self._parsed.escape)
-        except ValueError as error:
-            raise self._error(one, str(error)) from error
-        for word in words:
+        for word in self._words(one):
             name, equals, default = word.partition("=")
             yield name, default if equals else None
+
+    def _words(self, one: Instruction) -> list[str]:
+        try:
+            return split_words(one.text, self._parsed.escape)
+        except ValueError as error:
+            raise self._error(one, str(error)) from error
 
     def _expand(self, one: Instruction, text: str, variables: Mapping[str, str]) -> str:
         try:

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from rollout_service.environments.harbor.collection import load_harbor
-from rollout_service.environments.lint import Solving
+from rollout_service.environments.wrapped import Solving
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.settings.pipeline import HarborSettings

@@ -30,7 +30,7 @@ from rollout_service.environments.harbor.verifier import (
     TestsNeverRanError,
     VerifierTimeoutError,
 )
-from rollout_service.environments.lint import Solving
+from rollout_service.environments.wrapped import Solving
 from rollout_service.episodes import PolicyTurn
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play

@@ -10,13 +10,13 @@ import pytest
 from api_schemas.rollouts import StopReason
 from benchmarks.support.swe_patches import adding, hostile_patches
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
-from rollout_service.environments.lint import Solving
 from rollout_service.environments.registry import load_path
 from rollout_service.environments.swe.environment import PATCH
 from rollout_service.environments.swe.grading import SWEBENCH, SweEvaluation, judge_log
 from rollout_service.environments.swe.repository import apply_patch, go_to_start, make_ready, read_changes
 from rollout_service.environments.swe.scripts import END, START, plant_canary
 from rollout_service.environments.swe.tasks import read_task
+from rollout_service.environments.wrapped import Solving
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.shared_setup import SharedSetups
 from rollout_service.pipeline.trial import play

@@ -7,8 +7,8 @@ import pytest
 from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.bridges.games.declared_game import DeclaredGame, load_game
-from rollout_service.environments.lint import Solving
 from rollout_service.environments.registry import load_path
+from rollout_service.environments.wrapped import Solving
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 
