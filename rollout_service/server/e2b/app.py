@@ -17,14 +17,12 @@ from connectrpc.code import Code
 from connectrpc.errors import ConnectError
 from e2b.envd.filesystem.filesystem_connect import FilesystemASGIApplication
 from e2b.envd.process.process_connect import ProcessASGIApplication
-from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api_schemas.errors import sentences
 from rollout_service.base import errors
 from rollout_service.cluster.node import Node
 from rollout_service.gateway.server.listener import address_of, bind, serving
@@ -32,7 +30,6 @@ from rollout_service.http.access_log import AccessLogMiddleware
 from rollout_service.http.allowed_hosts import AllowedHosts, HostMiddleware
 from rollout_service.http.connections import ConnectionLimits, descriptor_limit, find_slot
 from rollout_service.http.keyring import Keyring, Role
-from rollout_service.http.problems import to_problem
 from rollout_service.http.protocol import Observe, RequestLimits
 from rollout_service.http.requests import BodiesInFlight, HeldBytes
 from rollout_service.server.e2b import code_interpreter
@@ -40,6 +37,7 @@ from rollout_service.server.e2b.boxes import CURRENT_BOX, Box, Boxes
 from rollout_service.server.e2b.commands import ProcessCalls
 from rollout_service.server.e2b.control import ControlApi
 from rollout_service.server.e2b.files import FilesystemCalls
+from rollout_service.server.e2b.refusals import refusal_of
 from rollout_service.server.e2b.transfer import answer_transfer
 from rollout_service.settings import Settings
 from sandboxes import errors as sandbox_errors
@@ -58,17 +56,6 @@ USERS = frozenset({"", "Basic dXNlcjo=", "Basic cm9vdDo=", "user", "root"})
 """How requests name a user: all of them are the sandbox's own."""
 DESCRIPTOR_SHARE = 8
 """The connections take at most this part of the descriptors that the service may open."""
-STATUS: tuple[tuple[type[Exception], int], ...] = (
-    (sandbox_errors.ImageNotFoundError, 404),
-    (sandbox_errors.FileMissingError, 404),
-    (sandbox_errors.SandboxClosedError, 502),
-    (sandbox_errors.DiskFullError, 507),
-    (sandbox_errors.FileTooLargeError, 413),
-    (sandbox_errors.FileStalledError, 504),
-    (sandbox_errors.SandboxFileError, 400),
-    (sandbox_errors.SandboxConfigError, 400),
-    (sandbox_errors.ImageError, 400),
-)
 log = structlog.get_logger(__name__)
 
 
@@ -100,7 +87,7 @@ class E2BApp:
         except Exception as error:
             if begun:
                 raise
-            await _refusal(error)(scope, receive, send)
+            await refusal_of(error)(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, path = Request(scope, receive), scope["path"]
@@ -137,6 +124,8 @@ class E2BApp:
         box = self._boxes.find(headers.get("e2b-sandbox-id", ""))
         if box is None:
             raise sandbox_errors.SandboxClosedError("The sandbox was not found")
+        if box.paused:
+            raise sandbox_errors.SandboxClosedError("The sandbox is paused", hint="Connect to it first.")
         shown = headers.get("x-access-token") or headers.get("e2b-traffic-access-token", "")
         if not hmac.compare_digest(shown.encode(), box.token.encode()):
             raise errors.UnauthorizedError("the access token is not that of the sandbox")
@@ -149,6 +138,8 @@ class E2BApp:
     def _within(self, box: Box) -> ASGIApp:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             CURRENT_BOX.set(box)
+            async with box.saving:  # nothing may begin meanwhile
+                pass
             request, path = Request(scope, receive), scope["path"]
             app: ASGIApp = self._processes if path.startswith(PROCESSES) else self._files
             if request.headers.get("e2b-sandbox-port") == code_interpreter.PORT:
@@ -181,22 +172,6 @@ def _bounded(receive: Receive, held: HeldBytes, *, is_call: bool) -> Receive:
         return message
 
     return receive_bounded
-
-
-def _refusal(error: Exception) -> Response:
-    """Return an error as E2B's client expects it."""
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, errors.TryLaterError) else {}
-    problem = to_problem(error)
-    status, message = problem.status, problem.detail
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_input=False)[0]
-        status, message = 400, f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
-    elif isinstance(error, sandbox_errors.SandboxError):
-        status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
-        message = sentences(str(error), error.hint)
-    elif not isinstance(error, errors.ServiceError):
-        log.error("unhandled error in E2B's API", exc_info=error)
-    return JSONResponse({"code": status, "message": message}, status, headers)
 
 
 @asynccontextmanager

@@ -10,21 +10,30 @@ import itertools
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import anyio
 from anyio.abc import TaskGroup
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_service.base.errors import ForbiddenError, NotFoundError, TooManySandboxesError
+from rollout_service.base.errors import (
+    ForbiddenError,
+    NotFoundError,
+    ServiceError,
+    TooManySandboxesError,
+    UnavailableError,
+)
 from rollout_service.base.shutdown import ShuttingDownError
 from rollout_service.settings.http import E2BApiSettings
-from sandboxes import ImageNotFoundError, Sandbox, SandboxProvider, SandboxSpec
+from sandboxes import ImageNotFoundError, Sandbox, SandboxError, SandboxProvider, SandboxSpec
+from sandboxes.errors import SandboxConfigError
 from sandboxes.image_names import read_image_name
 from sandboxes.scheduling.admission import AdmissionController, Ticket
 
@@ -62,10 +71,17 @@ class Box:
     """Held while code of a language runs."""
     code_runs: Counter[str] = field(default_factory=Counter)
     """How often code of each language has run."""
+    saving: anyio.Lock = field(default_factory=anyio.Lock)
+    """Held while its files are read for forks."""
+    paused: bool = False
     began: datetime = field(default_factory=lambda: datetime.now(UTC))
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     ended: anyio.Event = field(default_factory=anyio.Event)
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+
+    @property
+    def state(self) -> str:
+        return "paused" if self.paused else "running"
 
     @property
     def seconds_left(self) -> float:
@@ -74,6 +90,23 @@ class Box:
     def renew(self, seconds: float) -> None:
         """Let the sandbox end after this time, counted from now."""
         self.scope.deadline = anyio.current_time() + seconds
+
+    async def pause(self) -> None:
+        """Stop everything inside until `resume`; its time stands still, but not that of its `lifetime_seconds`.
+
+        Raises:
+            UnavailableError: A command or a transfer of files is under way.
+            SandboxError: It cannot be paused.
+        """
+        if not await self.sandbox.pause():
+            raise UnavailableError("the sandbox is at work", hint="Pause it once its commands have ended.")
+        self.paused = True
+        self.renew(self.sandbox.spec.lifetime_seconds or 0)
+
+    async def resume(self) -> None:
+        if self.paused:
+            await self.sandbox.exec(["true"])
+            self.paused = False
 
     async def kill(self) -> None:
         self.scope.cancel()
@@ -98,6 +131,7 @@ class Boxes:
         self._is_stopping = is_stopping
         self._boxes: dict[str, Box] = {}
         self._numbers = itertools.count(1)
+        self._forking = anyio.Lock()
         self._tasks: TaskGroup | None = None
 
     @asynccontextmanager
@@ -106,8 +140,8 @@ class Boxes:
             yield
             self._tasks.cancel_scope.cancel()
 
-    async def create(self, owner: str, new: NewBox) -> Box:
-        """Start a sandbox for a key.
+    async def create(self, owner: str, new: NewBox, saved: Path | None = None) -> Box:
+        """Start a sandbox for a key, from what was saved of another if that is given.
 
         Raises:
             ImageNotFoundError, ImagePathError, ForbiddenError: The settings do not allow the image or the network.
@@ -115,7 +149,7 @@ class Boxes:
             ShuttingDownError: The service is shutting down.
             SandboxError: The sandbox does not start.
         """
-        spec = self._spec(owner, new)
+        spec = replace(self._spec(owner, new), saved=saved)
         if self._tasks is None or self._is_stopping():
             raise ShuttingDownError
         ticket = self._admission.admit_guest(self.settings.max_sandboxes or self._admission.ceiling // 2)
@@ -133,6 +167,38 @@ class Boxes:
         box.renew(new.timeout)
         self._tasks.start_soon(self._keep, box, ticket)
         return box
+
+    async def fork(self, box: Box, seconds: int, count: int) -> list[Box | Exception]:
+        """Start sandboxes with the files of one, which goes on; return each, or why it did not start.
+
+        Raises:
+            SandboxError: Its files cannot be saved, such as while a program runs.
+        """
+        if not await self._provider.saves(box.sandbox.spec):
+            raise SandboxConfigError("this host cannot save sandboxes, from which forks start")
+        new = box.new.model_copy(update={"timeout": seconds})
+        found: list[Box | Exception] = []
+
+        async def start(saved: Path) -> None:
+            try:
+                found.append(await self.create(box.owner, new, saved))
+            except (ServiceError, SandboxError) as error:
+                found.append(error)
+
+        async with self._forking:  # one after the other, which bounds what they take up on the disk
+            with TemporaryDirectory(prefix="rollout-fork-") as folder:
+                saved = Path(folder) / "saved"
+                async with (
+                    box.saving,
+                    await anyio.open_file(saved, "wb") as file,
+                    aclosing(box.sandbox.save(limit=self.settings.max_file_bytes)) as parts,
+                ):
+                    async for part in parts:
+                        await file.write(part)
+                async with anyio.create_task_group() as tasks:
+                    for _ in range(count):
+                        tasks.start_soon(start, saved)
+        return found
 
     def _spec(self, owner: str, new: NewBox) -> SandboxSpec:
         template = self.settings.templates.get(new.template, new.template)

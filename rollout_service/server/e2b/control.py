@@ -15,14 +15,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rollout_service.base.errors import RequestError
+from rollout_service.base.errors import ConflictError, RequestError
 from rollout_service.http.requests import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
 from rollout_service.server.e2b.boxes import DEFAULT_SECONDS, Box, Boxes, NewBox
+from rollout_service.server.e2b.refusals import body_of
 from sandboxes.config import LimitDefaults
 
 ENVD_VERSION = "0.6.4"
 """The version of E2B's daemon whose protocol is spoken here."""
-MAX_PAGE, MIB = 100, 1024 * 1024
+MAX_PAGE, MAX_FORKS, MIB = 100, 20, 1024 * 1024
 REFUSED = {
     "autoPause": "sandboxes are not paused at their end",
     "iam": "sandboxes have no identity",
@@ -42,11 +43,25 @@ class NewTime(BaseModel):
     timeout: int = Field(DEFAULT_SECONDS, ge=0)
 
 
+class BoxPause(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    memory: bool = True
+    """Whether the processes are kept."""
+
+
+class BoxForks(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    timeout: int = Field(15, ge=1)
+    count: int = Field(1, ge=1, le=MAX_FORKS)
+
+
 class BoxQuery(BaseModel):
     limit: int = Field(MAX_PAGE, ge=1)
     before: int | None = Field(None, alias="nextToken")
     order: str = "desc"
-    state: str = "running"
+    state: str = "running,paused"
     template: str | None = None
     metadata: str = ""
     started_after: datetime | None = Field(None, alias="startedAfter")
@@ -55,7 +70,7 @@ class BoxQuery(BaseModel):
         pairs = [(unquote(name), unquote(value)) for name, value in parse_qsl(self.metadata)]  # quoted twice
         return (
             all(box.new.metadata.get(name) == value for name, value in pairs)
-            and "running" in self.state.split(",")
+            and box.state in self.state.split(",")
             and self.template in (None, box.new.template)
             and (self.started_after is None or box.began.timestamp() > self.started_after.timestamp())
         )
@@ -81,6 +96,8 @@ class ControlApi:
             Route(one, self._kill, methods=["DELETE"]),
             Route(f"{one}/timeout", self._renew, methods=["POST"]),
             Route(f"/v2{one}/connect", self._connect, methods=["POST"]),
+            Route(f"{one}/pause", self._pause, methods=["POST"]),
+            Route(f"{one}/fork", self._fork, methods=["POST"]),
             Route(f"{one}/{{action}}", _refuse, methods=["GET", "POST", "PUT"]),
         ]
 
@@ -94,15 +111,45 @@ class ControlApi:
         return Response(status_code=CLIENT_CLOSED_REQUEST) if box is None else self._described(box, 201)
 
     async def _connect(self, request: Request) -> Response:
-        """Tell how to reach a sandbox, which then lives for at least the time that is asked for."""
+        """Tell how to reach a sandbox, which goes on, and lives for at least the time that is asked for."""
         box, seconds = await self._box_and_seconds(request)
-        box.renew(max(seconds, box.seconds_left))
+        box.renew(seconds if box.paused else max(seconds, box.seconds_left))
+        await box.resume()
         return self._described(box)
 
     async def _renew(self, request: Request) -> Response:
         box, seconds = await self._box_and_seconds(request)
         box.renew(seconds)
         return Response(status_code=204)
+
+    async def _pause(self, request: Request) -> Response:
+        box = self._box(request)
+        if not BoxPause.model_validate_json(await request.body() or b"{}").memory:
+            raise RequestError("memory: a paused sandbox keeps its processes", hint="Leave out `mode`.")
+        if box.paused:
+            raise ConflictError("the sandbox is paused already")
+        await box.pause()
+        return Response(status_code=204)
+
+    async def _fork(self, request: Request) -> Response:
+        box, asked = self._box(request), BoxForks.model_validate_json(await request.body())
+        self._check_seconds(asked.timeout)
+        if box.paused:
+            raise ConflictError("the sandbox is paused", hint="Connect to it first.")
+        forks = await cancel_on_disconnect(
+            request.receive, lambda: self._boxes.fork(box, asked.timeout, asked.count)
+        )
+        if forks is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(
+            [
+                {"sandbox": self._view(fork) | _tokens(fork)}
+                if isinstance(fork, Box)
+                else {"error": body_of(fork)[1]}
+                for fork in forks
+            ],
+            201,
+        )
 
     async def _show(self, request: Request) -> Response:
         return self._described(self._box(request))
@@ -134,9 +181,7 @@ class ControlApi:
         return self._boxes.get(_owner(request), request.path_params["id"])
 
     def _described(self, box: Box, status: int = 200) -> Response:
-        # `e2b_code_interpreter` shows only the second one to its server, and only sometimes the first.
-        tokens = {"envdAccessToken": box.token, "trafficAccessToken": box.token}
-        return JSONResponse(self._view(box) | tokens, status)
+        return JSONResponse(self._view(box) | _tokens(box), status)
 
     def _view(self, box: Box) -> dict[str, Any]:
         return {
@@ -146,10 +191,15 @@ class ControlApi:
             "envdVersion": ENVD_VERSION,
             "startedAt": box.began.isoformat(),
             "endAt": (datetime.now(UTC) + timedelta(seconds=box.seconds_left)).isoformat(),
-            "state": "running",
+            "state": box.state,
             "metadata": box.new.metadata,
             **self._size,
         }
+
+
+def _tokens(box: Box) -> dict[str, str]:
+    # `e2b_code_interpreter` shows only the second one to its server, and only sometimes the first.
+    return {"envdAccessToken": box.token, "trafficAccessToken": box.token}
 
 
 def _owner(request: Request) -> str:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import anyio
 import e2b
 import pytest
-from e2b import AsyncSandbox, Sandbox, SandboxQuery
+from e2b import AsyncSandbox, Sandbox, SandboxQuery, SandboxState
 
 from tests.support.e2b_service import e2b_service, options, point_programs_at
 from tests.support.processes.service import eventually
@@ -113,7 +113,7 @@ def test_what_is_not_allowed_is_refused(shared):
         (lambda: Sandbox.create("base", envs={"a": "b" * 5_000}), "at most 4096"),
         (lambda: Sandbox.create("base", lifecycle={"on_timeout": "pause"}), "autoPause"),
         (lambda: Sandbox.create("base", network={"allow_out": ["1.1.1.1"]}), "network"),
-        (shared.pause, "'pause' of sandboxes is not"),
+        (lambda: shared.pause(mode="filesystem"), "keeps its processes"),
         (shared.create_snapshot, "'snapshots' of sandboxes is not"),
         (shared.get_metrics, "'metrics' of sandboxes is not"),
         (lambda: shared.files.watch_dir("."), "not watched"),
@@ -126,6 +126,58 @@ def test_what_is_not_allowed_is_refused(shared):
         with pytest.raises(e2b.SandboxException, match=why):
             call()
     assert [info.sandbox_id for info in Sandbox.list().next_items()] == [shared.sandbox_id]
+
+
+def test_a_paused_sandbox_stands_still_and_goes_on_where_it_was():
+    with Sandbox.create("base", timeout=30) as sandbox:
+        waiting = sandbox.commands.run("read line; echo got $line", background=True, stdin=True)
+        with pytest.raises(e2b.ServiceBusyException, match="at work"):
+            sandbox.pause()
+        waiting.kill()
+        count = "nohup bash -c 'for ((n = 0; ; n++)); do echo $n >at; sleep 0.05; done' >/dev/null 2>&1 &"
+        sandbox.commands.run(count)
+        assert sandbox.pause()
+        assert not sandbox.pause(), "it is paused already"
+        assert not sandbox.is_running()
+        states = {one.sandbox_id: one.state for one in Sandbox.list().next_items()}
+        assert states[sandbox.sandbox_id] == SandboxState.PAUSED
+        running = Sandbox.list(SandboxQuery(state=[SandboxState.RUNNING])).next_items()
+        assert sandbox.sandbox_id not in {one.sandbox_id for one in running}
+        assert (sandbox.get_info().end_at - datetime.now(UTC)).total_seconds() > 1_000
+        with pytest.raises(e2b.TimeoutException, match="paused"):
+            sandbox.commands.run("true")
+        time.sleep(1)  # in which it would count to 20
+        again = Sandbox.connect(sandbox.sandbox_id, timeout=60)
+        first = int(again.files.read("at"))
+        assert (sandbox.get_info().end_at - datetime.now(UTC)).total_seconds() < 70
+        again.commands.run("sleep 0.5")
+        assert first < int(again.files.read("at")) < first + 15
+        assert sandbox.pause()
+        assert sandbox.kill()
+
+
+def test_forks_have_the_files_and_their_own_ways_from_there(shared):
+    places = CEILING - len([shared, "the forked one"])
+    with Sandbox.create("base", metadata={"a": "b"}, envs={"GIVEN": "x"}) as sandbox:
+        sandbox.files.write("same", "before")
+        sandbox.commands.run("mkdir deep && ln -s same link && chmod 700 deep && rm -r /usr/share/doc")
+        program = sandbox.commands.run("sleep 100", background=True)
+        with pytest.raises(e2b.SandboxException, match="409"):
+            sandbox.fork()
+        program.kill()
+        forks = sandbox.fork(timeout=60, count=4)
+        made = [one for one in forks if isinstance(one, Sandbox)]
+        assert len(made) == places
+        refused = [type(one) for one in forks if one not in made]
+        assert refused == [e2b.RateLimitException] * (4 - places)
+        for number, one in enumerate(made):
+            one.files.write("same", str(number))
+            shown = "cat link; stat -c %a deep; echo $GIVEN; ls /usr/share/doc 2>/dev/null | wc -l"
+            assert one.commands.run(shown).stdout == f"{number}700\nx\n0\n"
+            assert one.get_info().metadata == {"a": "b"}
+        assert sandbox.files.read("same") == "before"
+        for one in made:
+            assert one.kill()
 
 
 def test_commands_stream_and_end_as_in_a_shell(shared):
