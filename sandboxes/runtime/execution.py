@@ -247,7 +247,7 @@ class ProgramPipes(RunningProgram):
         return await _receive(self._child.stdout)
 
     async def receive_errors(self) -> bytes:
-        self._reader.stop()
+        self._reader.close()  # what is in the pipe stays there: it may be more than `errors` keeps
         if early := self._errors.bytes():
             self._errors = OutputBuffer(ERRORS_LIMIT)
             return early

@@ -5,6 +5,8 @@ import socket
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import pytest
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 from sandboxes import SandboxClosedError
 from sandboxes.runtime import control
 from sandboxes.runtime.control import ControlShell
+from sandboxes.runtime.execution import ERRORS_LIMIT, ProgramPipes
 from sandboxes.runtime.pipes import (
+    ERROR,
     INPUT,
     NAMES,
     OUTPUT,
@@ -224,3 +228,20 @@ async def test_a_line_without_end_ends_the_stream():
         assert await status.next() is None
     os.close(writing)
     os.close(reading)
+
+
+async def test_errors_that_are_read_as_they_come_are_not_cut():
+    """However much a program has written before the event loop gets to it."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    child: Any = SimpleNamespace(pipes=SimpleNamespace(fds={ERROR: reading}))
+    program = ProgramPipes(child)
+    text = bytes(range(256)) * (ERRORS_LIMIT // 64)
+    os.write(writing, text)
+    os.close(writing)
+    pieces = []
+    with anyio.fail_after(10):
+        while piece := await program.receive_errors():
+            pieces.append(piece)
+    os.close(reading)
+    assert (b"".join(pieces) == text, program.errors()) == (True, "")
