@@ -121,9 +121,14 @@ class Command:
             yield program, {"stdout": program.receive, "stderr": program.receive_errors}
 
     async def _pump(self, name: str, receive: ReceiveOutput) -> None:
-        while True:
+        is_last = False
+        while not is_last:
+            # Listeners may have taken all the time. A pipe has no more than one piece left of the command itself.
+            is_last = (now := anyio.current_time()) >= self._reads_until
             data = b""
-            with anyio.CancelScope(deadline=self._reads_until) as self._reads[name]:
+            with anyio.CancelScope(
+                deadline=now + IDLE_SECONDS if is_last else self._reads_until
+            ) as self._reads[name]:
                 data = await receive()
             if not data:
                 return

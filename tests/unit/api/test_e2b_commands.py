@@ -1,0 +1,77 @@
+"""Commands of E2B's sandboxes send all that they print, however late their clients read it."""
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from e2b.envd.process import process_pb
+
+from rollout_service.server.e2b.commands import BUFFERED, IDLE_SECONDS, Command
+
+
+class Printing:
+    """A program that prints pieces, and ends when its pipe has room for the last one."""
+
+    group = 1
+
+    def __init__(self, pieces: int, *, chatters: bool = False) -> None:
+        """With `chatters`, something that it has left in the background prints on and on."""
+        self._left = [b"%d" % number for number in range(pieces)]
+        self._chatters = chatters
+        self._ended = anyio.Event()
+
+    async def receive(self) -> bytes:
+        await anyio.lowlevel.checkpoint()
+        if len(self._left) <= 2:
+            self._ended.set()
+        if not self._left and not self._chatters:
+            await anyio.sleep_forever()  # the background keeps the pipe open
+        return self._left.pop(0) if self._left else b"."
+
+    async def receive_errors(self) -> bytes:
+        return b""
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        return 0
+
+    def leave_group(self) -> None:
+        pass
+
+
+async def output_of(program: Printing, *, pause: float) -> bytes:
+    """Return what a client receives that begins to read after a pause."""
+
+    @asynccontextmanager
+    async def start(*_: object, **__: object) -> AsyncIterator[Printing]:
+        yield program
+
+    box: Any = SimpleNamespace(sandbox=SimpleNamespace(program=start))
+    request = process_pb.StartRequest(process=process_pb.ProcessConfig(cmd="print"))
+    command = Command(request, deadline=math.inf)
+    events, found = command.listen(), b""
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks, events:
+            tasks.start_soon(command.run, box)
+            await anyio.sleep(pause)
+            async for event in events:
+                if event.event.field == "end":
+                    break
+                found += event.event.value.output.value
+    return found
+
+
+@pytest.mark.parametrize("pause", [0, 2 * IDLE_SECONDS])
+async def test_a_client_that_reads_late_gets_the_last_piece(pause):
+    assert await output_of(Printing(BUFFERED + 2), pause=pause) == b"0123456789"
+
+
+@pytest.mark.parametrize("pause", [0, 2 * IDLE_SECONDS])
+async def test_a_command_ends_whatever_it_has_left_in_the_background(pause):
+    found = await output_of(Printing(3, chatters=True), pause=pause)
+    assert found.startswith(b"012")
