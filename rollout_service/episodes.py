@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import inf
@@ -343,10 +343,10 @@ class Episode:
     """Returns a context for a wait of the agent, in which a sandbox may be paused until its next use."""
     save_due: Callable[[list[Message]], Callable[[], Coroutine[Any, Any, None]] | None] = lambda _: None
     """Returns how to save the sandbox now, between the calls of a turn and their results, if it is time to."""
-    known_results: Iterator[list[Message]] = field(default_factory=lambda: iter(()))
-    """The results of the tool calls of earlier turns, if the sandbox was saved after them: these calls are not run."""
-    earlier_results: Iterator[list[Message]] = field(default_factory=lambda: iter(()))
-    """The results of the tool calls of another rollout's turns, which the model is shown in place of those of now."""
+    known_results: Sequence[list[Message]] = ()
+    """The agent's messages after each turn, if the sandbox was saved after these turns: their calls are not run."""
+    earlier_results: Sequence[list[Message]] = ()
+    """The same of another rollout's turns, of which the model is shown the results in place of those of now."""
     subagents: SubagentHost | None = None
     """The host of sub-agents; None unless the environment has them (`EnvironmentSpec.parallel`), and in a trial."""
     nodes: list[AgentNode] = field(default_factory=list)

@@ -159,7 +159,7 @@ class StageRunner:
                 subagents=self._subagents,
                 pauses=pauser.waiting if pauser is not None and spec.sandbox.pause else nullcontext,
                 clock=self._turns.clock,
-                earlier_results=iter(self._turns.earlier_results),
+                earlier_results=self._turns.earlier_results,
                 hidden=self.hidden,
             )
             self.episode = episode
@@ -220,7 +220,7 @@ class StageRunner:
         store = self._context.saved_sandboxes
         if self._saved is not None:
             episode.state[TOOL_STATE] = self._saved.work.tool_state
-            episode.known_results = iter(self._saved.results)
+            episode.known_results = self._saved.results
             episode.tool_calls = sum(map(len, self._saved.results))
             episode.tool_error_turns |= set(self._saved.work.tool_error_turns)
             episode.proposed_turns |= set(self._saved.work.proposed_turns)

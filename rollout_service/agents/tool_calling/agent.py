@@ -85,7 +85,7 @@ class ToolCallingAgent:
             malformed_turns = 0 if well_formed else malformed_turns + 1
             if malformed_turns >= limits.max_malformed:
                 return StopReason.MALFORMED
-            known = next(episode.known_results, None)
+            known = _after_turn(episode, episode.known_results)
             messages = known or await self._run_calls(episode, turn.message.tool_calls)
             if not messages:
                 return StopReason.FINISHED
@@ -94,13 +94,22 @@ class ToolCallingAgent:
     async def _run_calls(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
         """Return the results for the model, which are those of an earlier rollout as long as that is played again."""
         results = await self._calls.run(episode, calls)
-        earlier = next(episode.earlier_results, None)
-        if earlier is None or len(earlier) != len(results):
+        earlier = _after_turn(episode, episode.earlier_results)
+        if len(earlier) != len(results):
             return results
         return [
             now.model_copy(update={"content": before.content})
             for now, before in zip(results, earlier, strict=True)
         ]
+
+
+def _after_turn(episode: Episode, results: Sequence[list[Message]]) -> list[Message]:
+    """Return the results of the turn that was just made; none if they are not known.
+
+    An environment may run agents one after another, and not every turn has calls.
+    """
+    turn = episode.policy.usage.turns - 1
+    return results[turn] if turn < len(results) else []
 
 
 def final_answer(messages: Sequence[Message]) -> str | None:

@@ -1,5 +1,7 @@
 """A branch plays the turns of an earlier rollout again, and is then as if it had run from the start."""
 
+from dataclasses import replace
+
 import anyio
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,9 @@ from api_schemas.rollouts import (
     TokenExtras,
 )
 from api_schemas.tasks import Task
-from api_schemas.trajectories import Message
+from api_schemas.trajectories import Message, ToolCall
+from rollout_service.agents.tool_calling.agent import ToolCallingAgent
+from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool
 from rollout_service.episodes import Episode
 from rollout_service.pipeline.branching import BranchError, earlier_turns
 from rollout_service.tokens import check_invariants
@@ -213,3 +217,39 @@ async def test_the_results_of_each_turn_before_a_branch_are_found():
             point = BranchPoint(rollout_id="source", turn=2, reuse_results=reuses)
             earlier = await earlier_turns(b.store, request, point)
             assert [[message.content for message in results] for results in earlier.results] == expected
+
+
+class Calling(CharRenderer):
+    """A chat format in which every turn but the first is a call."""
+
+    def parse(self, output, prompt, tools, prefix):
+        parsed = super().parse(output, prompt, tools, prefix)
+        call = ToolCall(id="1", name="look", arguments={}, raw="")
+        return replace(parsed, tool_calls=() if parsed.content == "turn 0" else (call,))
+
+
+@pytest.mark.parametrize("turn", [1, 2, 3])
+async def test_results_are_reused_of_their_own_turns_if_others_have_no_calls(turn):
+    """As in a dialogue, where the environment answers a turn without a call by a message of its own."""
+    looks = 0
+
+    async def look(*_: object) -> str:
+        nonlocal looks
+        looks += 1
+        return f"look {looks}"
+
+    async def dialogue(episode: Episode) -> StopReason:
+        agent = ToolCallingAgent([FunctionTool("look", "", Arguments, look)])
+        await agent.run(episode, [Message(role="user", content="task")])
+        return await agent.run(episode, [Message(role="user", content="go on")])
+
+    async with bench() as b:
+        await b.submit("source", max_turns=TURNS)
+        await b.finish(dialogue, "source", renderer=Calling())
+        await b.submit(
+            branch_of=BranchPoint(rollout_id="source", turn=turn, reuse_results=True), max_turns=TURNS
+        )
+        branch = await b.finish(dialogue, renderer=Calling())
+    assert branch.state is RolloutState.COMPLETED, branch.error
+    shown = [message.content for message in branch.trajectory.messages if message.role == "tool"]
+    assert shown == [f"look {n}" for n in (*range(1, turn), *range(TURNS + turn, 2 * TURNS))]
