@@ -7,6 +7,9 @@ import anyio
 from sandboxes.conformance.expectations import GRACE, Check, expect
 from sandboxes.contract import Sandbox, SandboxProvider
 
+NAMES = ("count", "mode", "pipe", "pipes", "groups", "message", "max_processes", "max_data")
+"""Names of variables that mean nothing to programs, and something to the shell that starts them."""
+
 
 async def exec_programs(sandbox: Sandbox, _: SandboxProvider) -> None:
     """Each program has its own streams, input, environment and folder, and an exact exit code."""
@@ -16,6 +19,11 @@ async def exec_programs(sandbox: Sandbox, _: SandboxProvider) -> None:
     script = 'echo "$1" "$GIVEN"; pwd >&2; exit 3'
     result = await sandbox.exec(["bash", "-c", script, "-", "a 'b"], env={"GIVEN": "x y"}, cwd="/")
     expect((result.exit_code, result.stdout, result.stderr) == (3, b"a 'b x y\n", b"/\n"), result)
+    values = " ".join(f'"${name}"' for name in NAMES)
+    script = f"printf %s, {values}; ulimit -u -d"
+    limits = (await sandbox.exec(["bash", "-c", script])).stdout.lstrip(b",")
+    result = await sandbox.exec(["bash", "-c", script], env=dict.fromkeys(NAMES, "0"))
+    expect((result.exit_code, result.stdout) == (0, b"0," * len(NAMES) + limits), result)
     expect((await sandbox.exec(["no-such-program"])).exit_code == 127, "no 127")
     expect((await sandbox.exec(["bash", "-c", "kill -9 $$"])).exit_code == 137, "no 137")
     result = await sandbox.exec(["bash", "-c", "echo part; sleep 60"], timeout=0.5)

@@ -26,16 +26,14 @@ if [[ -n ${5-} ]]; then exec 7>"$pipes/$5"; else exec 7>&0; fi
 
 # spawn TOKEN MODE CWD COUNT ENV... ARGV...: the status pipe gets "+PID", and in mode "run" the exit code.
 spawn() {
-  local pipe=$pipes/$1 mode=$2 cwd=$3 count=$4 entry
+  local pipe=$pipes/$1 mode=$2 cwd=$3 count=$4
   shift 4
   (
     exec 0<"$pipe.in" 1>"$pipe.out" 2>"$pipe.err" 7>&- 9>"$pipe.st" || exit 126
     printf '+%s\n' "$BASHPID" >&9
     cd -- "$cwd" || { printf '126\n' >&9; exit 126; }
-    for entry in "${@:1:count}"; do export -- "${entry?}"; done
-    shift "$count"
-    if [[ $mode == session ]]; then limit; exec -- "$@" 8>&1 1<>/dev/null 2>&1; fi
-    (limit; exec -- "$@" 9>&-) # limited after the fork, so programs still start at the limit
+    if [[ $mode == session ]]; then limit; become "$count" "$@" 8>&1 1<>/dev/null 2>&1; fi
+    (limit; become "$count" "$@" 9>&-) # limited after the fork, so programs still start at the limit
     printf '%s\n' "$?" >&9
   ) &
   disown
@@ -43,6 +41,15 @@ spawn() {
     if ((${#groups[@]} >= 256)); then drop_ended_groups; fi
     groups+=("$!")
   fi
+}
+
+# become COUNT ENV... ARGV...: runs a program in place of this shell. Its variables may have the name of any one here,
+# such as that of a limit, so nothing else is looked up after they are set.
+become() {
+  unset -v groups message # an array is not exported
+  if (($1 > 0)); then export -- "${@:2:$1}"; fi
+  shift "$(($1 + 1))"
+  exec -- "$@"
 }
 
 limit() {
