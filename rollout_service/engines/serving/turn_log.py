@@ -40,7 +40,7 @@ class AnewReason(StrEnum):
     PROMPT_DIFFERS = "prompt_differs"
     """The same messages became another prompt: the tokenizer or the chat format has changed."""
     ENDED_EARLY = "ended_early"
-    """The agent ended before all saved turns were played."""
+    """The agent ended before all saved turns were played, or before the turn of its branch."""
     TOO_SLOW = "too_slow"
     """The replay took longer than the recorded work and 10 seconds."""
 
@@ -83,6 +83,7 @@ class TurnLog:
         """The number of turns whose tools do not run again, since their sandbox was saved."""
         self.earlier_results = earlier_results
         self._branch = earlier[-1] if earlier else None
+        self._is_branch_reached = not earlier
         self._earlier = len(earlier[:-1])
         self._saved = [*earlier[:-1], *saved]
         self._recorded = 0
@@ -127,12 +128,10 @@ class TurnLog:
         """
         if self.failed is not None:
             raise CannotResumeError(self.failed)
-        if (
-            self._branch is not None
-            and self._recorded == self._earlier
-            and self._branch.context != list(context)
-        ):
-            raise self._fail(AnewReason.PROMPT_DIFFERS)
+        if self._branch is not None and self._recorded == self._earlier:
+            if self._branch.context != list(context):
+                raise self._fail(AnewReason.PROMPT_DIFFERS)
+            self._is_branch_reached = True
         if not self.is_replaying:
             await self._announce()
             return None
@@ -171,7 +170,7 @@ class TurnLog:
             if self.failed is not None and not isinstance(error, CannotResumeError):
                 raise CannotResumeError(self.failed) from error
             raise
-        if self.is_replaying and self.failed is None:
+        if self.failed is None and (self.is_replaying or not self._is_branch_reached):
             raise self._fail(AnewReason.ENDED_EARLY)
         if self.failed is not None:
             raise CannotResumeError(self.failed)

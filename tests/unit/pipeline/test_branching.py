@@ -96,6 +96,7 @@ async def test_branches_of_branches_have_the_tokens_of_all_that_they_are_from(tu
         ("prompt_differs", {"work": Outputs(["a", "other", "c", "d"])}),
         ("prompt_differs", {"renderer": CharRenderer(offset=1_000)}),
         ("ended_early", {"work": Outputs(["a"])}),
+        ("ended_early", {"work": Outputs(["a", "b"])}),
     ],
 )
 async def test_a_branch_whose_earlier_turns_differ_fails_and_samples_nothing(reason, how):
