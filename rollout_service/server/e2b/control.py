@@ -72,8 +72,13 @@ class BoxQuery(BaseModel):
             all(box.new.metadata.get(name) == value for name, value in pairs)
             and box.state in self.state.split(",")
             and self.template in (None, box.new.template)
-            and (self.started_after is None or box.began.timestamp() > self.started_after.timestamp())
+            and (self.started_after is None or box.began > _in_utc(self.started_after))
         )
+
+
+def _in_utc(moment: datetime) -> datetime:
+    """Return a moment with a time zone: UTC if it has none."""
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 class ControlApi:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+import anyio.lowlevel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -22,6 +23,8 @@ from rollout_service.server.e2b.files import absolute
 MAX_FILES = 1_000
 """The most files of one request."""
 PIECE, HEAD_BYTES = 64 * 1024, 16 * 1024
+GZIP = 16 + zlib.MAX_WBITS
+"""The window of zlib for gzip."""
 FILE_NAME = re.compile(rb'; *filename="((?:[^"\\]|\\.)*)"')
 BOUNDARY = re.compile(r'multipart/form-data;.*\bboundary="?([^";,\s]{1,70})"?', re.IGNORECASE)
 
@@ -81,12 +84,16 @@ async def _decoded(request: Request) -> AsyncIterator[bytes]:
         async for piece in request.stream():
             yield piece
         return
-    unzip = zlib.decompressobj(16 + zlib.MAX_WBITS)  # gzip
+    unzip = zlib.decompressobj(GZIP)
     try:
         async for piece in request.stream():
-            yield unzip.decompress(piece, PIECE)
-            while unzip.unconsumed_tail:
-                yield unzip.decompress(unzip.unconsumed_tail, PIECE)
+            left = piece
+            while left:
+                if unzip.eof:  # the body has several parts, as `cat a.gz b.gz` makes it
+                    unzip = zlib.decompressobj(GZIP)
+                    await anyio.lowlevel.checkpoint()  # there may be thousands without content
+                yield unzip.decompress(left, PIECE)
+                left = unzip.unconsumed_tail or unzip.unused_data
     except zlib.error:
         raise RequestError(f"the body is not valid gzip; its content encoding is {encoding[:32]!r}") from None
     yield unzip.flush()

@@ -2,6 +2,9 @@
 
 import gzip
 from collections.abc import AsyncIterator, Iterable
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -11,6 +14,7 @@ from starlette.requests import Request
 
 from rollout_service.base.errors import RequestError, TooLargeError
 from rollout_service.server.e2b import files
+from rollout_service.server.e2b.control import BoxQuery
 from rollout_service.server.e2b.transfer import PIECE, MultipartForm, _bounded, _decoded
 
 BOUNDARY = b"b0undary"
@@ -71,16 +75,18 @@ async def decoded(body: bytes, encoding: str = "gzip", limit: int = 10**6) -> by
     return b"".join(found)
 
 
-@given(st.binary(max_size=1_000), st.integers(1, 300))
-async def test_what_is_compressed_is_unpacked_piece_by_piece(data, times):
-    assert await decoded(gzip.compress(data * times)) == data * times
+@given(st.binary(max_size=1_000), st.integers(1, 300), st.lists(st.binary(max_size=9), max_size=3))
+async def test_what_is_compressed_is_unpacked_piece_by_piece(data, times, more):
+    parts = [data * times, *more]
+    assert await decoded(b"".join(map(gzip.compress, parts))) == b"".join(parts)
 
 
 async def test_what_unpacks_to_too_much_or_is_broken_is_an_error():
     bomb = gzip.compress(b"\0" * 5_000_000)
     with pytest.raises(TooLargeError):
         await decoded(bomb)
-    for body, encoding in ((b"no gzip", "gzip"), (bomb[:-10], "gzip"), (b"x", "br")):
+    broken = b"no gzip", bomb[:-10], bomb + b"more"
+    for body, encoding in (*((body, "gzip") for body in broken), (b"x", "br")):
         with pytest.raises(RequestError):
             await decoded(body, encoding, 10**9)
 
@@ -92,3 +98,14 @@ def test_whatever_a_hostile_find_prints_is_an_entry_or_a_value_error(row):
     except ValueError:
         return
     assert 0 <= entry.modified_time.seconds <= files.LAST_SECOND
+
+
+@pytest.mark.parametrize(
+    ("moment", "is_before"),
+    [("0001-01-01T00:00:00", True), ("9999-12-31T23:59:59-12:00", False), ("2026-01-01T00:00:00Z", True)],
+)
+def test_any_moment_may_be_asked_for(moment, is_before):
+    box: Any = SimpleNamespace(
+        new=SimpleNamespace(template="base", metadata={}), began=datetime(2026, 1, 1, 0, 0, 1, tzinfo=UTC)
+    )
+    assert BoxQuery.model_validate({"startedAfter": moment}).has(box) is is_before
