@@ -19,8 +19,10 @@ from api_schemas.rollouts.figures import StepsSpread
 from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.runs import Advantages, Branching, OverlongPenalty, RunRequest, RunState
 from api_schemas.runs.auxiliary import Auxiliary, RewardPart, RewardWeights
+from api_schemas.trajectories import Trajectory
 from rollout_service.base.errors import RecordLostError
 from rollout_service.base.ids import SampleId
+from rollout_service.engines.serving.replay import was_edited
 from rollout_service.groups import (
     CANCELLED,
     DELETED,
@@ -352,7 +354,7 @@ class GroupsUnderWay:
     async def _branch(self, runs: RunStore, run: RunRecord, group: OpenGroup, branching: Branching) -> None:
         """Start the samples of a group that branch off its roots, which have ended."""
         roots = [
-            (member.rollout_id, await self._store.trajectory(member.rollout_id))
+            (member.rollout_id, await self._trajectory_of_root(member.rollout_id, branching))
             for member in group.members
             if member.reward is not None
         ]
@@ -367,6 +369,13 @@ class GroupsUnderWay:
             for sample, point in zip(range(first, size), points, strict=True)
         ]
         await runs.extend_group(run.run_id, group.number, first, requests)
+
+    async def _trajectory_of_root(self, rollout_id: str, branching: Branching) -> Trajectory | None:
+        """Return the trajectory of a root; None if no branch can begin in it."""
+        trajectory = await self._store.trajectory(rollout_id)
+        if trajectory is not None and branching.reuse_results and was_edited(trajectory):
+            return None  # the results of its tools are not known
+        return trajectory
 
     async def _samples(self, group: OpenGroup, *, whole: bool = True) -> list[tuple[GroupMember, Rollout]]:
         """Return the rollouts of a group that has ended; without `whole`, omit those that are lost."""

@@ -1,7 +1,7 @@
 """A store, a manager of runs and a worker whose rollouts end as a test says."""
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, Usage
 from api_schemas.runs import Batch, DatasetTasks, FileTasks, InlineTasks, RunRequest
 from api_schemas.tasks import Task
+from api_schemas.trajectories import ForkReason
 from rollout_service.base.errors import StoreError
 from rollout_service.environments.contract import Environment
 from rollout_service.episodes import Score
@@ -76,6 +77,8 @@ class Bench:
         """The version that samples a rollout, as a function of its lease."""
         self.turns = 1
         """How many turns a rollout has; each is less likely than the one before."""
+        self.shortened: Collection[str] = ()
+        """The rollouts whose history is shortened."""
         self.begun: list[str] = []
         self.environments: dict[str, Environment] = {}
         self.metrics = Metrics()
@@ -139,7 +142,11 @@ class Bench:
         for lease in list(self._held.values()):
             end = RolloutState.CANCELLED if lease.rollout_id in cancelled else self.play(lease)
             if end is not None:
-                await self.store.finish(lease, "w", result(lease, end, self.sampled_by(lease), self.turns))
+                made = result(lease, end, self.sampled_by(lease), self.turns)
+                if lease.rollout_id in self.shortened and made.trajectory is not None:
+                    forks = {"fork_counts": {ForkReason.COMPACTION: 1}}
+                    made = made.model_copy(update={"trajectory": made.trajectory.model_copy(update=forks)})
+                await self.store.finish(lease, "w", made)
                 del self._held[lease.rollout_id]
 
 

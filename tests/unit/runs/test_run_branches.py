@@ -125,6 +125,16 @@ async def test_a_group_branches_once_its_roots_have_ended() -> None:
     assert [sample.reward for sample in group.samples] == [0.0, None, 0.0, 1.0, 0.0]
 
 
+async def test_no_results_are_reused_of_a_root_whose_history_was_shortened() -> None:
+    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+        it.turns, it.shortened = 3, ["a.0.0"]
+        branching = Branching(roots=2, reuse_results=True)
+        await it.create(tasks=1, batch_size=1, group_size=4, branching=branching)
+        (batch,) = await it.all()
+    found = [sample.rollout.branch_of for sample in batch.groups[0].samples]
+    assert [point and point.rollout_id for point in found] == [None, None, "a.0.1", "a.0.1"]
+
+
 async def test_samples_run_from_the_task_where_no_root_has_a_turn_to_branch_at() -> None:
     async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
         await it.create(tasks=1, batch_size=1, group_size=3, branching=Branching(roots=1))
