@@ -51,6 +51,8 @@ _LEVEL = 1
 _LENGTH = struct.Struct("<I")
 _MAX_HEADER = 64 << 20
 _CHUNK = 1 << 18
+_END = b"end of the saved sandbox"
+"""The last bytes of a file: the rest may be lost with the host's power, and unpacking would not tell."""
 _UNREADABLE = (OSError, ValueError, struct.error, zstandard.ZstdError)
 
 
@@ -191,6 +193,7 @@ class SavedSandboxes:
                 async with aclosing(sandbox.save(limit=self._limit)) as parts:
                     async for data in parts:
                         await write(data)
+                await write(_END)
             size = (await anyio.to_thread.run_sync(part.stat)).st_size
             if sum(self._sizes.values()) - self._sizes.get(name, 0) + size > self._budget:
                 return "full"
@@ -377,7 +380,16 @@ def _unpack(source: Path, target: Path) -> None:
             target.open("wb") as copy,
         ):
             _head_of(reader)
-            while data := reader.read(_CHUNK):
-                copy.write(data)
+            _copy_to_end(reader, copy)
     except (zstandard.ZstdError, ValueError, struct.error) as error:
         raise OSError(f"{source} is damaged: {error}") from error
+
+
+def _copy_to_end(reader: zstandard.ZstdDecompressionReader, target: BinaryIO) -> None:
+    held = b""
+    while data := reader.read(_CHUNK):
+        held += data
+        target.write(held[: -len(_END)])
+        held = held[-len(_END) :]
+    if held != _END:
+        raise ValueError("it ends early")

@@ -137,10 +137,11 @@ async def test_a_damaged_file_starts_nothing(saved: SavedSandboxes) -> None:
     found = await saved.find("r", TURN, "identity of base")
     assert found is not None
     whole = found.path.read_bytes()
-    found.path.write_bytes(whole[:-10] + bytes(10))
-    with pytest.raises(OSError, match="damaged"):
-        async with saved.opened(found):
-            pass
+    for damaged in (whole[:-10] + bytes(10), whole[:-10], whole[: len(whole) // 2]):
+        found.path.write_bytes(damaged)
+        with pytest.raises(OSError, match="damaged"):
+            async with saved.opened(found):
+                pass
     found.path.write_bytes(whole[:2])
     assert await saved.find("r", TURN, "identity of base") is None
     assert len(list(found.path.parent.iterdir())) == 1
