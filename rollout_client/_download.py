@@ -71,6 +71,8 @@ class _Fetch:
         self._seconds = seconds
         self._connection = _connection(request.url, connect_seconds, context)
         self._socket: socket.socket | None = None
+        self._is_over = False
+        """Whether nobody waits for the answer any more."""
 
     def send(self) -> tuple[httpx.Response, bytearray]:
         request = self._request
@@ -79,6 +81,8 @@ class _Fetch:
         try:
             self._connection.connect()
             self._socket = self._connection.sock  # the connection forgets it if the answer is its last
+            if self._is_over:  # the request would lease a batch to nobody
+                raise ConnectionAbortedError("the call was cancelled")
             self._socket.settimeout(self._seconds)
             self._connection.request(request.method, request.url.raw_path.decode(), headers=headers)
             with self._connection.getresponse() as answer:
@@ -98,6 +102,7 @@ class _Fetch:
 
     def break_off(self) -> None:
         """Stop a thread that still waits for the connection, if there is one."""
+        self._is_over = True
         if self._socket is not None:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)

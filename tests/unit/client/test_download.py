@@ -1,9 +1,13 @@
 """Large files are downloaded whole, compressed or not, or not at all."""
 
+import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http.client import HTTPConnection
 
 import anyio
+import anyio.to_thread
 import httpx
 import pytest
 import zstandard
@@ -151,3 +155,24 @@ async def test_a_call_that_is_cancelled_closes_its_connection(headers):
             await until(lambda: asked)
             tasks.cancel_scope.cancel()
         await until(lambda: asked[1:] == [b"gone"], 5)
+
+
+async def test_a_call_that_is_cancelled_while_it_connects_sends_nothing(monkeypatch):
+    begun, cancelled = threading.Event(), threading.Event()
+    connect = HTTPConnection.connect
+
+    def connect_late(connection: HTTPConnection) -> None:
+        begun.set()
+        cancelled.wait(20)
+        connect(connection)
+
+    monkeypatch.setattr(HTTPConnection, "connect", connect_late)
+    with socket.create_server(("127.0.0.1", 0)) as server, anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fetch, f"http://127.0.0.1:{server.getsockname()[1]}")
+            await anyio.to_thread.run_sync(begun.wait, 20)
+            tasks.cancel_scope.cancel()
+        cancelled.set()
+        ours, _ = await anyio.to_thread.run_sync(server.accept)
+        with ours:
+            assert await anyio.to_thread.run_sync(ours.recv, 100) == b""
