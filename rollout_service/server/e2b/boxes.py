@@ -7,6 +7,7 @@ is free once it has ended. A key finds only its own sandboxes.
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
@@ -84,6 +85,11 @@ class Box:
         return "paused" if self.paused else "running"
 
     @property
+    def most_seconds(self) -> float:
+        """The longest that it may live in all, however often it is renewed."""
+        return self.sandbox.spec.lifetime_seconds or math.inf
+
+    @property
     def seconds_left(self) -> float:
         return self.scope.deadline - anyio.current_time()
 
@@ -101,7 +107,7 @@ class Box:
         if not await self.sandbox.pause():
             raise UnavailableError("the sandbox is at work", hint="Pause it once its commands have ended.")
         self.paused = True
-        self.renew(self.sandbox.spec.lifetime_seconds or 0)
+        self.renew(self.most_seconds)
 
     async def resume(self) -> None:
         if self.paused:

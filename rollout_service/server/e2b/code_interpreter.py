@@ -91,7 +91,7 @@ async def _execute(request: Request) -> Response:
 
 async def _run(box: Box, language: str, code: str, receive: Receive) -> list[dict[str, Any]]:
     """Run code, which is interrupted if the client goes away, and return the events."""
-    session, seconds = await _session(box, language), max(1.0, box.seconds_left)
+    session, seconds = await _session(box, language), box.most_seconds
     events: list[dict[str, Any]] = []
     async with open_task_group() as tasks:
         tasks.start_soon(_interrupt_at_disconnect, receive, session, tasks.cancel_scope.cancel)

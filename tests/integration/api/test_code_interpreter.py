@@ -90,6 +90,23 @@ def test_a_run_that_is_late_is_interrupted_and_the_state_kept(shared):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize("language", ["python", "bash"])
+def test_code_goes_on_for_as_long_as_its_sandbox_is_renewed(url, language):
+    code = {
+        "python": "import time; open('/tmp/begun', 'w'); time.sleep(6); 'done'",
+        "bash": "touch /tmp/begun; sleep 6; echo done",
+    }
+    with Sandbox.create(timeout=60, **options(url)) as sandbox, ThreadPoolExecutor(1) as threads:
+        sandbox.run_code("true" if language == "bash" else "True", language=language)  # its start takes long
+        sandbox.set_timeout(5)
+        run = threads.submit(sandbox.run_code, code[language], language=language)
+        while not sandbox.files.exists("/tmp/begun"):
+            assert not run.done()
+        sandbox.set_timeout(60)
+        done = run.result(30)
+    assert done.text == "done" or done.logs.stdout == ["done\n"]
+
+
 def test_a_client_that_gives_up_waiting_stops_no_other(shared):
     with ThreadPoolExecutor(2) as threads:
         slow = threads.submit(shared.run_code, SLOW)
