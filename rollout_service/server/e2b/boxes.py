@@ -41,8 +41,11 @@ from sandboxes.scheduling.admission import AdmissionController, Ticket
 LOOK_SECONDS = 1.0
 """How often it is checked whether a sandbox has ended by itself."""
 DEFAULT_SECONDS = 300
-Text = Annotated[str, Field(max_length=4_096)]
-Table = Annotated[dict[Annotated[str, Field(min_length=1, max_length=256)], Text], Field(max_length=128)]
+NO_NUL = r"^[^\x00]*$"
+Text = Annotated[str, Field(max_length=4_096, pattern=NO_NUL)]
+Table = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=256, pattern=NO_NUL)], Text], Field(max_length=128)
+]
 
 
 class NewBox(BaseModel):

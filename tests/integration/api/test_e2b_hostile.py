@@ -131,7 +131,17 @@ def test_bodies_are_bounded(url, inside, sandbox):
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b"{", b"{}", b'{"templateID": 1}', b'{"templateID": "base", "timeout": 0}']
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"{}",
+        b'{"templateID": 1}',
+        b'{"templateID": "base", "timeout": 0}',
+        b'{"templateID": "base", "envVars": {"a\\u0000b": "c"}}',
+        b'{"templateID": "base", "envVars": {"a": "b\\u0000"}}',
+    ],
 )
 def test_a_creation_that_makes_no_sense_is_refused(url, body):
     answer = httpx.post(f"{url}/v2/sandboxes", headers={"X-API-KEY": KEY}, content=body)
