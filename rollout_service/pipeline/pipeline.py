@@ -281,7 +281,7 @@ class Pipeline:
             try:
                 await self._attempt(active)
             except LeaseLostError:
-                await self._settlement.forget_sandbox(active.lease)
+                await self._settlement.forget_sandbox(active.lease, is_elsewhere=True)
                 self._context.metrics.count_lost_lease()
                 log.warning("the lease was lost; the attempt is dropped")
             except Exception as error:

@@ -150,9 +150,13 @@ class SavedSandboxes:
         found = self._folder.parent.glob(f"*/{pattern}") if self._shared else ()
         return [path for path in found if path.parent != self._folder]
 
-    async def forget(self, rollout_id: str) -> None:
-        """Remove the file of a rollout that has ended or begins anew, if there is one; shielded."""
-        if self._sizes.pop(name := _name_of(rollout_id), None) is not None:
+    async def forget(self, rollout_id: str, *, is_elsewhere: bool = False) -> None:
+        """Remove the file of a rollout that has ended or begins anew, if there is one; shielded.
+
+        One that `is_elsewhere` may go on from the file there, if nodes share a folder.
+        """
+        is_left = is_elsewhere and self._shared
+        if self._sizes.pop(name := _name_of(rollout_id), None) is not None and not is_left:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(_remove, self._folder / name)
 

@@ -195,10 +195,10 @@ class Settlement:
         self._context.metrics.count_finished(result)
         self._on_finished(result)
 
-    async def forget_sandbox(self, lease: Lease) -> None:
+    async def forget_sandbox(self, lease: Lease, *, is_elsewhere: bool = False) -> None:
         """Remove the saved sandbox of a rollout that does not go on in it here."""
         if self._context.saved_sandboxes is not None:
-            await self._context.saved_sandboxes.forget(lease.rollout_id)
+            await self._context.saved_sandboxes.forget(lease.rollout_id, is_elsewhere=is_elsewhere)
 
     async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:
         """Write how an attempt ended; keep trying until the store accepts it."""

@@ -194,6 +194,8 @@ async def test_a_rollout_goes_on_from_the_latest_file_of_any_node(
     async with three.opened(found) as path:
         assert path.read_bytes() == DATA
     assert names(tmp_path) == ["a", "c"]
+    await one.forget("r", is_elsewhere=True)
+    assert names(tmp_path) == ["a", "c"]
     await three.forget("r")
     await two.forget("r")  # it does not know yet that its file is gone
     assert names(tmp_path) == ["a"]
