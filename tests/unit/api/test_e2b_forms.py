@@ -106,6 +106,8 @@ def test_whatever_a_hostile_find_prints_is_an_entry_or_a_value_error(row):
 )
 def test_any_moment_may_be_asked_for(moment, is_before):
     box: Any = SimpleNamespace(
-        new=SimpleNamespace(template="base", metadata={}), began=datetime(2026, 1, 1, 0, 0, 1, tzinfo=UTC)
+        new=SimpleNamespace(template="base", metadata={}),
+        state="running",
+        began=datetime(2026, 1, 1, 0, 0, 1, tzinfo=UTC),
     )
     assert BoxQuery.model_validate({"startedAfter": moment}).has(box) is is_before
