@@ -131,8 +131,7 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
                     await provider.release()
 
     async def _image(self, *, force_build: bool) -> Path:
-        builder = ApptainerBuilder(self._settings.layers_dir)
-        store = ImageStore(self._settings.images_dir, builder)
+        store = ImageStore(self._settings.images_dir, ApptainerBuilder(self._settings.layers_dir))
         named = self.task_env_config.docker_image
         if should_use_prebuilt_docker_image(
             self.environment_dir, docker_image=named, force_build=force_build
@@ -143,7 +142,6 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
         source = dockerfile_at(self.environment_dir)
         (outcome,) = await build_many(
             store,
-            builder,
             {f"{name}-{digest}": source},
             given=self._settings.bases,
             force=force_build,

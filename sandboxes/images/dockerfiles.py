@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from sandboxes.errors import ImageError, ImageNotFoundError, SandboxError
 from sandboxes.image_names import read_image_name
-from sandboxes.images.build import ApptainerBuilder, Progress
+from sandboxes.images.build import Progress
 from sandboxes.images.sources import (
     REFERENCE,
     DockerfileSource,
@@ -115,7 +115,6 @@ def find_or_pull(store: ImageStore, image: str, progress: Progress = lambda _lin
 
 async def build_many(
     store: ImageStore,
-    builder: ApptainerBuilder,
     sources: Mapping[str, Source],
     *,
     given: Mapping[str, str] | None = None,
@@ -131,8 +130,7 @@ async def build_many(
     call goes on where the first one ended.
 
     Args:
-        store: where the images go.
-        builder: the store's builder, whose steps a cancellation ends.
+        store: where the images go; a cancellation ends the steps of its builder.
         sources: Dockerfiles and others by the names of their images; that of a reference follows from itself.
         given: bases, as in `find_bases`.
         jobs: how many builds run at once; by default, half as many as there are CPUs, and at least one.
@@ -172,7 +170,7 @@ async def build_many(
             await anyio.sleep_forever()
         finally:
             if len(outcomes) < len(sources):  # cancelled: the threads wait for their steps
-                builder.namespace.cancel()
+                store.builder.namespace.cancel()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(end_steps)

@@ -77,7 +77,7 @@ class ImageStore:
     def __init__(self, root: Path | None = None, builder: ApptainerBuilder | None = None) -> None:
         self.root = (root or default_root()).expanduser().absolute()
         self._blobs = self.root / "blobs"
-        self._builder = builder or ApptainerBuilder()
+        self.builder = builder or ApptainerBuilder()
         self._shared = SharedFolder(self.root)
 
     def resolve(self, image: str | os.PathLike[str]) -> Path:
@@ -269,7 +269,7 @@ class ImageStore:
         blob = self._blobs / (f"{key}-{secrets.token_hex(4)}{SUFFIX}" if another else f"{key}{SUFFIX}")
         with self._shared.draft(key) as draft:
             made = draft / blob.name
-            self._builder.build(source, made, say)
+            self.builder.build(source, made, say)
             about = {"source": str(source), "kind": KINDS.get(type(source), "pull")}
             (draft / "about").write_text(json.dumps(about))
             # The stamp tells whoever finds a new file without a name that it is about to get one.
@@ -330,7 +330,7 @@ class ImageStore:
             return None
 
     def _key(self, source: Source) -> str:
-        return _hash(KINDS.get(type(source), "pull"), self._builder.version, *source.identity())
+        return _hash(KINDS.get(type(source), "pull"), self.builder.version, *source.identity())
 
     def _stored(self, link: Path) -> StoredImage | None:
         """Return the image of a name; None if the name was removed or links to nothing."""

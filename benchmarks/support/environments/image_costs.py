@@ -71,7 +71,7 @@ class ImageBuilds:
     async def build(self, context: Path) -> StoredImage:
         """Do what `rollout-service image build` does; a cancellation ends the step that runs."""
         sources = {context.name: dockerfile_at(context)}
-        [outcome] = await build_many(self.store, self.builder, sources, given={"base": str(self.base)})
+        [outcome] = await build_many(self.store, sources, given={"base": str(self.base)})
         if outcome.image is None:
             raise outcome.error or RuntimeError(f"{context} was not built")
         return outcome.image

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rollout_service.cli import common
-from rollout_service.cli.image.tables import image_as_dict, image_builder, image_store, show_images
+from rollout_service.cli.image.tables import image_as_dict, image_store, show_images
 
 if TYPE_CHECKING:
     from rollout_service.settings import Settings
@@ -105,7 +105,6 @@ def build_dockerfiles(
         with _bar(len(sources)) as (say, done):
             return await build_many(
                 image_store(settings),
-                image_builder(settings),
                 sources,
                 given=flags.bases,
                 jobs=flags.jobs,

@@ -94,14 +94,13 @@ async def run_all(place: Path) -> dict[str, Rollout]:
 
 async def build_images(place: Path) -> dict[str, str]:
     """Build the images of the examples on a base that has the program; return their names by task."""
-    builder = ApptainerBuilder(place / "layers")
-    store = ImageStore(place / "images", builder)
+    store = ImageStore(place / "images", ApptainerBuilder(place / "layers"))
     store.root.mkdir()
     (store.root / "base.sif").symlink_to(ImageStore().root / "base.sif")  # for the toolkit
     dockerfiles = load_harbor(EXAMPLES, HarborSettings()).dockerfiles()
     base = {"base": str(ImageStore().root / f"{IMAGE}.sif")}
     sources = {name: dockerfile_at(path) for name, path in dockerfiles.items()}
-    for outcome in await build_many(store, builder, sources, given=base):
+    for outcome in await build_many(store, sources, given=base):
         assert outcome.error is None, outcome.error
     return {path.parents[1].name: name for name, path in dockerfiles.items()}
 

@@ -74,10 +74,9 @@ def harbors_rewards(tasks: Path, folder: Path) -> dict[tuple[str, str], float]:
 async def rewards_here(tasks: Path, folder: Path) -> dict[tuple[str, str], float]:
     """Play the same tasks as the environment `harbor` does."""
     collection = load_harbor(tasks, HarborSettings())
-    builder = ApptainerBuilder(folder / "layers")
-    store = ImageStore(folder / "images", builder)
+    store = ImageStore(folder / "images", ApptainerBuilder(folder / "layers"))
     sources = {name: dockerfile_at(path) for name, path in collection.dockerfiles().items()}
-    built = await build_many(store, builder, sources, given={"base": str(BASE)})
+    built = await build_many(store, sources, given={"base": str(BASE)})
     assert [one.error for one in built] == [None] * len(built)
     provider = make_provider(ApptainerConfig(unpacked_dir=folder / "unpacked"), folder / "state", store.root)
     found: dict[tuple[str, str], float] = {}

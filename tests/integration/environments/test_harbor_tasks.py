@@ -53,13 +53,12 @@ BASE = {"base": str(ImageStore().root / "base.sif")}
 def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Build the images of the examples, once."""
     place = tmp_path_factory.mktemp("harbor")
-    builder = ApptainerBuilder(place / "layers")
-    store = ImageStore(place / "images", builder)
+    store = ImageStore(place / "images", ApptainerBuilder(place / "layers"))
     dockerfiles = load_harbor(EXAMPLES, HarborSettings()).dockerfiles()
     sources = {name: dockerfile_at(path) for name, path in dockerfiles.items()}
 
     async def build() -> None:
-        for outcome in await build_many(store, builder, sources, given=BASE):
+        for outcome in await build_many(store, sources, given=BASE):
             assert outcome.error is None, outcome.error
 
     anyio.run(build)

@@ -320,8 +320,7 @@ def test_a_build_that_is_killed_leaves_no_process_and_the_next_one_cleans_up(sto
 
 
 async def test_many_are_built_at_once_and_one_that_fails_stops_no_other(built, tmp_path):
-    builder = ApptainerBuilder(built / "layers")
-    store = ImageStore(built / "images", builder)
+    store = ImageStore(built / "images", ApptainerBuilder(built / "layers"))
     sources = {}
     for name in ("a", "b", "wrong"):
         folder = tmp_path / name
@@ -329,7 +328,7 @@ async def test_many_are_built_at_once_and_one_that_fails_stops_no_other(built, t
         last = "RUN exit 1" if name == "wrong" else f"RUN echo {name} >/name"
         (folder / "Dockerfile").write_text(f"FROM base\nRUN touch /shared\n{last}")
         sources[name] = dockerfile_at(folder)
-    outcomes = await build_many(store, builder, sources, given=BASE, jobs=2)
+    outcomes = await build_many(store, sources, given=BASE, jobs=2)
     assert [(one.name, one.image is not None) for one in outcomes] == [
         ("a", True),
         ("b", True),
@@ -339,7 +338,6 @@ async def test_many_are_built_at_once_and_one_that_fails_stops_no_other(built, t
     lines: list[str] = []
     again = await build_many(
         store,
-        builder,
         sources,
         given=BASE,
         jobs=2,
@@ -351,7 +349,7 @@ async def test_many_are_built_at_once_and_one_that_fails_stops_no_other(built, t
     number = f"97{os.getpid()}"
     (tmp_path / "a/Dockerfile").write_text(f"FROM base\nRUN sleep {number}")
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(lambda: build_many(store, builder, {"a": sources["a"]}, given=BASE))
+        tasks.start_soon(lambda: build_many(store, {"a": sources["a"]}, given=BASE))
         while not await anyio.to_thread.run_sync(processes_of, f"sleep\0{number}"):
             await anyio.sleep(0.05)
         tasks.cancel_scope.cancel()
