@@ -185,7 +185,7 @@ async def service(
     )
     flags = ["--config", str(config), "--engine", "none", "--backend", engine_url]
     flags += ["--environment", str(environment), "--log-level", "warning"]
-    async with running_child(state_dir, flags, start_seconds=START_SECONDS) as server:
+    async with running_child(state_dir, flags) as server:
         yield Server(server.client, psutil.Process(server.process.pid))
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import aiohttp
 import anyio
 import psutil
-from common import HERE, START_SECONDS, Options, Server, child, report, run
+from common import HERE, Options, Server, child, report, run
 from pydantic import HttpUrl
 from support.live.trainer import CLOSE_SECONDS, Trainer
 from support.live.users import Clock, User
@@ -132,7 +132,7 @@ async def bench(folder: Path, plan: Plan, live: str) -> AsyncIterator[Server]:
     async with child(script, address) as urls:
         policy, judge = urls.split()
         flags += ["--backend", policy]
-        async with running_child(folder, flags, start_seconds=START_SECONDS) as server:
+        async with running_child(folder, flags) as server:
             await server.client.add_backend(BackendSpec(url=HttpUrl(judge), pool="judge"))
             yield Server(server.client, psutil.Process(server.process.pid))
 

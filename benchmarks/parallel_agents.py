@@ -30,7 +30,7 @@ from pathlib import Path
 
 import anyio
 import psutil
-from common import HERE, START_SECONDS, Options, Server, child, report, run
+from common import HERE, Options, Server, child, report, run
 
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
@@ -89,9 +89,7 @@ async def bench(
     flags = ["--config", str(config), "--engine", "none", "--log-level", "warning"]
     async with child(script, address) as urls:
         policy, frozen = urls.split()
-        async with running_child(
-            folder, [*flags, "--backend", policy], start_seconds=START_SECONDS
-        ) as server:
+        async with running_child(folder, [*flags, "--backend", policy]) as server:
             await server.client.add_backend(BackendSpec.model_validate({"url": frozen, "pool": POOL}))
             yield Server(server.client, psutil.Process(server.process.pid))
 

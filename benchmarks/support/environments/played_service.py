@@ -27,7 +27,6 @@ MODEL = policy_folder("calc-tuned")
 MARK = re.compile(r"\[play ([\w.-]+)\]")
 PROBE = ""
 """The script of a prompt without a mark, with which the service asks whether the engine works."""
-START_SECONDS = 120.0
 CLOCK = "echo $EPOCHREALTIME"
 """A command that needs no program, so what it prints is the moment at which it ran."""
 LIMITS = Limits(max_turns=8, max_tokens=100_000, max_turn_tokens=30_000)
@@ -83,7 +82,7 @@ async def played_service(
         flags += ["--log-level", "warning"]
         for folder in environments:
             flags += ["--environment", str(folder)]
-        async with running_child(state, flags, start_seconds=START_SECONDS) as server:
+        async with running_child(state, flags) as server:
             yield PlayedService(server.client)
 
 

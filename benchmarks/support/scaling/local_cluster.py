@@ -91,7 +91,7 @@ class LocalCluster:
             flags = ["--config", str(config), "--node-name", folder.name, "--environment", str(_ENVIRONMENT)]
             flags += ["--engine", "none", "--log-level", "warning"]
             flags += [flag for url in self.engines for flag in ("--backend", url)]
-            node = running_child(folder, flags, start_seconds=2 * START_SECONDS)
+            node = running_child(folder, flags)
             self.nodes.append(await self._stack.enter_async_context(node))
         with anyio.fail_after(START_SECONDS):
             while len(await self.client.nodes()) < count:  # noqa: ASYNC110 - other processes cannot set an event
