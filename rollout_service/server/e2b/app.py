@@ -124,8 +124,6 @@ class E2BApp:
         box = self._boxes.find(headers.get("e2b-sandbox-id", ""))
         if box is None:
             raise sandbox_errors.SandboxClosedError("The sandbox was not found")
-        if box.paused:
-            raise sandbox_errors.SandboxClosedError("The sandbox is paused", hint="Connect to it first.")
         shown = headers.get("x-access-token") or headers.get("e2b-traffic-access-token", "")
         if not hmac.compare_digest(shown.encode(), box.token.encode()):
             raise errors.UnauthorizedError("the access token is not that of the sandbox")
@@ -139,7 +137,10 @@ class E2BApp:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             CURRENT_BOX.set(box)
             async with box.saving:  # nothing may begin meanwhile
-                pass
+                if box.paused:
+                    raise sandbox_errors.SandboxClosedError(
+                        "The sandbox is paused", hint="Connect to it first."
+                    )
             request, path = Request(scope, receive), scope["path"]
             app: ASGIApp = self._processes if path.startswith(PROCESSES) else self._files
             if request.headers.get("e2b-sandbox-port") == code_interpreter.PORT:

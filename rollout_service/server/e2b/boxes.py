@@ -204,9 +204,15 @@ class Boxes:
                 ):
                     async for part in parts:
                         await file.write(part)
-                async with anyio.create_task_group() as tasks:
-                    for _ in range(count):
-                        tasks.start_soon(start, saved)
+                try:
+                    async with anyio.create_task_group() as tasks:
+                        for _ in range(count):
+                            tasks.start_soon(start, saved)
+                except BaseException:  # nobody learns of those that have started
+                    for fork in found:
+                        if isinstance(fork, Box):
+                            fork.scope.cancel()
+                    raise
         return found
 
     def _spec(self, owner: str, new: NewBox) -> SandboxSpec:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 import anyio
 import e2b
+import httpx
 import pytest
 from e2b import AsyncSandbox, Sandbox, SandboxQuery, SandboxState
 
@@ -128,7 +129,7 @@ def test_what_is_not_allowed_is_refused(shared):
     assert [info.sandbox_id for info in Sandbox.list().next_items()] == [shared.sandbox_id]
 
 
-def test_a_paused_sandbox_stands_still_and_goes_on_where_it_was():
+def test_a_paused_sandbox_stands_still_and_goes_on_where_it_was(url):
     with Sandbox.create("base", timeout=30) as sandbox:
         waiting = sandbox.commands.run("read line; echo got $line", background=True, stdin=True)
         with pytest.raises(e2b.ServiceBusyException, match="at work"):
@@ -146,6 +147,8 @@ def test_a_paused_sandbox_stands_still_and_goes_on_where_it_was():
         assert (sandbox.get_info().end_at - datetime.now(UTC)).total_seconds() > 1_000
         with pytest.raises(e2b.TimeoutException, match="paused"):
             sandbox.commands.run("true")
+        stranger = {"e2b-sandbox-id": sandbox.sandbox_id, "x-access-token": "guessed"}
+        assert httpx.get(f"{url}/health", headers=stranger).status_code == 401
         time.sleep(1)  # in which it would count to 20
         again = Sandbox.connect(sandbox.sandbox_id, timeout=60)
         first = int(again.files.read("at"))
@@ -165,6 +168,8 @@ def test_forks_have_the_files_and_their_own_ways_from_there(shared):
         with pytest.raises(e2b.SandboxException, match="409"):
             sandbox.fork()
         program.kill()
+        programs = "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '"
+        eventually(lambda: "sleep 100" not in sandbox.commands.run(programs).stdout)
         forks = sandbox.fork(timeout=60, count=4)
         made = [one for one in forks if isinstance(one, Sandbox)]
         assert len(made) == places
