@@ -134,7 +134,7 @@ class SavedSandboxes:
                 work = None
             rollout = None if work is None else await store.get(work.rollout_id)
             if rollout is None or rollout.state.terminal:
-                await anyio.to_thread.run_sync(_remove, path)
+                await _remove(path)
             elif path.parent == self._folder:
                 self._sizes[path.name] = path.stat().st_size
 
@@ -157,8 +157,7 @@ class SavedSandboxes:
         """
         is_left = is_elsewhere and self._shared
         if self._sizes.pop(name := _name_of(rollout_id), None) is not None and not is_left:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(_remove, self._folder / name)
+            await _remove(self._folder / name)
 
     async def save(self, sandbox: Sandbox, provider: SandboxProvider, work: SavedWork) -> None:
         outcome = "slow"
@@ -205,8 +204,7 @@ class SavedSandboxes:
             self._sizes[name] = size
             await anyio.to_thread.run_sync(part.replace, self._folder / name)
         finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(_remove, part)
+            await _remove(part)
         return "saved"
 
     async def find(self, rollout_id: str, turns: Sequence[SavedTurn], image: str) -> SavedSandbox | None:
@@ -239,8 +237,7 @@ class SavedSandboxes:
             await anyio.to_thread.run_sync(_unpack, saved.path, copy)
             yield copy
         finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(_remove, copy)
+            await _remove(copy)
 
 
 class SandboxSaver:
@@ -310,9 +307,10 @@ def _name_of(rollout_id: str) -> str:
     return hashlib.sha256(rollout_id.encode()).hexdigest()[:32] + SUFFIX
 
 
-def _remove(path: Path) -> None:
-    with suppress(OSError):  # at the latest, a later sweep removes it
-        path.unlink()
+async def _remove(path: Path) -> None:
+    """Remove a file, if it is there; shielded."""
+    with anyio.CancelScope(shield=True), suppress(OSError):  # at the latest, a later sweep removes it
+        await anyio.to_thread.run_sync(path.unlink)
 
 
 def _age(path: Path) -> float:
