@@ -208,7 +208,8 @@ def check_live(
         report = _read(folder) or _ask(url, key)
     if report is None:
         raise CommandError(
-            f"the service at {url} does not answer, and there is no report of the last {STALE_SECONDS:g} s in {folder}",
+            f"the service at {url} does not answer, and there is no report from the last {STALE_SECONDS:g} s "
+            f"in {folder}",
             hint="Is it running, and is this its state folder (--state-dir)? If its process is there, send it "
             f"SIGUSR1: it writes the stacks of all threads to {folder / STACKS}.",
         )
