@@ -176,9 +176,7 @@ def _attributes(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str | None]]:
 class TraceContext(WireModel):
     """The caller's span. Under the same id, a request with another one is still the same request."""
 
-    traceparent: Annotated[
-        str, StringConstraints(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
-    ]
+    traceparent: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")]
     """The version, the trace's id, the span's id and the flags, as in the header of that name."""
     tracestate: Annotated[str, StringConstraints(max_length=512)] = ""
     """Data of tracing tools, as in the header of that name."""

@@ -62,9 +62,7 @@ class BackendSpec(WireModel):
     """The chat format, such as `qwen3`; `auto` chooses it by the model's type."""
     max_in_flight: Count | None = None
     """The most requests that the engine is given at once; if left out, the pool's setting."""
-    lease_seconds: Annotated[float, Number] | None = Field(
-        None, ge=1, le=86_400, exclude_if=lambda it: it is None
-    )
+    lease_seconds: Annotated[float, Number] | None = Field(None, ge=1, le=86_400, exclude_if=lambda it: it is None)
     """How long the engine stays registered unless its lease is renewed; if left out, until it is removed. When a pool
     has lost its last engine this way, its rollouts are cancelled."""
     trace: Annotated[Flag, Field(exclude_if=lambda trace: not trace)] = False
@@ -152,9 +150,7 @@ class KvHandling(StrEnum):
     """It stayed in use: later tokens attend to KV that older weights computed."""
 
 
-DType = Literal[
-    "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8", "uint8"
-]
+DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8", "uint8"]
 """The type of a tensor, by its name in torch."""
 
 

@@ -110,9 +110,7 @@ class Policy:
         samples = [self.sample() for _ in range(roots)]
         made = [(str(number), self.trajectory(sample)) for number, sample in enumerate(samples)]
         points = branch_points(made, GROUP - roots, at)
-        branches = [
-            self.sample(samples[int(point.rollout_id)].actions[: point.turn]) for point in points if point
-        ]
+        branches = [self.sample(samples[int(point.rollout_id)].actions[: point.turn]) for point in points if point]
         return [*samples, *branches]
 
     def gradient(self, group: Sequence[Sample]) -> NDArray[np.float64]:

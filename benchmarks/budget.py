@@ -164,9 +164,7 @@ async def main(given: Options) -> None:
     figures["over"] = len(over)
     report("Bytecode instructions", given, {"rounds": plan.rounds}, figures, {"over": "0"})
     if over and plan.holds_budget:
-        hint = (
-            "Spend less, or write a new budget with --budget renew and say in the commit what it is spent on."
-        )
+        hint = "Spend less, or write a new budget with --budget renew and say in the commit what it is spent on."
         sys.exit("\n".join([*over, hint]))
 
 

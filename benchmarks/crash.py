@@ -158,9 +158,7 @@ def order(folder: Path) -> RunRequest:
     lines = [json.dumps({"question": f"{number} + 1", "answer": str(number + 1)}) for number in range(TASKS)]
     path.write_text("\n".join(lines))
     source = FileTasks(path=str(path), environment="math", epochs=None, shuffle=True)
-    return RunRequest(
-        run_id=RUN_ID, source=source, group_size=2, batch_size=2, filters=[], infrastructure_retries=100
-    )
+    return RunRequest(run_id=RUN_ID, source=source, group_size=2, batch_size=2, filters=[], infrastructure_retries=100)
 
 
 async def main(given: Options) -> None:

@@ -185,9 +185,7 @@ class Service:
         if len(self._ready) < BATCH:
             return
         fresh = [
-            group
-            for group in self._ready
-            if not is_too_old(group.version, version=self.delivered, max_staleness=ETA)
+            group for group in self._ready if not is_too_old(group.version, version=self.delivered, max_staleness=ETA)
         ]
         self.stale += len(self._ready) - len(fresh)
         self._ready = fresh
@@ -271,17 +269,14 @@ def simulate(*, batches: int, seeds: int) -> dict[str, float | int | None]:
     figures: dict[str, float | int | None] = {}
     for prefix, (places, ahead) in ENGINES.items():
         found = {
-            level: [measure(Setting(places, batches, level, seed, ahead)) for seed in range(seeds)]
-            for level in LEVELS
+            level: [measure(Setting(places, batches, level, seed, ahead)) for seed in range(seeds)] for level in LEVELS
         }
         everything = [case for cases in found.values() for case in cases]
         for name in everything[0]:
             figures[prefix + name] = statistics.median(case[name] for case in everything)
         for name in HEADLINES:
             for level, cases in found.items():
-                figures[f"{prefix}{name}_at_{level:.0%}".rstrip("%")] = statistics.median(
-                    case[name] for case in cases
-                )
+                figures[f"{prefix}{name}_at_{level:.0%}".rstrip("%")] = statistics.median(case[name] for case in cases)
     for prefix in ("", "on_demand_"):
         del figures[prefix + "ratio_to_greedy"]  # a yardstick only on a full engine
     return figures
@@ -290,9 +285,7 @@ def simulate(*, batches: int, seeds: int) -> dict[str, float | int | None]:
 async def main(options: Options) -> None:
     """Simulate in a thread, which lets a signal end the program."""
     batches, seeds = options.plan((12, 10), (6, 2), (2, 1))
-    figures = await anyio.to_thread.run_sync(
-        lambda: simulate(batches=batches, seeds=seeds), abandon_on_cancel=True
-    )
+    figures = await anyio.to_thread.run_sync(lambda: simulate(batches=batches, seeds=seeds), abandon_on_cancel=True)
     settings = {"batches": batches, "batch_size": BATCH, "group_size": Workload().group_size, "eta": ETA}
     settings |= {"seeds": seeds}
     for prefix, (places, ahead) in ENGINES.items():

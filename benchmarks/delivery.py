@@ -188,9 +188,7 @@ async def main(given: Options) -> None:
     )
 
 
-async def measure(
-    client: RolloutClient, pid: int, folder: Path, rounds: int
-) -> dict[str, float | int | None]:
+async def measure(client: RolloutClient, pid: int, folder: Path, rounds: int) -> dict[str, float | int | None]:
     """Measure one batch."""
     run_of = client.open_run(RUN_ID)
     before = peak_mb(pid)

@@ -151,9 +151,7 @@ async def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=0, help="port to listen at; 0 takes a free one")
     given = parser.parse_args()
-    timed = TimedEngine(
-        given.record, latency=given.delay, command=given.command, host=given.host, port=given.port
-    )
+    timed = TimedEngine(given.record, latency=given.delay, command=given.command, host=given.host, port=given.port)
     async with timed as engine:
         draft = given.address.with_suffix(".draft")
         draft.write_text(engine.url)

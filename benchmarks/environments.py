@@ -81,9 +81,7 @@ async def rollouts(counted: Account, plan: Plan, instances: list[SweInstance]) -
     """Measure everything that runs in a service, and its limits by themselves."""
     commands = COMMANDS | {name: told for one in instances for name, told in one.commands().items()}
     with folder_kept_on_error("rollout-benchmark-") as state:
-        async with played_service(
-            state, environments_with(FOLDER), commands, at_once=plan.at_once
-        ) as service:
+        async with played_service(state, environments_with(FOLDER), commands, at_once=plan.at_once) as service:
             figures, alone_ms = await without_neighbors(service, plan, instances)
             before = counted.cpu_seconds()
             figures |= await many_at_once(service, instances, alone_ms, plan.at_once)
@@ -91,9 +89,7 @@ async def rollouts(counted: Account, plan: Plan, instances: list[SweInstance]) -
     return figures
 
 
-async def without_neighbors(
-    service: PlayedService, plan: Plan, instances: list[SweInstance]
-) -> tuple[Figures, float]:
+async def without_neighbors(service: PlayedService, plan: Plan, instances: list[SweInstance]) -> tuple[Figures, float]:
     """Measure rollouts one after the other; return the time of a repair's tests by themselves too."""
     played, bare = await play_each(service, plan.rollouts)
     swe = await one_by_one(service, instances, plan.swe_rollouts)

@@ -195,9 +195,7 @@ async def latencies(slow: Bench, plan: Plan) -> Figures:
         for name, target in slow.targets.items():
             await measure(target, whole[name], plan.turns, agents=plan.agents, spread=ENGINE_SECONDS)
         for name, found in streamed.items():
-            await measure(
-                slow.targets[name], found, plan.turns, agents=plan.agents, spread=ENGINE_SECONDS, stream=True
-            )
+            await measure(slow.targets[name], found, plan.turns, agents=plan.agents, spread=ENGINE_SECONDS, stream=True)
     figures = added(whole, "c64") | cpu(whole, "c64")
     figures |= {
         "offered_calls_per_second_c64": statistics.median(whole["bare"].rates),
@@ -281,19 +279,13 @@ def added(found: Measurements, suffix: str) -> Figures:
         whole = each.timings.whole
         if name != "bare":
             figures[f"{prefix(name)}added_ms_p50_{suffix}"] = difference(whole, bare)
-            figures[f"{prefix(name)}added_ms_p99_{suffix}"] = (
-                percentile(whole, 0.99) - percentile(bare, 0.99)
-            ) * 1e3
+            figures[f"{prefix(name)}added_ms_p99_{suffix}"] = (percentile(whole, 0.99) - percentile(bare, 0.99)) * 1e3
     return figures
 
 
 def cpu(found: Measurements, suffix: str) -> Figures:
     """Return the CPU time of each target per call."""
-    return {
-        f"{prefix(name)}cpu_ms_per_call_{suffix}": each.cpu_ms
-        for name, each in found.items()
-        if name != "bare"
-    }
+    return {f"{prefix(name)}cpu_ms_per_call_{suffix}": each.cpu_ms for name, each in found.items() if name != "bare"}
 
 
 if __name__ == "__main__":

@@ -205,8 +205,7 @@ def _traffic(users: dict[str, User], recorded: dict[str, int], trainer: Trainer)
         "served": sum(answered.values()),
         "delivered": len(trainer.delivered),
         "batches": trainer.batches,
-        "answer_ms_p50": statistics.median(one.seconds for user in users.values() for one in user.answers)
-        * 1e3,
+        "answer_ms_p50": statistics.median(one.seconds for user in users.values() for one in user.answers) * 1e3,
     }
 
 
@@ -264,9 +263,7 @@ async def overhead(folder: Path, plan: Plan) -> Figures:
     with_it, without = ([one for user in users for one in user.answers[1:]] for users in (learning, plain))
     return {
         "overhead_ms_p50": _added([one.seconds for one in with_it], [one.seconds for one in without]),
-        "ttft_added_ms_p50": _added(
-            [one.first_seconds for one in with_it], [one.first_seconds for one in without]
-        ),
+        "ttft_added_ms_p50": _added([one.first_seconds for one in with_it], [one.first_seconds for one in without]),
         "plain_ms_p50": statistics.median(one.seconds for one in without) * 1e3,
         "plain_ttft_ms_p50": statistics.median(one.first_seconds for one in without) * 1e3,
     }

@@ -189,9 +189,7 @@ async def main(given: Options) -> None:
                     figures |= await ratios(provider, found, name, attack, rounds, seconds)
         finally:
             await provider.close()
-    figures["worst_ratio"] = max(
-        value for key, value in figures.items() if value and key.endswith("p50_ratio")
-    )
+    figures["worst_ratio"] = max(value for key, value in figures.items() if value and key.endswith("p50_ratio"))
     aims = {key: AIM for key in figures if key.endswith("ratio")}
     report("neighbors", given, {"rounds": rounds, "seconds": seconds}, figures, aims)
 

@@ -70,9 +70,7 @@ def play(board: ActivityBoard, rollout_id: str, turns: int) -> None:
         with waits_for(StepKind.PLACE, "rollout"):
             pass
         for _ in range(turns):
-            with waits_for(
-                StepKind.ENGINE, "engine", request=REQUEST.request_id, prompt_tokens=1_000
-            ) as step:
+            with waits_for(StepKind.ENGINE, "engine", request=REQUEST.request_id, prompt_tokens=1_000) as step:
                 step.request, step.answer = REQUEST, ANSWER
                 step.note(tokens=100, cached_tokens=900)
             with waits_for(StepKind.TOOL, "bash", call="call-1"):
@@ -124,9 +122,7 @@ async def main(given: Options) -> None:
             for number in range(rounds):
                 expected = (number + 1) * attempts * spans
                 for name, kind in kinds.items():
-                    done = (
-                        (lambda wanted=expected: sent(registry) >= wanted) if name == "on" else (lambda: True)
-                    )
+                    done = (lambda wanted=expected: sent(registry) >= wanted) if name == "on" else (lambda: True)
                     await kind.measure(number, attempts, done)
             await on.close()
             await off.close()

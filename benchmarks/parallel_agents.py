@@ -70,9 +70,7 @@ SMOKE = Plan(0.5, repeats=1, costed=2, cost_width=16, agents=12, slots=8, share_
 
 
 @asynccontextmanager
-async def bench(
-    folder: Path, *, latency: float, hold: float, slots: int, workers: int
-) -> AsyncIterator[Server]:
+async def bench(folder: Path, *, latency: float, hold: float, slots: int, workers: int) -> AsyncIterator[Server]:
     """Run a service with the two engines."""
     await anyio.Path(folder).mkdir()
     address, config = folder / "engines", folder / "rollout.toml"
@@ -81,9 +79,7 @@ async def bench(
         f"rollout_queue = 64\nrollout_workers = {workers}\nevaluate_workers = 64\nsubagent_slots = {slots}\n"
         "[sandboxes.pressure]\nenabled = false\n"
     )
-    os.environ["PYTHONPATH"] = str(
-        HERE / "environments" / "delegation"
-    )  # the service is a child of this process
+    os.environ["PYTHONPATH"] = str(HERE / "environments" / "delegation")  # the service is a child of this process
     script = [str(HERE / "programs" / "delegation_engines.py"), "--address", str(address)]
     script += ["--latency", str(latency), "--hold", str(hold)]
     flags = ["--config", str(config), "--engine", "none", "--log-level", "warning"]
@@ -124,9 +120,7 @@ async def ended(server: Server, ids: Sequence[str], tasks: int) -> list[Rollout]
             rollout = await server.client.wait(rollout_id)
             if rollout.state is not RolloutState.COMPLETED or rollout.reward_parts.get("valid") != tasks:
                 shown = rollout.model_copy(update={"trajectory": None})
-                raise SystemExit(
-                    f"a rollout with {tasks} tasks went wrong: {shown.model_dump_json(indent=2)}"
-                )
+                raise SystemExit(f"a rollout with {tasks} tasks went wrong: {shown.model_dump_json(indent=2)}")
             rollouts.append(rollout)
     return rollouts
 

@@ -231,9 +231,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _engine(
-    folder: Path, name: str, seconds: float, turns: tuple[str, ...]
-) -> AbstractAsyncContextManager[str]:
+def _engine(folder: Path, name: str, seconds: float, turns: tuple[str, ...]) -> AbstractAsyncContextManager[str]:
     """Start an engine with these turns."""
     arguments = ["-m", "rollout_service.testing", "--delay", f"{seconds:g}"]
     for turn in turns:

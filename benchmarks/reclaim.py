@@ -142,12 +142,8 @@ class Arena:
         found = [f"process {process}" for process in self._orphans()]
         strangers = [path for path in self.run.iterdir() if path.name not in self.services]
         found += [f"folder {path}" for path in strangers]
-        walks = [
-            entry for path in strangers for entry in os.walk(path)
-        ]  # tolerates entries that vanish meanwhile
-        found += [
-            f"file {Path(where) / name}" for where, folders, files in walks for name in (*folders, *files)
-        ]
+        walks = [entry for path in strangers for entry in os.walk(path)]  # tolerates entries that vanish meanwhile
+        found += [f"file {Path(where) / name}" for where, folders, files in walks for name in (*folders, *files)]
         found += [f"group {path}" for path in _groups(services)]
         if mounts:
             found += [f"mount {line}" for line in _mounts(self.run, self.services)]
@@ -208,9 +204,7 @@ def _mounts(run: Path, spared: set[str]) -> list[str]:
 
 
 def _measure(provider: str, lives: list[float], progress: Callable[[str], None]) -> list[Round]:
-    with tempfile.TemporaryDirectory(
-        prefix="rk-", dir="/tmp"
-    ) as folder:  # short, since sockets are created in it
+    with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp") as folder:  # short, since sockets are created in it
         Path(folder).chmod(0o755)  # sandboxes run as other users, who must reach their folders
         return _rounds(Arena(Path(folder), provider), lives, progress)
 

@@ -91,9 +91,7 @@ class Attached:
 
     async def start_clients(self) -> None:
         """Submit rollouts, and train on the batches of the run."""
-        questions = (
-            {"question": f"{n} + 2", "answer": str(n + 2)} for n in range(self.rounds * ORDERS_PER_ROUND)
-        )
+        questions = ({"question": f"{n} + 2", "answer": str(n + 2)} for n in range(self.rounds * ORDERS_PER_ROUND))
         lines = (json.dumps({"task": {"environment": "math", "instance": one}}) for one in questions)
         self.path("orders.jsonl").write_text("\n".join(lines))
         submit = ["submit", str(self.path("orders.jsonl")), "--output", str(self.path("results.jsonl"))]

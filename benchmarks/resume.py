@@ -168,9 +168,7 @@ async def resume(turns: int, command_seconds: float, save_seconds: float) -> tup
                 server.process.kill()
             async with serving() as server:
                 await all_ended(server)
-                async with aclosing(
-                    server.client.events(kinds=["rollout.resume"], after=0, follow=False)
-                ) as seen:
+                async with aclosing(server.client.events(kinds=["rollout.resume"], after=0, follow=False)) as seen:
                     [event] = [one.data async for one in seen]
             asked = read_turns(record)[0][-1].asked
     if event["outcome"] != "resumed":

@@ -92,9 +92,7 @@ async def by_service(urls: Sequence[str]) -> AsyncIterator[tuple[Ask, Callable[[
 
 
 @asynccontextmanager
-async def by_router(
-    program: str, policy: str, urls: Sequence[str]
-) -> AsyncIterator[tuple[Ask, Callable[[str], None]]]:
+async def by_router(program: str, policy: str, urls: Sequence[str]) -> AsyncIterator[tuple[Ask, Callable[[str], None]]]:
     """Route through another's router, in a process of its own."""
     connector = aiohttp.TCPConnector(limit=0)  # httpx takes seconds for as many connections
     async with aiohttp.ClientSession(connector=connector) as http, Router(program, policy, urls) as router:
@@ -189,9 +187,7 @@ def against_best(medians: Mapping[str, Mapping[str, float]]) -> dict[str, float 
     }
 
 
-REAL_SHAPE = Shape(
-    system=96, task=(150, 350), observation=20.0, answer=12.0, longest=48, wait=0.5, arrival=0.2
-)
+REAL_SHAPE = Shape(system=96, task=(150, 350), observation=20.0, answer=12.0, longest=48, wait=0.5, arrival=0.2)
 
 
 def settings(simulated_shape: Shape, real_shape: Shape, seeds: Sequence[int]) -> dict[str, Setting]:

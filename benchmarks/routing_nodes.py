@@ -78,9 +78,7 @@ def deal(sessions: Sequence[Session], pools: Sequence[BackendPool]) -> dict[str,
 async def main(options: Options) -> None:
     """Measure one node and many on the same engines and sessions."""
     shape, seeds = options.plan(FULL, QUICK, SMOKE)
-    setting = Setting(
-        engines=ENGINES, kv_tokens=100_000 * shape.groups // 8, page=16, shape=shape, seeds=seeds
-    )
+    setting = Setting(engines=ENGINES, kv_tokens=100_000 * shape.groups // 8, page=16, shape=shape, seeds=seeds)
     outcomes: dict[str, list[tuple[float, float]]] = {"one_node": [], "nodes": []}
     async with simulated(setting) as urls:
         for seed in seeds:

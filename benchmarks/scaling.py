@@ -156,9 +156,7 @@ async def measure(cluster: LocalCluster, plan: Plan) -> Point:
     return point(len(cluster.nodes), rates, len(ends), resting, (before, after))
 
 
-def point(
-    nodes: int, rates: Sequence[float], completed: int, resting: Sequence[Usage], busy: Sequence[Usage]
-) -> Point:
+def point(nodes: int, rates: Sequence[float], completed: int, resting: Sequence[Usage], busy: Sequence[Usage]) -> Point:
     """Return what each of the completed rollouts took."""
     (rest_before, rest_after), (before, after) = resting, busy
     rest_seconds = rest_after.at - rest_before.at

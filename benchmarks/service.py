@@ -113,9 +113,7 @@ async def main(given: Options) -> None:
         figures |= rhythm
         for concurrency, turns in plan.slow_turns.items():
             idle_mb = slow.server.memory_mb
-            numbers, peak = await roll_out(
-                slow, plan.at_once(concurrency), turns, plan.spread_seconds(concurrency)
-            )
+            numbers, peak = await roll_out(slow, plan.at_once(concurrency), turns, plan.spread_seconds(concurrency))
             figures |= latencies(slow.record, numbers, concurrency, rhythm[f"tool_ms_p50_c{RHYTHM}"])
         figures["memory_mb_per_rollout_c512"] = (peak.memory_mb - idle_mb) / peak.waiting
         figures["waiting_at_once_c512"] = peak.waiting
@@ -139,9 +137,7 @@ async def bench(engine_seconds: float) -> AsyncIterator[Bench]:
             yield Bench(server, engine_url, record)
 
 
-async def roll_out(
-    bench: Bench, count: int, turns: int, spread_seconds: float = 0.0
-) -> tuple[list[int], Peak]:
+async def roll_out(bench: Bench, count: int, turns: int, spread_seconds: float = 0.0) -> tuple[list[int], Peak]:
     """Run `count` rollouts at once to their ends; return their numbers, and when most were with the agent."""
     ids = {f"r-{uuid.uuid4().hex[:12]}": next(bench.numbers) for _ in range(count)}
     peak = Peak()
@@ -162,9 +158,7 @@ async def roll_out(
     return list(ids.values()), peak
 
 
-async def submit(
-    server: Server, limit: anyio.CapacityLimiter, rollout_id: str, number: int, turns: int
-) -> None:
+async def submit(server: Server, limit: anyio.CapacityLimiter, rollout_id: str, number: int, turns: int) -> None:
     """Submit one rollout that ends after `turns` turns."""
     limits = Limits(max_turns=turns, agent_seconds=600, rollout_seconds=900)
     task = Task(environment="echo", instance={"number": number})
@@ -192,9 +186,7 @@ def latencies(file: Path, numbers: Sequence[int], concurrency: int, tool_ms: flo
     begin, end = max(one[0].asked for one in ours), min(one[-1].asked for one in ours)
     pairs = [pair for one in ours for pair in itertools.pairwise(one[1:])]
     # If the first one ends before the last one starts, there is no such time; then all turns count.
-    inside = [
-        (turn, after) for turn, after in pairs if begin <= turn.answered and after.asked <= end
-    ] or pairs
+    inside = [(turn, after) for turn, after in pairs if begin <= turn.answered and after.asked <= end] or pairs
     added = [(after.asked - turn.answered) * 1e3 - tool_ms for turn, after in inside]
     return {
         f"added_ms_p50_c{concurrency}": statistics.median(added),

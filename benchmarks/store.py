@@ -110,9 +110,7 @@ class Lives:
         return {"results_per_second_c256": await rate(self.leases, self._finish)}
 
     async def read(self) -> dict[str, float]:
-        return {
-            "reads_per_second_c256": await rate(self.leases, lambda lease: self.store.get(lease.rollout_id))
-        }
+        return {"reads_per_second_c256": await rate(self.leases, lambda lease: self.store.get(lease.rollout_id))}
 
     async def _advance(self, lease: Lease) -> None:
         if not await self.store.advance(lease, OWNER, RolloutState.ROLLOUT):
@@ -242,9 +240,7 @@ async def main(given: Options) -> None:
     report("The durable store", given, settings, figures, {})
 
 
-async def measure_local(
-    kind: str, requests: Sequence[RolloutRequest], sample: Trajectory
-) -> dict[str, float]:
+async def measure_local(kind: str, requests: Sequence[RolloutRequest], sample: Trajectory) -> dict[str, float]:
     figures = await measure_sqlite(requests, sample)
     if kind == "redis":
         sqlite = {name.removeprefix("sqlite_"): value for name, value in figures.items()}

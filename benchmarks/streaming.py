@@ -82,9 +82,7 @@ def figures(rounds: Mapping[str, Round], turns: int) -> dict[str, float | int | 
             f"added_us_per_token{suffix}": added / TOKENS * 1e6,
             f"first_token_ms{suffix}": statistics.median(streamed.first) * 1e3,
             f"first_token_ms_p99{suffix}": percentile(streamed.first, 0.99) * 1e3,
-            f"service_cpu_us_per_token{suffix}": (streamed.cpu_seconds - plain.cpu_seconds)
-            / (turns * TOKENS)
-            * 1e6,
+            f"service_cpu_us_per_token{suffix}": (streamed.cpu_seconds - plain.cpu_seconds) / (turns * TOKENS) * 1e6,
         }
     return found | {"service_cpu_us_per_unstreamed_turn": plain.cpu_seconds / turns * 1e6}
 

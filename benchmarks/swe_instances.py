@@ -133,18 +133,12 @@ def make_repository(repair: Repair, repo: Path, scratch: Path) -> dict[str, obje
 def build(image: str, context: Path) -> None:
     (context / "Dockerfile").write_text(DOCKERFILE)
     command = ["rollout-service", "image", "build", str(context / "Dockerfile"), "--name", image]
-    subprocess.run(
-        [str(Path(sys.executable).with_name(command[0])), *command[1:]], check=True, stdout=sys.stderr
-    )
+    subprocess.run([str(Path(sys.executable).with_name(command[0])), *command[1:]], check=True, stdout=sys.stderr)
 
 
-async def grade(
-    provider: SandboxProvider, instance: dict, patch: bytes, *, is_proven: bool = True
-) -> SweOutcome:
+async def grade(provider: SandboxProvider, instance: dict, patch: bytes, *, is_proven: bool = True) -> SweOutcome:
     task = read_task(instance)
-    async with await provider.start(
-        SandboxSpec(image=task.image, network="none", memory_bytes=2 << 30)
-    ) as sandbox:
+    async with await provider.start(SandboxSpec(image=task.image, network="none", memory_bytes=2 << 30)) as sandbox:
         evaluation = SweEvaluation(task, sandbox, SECONDS)
         return await evaluation.run(patch, is_proven=is_proven, run_empty=True)
 
@@ -227,14 +221,10 @@ async def check(instances: list[dict]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", action="append", choices=[repair.name for repair in REPAIRS])
-    parser.add_argument(
-        "--check", action="store_true", help="grade honest and hostile patches of each instance"
-    )
+    parser.add_argument("--check", action="store_true", help="grade honest and hostile patches of each instance")
     options = parser.parse_args()
     wanted = [repair for repair in REPAIRS if not options.only or repair.name in options.only]
     instances = anyio.run(make, wanted)

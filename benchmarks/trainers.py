@@ -61,9 +61,7 @@ async def main(given: Options) -> None:
     reports = {}
     with folder_kept_on_error("trainers") as folder:
         for name in plan.trainers:
-            async with running_server(
-                folder / name, ["--model", "calc-base", "--sandbox", "apptainer"]
-            ) as client:
+            async with running_server(folder / name, ["--model", "calc-base", "--sandbox", "apptainer"]) as client:
                 environ = os.environ | ENVIRON | {"ROLLOUT_URL": client.base_url}
                 if name == "openrlhf":
                     environ |= {"PYTHONPATH": str(CUDA_ONLY)}
@@ -92,9 +90,7 @@ def figures_of(reports: dict[str, Any]) -> dict[str, float]:
         "rising": sum(one["reward_after"] > one["reward_before"] for one in reports.values()),
     }
     for name, one in reports.items():
-        figures |= {
-            f"{name}_{key}": one[key] for key in ("max_logprob_diff", "reward_before", "reward_after")
-        }
+        figures |= {f"{name}_{key}": one[key] for key in ("max_logprob_diff", "reward_before", "reward_after")}
         figures[f"{name}_seconds"] = sum(step["seconds"] for step in one["steps"])
     return figures
 

@@ -185,9 +185,7 @@ async def update_often(
 def measured(asked: float, outcome: PoolOutcome, spans: Sequence[Span]) -> Update:
     """Return how long turns were held, and for how much of that time any engine was working."""
     answered = asked + outcome.held_seconds
-    released = min(
-        (span.start for span in spans if span.is_turn and span.start >= answered), default=answered
-    )
+    released = min((span.start for span in spans if span.is_turn and span.start >= answered), default=answered)
     at_work, until = 0.0, asked
     for span in sorted(spans, key=lambda each: each.start):
         if span.is_turn and span.end > released:
@@ -226,9 +224,7 @@ def difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int]
     return len(expected) - same, len(found) - same
 
 
-async def compared(
-    record: Record, models: Mapping[int, Path], prefix: str = ""
-) -> dict[str, float | int | None]:
+async def compared(record: Record, models: Mapping[int, Path], prefix: str = "") -> dict[str, float | int | None]:
     """Return the largest error of a logprob, how many tokens were compared, and how many cannot be compared."""
     by_version: dict[int, list[Generation]] = defaultdict(list)
     orders: dict[int, dict[str, Any]] = {}

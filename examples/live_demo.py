@@ -142,9 +142,7 @@ def run_request(plan: Plan) -> RunRequest:
     return RunRequest(
         run_id="live",
         source=InlineTasks(tasks=[], open=True),
-        live=LiveDelivery(
-            close_turns=100, max_user_share=1.0, max_session_share=1.0, teacher=plan.served_teacher
-        ),
+        live=LiveDelivery(close_turns=100, max_user_share=1.0, max_session_share=1.0, teacher=plan.served_teacher),
         group_size=1,
         batch_size=plan.sessions,
         filters=[],
@@ -196,9 +194,7 @@ def is_done(points: Sequence[Mapping[str, float]], plan: Plan) -> bool:
 
 def show(point: Mapping[str, float]) -> None:
     bar = "#" * round(40 * point["satisfied"])
-    rest = "  ".join(
-        f"{name} {point[name]:.3g}" for name in ("turns", "staleness", "minutes") if name in point
-    )
+    rest = "  ".join(f"{name} {point[name]:.3g}" for name in ("turns", "staleness", "minutes") if name in point)
     print(f"update {point['step']:3.0f}  satisfied {point['satisfied']:.2f} {bar:40}  {rest}", flush=True)
 
 
@@ -231,9 +227,7 @@ async def main(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--arms", type=lambda text: text.split(","), default=list(DEFAULT_ARMS), help=f"of {', '.join(ARMS)}")
     add("--updates", type=int, default=60, help="of each arm, at most")

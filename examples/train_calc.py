@@ -71,9 +71,7 @@ class Order:
     """The rewards for handing on work."""
 
 
-async def train(
-    client: RolloutClient, order: Order, learner: Learner, saved: Checkpoints, curves: Curves
-) -> None:
+async def train(client: RolloutClient, order: Order, learner: Learner, saved: Checkpoints, curves: Curves) -> None:
     """Train until the order is complete.
 
     Each batch is leased, trained on, saved in a checkpoint, published and acknowledged, in this order. A kill between
@@ -110,9 +108,7 @@ def run_request(order: Order) -> RunRequest:
     """Return a standing order for groups whose outcomes differ (DAPO's dynamic sampling), with their advantages."""
     return RunRequest(
         run_id=RUN,
-        source=DatasetTasks(
-            environment=order.environment, split="train", epochs=None, shuffle=True, seed=order.seed
-        ),
+        source=DatasetTasks(environment=order.environment, split="train", epochs=None, shuffle=True, seed=order.seed),
         group_size=order.group_size,
         batch_size=order.batch_size,
         max_staleness=order.max_staleness,
@@ -120,9 +116,7 @@ def run_request(order: Order) -> RunRequest:
         advantages=advantages_of(order.environment),
         auxiliary=order.dividing.order(),
         # The first filter distinguishes groups that all failed from groups that all succeeded.
-        filters=[]
-        if order.every_group
-        else [FilterSpec(name="all_failed"), FilterSpec(name="zero_variance")],
+        filters=[] if order.every_group else [FilterSpec(name="all_failed"), FilterSpec(name="zero_variance")],
     )
 
 
@@ -255,9 +249,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--engine", choices=("embedded", "sglang"), default="embedded", help="what samples")
     add("--weights", choices=("disk", "group"), default="disk", help="how new weights get to the engine")
@@ -336,9 +328,7 @@ def parse() -> argparse.Namespace:
     add("--url", help="a service that runs, in place of one of its own")
     arguments = parser.parse_args()
     if arguments.weights == "group" and arguments.engine == "embedded" and not arguments.url:
-        parser.error(
-            "the embedded engine takes weights from folders only; --weights group needs --engine sglang"
-        )
+        parser.error("the embedded engine takes weights from folders only; --weights group needs --engine sglang")
     if arguments.start is None:
         arguments.start = ORCHESTRATOR if arguments.environment in ENVIRONMENTS else BASE
     return arguments

@@ -121,9 +121,7 @@ def mean_curve(trainings: Sequence[Training]) -> list[dict[str, float]]:
 
 def main(options: argparse.Namespace) -> None:
     seeds = range(options.seeds)
-    trainings = [
-        train(arm, seed, options) for seed in seeds for arm in options.arms if seed == 0 or arm in REPEATED
-    ]
+    trainings = [train(arm, seed, options) for seed in seeds for arm in options.arms if seed == 0 or arm in REPEATED]
     by_arm = {arm: [each for each in trainings if each.arm == arm] for arm in options.arms}
     plot = draw_multiples(
         {arm: mean_curve(some) for arm, some in by_arm.items()}, list(DRAWN), options.out / "arms.png"
@@ -140,9 +138,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--arms", type=lambda text: text.split(","), default=list(ARMS), help=f"of {', '.join(ARMS)}")
     add("--seeds", type=int, default=3, help=f"of the arms {' and '.join(REPEATED)}; the others have one")

@@ -67,9 +67,7 @@ def error_from(response: httpx.Response) -> ClientError:
         detail = f"{response.url} answered {status}: {start}"
         if status not in PASSING:
             return ProtocolError(detail)
-        problem = Problem(
-            title="Unavailable", status=status, detail=detail, code="unavailable", retryable=True
-        )
+        problem = Problem(title="Unavailable", status=status, detail=detail, code="unavailable", retryable=True)
     if "outcome" in problem.context and problem.code in ORDERS:
         return ORDERS[problem.code](problem)
     error = PROBLEMS.get(status, ProblemError)(problem)
@@ -110,6 +108,4 @@ def parse(model: type[T], content: bytes) -> T:
     try:
         return TypeAdapter(model).validate_json(content)
     except ValidationError as error:
-        raise ProtocolError(
-            f"the response cannot be read: {error}. Is the server of another version?"
-        ) from error
+        raise ProtocolError(f"the response cannot be read: {error}. Is the server of another version?") from error

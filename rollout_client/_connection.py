@@ -246,9 +246,7 @@ def _explaining(proxy: str | None) -> Iterator[None]:
 
 def _described(proxy: str) -> str:
     """Describe a proxy of the environment, without its password."""
-    return (
-        f"the proxy {proxy.rpartition('@')[2]} of the environment (name the server in NO_PROXY to avoid it)"
-    )
+    return f"the proxy {proxy.rpartition('@')[2]} of the environment (name the server in NO_PROXY to avoid it)"
 
 
 class Patience:

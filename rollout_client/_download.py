@@ -95,9 +95,7 @@ class _Fetch:
             self._connection.close()
         failed = answer.status >= http.client.BAD_REQUEST
         content = bytes(body) if failed else b""
-        response = httpx.Response(
-            answer.status, headers=answer.getheaders(), content=content, request=request
-        )
+        response = httpx.Response(answer.status, headers=answer.getheaders(), content=content, request=request)
         return response, body
 
     def break_off(self) -> None:

@@ -190,9 +190,7 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
     ) -> AsyncGenerator[wire.Rescored]:
         """Have rollouts that you hold scored again, such as `RunExport(path).samples()`, and yield the results."""
         rollouts = (
-            wire.without_tokens(one.request, one.sample.rollout)
-            if isinstance(one, wire.ExportedSample)
-            else one
+            wire.without_tokens(one.request, one.sample.rollout) if isinstance(one, wire.ExportedSample) else one
             for one in recorded
         )
         while part := list(islice(rollouts, RESCORED_AT_ONCE)):
@@ -266,9 +264,7 @@ async def _run_workers(
                 workers.start_soon(work)
 
 
-async def _run_unless_refused(
-    run: Run, request: wire.RolloutRequest, refused: Refused | None
-) -> wire.Rollout | None:
+async def _run_unless_refused(run: Run, request: wire.RolloutRequest, refused: Refused | None) -> wire.Rollout | None:
     try:
         return await run(request)
     except (InvalidRequestError, NotFoundError, ConflictError) as error:

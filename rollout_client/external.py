@@ -58,9 +58,7 @@ class GoogleOptions(TypedDict):
 class ExternalRollout:
     """A rollout that the caller's program works on; made by `RolloutClient.external_rollout`."""
 
-    def __init__(
-        self, connection: Connection, rollout_id: str, task: wire.Task, access: wire.RolloutAccess
-    ) -> None:
+    def __init__(self, connection: Connection, rollout_id: str, task: wire.Task, access: wire.RolloutAccess) -> None:
         self.rollout_id = rollout_id
         self.task = task
         self.access = access
@@ -124,17 +122,13 @@ async def wait_for_end(connection: Connection, rollout_id: str) -> wire.Rollout:
     """Return a rollout with its trajectory once it has ended."""
     path, params = f"/v1/rollouts/{rollout_id}", {"trajectory": "true"}
     while True:
-        rollout = await connection.call(
-            wire.Rollout, "GET", path, params=params, wait_seconds=LONG_POLL_SECONDS
-        )
+        rollout = await connection.call(wire.Rollout, "GET", path, params=params, wait_seconds=LONG_POLL_SECONDS)
         if rollout.state.terminal:
             return rollout
 
 
 @asynccontextmanager
-async def open_external(
-    connection: Connection, request: wire.RolloutRequest
-) -> AsyncGenerator[ExternalRollout]:
+async def open_external(connection: Connection, request: wire.RolloutRequest) -> AsyncGenerator[ExternalRollout]:
     """Submit a rollout, wait until its program may begin, and report its end when the block is left.
 
     Raises:

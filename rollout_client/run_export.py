@@ -58,9 +58,7 @@ class RunExport:
                 ended = line.samples == count
         if not ended:
             plural = "" if count == 1 else "s"
-            raise BadExportError(
-                f"{self.path} is truncated after {count} rollout{plural}. Export the run again."
-            )
+            raise BadExportError(f"{self.path} is truncated after {count} rollout{plural}. Export the run again.")
 
     def _lines(self) -> Iterator[ExportLine]:
         done = 0

@@ -87,9 +87,7 @@ class LeasedBatch:
         Raises:
             ConflictError: The batch belongs to someone else by now.
         """
-        return (
-            await self._run.settle(self.batch_id, "renew", key=self._key, seconds=f"{seconds:g}")
-        ).lease_until
+        return (await self._run.settle(self.batch_id, "renew", key=self._key, seconds=f"{seconds:g}")).lease_until
 
     async def nack(self) -> None:
         """Give the batch back; it can be leased again at once."""
@@ -137,9 +135,7 @@ class ClientRun:
         params = {"parallel": parallel or None}
         return await self._connection.call(wire.Run, "GET", self._path, params=params)
 
-    async def append(
-        self, tasks: Sequence[wire.Task], *, offset: int | None = None, close: bool = False
-    ) -> wire.Run:
+    async def append(self, tasks: Sequence[wire.Task], *, offset: int | None = None, close: bool = False) -> wire.Run:
         """Append tasks to an open run.
 
         With `offset`, appending the same tasks twice appends them once. Without it, the run is first asked how many
@@ -266,9 +262,7 @@ class ClientRun:
         try:
             read = BatchArrays.from_bytes(body.content)
         except ValueError as error:
-            raise ProtocolError(
-                f"the batch cannot be read: {error}. Is the server of another version?"
-            ) from error
+            raise ProtocolError(f"the batch cannot be read: {error}. Is the server of another version?") from error
         return LeasedBatch(self, key, body.content, read.batch, read)
 
     async def batches(

@@ -176,9 +176,7 @@ class SyncRun(Blocking[ClientRun]):
 
     def batches(self, *, lease_seconds: float = LEASE_SECONDS, arrays: bool = False) -> Iterator[SyncBatch]:
         """Yield batches until the run is over; each is acknowledged when the loop asks for the next."""
-        for leased in _iterate(
-            self._portal, self._wrapped.batches(lease_seconds=lease_seconds, arrays=arrays)
-        ):
+        for leased in _iterate(self._portal, self._wrapped.batches(lease_seconds=lease_seconds, arrays=arrays)):
             yield SyncBatch(leased, self._portal)
 
 

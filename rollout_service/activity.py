@@ -74,9 +74,7 @@ class OpenStep:
         "traceparent",
     )
 
-    def __init__(
-        self, kind: StepKind, name: str, lane: str, stage: Stage | None, detail: dict[str, Any]
-    ) -> None:
+    def __init__(self, kind: StepKind, name: str, lane: str, stage: Stage | None, detail: dict[str, Any]) -> None:
         self.kind = kind
         self.name = name
         self.lane = lane

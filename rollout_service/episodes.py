@@ -41,9 +41,7 @@ class ContextFullError(ServiceError):
 def require_sandbox(sandbox: Sandbox | None) -> Sandbox:
     """Return the sandbox of an episode or a tool call, which now works on the caller's step."""
     if sandbox is None:
-        raise EnvironmentFailedError(
-            "a sandbox is needed, and there is none", hint="Give the environment an image."
-        )
+        raise EnvironmentFailedError("a sandbox is needed, and there is none", hint="Give the environment an image.")
     if (step := current_step()) is not None:
         step.sandbox = sandbox
     return sandbox

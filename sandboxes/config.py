@@ -197,9 +197,7 @@ class LocalConfig(_Config):
     """Seconds after which a start fails."""
 
 
-ProviderConfig = Annotated[
-    ApptainerConfig | DockerConfig | E2BConfig | LocalConfig, Field(discriminator="provider")
-]
+ProviderConfig = Annotated[ApptainerConfig | DockerConfig | E2BConfig | LocalConfig, Field(discriminator="provider")]
 """The settings of one provider; `provider` selects it."""
 
 

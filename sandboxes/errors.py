@@ -153,9 +153,7 @@ class SandboxResumeError(SandboxError):
 
     code = "sandbox_resume"
     retryable = True
-    default_hint = (
-        "look at the control groups of this host; `sandboxes.pause_seconds = 0` pauses no more sandboxes"
-    )
+    default_hint = "look at the control groups of this host; `sandboxes.pause_seconds = 0` pauses no more sandboxes"
 
 
 class SessionDiedError(SandboxError):
@@ -165,9 +163,7 @@ class SessionDiedError(SandboxError):
     retryable = True
     default_hint = "the next call starts a new session in the same sandbox; files are kept, variables are not"
 
-    def __init__(
-        self, message: str, *, output: str = "", timed_out: bool = False, hint: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, output: str = "", timed_out: bool = False, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.output = output
         """The command's output so far, cut to its limit."""

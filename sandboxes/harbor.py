@@ -93,12 +93,8 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
 
     def _validate_definition(self) -> None:
         if (self.environment_dir / "docker-compose.yaml").exists():
-            raise ValueError(
-                "there is one sandbox for a task, and no services beside it: Compose files cannot be used"
-            )
-        require_agent_environment_definition(
-            self.environment_dir, docker_image=self.task_env_config.docker_image
-        )
+            raise ValueError("there is one sandbox for a task, and no services beside it: Compose files cannot be used")
+        require_agent_environment_definition(self.environment_dir, docker_image=self.task_env_config.docker_image)
         for mount in self._host_mounts:
             if mount["type"] != "bind" or not mount.get("read_only"):
                 raise ValueError(
@@ -133,9 +129,7 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
     async def _image(self, *, force_build: bool) -> Path:
         store = ImageStore(self._settings.images_dir, ApptainerBuilder(self._settings.layers_dir))
         named = self.task_env_config.docker_image
-        if should_use_prebuilt_docker_image(
-            self.environment_dir, docker_image=named, force_build=force_build
-        ):
+        if should_use_prebuilt_docker_image(self.environment_dir, docker_image=named, force_build=force_build):
             return await anyio.to_thread.run_sync(self._prebuilt, store, named)
         name = name_of_reference(f"harbor-{self.environment_name}")[:NAME_CHARS]
         digest = self.environment_id.rpartition(":")[2][:DIGEST_CHARS]
@@ -178,9 +172,7 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
         if policy.network_mode == NetworkMode.ALLOWLIST:
             return tuple(policy.allowed_hosts)
         if self._settings.public_network == "none":
-            self.logger.warning(
-                "the task may have a public network, and gets none; --ek public_network says otherwise"
-            )
+            self.logger.warning("the task may have a public network, and gets none; --ek public_network says otherwise")
         return self._settings.public_network
 
     # -- commands --------------------------------------------------------------
@@ -218,9 +210,7 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
         if user in ROOT:
             return ()
         if not self._settings.sandbox.fakeroot:
-            self.logger.warning(
-                f"a sandbox has one user, so {user!r} has no effect; see --ek sandbox and fakeroot"
-            )
+            self.logger.warning(f"a sandbox has one user, so {user!r} has no effect; see --ek sandbox and fakeroot")
             return ()
         return ("bash", "-c", AS_USER, str(user))
 

@@ -20,9 +20,7 @@ from tests.support.redis_server import RedisServer, redis_server
 from tests.support.store.servers import STORE_SERVER, STORE_SERVERS
 
 # On a busy machine, drawing examples is slow for reasons that have nothing to do with the examples.
-settings.register_profile(
-    "deep", suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=100
-)
+settings.register_profile("deep", suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=100)
 settings.register_profile("usual", settings.get_profile("deep"), max_examples=30)
 settings.register_profile("fast", settings.get_profile("deep"), max_examples=10)
 settings.load_profile("usual")
@@ -34,9 +32,7 @@ structlog.configure([structlog.dev.ConsoleRenderer(exception_formatter=structlog
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
-pytest_plugins = [
-    f"tests.support.plugins.{name}" for name in ("leftovers", "sendable_reports", "tiers", "time_limits")
-]
+pytest_plugins = [f"tests.support.plugins.{name}" for name in ("leftovers", "sendable_reports", "tiers", "time_limits")]
 PART_NAMES = frozenset(part.name for part in PARTS)
 
 

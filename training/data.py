@@ -82,12 +82,7 @@ class Case:
     def length(self) -> int:
         """The approximate number of tokens. A guess counts like a call, so that batches mix the two."""
         failed = sum(len(call) + len(returned) for call, returned in self.calls[:-1])
-        return (
-            2 * len(self.problem["expression"])
-            + len(self.problem["question"])
-            + 2 * len(self.result)
-            + failed
-        )
+        return 2 * len(self.problem["expression"]) + len(self.problem["question"]) + 2 * len(self.result) + failed
 
 
 def call_text(expression: str) -> str:

@@ -37,9 +37,7 @@ TOOLS_TEXT = (
 """Qwen3's own text around tools, for learning the merges; the renderer writes it into prompts."""
 
 
-def build_tokenizer(
-    folder: Path, corpus: Iterable[str], vocab_size: int, isolated: str, *, within_words: bool
-) -> None:
+def build_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int, isolated: str, *, within_words: bool) -> None:
     """Learn the merges, and write `tokenizer.json` and `tokenizer_config.json` into the folder.
 
     `isolated` is a pattern of what never merges. Without `within_words`, a piece may be a whole phrase.

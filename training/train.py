@@ -97,12 +97,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=100)
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--problems", type=int, default=96, help="problems of an evaluation")
-    parser.add_argument(
-        "--guesses", type=float, default=0.0, help="calc: the share that answers without the tool"
-    )
-    parser.add_argument(
-        "--serial", type=float, default=0.2, help="parl: the share that assigns one task a turn"
-    )
+    parser.add_argument("--guesses", type=float, default=0.0, help="calc: the share that answers without the tool")
+    parser.add_argument("--serial", type=float, default=0.2, help="parl: the share that assigns one task a turn")
     parser.add_argument("--wide", type=float, default=0.3, help="parl: the share that assigns several a turn")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

@@ -118,9 +118,7 @@ class RolloutRequest(WireModel):
     rollout_id: RolloutId | None = None
     """The rollout's id; if left out, the service chooses one."""
     task: Task
-    agent: Annotated[AgentKind, Field(exclude_if=lambda kind: kind is AgentKind.ENVIRONMENT)] = (
-        AgentKind.ENVIRONMENT
-    )
+    agent: Annotated[AgentKind, Field(exclude_if=lambda kind: kind is AgentKind.ENVIRONMENT)] = AgentKind.ENVIRONMENT
     """Who works on the task: the environment's own agent, or a program outside."""
     pool: Name = "policy"
     """The pool of engines that serves the agent."""

@@ -253,9 +253,9 @@ class RunRequest(WireModel):
     """How often a sample is repeated after a failure that was not the policy's fault, before it is masked."""
     min_usable: Count = 1
     """The fewest usable samples of a group; a group with fewer is dropped."""
-    max_failed_in_a_row: Annotated[
-        Count | None, Field(exclude_if=lambda count: count == MAX_FAILED_IN_A_ROW)
-    ] = MAX_FAILED_IN_A_ROW
+    max_failed_in_a_row: Annotated[Count | None, Field(exclude_if=lambda count: count == MAX_FAILED_IN_A_ROW)] = (
+        MAX_FAILED_IN_A_ROW
+    )
     """The run is paused with its `problem` once this many groups in a row were dropped because every sample failed with
     the same error, which another attempt would not mend, such as that of a broken grader; null sets no limit. The
     default is left out of JSON."""

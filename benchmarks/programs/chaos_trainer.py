@@ -165,9 +165,7 @@ async def main(folder: Path, run_id: str, turns: int, in_flight: int, urls: list
     """Work until the run is over and everything has been delivered."""
     key = os.environ["ROLLOUT_KEY"]
     async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(RolloutClient(url, key, patience_seconds=0)) for url in urls
-        ]
+        clients = [await stack.enter_async_context(RolloutClient(url, key, patience_seconds=0)) for url in urls]
         trainer = Trainer(clients, run_id, turns, Ledger(folder / BATCHES), Ledger(folder / RESULTS))
         async with anyio.create_task_group() as ending:
             ending.start_soon(trainer.end_on_signal)

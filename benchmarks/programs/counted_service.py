@@ -79,9 +79,7 @@ def main() -> None:
     threading.Thread(target=counts.obey, daemon=True).start()
     threading.settrace(counts)
     sys.settrace(counts)
-    settings = load_settings(
-        port=0, sandbox={"provider": "local"}, engine="none", state_dir=folder, log_level="error"
-    )
+    settings = load_settings(port=0, sandbox={"provider": "local"}, engine="none", state_dir=folder, log_level="error")
     serve(settings, port_file=folder / "address")
 
 

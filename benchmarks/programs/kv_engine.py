@@ -41,9 +41,7 @@ class MeteredEngine(ScriptedEngine):
 
     async def _metrics(self, _: dict[str, Any]) -> web.Response:
         totals = self._script_totals.totals
-        return web.Response(
-            text="".join(f"sglang:{kind}_tokens_total {count}\n" for kind, count in totals.items())
-        )
+        return web.Response(text="".join(f"sglang:{kind}_tokens_total {count}\n" for kind, count in totals.items()))
 
 
 async def main() -> None:

@@ -39,9 +39,7 @@ class Answers:
         del budget
         prompt = array("i", input_ids).tobytes()
         begin = prompt.rfind(self._assistant)
-        begin = (
-            len(prompt) if begin < 0 else begin + len(self._assistant)
-        )  # none: the service tries its engine
+        begin = len(prompt) if begin < 0 else begin + len(self._assistant)  # none: the service tries its engine
         number = zlib.crc32(prompt[:begin])
         answer = self._ids(f"The answer is{' so' * WORDS} {number}.<|im_end|>")
         return Reply(answer[(len(prompt) - begin) // array("i").itemsize :])

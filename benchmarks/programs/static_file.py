@@ -39,9 +39,7 @@ def main() -> None:
         return LargeFile(given.file)
 
     http = Settings().http
-    config = uvicorn.Config(
-        Starlette(routes=[Route("/", answer)]), log_config=None, access_log=False, ws="none"
-    )
+    config = uvicorn.Config(Starlette(routes=[Route("/", answer)]), log_config=None, access_log=False, ws="none")
     limits = RequestLimits(
         max_head_bytes=http.max_head_bytes,
         head_seconds=http.head_seconds,

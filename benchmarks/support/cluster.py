@@ -324,9 +324,7 @@ class Cluster:
             keys.touch(0o600)
             keys.write_text(f'[[keys]]\nname = "chaos"\nkey = "{self.key}"\n')
         config = self.folder / f"{name}.toml"
-        config.write_text(
-            self._settings(name) + "".join(f"{key} = {value}\n" for key, value in retention.items())
-        )
+        config.write_text(self._settings(name) + "".join(f"{key} = {value}\n" for key, value in retention.items()))
         serve = ["-m", "rollout_service.cli", "serve", "--config", str(config), "--keys-file", str(keys)]
         return self.machines[name].command([sys.executable, *serve])
 

@@ -71,13 +71,9 @@ async def stored(cluster: Cluster) -> list[str]:
         async with redis.asyncio.Redis.from_url(url) as client:
             names += [key.decode() async for key in client.scan_iter(count=1_000)]
     keys = [name.partition(":")[2] for name in names]
-    found = [
-        f"key {key}" for key in keys if key in _OF_ALL or (key.partition(":")[0] in _OF_WORK and ":" in key)
-    ]
+    found = [f"key {key}" for key in keys if key in _OF_ALL or (key.partition(":")[0] in _OF_WORK and ":" in key)]
     if cluster.needs_objects:
-        files: Iterable[str] = await anyio.to_thread.run_sync(
-            cluster.objects.objects, cluster.objects_address
-        )
+        files: Iterable[str] = await anyio.to_thread.run_sync(cluster.objects.objects, cluster.objects_address)
     else:
         files = (path.name for path in (cluster.folder / "shared").rglob("*"))
     return found + [f"file {name}" for name in files if FILE_NAME.search(name)]

@@ -101,9 +101,7 @@ class Machine:
         """Return the processes on it, except its first and those that `cat` stands for."""
         own = _namespace(self.first.pid, "pid")
         known = {self.first.pid, *(child.pid for child in self.first.children() if child.name() == "cat")}
-        return [
-            one for one in psutil.process_iter() if one.pid not in known and _namespace(one.pid, "pid") == own
-        ]
+        return [one for one in psutil.process_iter() if one.pid not in known and _namespace(one.pid, "pid") == own]
 
     def mounts(self) -> list[str]:
         """Return its table of mounts, line by line."""

@@ -127,9 +127,7 @@ async def compare_services(folder: Path, pairs: int, *, redis_url: str | None = 
         saving, plain = [await stack.enter_async_context(HeldEngine()) for _ in range(2)]
         async with _on_one_core():
             servers = [
-                await stack.enter_async_context(
-                    _service(folder, engine, pairs, redis_url, resume=engine is saving)
-                )
+                await stack.enter_async_context(_service(folder, engine, pairs, redis_url, resume=engine is saving))
                 for engine in (saving, plain)
             ]
         await _alternate(saving, plain, WARM_PAIRS)
@@ -181,9 +179,7 @@ async def _service(
         yield server
 
 
-async def _alternate(
-    saving: HeldEngine, plain: HeldEngine, pairs: int
-) -> tuple[list[tuple[float, float]], int]:
+async def _alternate(saving: HeldEngine, plain: HeldEngine, pairs: int) -> tuple[list[tuple[float, float]], int]:
     """Let the two take turns, in random order; return the pairs of times in seconds, and the turns of each."""
     found: list[tuple[float, float]] = []
     turns = 0

@@ -50,9 +50,7 @@ class Router(ServerProcess):
             return 0
         return sum(worker["is_healthy"] for worker in workers)
 
-    async def generate(
-        self, http: aiohttp.ClientSession, session: str, request: GenerateRequest
-    ) -> Generation:
+    async def generate(self, http: aiohttp.ClientSession, session: str, request: GenerateRequest) -> Generation:
         """Send a turn of a session, which policies that hash sessions know by its header."""
         began = time.perf_counter()
         headers = {"Content-Type": "application/json", "X-SMG-Routing-Key": session, "X-Session-ID": session}

@@ -139,9 +139,7 @@ async def drive(sessions: list[Session], ask: Ask, release: Callable[[str], None
             number, asked = next(numbers), time.perf_counter()
             answer = await ask(session.name, request)
             seconds = time.perf_counter() - asked
-            trace.turns[number] = Served(
-                list(request.input_ids), answer.output_ids, answer.cached_tokens, seconds
-            )
+            trace.turns[number] = Served(list(request.input_ids), answer.output_ids, answer.cached_tokens, seconds)
             await anyio.sleep(turn.wait)
             ids += [*answer.output_ids, *turn.observation]
         release(session.name)

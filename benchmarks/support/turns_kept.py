@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from engine import Turn
 
 
-def turns_kept(
-    finished: Sequence[Mapping[int, int]], answered: Mapping[int, int], *, turns: int
-) -> float | None:
+def turns_kept(finished: Sequence[Mapping[int, int]], answered: Mapping[int, int], *, turns: int) -> float | None:
     """Return the share of finished turns that were not sampled again; None if no kill found a finished turn.
 
     Args:
@@ -45,9 +43,7 @@ class Stake:
         return 1 - self.again / self.answered if self.answered else None
 
 
-def turns_at_stake(
-    rollouts: Sequence[Sequence[Turn]], moments: Sequence[tuple[float, str]], *, turns: int
-) -> Stake:
+def turns_at_stake(rollouts: Sequence[Sequence[Turn]], moments: Sequence[tuple[float, str]], *, turns: int) -> Stake:
     """Return what was at stake when nodes were gone, and what of it was lost.
 
     Args:

@@ -72,9 +72,7 @@ async def for_areal(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
 
 async def for_openrlhf(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
     """Return an executor's response."""
-    return await openrlhf.Executor(submitter).execute(
-        json.dumps(row), None, SimpleNamespace(), 2_048, None, None
-    )
+    return await openrlhf.Executor(submitter).execute(json.dumps(row), None, SimpleNamespace(), 2_048, None, None)
 
 
 async def for_nemo_gym(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
@@ -93,9 +91,7 @@ TRAINERS: dict[str, Callable[[RolloutSubmitter, dict[str, Any]], Awaitable[Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainers", nargs="*", metavar="TRAINER", default=list(TRAINERS))
     parser.add_argument("--task", default=TASK, help="a task as JSON")
     arguments = parser.parse_args()

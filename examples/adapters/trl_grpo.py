@@ -56,9 +56,7 @@ def logprob_gap(submitter: RolloutSubmitter, trainer: GRPOTrainer, tasks: list[T
     return max(gaps)
 
 
-def trainer_of(
-    arguments: argparse.Namespace, hook: RolloutHook, tasks: list[Task], folder: str
-) -> GRPOTrainer:
+def trainer_of(arguments: argparse.Namespace, hook: RolloutHook, tasks: list[Task], folder: str) -> GRPOTrainer:
     """Return TRL's trainer. All settings are TRL's own; only the last two arguments concern the service."""
     args = GRPOConfig(
         output_dir=folder,
@@ -90,9 +88,7 @@ def trainer_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="the service; default ROLLOUT_URL, or port 8080 of this machine")
     parser.add_argument("--model", default=POLICY, help="the folder of the policy that the service serves")
     parser.add_argument("--steps", type=int, default=20)

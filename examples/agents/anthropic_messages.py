@@ -26,9 +26,7 @@ def work(rollout: SyncExternalRollout) -> str:
     messages: list[Any] = [{"role": "user", "content": f"{rollout.task.instance['question']}\n{PROMPT}"}]
     model = Anthropic(**rollout.anthropic)
     while True:
-        with model.messages.stream(
-            model=rollout.model, max_tokens=1_024, messages=messages, tools=[TOOL]
-        ) as stream:
+        with model.messages.stream(model=rollout.model, max_tokens=1_024, messages=messages, tools=[TOOL]) as stream:
             answer = stream.get_final_message()
         messages.append({"role": "assistant", "content": answer.content})
         calls = [block for block in answer.content if block.type == "tool_use"]

@@ -111,9 +111,7 @@ class Learner:
             found |= {id(sample): piece for sample, piece in zip(part, logprobs.split(sizes), strict=True)}
         return found
 
-    def _update(
-        self, samples: Sequence[Sample], proximal: dict[int, Tensor] | None
-    ) -> list[dict[str, float]]:
+    def _update(self, samples: Sequence[Sample], proximal: dict[int, Tensor] | None) -> list[dict[str, float]]:
         """Make one step of the optimizer, with the gradient summed over portions; return the figures of each."""
         tokens = sum(len(sample.behavior) for sample in samples)
         watched = []

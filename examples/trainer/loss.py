@@ -39,9 +39,7 @@ class Loss:
     """The share of tokens whose weight was reduced to the cap."""
 
 
-def dapo_loss(
-    current: Tensor, proximal: Tensor, behavior: Tensor, advantages: Tensor, tokens: int, clip: Clip
-) -> Loss:
+def dapo_loss(current: Tensor, proximal: Tensor, behavior: Tensor, advantages: Tensor, tokens: int, clip: Clip) -> Loss:
     """Return the loss of these tokens; all tensors have one entry per sampled token.
 
     `tokens` is the divisor: the number of tokens in the whole update, even if it is computed in portions.

@@ -71,9 +71,7 @@ def samples_of(arrays: BatchArrays) -> list[Sample]:
 def load_policy(folder: Path) -> Any:
     """Load a model in float32. Eager attention is the fastest on a CPU for samples as short as these."""
     transformers.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def sampled_logprobs(model: Any, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:

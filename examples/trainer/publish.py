@@ -63,9 +63,7 @@ class GroupPublisher:
         Raises:
             ConflictError: An engine cannot join groups, like the embedded one.
         """
-        size = 1 + sum(
-            view.pool == POOL and view.state is BackendState.READY for view in await client.backends()
-        )
+        size = 1 + sum(view.pool == POOL and view.state is BackendState.READY for view in await client.backends())
         name, port = f"trainer-{os.getpid()}", _free_port()
         order = WeightsGroupRequest(
             group_name=name, master_address=ADDRESS, master_port=port, world_size=size, backend="gloo"

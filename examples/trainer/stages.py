@@ -28,6 +28,5 @@ class StageClock:
             return {}
         then, earlier = before
         return {
-            f"busy_{stage}": (seconds - earlier.get(stage, 0.0)) / (now - then)
-            for stage, seconds in worked.items()
+            f"busy_{stage}": (seconds - earlier.get(stage, 0.0)) / (now - then) for stage, seconds in worked.items()
         }

@@ -33,9 +33,7 @@ def make_navigation(docs: Path) -> list[dict[str, object]]:
             navigation.append({title: entries})
     named = {path for section in navigation[1:] for entry in _entries(section) for path in entry.values()}
     pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
-    missing = [
-        page for page in sorted(pages - named - {"index.md", "glossary.md", "style.md"}) if _belongs(page)
-    ]
+    missing = [page for page in sorted(pages - named - {"index.md", "glossary.md", "style.md"}) if _belongs(page)]
     if missing:
         raise SystemExit(f"docs/README.md lists no {', '.join(missing)}")
     return [*navigation, {"About": [{"Glossary": "glossary.md"}, {"Style": "style.md"}]}]

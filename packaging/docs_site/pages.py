@@ -45,9 +45,7 @@ def _source(page: Path, target: Path) -> Path:
     return Path("README.md") if path == Path("index.md") else path
 
 
-def _redirect(
-    text: str, page: Path, source: Path, root: Path, target: Path
-) -> tuple[str, list[tuple[Path, Path]]]:
+def _redirect(text: str, page: Path, source: Path, root: Path, target: Path) -> tuple[str, list[tuple[Path, Path]]]:
     """Return a page's text with its links redirected, and the pages that were added for them."""
     added: list[tuple[Path, Path]] = []
 

@@ -65,9 +65,7 @@ FRAME = """\
 </body>
 </html>
 """
-START = (
-    "SwaggerUIBundle({spec: %s, dom_id: '#swagger-ui', supportedSubmitMethods: [], validatorUrl: null});\n"
-)
+START = "SwaggerUIBundle({spec: %s, dom_id: '#swagger-ui', supportedSubmitMethods: [], validatorUrl: null});\n"
 
 
 def write_reference(root: Path, target: Path) -> None:
@@ -141,7 +139,6 @@ def _public(root: Path, module: str) -> str:
     names = [
         node.name
         for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and not node.name.startswith("_")
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_")
     ]
     return json.dumps(names)

@@ -211,9 +211,7 @@ def main() -> None:
     found = take_walks(arguments.walk or list(TITLES))
     if arguments.page:
         print(PAGE)
-        print(
-            "\n\n".join(f"## {TITLES[name]}\n{len(f)} files.\n\n{by_folder(f)}" for name, f in found.items())
-        )
+        print("\n\n".join(f"## {TITLES[name]}\n{len(f)} files.\n\n{by_folder(f)}" for name, f in found.items()))
     else:
         print("\n\n".join("\n  ".join([f"{name}: {len(f)} files", *f]) for name, f in found.items()))
     if arguments.json is not None:

@@ -38,9 +38,7 @@ UPDATES = ("update_weight", "update_weight_cuda_ipc")
 
 class Executor:
     def __init__(self, submitter: RolloutSubmitter | None = None) -> None:
-        self.engines = TrainerEngines(
-            "openrlhf", submitter or RolloutSubmitter.from_environment(), kind="sglang"
-        )
+        self.engines = TrainerEngines("openrlhf", submitter or RolloutSubmitter.from_environment(), kind="sglang")
         self._starting = anyio.Lock()
         self._server: EngineServer | None = None
         self._address = ""

@@ -25,26 +25,20 @@ from rollout_client.adapters.samples import CUT_OFF, Sample, count_left_out, onl
 from rollout_client.adapters.submit import RolloutSubmitter, run_in_order
 
 
-def generator(
-    engine_client: Any = None, *, submitter: RolloutSubmitter | None = None, step_wise: bool = False
-) -> Any:
+def generator(engine_client: Any = None, *, submitter: RolloutSubmitter | None = None, step_wise: bool = False) -> Any:
     """Return a generator that is a subclass of SkyRL's own; its rollouts use the engines of `engine_client`, if any."""
     from skyrl.train.generators.base import GeneratorInterface
 
     class RolloutGenerator(BatchGenerator, GeneratorInterface):  # type: ignore[misc]
         """`BatchGenerator` with SkyRL's base class."""
 
-    return RolloutGenerator(
-        submitter or RolloutSubmitter.from_environment(), engine_client, step_wise=step_wise
-    )
+    return RolloutGenerator(submitter or RolloutSubmitter.from_environment(), engine_client, step_wise=step_wise)
 
 
 class BatchGenerator:
     """Runs the rollouts of a batch together, at most `concurrency` at once."""
 
-    def __init__(
-        self, submitter: RolloutSubmitter, engine_client: Any = None, *, step_wise: bool = False
-    ) -> None:
+    def __init__(self, submitter: RolloutSubmitter, engine_client: Any = None, *, step_wise: bool = False) -> None:
         self.engines = TrainerEngines("skyrl", submitter)
         self.engine_client = engine_client
         self.step_wise = step_wise
@@ -52,9 +46,7 @@ class BatchGenerator:
     async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
         """Run the rollouts of SkyRL's batch, and return them in its order."""
         addresses = getattr(self.engine_client, "server_urls", None) or ()
-        submitter = await self.engines.follow(
-            addresses, int(self.engine_client.weight_version) if addresses else None
-        )
+        submitter = await self.engines.follow(addresses, int(self.engine_client.weight_version) if addresses else None)
 
         async def timed(request: RolloutRequest) -> tuple[Rollout, float]:
             start = time.monotonic()
@@ -71,9 +63,7 @@ def _requests(submitter: RolloutSubmitter, batch: Mapping[str, Any]) -> Sequence
     params = batch.get("sampling_params") or {}
     limit = params.get("max_generate_length") or params.get("max_tokens")
     return [
-        submitter.request(
-            extra if "environment" in extra else prompt, params, max_tokens=limit, trainer="skyrl"
-        )
+        submitter.request(extra if "environment" in extra else prompt, params, max_tokens=limit, trainer="skyrl")
         for prompt, extra in zip(batch["prompts"], extras, strict=True)
     ]
 

@@ -88,9 +88,7 @@ async def submitter_for(args: Any) -> RolloutSubmitter:
     return await engines().follow(await router_at(host, int(port)).ask() if host and port else ())
 
 
-async def generate(
-    args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False
-) -> list[Any]:
+async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> list[Any]:
     """Run a rollout for slime and return a sample for each segment; always a list, since slime flattens all alike."""
     metadata = sample.metadata or {}
     submitter = await submitter_for(args)
@@ -98,18 +96,14 @@ async def generate(
         metadata if "environment" in metadata else sample.prompt,
         sampling_params.get("max_new_tokens"),
     )
-    request = submitter.request(
-        row, sampling_params, max_tokens=most, trainer="slime", group=sample.group_index
-    )
+    request = submitter.request(row, sampling_params, max_tokens=most, trainer="slime", group=sample.group_index)
     if evaluation:
         return [await _evaluate(submitter, sample, request)]
     rollout = await submitter.run(request)
     samples = samples_of(rollout)
     if rollout.reward is None or not samples:
         return [_without_reward(sample, rollout)]
-    return [
-        _fill(copy.deepcopy(sample) if number else sample, one, rollout) for number, one in enumerate(samples)
-    ]
+    return [_fill(copy.deepcopy(sample) if number else sample, one, rollout) for number, one in enumerate(samples)]
 
 
 async def _evaluate(submitter: RolloutSubmitter, sample: Any, request: RolloutRequest) -> Any:

@@ -45,11 +45,7 @@ class NoRewardError(RuntimeError):
 
     def __init__(self, rollout: Rollout) -> None:
         cause = rollout.error
-        why = (
-            f"{cause.code}: {sentences(cause.message, cause.hint)}"
-            if cause
-            else f"it was {rollout.state.value}"
-        )
+        why = f"{cause.code}: {sentences(cause.message, cause.hint)}" if cause else f"it was {rollout.state.value}"
         super().__init__(
             f"rollout {rollout.rollout_id} of {rollout.task.environment!r} has no reward to train on: {why.strip()}"
         )
@@ -80,9 +76,7 @@ def parse_task(row: object) -> Task:
     if not isinstance(row, Mapping) or "environment" not in row:
         raise TaskRowError("a row has no field `environment`; it names one of the service's environments")
     try:
-        return Task.model_validate(
-            {"environment": row["environment"], "instance": _parsed(row.get("instance", {}))}
-        )
+        return Task.model_validate({"environment": row["environment"], "instance": _parsed(row.get("instance", {}))})
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
@@ -110,9 +104,7 @@ def read_sampling(params: Mapping[str, Any]) -> Sampling:
     return Sampling.model_validate(given)
 
 
-async def run_in_order(
-    calls: Sequence[Callable[[], Awaitable[T]]], *, concurrency: float = math.inf
-) -> list[T]:
+async def run_in_order(calls: Sequence[Callable[[], Awaitable[T]]], *, concurrency: float = math.inf) -> list[T]:
     """Run calls at once, at most so many, and return their results in order; the first error cancels the others."""
     results: dict[int, T] = {}
     places = anyio.CapacityLimiter(concurrency)

@@ -79,9 +79,7 @@ def rows(tasks: Iterable[Task]) -> list[dict[str, Any]]:
     return [{"messages": [{"role": "user", "content": task_text(task)}]} for task in tasks]
 
 
-def _request_of(
-    submitter: RolloutSubmitter, asked: Mapping[str, Any], config: Mapping[str, Any]
-) -> RolloutRequest:
+def _request_of(submitter: RolloutSubmitter, asked: Mapping[str, Any], config: Mapping[str, Any]) -> RolloutRequest:
     columns = asked.get("data_dict") or {}
     row = columns if "environment" in columns else asked.get("messages") or []
     return submitter.request(row, config, max_tokens=config.get("max_tokens"), trainer="swift")

@@ -70,8 +70,7 @@ class RolloutHook:
         params = {name: getattr(trainer.args, name, None) for name in SAMPLING}
         step, most = int(trainer.state.global_step), trainer.args.max_completion_length
         requests = [
-            self.submitter.request(prompt, params, max_tokens=most, trainer="trl", step=step)
-            for prompt in prompts
+            self.submitter.request(prompt, params, max_tokens=most, trainer="trl", step=step) for prompt in prompts
         ]
         rollouts = self.submitter.run_all_blocking(requests)
         return columns(rollouts, trainer.processing_class.eos_token_id)
@@ -148,14 +147,10 @@ class WeightsFolder:
 
     async def _update(self, client: RolloutClient, step: int) -> PoolOutcome:
         if self.step is None:  # continue the numbers of earlier trainers of this service
-            served = [
-                one.weight_version for one in await client.backends() if one.pool == self.submitter.pool
-            ]
+            served = [one.weight_version for one in await client.backends() if one.pool == self.submitter.pool]
             self._base = max(served, default=0) + 1
         try:
-            return await client.update_weights(
-                str(self.path(step)), self._base + step, pool=self.submitter.pool
-            )
+            return await client.update_weights(str(self.path(step)), self._base + step, pool=self.submitter.pool)
         except WeightsError as error:
             if not error.outcome.changed:
                 raise

@@ -40,9 +40,7 @@ PAGE = 1_000
 """How many instances of a data set are read with one request."""
 
 
-def tasks_of(
-    submitter: RolloutSubmitter, *, rows: Path | None, environment: str, split: str | None
-) -> Iterator[Task]:
+def tasks_of(submitter: RolloutSubmitter, *, rows: Path | None, environment: str, split: str | None) -> Iterator[Task]:
     """Yield the tasks in a file of JSON Lines, or those that ship with an environment of the service.
 
     Raises:
@@ -59,9 +57,7 @@ def tasks_of(
                 yield from (Task(environment=environment, instance=instance) for instance in page)
                 offset += len(page)
     else:
-        raise ValueError(
-            "the taskset needs `environment`, a name of the service's, or `rows`, a file of JSON Lines"
-        )
+        raise ValueError("the taskset needs `environment`, a name of the service's, or `rows`, a file of JSON Lines")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +137,7 @@ def fill_trace(trace: Any, rollout: Rollout, model: str) -> None:
             parent = len(trace.nodes) - 1
             if node.turn is not None:
                 reason = reasons[node.turn.number] if node.turn.number < len(reasons) else FinishReason.STOP
-                usage = Usage(
-                    prompt_tokens=len(node.turn.prompt_ids), completion_tokens=len(node.turn.sampled_ids)
-                )
+                usage = Usage(prompt_tokens=len(node.turn.prompt_ids), completion_tokens=len(node.turn.sampled_ids))
                 finish = "length" if reason is FinishReason.LENGTH else "stop"
                 trace.calls.append(ModelCall(node=parent, model=model, finish_reason=finish, usage=usage))
     trace.info["rollout_id"] = rollout.rollout_id

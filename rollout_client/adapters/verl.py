@@ -80,9 +80,7 @@ class RolloutAgentLoop:
         trainer = getattr(trainer_config.config, "trainer", None)
         self.takes_all = bool(getattr(trainer, "use_v1", False))
 
-    async def run(
-        self, sampling_params: Mapping[str, Any], **row: Any
-    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Run a rollout of the row's task; verl calls this.
 
         Raises:
@@ -90,9 +88,7 @@ class RolloutAgentLoop:
             RowTooLongError: No token to train on has room.
         """
         submitter = await self.engines.follow(*await engines_of(self.server_manager))
-        request = submitter.request(
-            task_row(row), sampling_params, max_tokens=self.response_length, trainer="verl"
-        )
+        request = submitter.request(task_row(row), sampling_params, max_tokens=self.response_length, trainer="verl")
         rollout = await submitter.run_scored(request)
         from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
@@ -112,9 +108,7 @@ class RolloutAgentLoop:
         return outputs if self.takes_all else outputs[0]
 
 
-def rows_of(
-    rollout: Rollout, *, prompt_length: int, response_length: int, takes_all: bool = False
-) -> list[Sample]:
+def rows_of(rollout: Rollout, *, prompt_length: int, response_length: int, takes_all: bool = False) -> list[Sample]:
     """Return a rollout's rows: one for each segment if verl `takes_all`, else the one with the most sampled tokens.
 
     Raises:

@@ -38,9 +38,7 @@ class RolloutCalls:
             ConflictError: The id was used with another body.
         """
         body = with_id(request).model_dump(mode="json", exclude_defaults=True)
-        return await self._connection.call(
-            wire.Rollout, "POST", "/v1/rollouts", body, wait_seconds=wait_seconds
-        )
+        return await self._connection.call(wire.Rollout, "POST", "/v1/rollouts", body, wait_seconds=wait_seconds)
 
     async def get(self, rollout_id: str, *, trajectory: bool = False) -> wire.Rollout:
         """Return a rollout in its present state."""
@@ -112,9 +110,7 @@ class RolloutCalls:
         async for line in self.step_lines(run=run_id):
             yield parse(wire.RolloutAttempts, line)
 
-    async def step_lines(
-        self, *, run: str | None = None, rollouts: Sequence[str] = ()
-    ) -> AsyncGenerator[bytes]:
+    async def step_lines(self, *, run: str | None = None, rollouts: Sequence[str] = ()) -> AsyncGenerator[bytes]:
         """Yield the steps of the rollouts of a run, or of these, as they are sent: a JSON document for each rollout."""
         params = [("run", run)] if run is not None else [("rollout", name) for name in rollouts]
         async for line in self._connection.lines("/v1/steps", params):

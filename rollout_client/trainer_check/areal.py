@@ -91,8 +91,7 @@ def _rows(batch: dict[str, Any]) -> list[Row]:
     for number in range(len(batch["input_ids"])):
         length = int(batch["attention_mask"][number].sum())
         moved = {
-            name: batch[name][number].roll(1)[:length].tolist()
-            for name in ("loss_mask", "logprobs", "advantages")
+            name: batch[name][number].roll(1)[:length].tolist() for name in ("loss_mask", "logprobs", "advantages")
         }
         rows.append(
             Row(

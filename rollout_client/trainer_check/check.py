@@ -125,9 +125,7 @@ def in_two_segments(rollout: Rollout) -> Rollout | None:
         parent=0,
     )
     segments = [whole.model_copy(update=first), rest]
-    return rollout.model_copy(
-        update={"trajectory": rollout.trajectory.model_copy(update={"segments": segments})}
-    )
+    return rollout.model_copy(update={"trajectory": rollout.trajectory.model_copy(update={"segments": segments})})
 
 
 @dataclass
@@ -316,9 +314,7 @@ def _logprobs(model: Any, rows: Sequence[Row]) -> list[Any]:
     return [whole[number, : len(row.token_ids)] for number, row in enumerate(rows)]
 
 
-def _compare(
-    number: int, trainer: Trainer, recorder: Recorder, rows: Sequence[Row], logprobs: Sequence[Any]
-) -> Step:
+def _compare(number: int, trainer: Trainer, recorder: Recorder, rows: Sequence[Row], logprobs: Sequence[Any]) -> Step:
     """Compare a trainer's batch with the rollouts that it got, and with the same model in torch."""
     samples: dict[tuple[int, ...], list[Sample]] = defaultdict(list)
     for rollout in [*recorder.given, *recorder.splits]:  # a trainer may join segments that extend each other
@@ -334,9 +330,7 @@ def _compare(
             wrong_rows += 1
             continue
         right = advantages[same[0].rollout_id]
-        wrong_advantages += any(
-            abs(row.advantages[position] - right) > ADVANTAGE_TOLERANCE for position in sampled
-        )
+        wrong_advantages += any(abs(row.advantages[position] - right) > ADVANTAGE_TOLERANCE for position in sampled)
     scored = [one for one in recorder.given if one.reward is not None]
     return Step(
         step=number,
@@ -347,9 +341,7 @@ def _compare(
         max_logprob_diff=max(diffs),
         wrong_rows=wrong_rows,
         wrong_advantages=wrong_advantages,
-        versions=sorted(
-            {one for each in samples.values() for sample in each for one in sample.versions if one >= 0}
-        ),
+        versions=sorted({one for each in samples.values() for sample in each for one in sample.versions if one >= 0}),
     )
 
 

@@ -80,9 +80,7 @@ class Skyrl(Trainer):
 
         def whole(name: str) -> list[float]:
             prompt = [0.0] * (len(ids) - response)
-            return [
-                float(one) for one in (prompt + self.batch[name][number].tolist())[start : start + length]
-            ]
+            return [float(one) for one in (prompt + self.batch[name][number].tolist())[start : start + length]]
 
         return Row(
             token_ids=ids[start : start + length].tolist(),
@@ -118,9 +116,7 @@ class Skyrl(Trainer):
 
         output, uids = self._generate(self.generator.generate, tasks, 1)
         last = [number for number, is_last in enumerate(output["is_last_step"]) if is_last]
-        chosen = {
-            name: [values[one] for one in last] for name, values in output.items() if isinstance(values, list)
-        }
+        chosen = {name: [values[one] for one in last] for name, values in output.items() if isinstance(values, list)}
         return float(get_metrics_from_generator_output(dict(output) | chosen, uids)["avg_score"])
 
 

@@ -45,12 +45,8 @@ class Tinker(Trainer):
         results = run_together(self.submitter, [partial(collect, group) for group in groups])
         kept = [result for result in results if result is not None]
         data, _ = assemble_training_data(kept, compute_advantages(kept))
-        self.fields = [
-            {name: values.to_torch() for name, values in one.loss_fn_inputs.items()} for one in data
-        ]
-        return [
-            _row(one.model_input.to_ints(), fields) for one, fields in zip(data, self.fields, strict=True)
-        ]
+        self.fields = [{name: values.to_torch() for name, values in one.loss_fn_inputs.items()} for one in data]
+        return [_row(one.model_input.to_ints(), fields) for one, fields in zip(data, self.fields, strict=True)]
 
     def loss(self, logprobs: Sequence[Any]) -> Any:
         losses = []

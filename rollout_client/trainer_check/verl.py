@@ -37,9 +37,7 @@ class Queue:
         del partition_id
         self.statuses[key] = tag["status"]
 
-    async def async_kv_batch_put(
-        self, keys: Sequence[str], fields: Any, tags: Any, partition_id: str
-    ) -> None:
+    async def async_kv_batch_put(self, keys: Sequence[str], fields: Any, tags: Any, partition_id: str) -> None:
         del tags, partition_id
         for number, key in enumerate(keys):
             self.rows[key] = {name: fields[name][number] for name in FIELDS if name in fields.keys()}  # noqa: SIM118 - a TensorDict iterates over rows
@@ -49,11 +47,7 @@ class Queue:
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
         return list_of_dict_to_tensordict(
-            [
-                {name: row[name] for name in select_fields if name in row}
-                for row in map(self.rows.get, keys)
-                if row
-            ]
+            [{name: row[name] for name in select_fields if name in row} for row in map(self.rows.get, keys) if row]
         )
 
     def kv_batch_put(self, keys: Sequence[str], partition_id: str, fields: Any) -> None:
@@ -134,9 +128,7 @@ class Verl(Trainer):
         mask = padded([row["response_mask"] for row in self.rows])
         loss, _ = core_algos.get_policy_loss_fn("vanilla")(
             old_log_prob=padded([row["rollout_log_probs"] for row in self.rows]),
-            log_prob=padded(
-                [ours[len(row["prompts"]) :] for ours, row in zip(logprobs, self.rows, strict=True)]
-            ),
+            log_prob=padded([ours[len(row["prompts"]) :] for ours, row in zip(logprobs, self.rows, strict=True)]),
             advantages=padded([row["advantages"] for row in self.rows]),
             response_mask=mask,
             loss_agg_mode="token-mean",

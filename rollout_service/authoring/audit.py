@@ -90,9 +90,7 @@ async def _audit_instance(
 ) -> None:
     for run in range(runs):
         leaks = audit.leaks if run == 0 else None
-        audit.idle.append(
-            await _trial(_Probe(environment, solves=False, leaks=leaks), data, sandboxes, models)
-        )
+        audit.idle.append(await _trial(_Probe(environment, solves=False, leaks=leaks), data, sandboxes, models))
         if environment.has_solution:
             audit.solved.append(await _trial(_Probe(environment, solves=True), data, sandboxes, models))
 

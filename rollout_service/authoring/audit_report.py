@@ -64,11 +64,7 @@ class InstanceAudit:
         """The share of a policy's rollouts with the reward of the solution, or 1; None if none was scored."""
         best = _best(self.solved)
         rewards = [reward for reward in self.policy_rewards if reward is not None]
-        return (
-            sum(reward >= (1.0 if best is None else best) for reward in rewards) / len(rewards)
-            if rewards
-            else None
-        )
+        return sum(reward >= (1.0 if best is None else best) for reward in rewards) / len(rewards) if rewards else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,9 +186,7 @@ class _Session:
         return dict(rows[index])
 
 
-async def _read(
-    socket: web.WebSocketResponse, texts: MemoryObjectSendStream[str], session: anyio.CancelScope
-) -> None:
+async def _read(socket: web.WebSocketResponse, texts: MemoryObjectSendStream[str], session: anyio.CancelScope) -> None:
     """Pass texts on until the client leaves, which ends the session."""
     with texts:
         while (message := await socket.receive()).type is WSMsgType.TEXT:
@@ -274,9 +272,7 @@ class RemotePolicy:
         reason: ForkReason = ForkReason.HISTORY_EDITED,
     ) -> None:
         """Refuse: a client that keeps its own history cannot be told."""
-        raise EnvironmentFailedError(
-            f"this environment replaces the conversation ({reason}), which OpenEnv cannot"
-        )
+        raise EnvironmentFailedError(f"this environment replaces the conversation ({reason}), which OpenEnv cannot")
 
     def trajectory(self) -> Trajectory:
         return Trajectory(segments=[], messages=list(self.messages), finish_reasons=[], fork_counts={})
@@ -285,9 +281,7 @@ class RemotePolicy:
 class RemoteEpisode:
     """An episode from its reset on; `run` runs in a task group, and `step` is called beside it."""
 
-    def __init__(
-        self, server: EnvironmentServer, instance: dict[str, JsonValue], episode_id: str | None
-    ) -> None:
+    def __init__(self, server: EnvironmentServer, instance: dict[str, JsonValue], episode_id: str | None) -> None:
         """`instance` is one that the environment accepts."""
         self._server = server
         self._instance = instance
@@ -310,9 +304,7 @@ class RemoteEpisode:
         seconds = limits.init_seconds + limits.rollout_seconds + limits.evaluate_seconds
         try:
             with self._scope, anyio.fail_after(seconds):
-                trial = await play(
-                    server.environment, self._instance, self._policy, server.sandboxes, server.models
-                )
+                trial = await play(server.environment, self._instance, self._policy, server.sandboxes, server.models)
                 self._outcome = _result(trial)
         except TimeoutError:
             self._outcome = failure("EXECUTION_ERROR", f"the episode took longer than {seconds:g} s")

@@ -78,10 +78,7 @@ class _Backup:
         self._target = target
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self._databases = [
-            state / name
-            for state in places.states.values()
-            for name in places.databases
-            if (state / name).exists()
+            state / name for state in places.states.values() for name in places.databases if (state / name).exists()
         ]
 
     def make(self) -> Manifest:
@@ -198,6 +195,4 @@ def pinned(databases: Sequence[Path]) -> Iterator[PinnedDatabases]:
 
 def _connect(path: Path) -> sqlite3.Connection:
     # Only a database that exists: a backup must not make an empty one.
-    return sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None, timeout=LOCK_SECONDS
-    )
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None, timeout=LOCK_SECONDS)

@@ -136,9 +136,7 @@ def _flushed(path: Path) -> BackedUpFile:
 
 
 def _damaged(why: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"the backup is damaged: {why}", hint="Nothing was restored. Use another backup."
-    )
+    return ConfigurationError(f"the backup is damaged: {why}", hint="Nothing was restored. Use another backup.")
 
 
 # Copies of files that are replaced as a whole, or that only grow.

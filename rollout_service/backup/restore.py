@@ -113,9 +113,7 @@ def _check_shared_empty(store: SharedStore) -> None:
 
     redis_dump.check_empty(store.redis)
     if store.files is not None and any(shared_files(store.files)):
-        raise ConfigurationError(
-            f"{store.files.texts.subject} has files of a store", hint=store.files.texts.unused
-        )
+        raise ConfigurationError(f"{store.files.texts.subject} has files of a store", hint=store.files.texts.unused)
 
 
 def _restore_shared(backup: Path, store: SharedStore, undo: ExitStack) -> None:

@@ -61,9 +61,7 @@ class InvalidFieldError(RequestError):
     code = "invalid_field"
     status = 422
 
-    def __init__(
-        self, fields: Sequence[FieldError], *, hint: str = "", context: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, fields: Sequence[FieldError], *, hint: str = "", context: dict[str, Any] | None = None) -> None:
         super().__init__("; ".join(f"{f.path}: {f.message}" for f in fields), hint=hint, context=context)
         self.fields = list(fields)
 

@@ -73,9 +73,7 @@ def mask_messages(messages: list[Message], values: Collection[str]) -> list[Mess
     if not values:
         return messages
     return [
-        message.model_copy(
-            update=mask_texts({"content": message.content, "reasoning": message.reasoning}, values)
-        )
+        message.model_copy(update=mask_texts({"content": message.content, "reasoning": message.reasoning}, values))
         for message in messages
     ]
 

@@ -25,9 +25,7 @@ def open_state_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise ConfigurationError(
-            f"the state folder {folder} cannot be created: {error.strerror}", hint=hint
-        ) from None
+        raise ConfigurationError(f"the state folder {folder} cannot be created: {error.strerror}", hint=hint) from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigurationError(f"the state folder {folder} is not writable", hint=hint)
     return folder

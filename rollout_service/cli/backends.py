@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from api_schemas.inference import BackendView
     from rollout_client.client import RolloutClient
 
-app = typer.Typer(
-    name="backends", help="List, add, drain, and remove a server's engines.", no_args_is_help=True
-)
+app = typer.Typer(name="backends", help="List, add, drain, and remove a server's engines.", no_args_is_help=True)
 
 BackendId = Annotated[
     str,
@@ -49,9 +47,7 @@ async def add(
         str | None,
         typer.Option(help="sglang, vllm or a plug-in's; by default, one of the first two, as it says."),
     ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A folder or hub name; by default, the engine's own.")
-    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A folder or hub name; by default, the engine's own.")] = None,
     renderer: Annotated[str, typer.Option(help="The chat format, such as qwen3.")] = "auto",
     trace: Annotated[
         bool, typer.Option("--trace", help="Tell the engine of each request's trace; it must export traces.")

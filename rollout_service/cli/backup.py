@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: rollout-service backup /backups/monday --config rollout.toml"
 StateDir = Annotated[Path | None, typer.Option(help="State folder, in place of the settings'.")]
-SlurmJob = Annotated[
-    str | None, typer.Option(help="A job of Slurm, by name, folder or id, in place of the settings.")
-]
+SlurmJob = Annotated[str | None, typer.Option(help="A job of Slurm, by name, folder or id, in place of the settings.")]
 
 
 @common.command

@@ -180,9 +180,7 @@ def name_value_pairs(texts: Sequence[str] | None, flag: str) -> dict[str, str]:
     pairs = [text.partition("=") for text in texts or ()]
     for name, equals, _ in pairs:
         if not name or not equals:
-            raise CommandError(
-                f"{flag} {name!r} is not of the form NAME=VALUE", hint=f"Write it as {flag} NAME=VALUE."
-            )
+            raise CommandError(f"{flag} {name!r} is not of the form NAME=VALUE", hint=f"Write it as {flag} NAME=VALUE.")
     return {name: value for name, _, value in pairs}
 
 

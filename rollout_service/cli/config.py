@@ -11,9 +11,7 @@ import typer
 from rollout_service.cli import common
 from rollout_service.cli.common import AsJson
 
-app = typer.Typer(
-    name="config", help="Show the settings with their sources, or their reference.", no_args_is_help=True
-)
+app = typer.Typer(name="config", help="Show the settings with their sources, or their reference.", no_args_is_help=True)
 
 
 @app.command(

@@ -71,9 +71,7 @@ class SafeTable(Table):
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         """Add a row, escaping characters that a terminal would obey."""
-        super().add_row(
-            *(escape_controls(cell) if isinstance(cell, str) else cell for cell in cells), **options
-        )
+        super().add_row(*(escape_controls(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def table(*columns: str | Column, title: str | None = None, header: bool = True) -> Table:

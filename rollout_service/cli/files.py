@@ -44,9 +44,7 @@ def written(output: Path) -> Iterator[Write]:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise CommandError(
-            f"{output} cannot be written: {error}", hint="Name another file with --output."
-        ) from error
+        raise CommandError(f"{output} cannot be written: {error}", hint="Name another file with --output.") from error
 
 
 def _compressed(file: IO[bytes]) -> Iterator[Write]:

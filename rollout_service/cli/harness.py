@@ -37,9 +37,7 @@ def list_(as_json: AsJson = False) -> None:
 @common.command
 async def check(
     name: Annotated[str, typer.Argument(help="A harness, from `harness list`.")],
-    turns: Annotated[
-        int, typer.Option(min=1, max=64, help="Steps to take, each a call of its shell tool.")
-    ] = 3,
+    turns: Annotated[int, typer.Option(min=1, max=64, help="Steps to take, each a call of its shell tool.")] = 3,
     image: Annotated[str | None, typer.Option(help="The image that has it; by default the preset's.")] = None,
     as_json: AsJson = False,
 ) -> int:

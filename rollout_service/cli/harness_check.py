@@ -61,11 +61,7 @@ def script(check: CheckTable, turns: int) -> list[str]:
     """Return the model's turns: a step each, and the end."""
     commands = [f"echo {number} >> /workspace/{STEPS}" for number in range(turns)]
     steps = [_turn(check, command, f"Step {number}.") for number, command in enumerate(commands)]
-    end = (
-        ScriptedTurn(content="All steps are taken.").text()
-        if check.end is None
-        else _turn(check, check.end, "")
-    )
+    end = ScriptedTurn(content="All steps are taken.").text() if check.end is None else _turn(check, check.end, "")
     return [*steps, end]
 
 
@@ -74,9 +70,7 @@ def _turn(check: CheckTable, command: str, content: str) -> str:
         return value.replace("COMMAND", command) if isinstance(value, str) else value
 
     arguments = {name: filled(value) for name, value in check.arguments.items()}
-    return ScriptedTurn(
-        content=content, tool_calls=[ScriptedCall(name=check.tool, arguments=arguments)]
-    ).text()
+    return ScriptedTurn(content=content, tool_calls=[ScriptedCall(name=check.tool, arguments=arguments)]).text()
 
 
 def write_environment(folder: Path, harness: str, turns: int, image: str | None) -> Path:

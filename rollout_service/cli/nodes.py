@@ -124,9 +124,7 @@ async def change(
     from api_schemas.nodes import NodePatch
 
     given = dict(locals())
-    stages = {
-        stage: {"workers": given[f"{stage}_workers"], "queue": given[f"{stage}_queue"]} for stage in STAGES
-    }
+    stages = {stage: {"workers": given[f"{stage}_workers"], "queue": given[f"{stage}_queue"]} for stage in STAGES}
     changes: dict[str, Any] = {stage: figures for stage, figures in stages.items() if any(figures.values())}
     if max_sandboxes is not None:
         changes["sandboxes"] = {"ceiling": max_sandboxes}

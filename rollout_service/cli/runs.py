@@ -50,9 +50,7 @@ def _show(runs: list[Run]) -> None:
         numbers = (run.cursor, counts.open, counts.ready, counts.batched, counts.acknowledged)
         dropped = common.joined_counts(counts.dropped) or "0"
         rows.add_row(run.run_id, run.state, *map(str, numbers), dropped, _kept(run))
-    common.out().print(
-        rows if runs else "There are no runs. Create one with `rollout-service runs create FILE`."
-    )
+    common.out().print(rows if runs else "There are no runs. Create one with `rollout-service runs create FILE`.")
     for run in runs:
         if run.parallel is not None:
             common.out().print(Heading("sub-agents"))
@@ -167,9 +165,7 @@ async def groups(
     client: RolloutClient,
     run_id: RunId,
     state: Annotated[GroupState | None, typer.Option(help="Show only groups in this state.")] = None,
-    reason: Annotated[
-        str | None, typer.Option(help="Show only groups that were dropped for this reason.")
-    ] = None,
+    reason: Annotated[str | None, typer.Option(help="Show only groups that were dropped for this reason.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many groups to show.")] = 20,
 ) -> list[GroupRow]:
     """Show a run's groups, those that started last first, with the rewards of their samples."""

@@ -45,9 +45,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
 
 def command(
     config: common.Config = None,
-    port_file: Annotated[
-        Path | None, typer.Option(help="File to write the server's URL to once it listens.")
-    ] = None,
+    port_file: Annotated[Path | None, typer.Option(help="File to write the server's URL to once it listens.")] = None,
     own: Annotated[
         bool, typer.Option("--own", hidden=True, help="Ignore the settings of a service for others.")
     ] = False,

@@ -36,9 +36,7 @@ def _show_sessions(sessions: list[LiveSession]) -> None:
         because = "" if session.closed_because is None else f": {session.closed_because}"
         numbers = (counts.served, counts.judged, counts.delivered, counts.waiting)
         about = (f"{session.state}{because}", session.pool, session.tenant, "yes" if session.train else "no")
-        rows.add_row(
-            session.session_id, *about, *map(str, numbers), common.joined_counts(counts.dropped) or "0"
-        )
+        rows.add_row(session.session_id, *about, *map(str, numbers), common.joined_counts(counts.dropped) or "0")
     common.out().print(rows)
 
 
@@ -80,9 +78,7 @@ def _show_deleted(deleted: DeletedSessions) -> None:
 
     rows = table(id_column("session"), "part", "run", "rollout", "batch")
     for part in deleted.leased:
-        rows.add_row(
-            part.session_id, str(part.part), part.run_id, part.rollout_id or "-", part.batch_id or "-"
-        )
+        rows.add_row(part.session_id, str(part.part), part.run_id, part.rollout_id or "-", part.batch_id or "-")
     common.err().print("A trainer may hold these parts; delete what it made of them:")
     common.out().print(rows)
 
@@ -104,9 +100,7 @@ async def show(client: RolloutClient, session_id: SessionId) -> LiveSession:
     return await client.session(session_id)
 
 
-@app.command(
-    "judge", epilog='Example: rollout-service sessions judge s-1 --value -1 --text "answer in French"'
-)
+@app.command("judge", epilog='Example: rollout-service sessions judge s-1 --value -1 --text "answer in French"')
 @common.client_command(_show_answer)
 async def judge(
     client: RolloutClient,
@@ -116,9 +110,7 @@ async def judge(
         int | None,
         typer.Option(help="The turn; left out, the last one that was delivered.", show_default=False),
     ] = None,
-    text: Annotated[
-        str | None, typer.Option(help="What should have been different.", show_default=False)
-    ] = None,
+    text: Annotated[str | None, typer.Option(help="What should have been different.", show_default=False)] = None,
 ) -> FeedbackAnswer:
     """Give a turn a value, which wins over the judge's."""
     return await client.feedback(session_id, value, turn=turn, text=text)

@@ -29,9 +29,7 @@ def check(
         str, typer.Option(help="The Python of the trainer's environment, which has rollout-client too.")
     ] = "python",
     environment: Annotated[str, typer.Option(help="The environment of the tasks.")] = "calc",
-    pool: Annotated[
-        str, typer.Option(help="The pool to train; its weights change, and are put back.")
-    ] = "policy",
+    pool: Annotated[str, typer.Option(help="The pool to train; its weights change, and are put back.")] = "policy",
     tasks: Annotated[int, typer.Option(min=2, help="Tasks per step.")] = 4,
     group: Annotated[int, typer.Option(min=2, help="Rollouts per task.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = 2,
@@ -50,9 +48,7 @@ def check(
     in two segments, and one group has no reward.
     """
     if name not in TRAINERS:
-        raise CommandError(
-            f"there is no check for {name!r}", hint=f"There are checks for {', '.join(TRAINERS)}."
-        )
+        raise CommandError(f"there is no check for {name!r}", hint=f"There are checks for {', '.join(TRAINERS)}.")
     flags = {"environment": environment, "pool": pool, "tasks": tasks, "group": group, "steps": steps}
     flags |= {"learning-rate": learning_rate} | ({"weights": weights} if weights else {})
     environ = os.environ | {"ROLLOUT_URL": url} | ({"ROLLOUT_KEY": key} if key else {})
@@ -79,9 +75,7 @@ def run_check(python: str, name: str, flags: list[str], environ: dict[str, str])
                 command, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL, pass_fds=[writing]
             )
         except OSError as error:
-            raise CommandError(
-                f"{python} cannot be started: {error}", hint="Name a Python with --python."
-            ) from error
+            raise CommandError(f"{python} cannot be started: {error}", hint="Name a Python with --python.") from error
         finally:
             os.close(writing)
         with process:
@@ -106,9 +100,7 @@ def run_check(python: str, name: str, flags: list[str], environ: dict[str, str])
 def _show(report: dict[str, Any]) -> None:
     steps = report["steps"]
     out = common.out()
-    out.print(
-        f"{report['trainer']} {report['version']}: {len(steps)} steps, {sum(one['rows'] for one in steps)} rows"
-    )
+    out.print(f"{report['trainer']} {report['version']}: {len(steps)} steps, {sum(one['rows'] for one in steps)} rows")
     figures = {
         "largest difference of a log-probability": f"{report['max_logprob_diff']:.1e}",
         "rows with wrong advantages": report["wrong_advantages"],

@@ -59,9 +59,7 @@ class Leadership:
         try:
             while True:
                 asked = anyio.current_time()
-                lease = await retry_until_stored(
-                    f"lead {role}", partial(self._cluster.lead, role, self._owner)
-                )
+                lease = await retry_until_stored(f"lead {role}", partial(self._cluster.lead, role, self._owner))
                 if lease is None:
                     await self._cluster.wait_for_role(role)
                 elif anyio.current_time() < asked + LEADER_SECONDS:

@@ -205,9 +205,7 @@ class ClusterNodes:
 def _view(record: NodeRecord, own: NodeReport) -> NodeView:
     report = own if record.report.owner == own.owner else record.report
     view = NodeView.model_validate_json(report.view)
-    return view.model_copy(
-        update={"state": record.state, "silent_seconds": round(max(0.0, record.silent_seconds), 3)}
-    )
+    return view.model_copy(update={"state": record.state, "silent_seconds": round(max(0.0, record.silent_seconds), 3)})
 
 
 # Which rollouts suit this node: the environments it has, whose labels it has, and whose image is here.

@@ -115,9 +115,7 @@ class Node:
             waiting=admission.waiting,
             target=admission.target,
             ceiling=admission.ceiling,
-            holds=[
-                HoldView(resource=reason.resource, reason=reason.text) for reason in admission.hold_reasons
-            ],
+            holds=[HoldView(resource=reason.resource, reason=reason.text) for reason in admission.hold_reasons],
             pressure=_pressure(metrics) if metrics else None,
             breaches=dict(self.pool.limit_violations),
             egress=EgressView(**asdict(self.egress.counts)),
@@ -188,9 +186,7 @@ class Concurrency:
         self.settings = self.settings.model_copy(update={"pipeline": pipeline, "sandboxes": sandboxes})
         for stage in Stage:
             limiter: StageLimiter = getattr(self.stages, stage)
-            limiter.resize(
-                places=getattr(pipeline, f"{stage}_queue"), workers=getattr(pipeline, f"{stage}_workers")
-            )
+            limiter.resize(places=getattr(pipeline, f"{stage}_queue"), workers=getattr(pipeline, f"{stage}_workers"))
         self.node.resize(self.settings.sandbox_ceiling)
         self.on_change(pipeline)
         log.info("concurrency changed", **figures, sandbox_ceiling=self.settings.sandbox_ceiling)

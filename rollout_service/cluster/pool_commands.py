@@ -99,9 +99,7 @@ class SharedCommands(PoolCommands):
             return await self._local.run(request)
         ask = partial(self._store.ask, pool, kind, request.model_dump_json())
         number = await self._until(ask)
-        result = CommandResult.model_validate_json(
-            await self._until(partial(self._store.result, pool, number))
-        )
+        result = CommandResult.model_validate_json(await self._until(partial(self._store.result, pool, number)))
         if result.outcome is not None:
             return result.outcome
         raise _error(result)
@@ -197,9 +195,7 @@ class SharedCommands(PoolCommands):
 
     async def _carry_out(self, record: PoolRecord, request: PoolRequest) -> None:
         late = await self._wait_for_holds(record, request)
-        is_first = await retry_until_stored(
-            "begin a command", partial(self._store.begin, record.pool, record.number)
-        )
+        is_first = await retry_until_stored("begin a command", partial(self._store.begin, record.pool, record.number))
         pool = self._pools.get(record.pool)
         if pool is not None:
             pool.take_over(_state(record))
@@ -257,9 +253,7 @@ class SharedCommands(PoolCommands):
                 await self._look_at(record.pool)
                 if not (late := await self._not_holding(record.pool)):
                     return []
-                with anyio.move_on_after(
-                    HEARTBEAT_SECONDS
-                ):  # a silent node becomes a dead one without a change
+                with anyio.move_on_after(HEARTBEAT_SECONDS):  # a silent node becomes a dead one without a change
                     await changed.wait()
         log.warning("nodes do not hold their requests in time", pool=record.pool, nodes=late)
         return late

@@ -28,7 +28,5 @@ def policy_folder(name: str) -> Path:
         ConfigurationError: There is no such policy.
     """
     if name not in POLICIES:
-        raise ConfigurationError(
-            f"there is no policy {name!r}", hint=f"The shipped ones are {', '.join(POLICIES)}."
-        )
+        raise ConfigurationError(f"there is no policy {name!r}", hint=f"The shipped ones are {', '.join(POLICIES)}.")
     return Path(__file__).parent / "checkpoints" / name

@@ -56,9 +56,7 @@ class AgentEnvironment(Environment):
                 hint="Declare 'tools': the recorded tool calls then recreate what the evaluation looks at.",
             )
         self._prompt = PromptTemplate(spec.prompt, where=f"the prompt of {spec.name!r}")
-        self._system = (
-            PromptTemplate(spec.system, where=f"the system prompt of {spec.name!r}") if spec.system else None
-        )
+        self._system = PromptTemplate(spec.system, where=f"the system prompt of {spec.name!r}") if spec.system else None
         self._agent: ToolCallingAgent | ParallelAgent | HarnessAgent
         try:
             if spec.harness is not None:

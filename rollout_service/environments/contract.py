@@ -214,9 +214,7 @@ class EnvironmentSpec(EnvironmentSettings):
 
     @model_validator(mode="after")
     def _kept_processes_are_in_the_sandbox(self) -> Self:
-        if self.agent_processes == "keep" and (
-            self.evaluate_in is not EvaluateIn.SAME or self.runs_submission
-        ):
+        if self.agent_processes == "keep" and (self.evaluate_in is not EvaluateIn.SAME or self.runs_submission):
             raise ValueError(
                 "kept processes need the agent's own sandbox, and no program of the agent that runs before the grader"
             )
@@ -225,9 +223,7 @@ class EnvironmentSpec(EnvironmentSettings):
     @model_validator(mode="after")
     def _secrets_are_kept_from_the_agent(self) -> Self:
         if self.evaluate_secrets and self.evaluate_in is EvaluateIn.SAME:
-            raise ValueError(
-                "secrets of the evaluation need a fresh sandbox: the agent's programs could read them"
-            )
+            raise ValueError("secrets of the evaluation need a fresh sandbox: the agent's programs could read them")
         return self
 
     @field_serializer("mcp")

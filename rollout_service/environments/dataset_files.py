@@ -50,9 +50,7 @@ def read_instances(path: Path, split: str | None = None) -> list[dict[str, JsonV
             f"the data set {path} cannot be read: {error}",
             hint="Correct `path` or `splits` of [dataset]; a path begins at the folder of environment.toml.",
         ) from error
-    return [
-        _instance(line, f"{path}:{number}", split) for number, line in enumerate(lines, 1) if line.strip()
-    ]
+    return [_instance(line, f"{path}:{number}", split) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def read_files(files: Iterable[tuple[Path, str | None]]) -> list[dict[str, JsonValue]]:

@@ -153,9 +153,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=folder.parent, prefix=".draft-", ignore_cleanup_errors=True
-    ) as draft:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".draft-", ignore_cleanup_errors=True) as draft:
         made = Path(draft) / "made"
         make(made)
         try:
@@ -214,9 +212,7 @@ def _output(command: list[str]) -> str:
 
 def _run(command: list[str], folder: Path | None = None) -> None:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=INSTALL_SECONDS, cwd=folder
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INSTALL_SECONDS, cwd=folder)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(f"{command[0]} failed: {error}") from error
     if done.returncode != 0:

@@ -70,9 +70,7 @@ class EnvironmentRegistry:
         """
         registry = cls()
         for plugin in entry_points(group=GROUP) if plugins is None else plugins:
-            registry._try(
-                plugin.name, partial(_make, plugin.load, f"the plug-in {plugin.name!r} ({plugin.value})")
-            )
+            registry._try(plugin.name, partial(_make, plugin.load, f"the plug-in {plugin.name!r} ({plugin.value})"))
         for path in paths:
             registry._try(str(path), partial(load_path, path, harbor))
         tasks = [one for one in registry.list() if isinstance(one, HarborEnvironment)]
@@ -196,9 +194,7 @@ def _only_one_in(file: Path) -> Environment | type[Environment]:
     module = _import_file(file)
     if isinstance(made := getattr(module, "environment", None), Environment):
         return made
-    own = [
-        one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__
-    ]
+    own = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__]
     found = [one for one in own if issubclass(one, Environment) and not isabstract(one)]
     unfinished = next((one for one in own if issubclass(one, Environment)), None)
     if not found and unfinished is not None:
@@ -234,9 +230,7 @@ def _make(load: Callable[[], object], where: str) -> Environment:
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}", hint=error.hint) from error
     except Exception as error:
-        raise ConfigurationError(
-            f"{where} cannot be loaded: {explain(error)}", hint=_advice(error)
-        ) from error
+        raise ConfigurationError(f"{where} cannot be loaded: {explain(error)}", hint=_advice(error)) from error
     if not isinstance(environment, Environment):
         raise ConfigurationError(
             f"{where} is not an Environment but an object of type {type(environment).__name__}",

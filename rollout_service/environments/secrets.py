@@ -116,9 +116,7 @@ class HostSecrets:
 
     def _variable(self, where: str, name: str) -> str:
         if name not in self._settings.variables:
-            unset = (
-                "" if name in self._host else " It is not set, either: set it where the service is started."
-            )
+            unset = "" if name in self._host else " It is not set, either: set it where the service is started."
             raise SecretMissingError(
                 f"{where}: environments may not have the variable {name}",
                 hint=f"If you trust them with it, add its name to [secrets] variables in the settings.{unset}",

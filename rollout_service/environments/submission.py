@@ -57,9 +57,7 @@ def read_inputs(table: RunTable, instance: dict[str, JsonValue]) -> list[str]:
     raise InvalidFieldError([FieldError(path=f"instance.{table.stdin}", message=message)])
 
 
-async def run_submission(
-    sandbox: Sandbox, table: RunTable, inputs: list[str], seconds: float
-) -> list[SubmissionRun]:
+async def run_submission(sandbox: Sandbox, table: RunTable, inputs: list[str], seconds: float) -> list[SubmissionRun]:
     """Run the program on each input; a run that would start after `seconds` counts as timed out."""
     limit = max(1, min(parse_size(table.output_size), MAX_OUTPUT_BYTES // (2 * len(inputs))))
     deadline = anyio.current_time() + seconds
@@ -67,9 +65,7 @@ async def run_submission(
     for text in inputs:
         left = min(table.seconds, deadline - anyio.current_time())
         runs.append(
-            await _run(sandbox, table.command, text, left, limit)
-            if left > 0
-            else SubmissionRun(timed_out=True)
+            await _run(sandbox, table.command, text, left, limit) if left > 0 else SubmissionRun(timed_out=True)
         )
     return runs
 

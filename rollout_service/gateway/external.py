@@ -41,9 +41,7 @@ class ExternalAgents:
         """Given when a program may begin, or has ended."""
 
     def begin(self, episode: Episode, access: GatewayAccess, model: str) -> ExternalAgent:
-        agent = ExternalAgent(
-            RolloutAccess(url=access.url, key=access.key, model=model, attempt=episode.attempt)
-        )
+        agent = ExternalAgent(RolloutAccess(url=access.url, key=access.key, model=model, attempt=episode.attempt))
         self._agents[episode.request.rollout_id or ""] = agent
         self.changed.notify()
         return agent

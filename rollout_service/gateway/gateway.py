@@ -87,9 +87,7 @@ class Gateway:
                 yield
             self._tasks.cancel_scope.cancel()
 
-    def open(
-        self, request: RolloutRequest, limits: EpisodeLimits, hidden: Collection[str] = ()
-    ) -> GatewaySession:
+    def open(self, request: RolloutRequest, limits: EpisodeLimits, hidden: Collection[str] = ()) -> GatewaySession:
         """Open the session of a rollout's agent; its key is valid until `close`.
 
         The texts in `hidden` are masked for the policy.

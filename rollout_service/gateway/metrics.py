@@ -81,16 +81,12 @@ class GatewayMetrics:
             "Segments of programs' conversations, by the reason why they began",
             ["reason"],
         )
-        self._malformed = counter(
-            "rollout_gateway_malformed_calls_total", "Malformed tool calls that programs got"
-        )
+        self._malformed = counter("rollout_gateway_malformed_calls_total", "Malformed tool calls that programs got")
         self._undelivered = counter(
             "rollout_gateway_undelivered_total",
             "Turns that are not trained on, since their client did not receive them",
         )
-        self._sessions = Gauge(
-            "rollout_gateway_sessions", "Rollouts whose key is valid now", registry=registry
-        )
+        self._sessions = Gauge("rollout_gateway_sessions", "Rollouts whose key is valid now", registry=registry)
 
     def count_call(self, call: ModelCall, outcome: CallOutcome) -> None:
         """Count a call, and its parameters without effect."""

@@ -69,9 +69,7 @@ def reward_weights(request: RunRequest, version: int) -> RewardWeights | None:
     first = annealed(auxiliary.lambda1, version - start, auxiliary.length)
     if auxiliary.form is RewardForm.OPEN_PARL_MIX:
         return RewardWeights(perf=1.0 - first, parallel=first, finish=0.0, at_version=version)
-    second = (
-        first if auxiliary.lambda2 is None else annealed(auxiliary.lambda2, version - start, auxiliary.length)
-    )
+    second = first if auxiliary.lambda2 is None else annealed(auxiliary.lambda2, version - start, auxiliary.length)
     return RewardWeights(perf=1.0, parallel=first, finish=second, at_version=version)
 
 

@@ -54,9 +54,7 @@ def _turns(trajectory: Trajectory) -> dict[int, float]:
     return {turn: math.fsum(logprobs[turn]) / len(logprobs[turn]) for turn in range(1, whole)}
 
 
-def _choose(
-    trajectory: Trajectory, turns: Mapping[int, float], most: int, at: BranchAt | Sequence[int]
-) -> list[int]:
+def _choose(trajectory: Trajectory, turns: Mapping[int, float], most: int, at: BranchAt | Sequence[int]) -> list[int]:
     """Return at most so many of the turns, which are at least one."""
     match at:
         case BranchAt.UNCERTAIN:

@@ -150,9 +150,7 @@ class FilterChain:
         return next((verdict for verdict in verdicts if not verdict.keep), KEEP)
 
 
-def _limit(
-    group: GroupOutcome, counts: Callable[[SampleOutcome], bool], max_share: float, reason: str
-) -> Verdict:
+def _limit(group: GroupOutcome, counts: Callable[[SampleOutcome], bool], max_share: float, reason: str) -> Verdict:
     share = sum(map(counts, group.usable)) / len(group.usable)
     return Verdict(keep=False, reason=reason) if share > max_share else KEEP
 

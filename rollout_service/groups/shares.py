@@ -51,9 +51,7 @@ def left_over(groups: Sequence[G], size: int, order: LiveDelivery) -> list[G]:
     return left
 
 
-def next_window(
-    groups: Sequence[G], waiting: Sequence[Owned], size: int, order: LiveDelivery
-) -> list[G] | None:
+def next_window(groups: Sequence[G], waiting: Sequence[Owned], size: int, order: LiveDelivery) -> list[G] | None:
     """Return the groups that complete a batch with some of those that wait for one; None if they do not suffice."""
     left = left_over(waiting, size, order)
     for same in apart(groups, order):

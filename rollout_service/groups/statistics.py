@@ -97,9 +97,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return math.fsum(present) if len(present) == len(values) else None
 
 
-def soft_overlong_penalty(
-    sampled_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0
-) -> float:
+def soft_overlong_penalty(sampled_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> float:
     """Return the addition to a reward for its length, from 0 down to `-penalty`.
 
     This is `penalty` times DAPO's equation 13 with L_max = `max_tokens` and L_cache = `buffer_tokens`: 0 up to
@@ -245,9 +243,7 @@ def _of_work(work: Work) -> dict[str, int]:
 
 
 def _of_nodes(nodes: Sequence[AgentNode]) -> Counter[str]:
-    begun = [
-        node for node in nodes if node.invalid_because is not InvalidBecause.CANCELLED or node.seconds.worked
-    ]
+    begun = [node for node in nodes if node.invalid_because is not InvalidBecause.CANCELLED or node.seconds.worked]
     reasons = (node.invalid_because for node in begun)
     sums = Counter(f"{_INVALID}{reason}" for reason in reasons if reason is not None)
     return sums + Counter(nodes=len(begun))

@@ -107,9 +107,7 @@ def _is_address(name: str) -> bool:
 class HostMiddleware:
     """Refuses requests for other hosts, and unsafe requests from web pages of other sites."""
 
-    def __init__(
-        self, app: ASGIApp, hosts: AllowedHosts, *, unsafe_get_paths: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, app: ASGIApp, hosts: AllowedHosts, *, unsafe_get_paths: frozenset[str] = frozenset()) -> None:
         """`unsafe_get_paths` are the paths that change something even by GET."""
         self._app = app
         self._hosts = hosts

@@ -34,9 +34,7 @@ SHOWN = 20
 class DrainingServer(Server):
     """Serves until a signal, or the failure of a part, ends it."""
 
-    def __init__(
-        self, *arguments: Any, shutdown: Shutdown, on_start: Callable[[], None], **options: Any
-    ) -> None:
+    def __init__(self, *arguments: Any, shutdown: Shutdown, on_start: Callable[[], None], **options: Any) -> None:
         """`on_start` is called once the service answers; everything else is for `Server`."""
         super().__init__(*arguments, **options)
         self._shutdown = shutdown

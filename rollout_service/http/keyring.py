@@ -60,9 +60,7 @@ class Role(StrEnum):
 def needed_role(method: str, path: str) -> Role:
     if method in READ_METHODS:
         return Role.READ
-    if path not in ADMIN_PATHS and any(
-        path == start or path.startswith(f"{start}/") for start in SUBMIT_PATHS
-    ):
+    if path not in ADMIN_PATHS and any(path == start or path.startswith(f"{start}/") for start in SUBMIT_PATHS):
         return Role.SUBMIT
     return Role.ADMIN
 
@@ -89,9 +87,7 @@ class ApiKey(BaseModel):
                 f"Generate one with `{KEY_COMMAND}`"
             )
         if not ALPHABET.fullmatch(value):
-            raise ValueError(
-                f"a key is visible ASCII without spaces and commas; make one with `{KEY_COMMAND}`"
-            )
+            raise ValueError(f"a key is visible ASCII without spaces and commas; make one with `{KEY_COMMAND}`")
         return key
 
 
@@ -201,9 +197,7 @@ class Keyring:
     def _warn_of_readers(self) -> None:
         with suppress(OSError):  # a file that is gone is logged as invalid
             if self._file is not None and self._file.stat().st_mode & READABLE_BY_OTHERS:
-                log.warning(
-                    "other users can read the keys file", file=str(self._file), hint=f"chmod 600 {self._file}"
-                )
+                log.warning("other users can read the keys file", file=str(self._file), hint=f"chmod 600 {self._file}")
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:

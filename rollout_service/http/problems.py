@@ -72,9 +72,7 @@ async def _service_error(_: Request, error: Exception) -> Response:
     problem = to_problem(error)
     if isinstance(error, TryLaterError):
         return problem_response(problem, {"Retry-After": str(error.retry_after)})
-    return problem_response(
-        problem, {"Retry-After": "1"} if problem.status == HTTPStatus.SERVICE_UNAVAILABLE else None
-    )
+    return problem_response(problem, {"Retry-After": "1"} if problem.status == HTTPStatus.SERVICE_UNAVAILABLE else None)
 
 
 async def _defect(request: Request, error: Exception) -> Response:
@@ -87,9 +85,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
     known = _known_fields(request)
-    fields = [
-        FieldError(path=_path(item, error.body), message=_message(item, known)) for item in error.errors()
-    ]
+    fields = [FieldError(path=_path(item, error.body), message=_message(item, known)) for item in error.errors()]
     malformed = any(item["type"] == "json_invalid" for item in error.errors())
     return problem_response(
         Problem(
@@ -137,9 +133,7 @@ def _literal_length(path: str) -> int:
 
 def _http_detail(request: Request, error: HTTPException) -> str:
     if error.status_code == HTTPStatus.NOT_FOUND:
-        close = difflib.get_close_matches(
-            request.url.path, [route.path for route in request.app.state.routes], n=1
-        )
+        close = difflib.get_close_matches(request.url.path, [route.path for route in request.app.state.routes], n=1)
         return f"there is no route {request.url.path}" + (
             f"; did you mean {close[0]}?" if close else "; /docs lists the routes"
         )

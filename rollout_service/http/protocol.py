@@ -141,9 +141,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise MalformedRequestError(
-                f"more than {MAX_PIPELINED} requests were pipelined on one connection"
-            )
+            raise MalformedRequestError(f"more than {MAX_PIPELINED} requests were pipelined on one connection")
         super().on_message_begin()
         self.scope["state"]["slot"] = self.slot
         self._part = _Part.HEAD
@@ -214,9 +212,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = self.loop.call_later(self._limits.body_seconds, self._body_is_late)
 
     def _head_is_late(self) -> None:
-        self._refuse(
-            RequestTimeoutError(f"the request's head did not arrive within {self._limits.head_seconds:g} s")
-        )
+        self._refuse(RequestTimeoutError(f"the request's head did not arrive within {self._limits.head_seconds:g} s"))
 
     def _body_is_late(self) -> None:
         allowed = self._limits.body_seconds

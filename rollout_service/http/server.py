@@ -59,9 +59,7 @@ class Certificate:
                 continue
             self._version = version
             try:
-                self._load(
-                    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                )  # a failure leaves a context without a key
+                self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # a failure leaves a context without a key
                 self._load(context)
             except ConfigurationError as error:
                 log.error("new certificate is invalid; keeping the previous one", error=str(error))

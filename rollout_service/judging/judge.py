@@ -39,9 +39,7 @@ SHOWN_CHARS = 200
 class PoolJudge(Judge):
     """Asks the engines of pools, and remembers their judgments."""
 
-    def __init__(
-        self, sampler: TextSampler, metrics: JudgeMetrics, cache: JudgmentCache | None = None
-    ) -> None:
+    def __init__(self, sampler: TextSampler, metrics: JudgeMetrics, cache: JudgmentCache | None = None) -> None:
         self._sampler = sampler
         self._metrics = metrics
         self._cache = cache or JudgmentCache()
@@ -59,9 +57,7 @@ class PoolJudge(Judge):
         self._metrics.count_judgment(name, CACHED if is_cached else JUDGED)
         return judgment
 
-    async def _remembered(
-        self, rubric: Rubric, messages: Sequence[Message], model: str
-    ) -> tuple[Judgment, bool]:
+    async def _remembered(self, rubric: Rubric, messages: Sequence[Message], model: str) -> tuple[Judgment, bool]:
         """Return a judgment, and whether it was made before."""
         prompt_hash = _hash(*(message.content for message in messages))
         return await self._cache.get(
@@ -69,9 +65,7 @@ class PoolJudge(Judge):
             lambda: self._judge(rubric, messages, model, prompt_hash[:12]),
         )
 
-    async def _judge(
-        self, rubric: Rubric, messages: Sequence[Message], model: str, prompt_hash: str
-    ) -> Judgment:
+    async def _judge(self, rubric: Rubric, messages: Sequence[Message], model: str, prompt_hash: str) -> Judgment:
         votes = await self._collect(rubric, messages)
         value, label = decide(rubric.settings, votes)
         return Judgment(value, label, tuple(votes), model, rubric.settings.name, prompt_hash)
@@ -89,9 +83,7 @@ class PoolJudge(Judge):
             votes = await self._collect(rubric, rubric.messages(instance, texts), keep_texts=keep_texts)
         return Poll(tuple(votes), model)
 
-    async def _collect(
-        self, rubric: Rubric, messages: Sequence[Message], *, keep_texts: bool = False
-    ) -> list[Vote]:
+    async def _collect(self, rubric: Rubric, messages: Sequence[Message], *, keep_texts: bool = False) -> list[Vote]:
         votes: list[Vote] = []
         started = time.perf_counter()
 

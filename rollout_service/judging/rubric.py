@@ -92,9 +92,7 @@ class Rubric:
         self._ending = _ending(settings)
         self.digest = sha256(f"{guard}{self._ending}{settings.model_dump_json()}".encode()).hexdigest()
         """Identifies everything that decides the question, and the value of the answers."""
-        self.prompt_hash = sha256(
-            f"{self._system}\0{settings.template}\0{self._ending}".encode()
-        ).hexdigest()[:16]
+        self.prompt_hash = sha256(f"{self._system}\0{settings.template}\0{self._ending}".encode()).hexdigest()[:16]
         """Identifies the prompt, whatever it is filled with."""
 
     def messages(self, instance: dict[str, JsonValue], texts: Mapping[str, str]) -> list[Message]:
@@ -161,9 +159,7 @@ def cut_middle(text: str, max_chars: int) -> str:
 # saying nothing else. The last mark counts, even if it has no label that is known. Reasoning is never a verdict, nor
 # is an answer whose reasoning does not end. The time is linear in the length.
 
-_MARK = re.compile(
-    r"\bVERDICT\b[*_` \t]*[:=][*_`\s]*|\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\s*", re.IGNORECASE
-)
+_MARK = re.compile(r"\bVERDICT\b[*_` \t]*[:=][*_`\s]*|\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\s*", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?([^\n{}]*)(\}?)")
 _MARKED = re.compile(r"[^\n}]*")
 _WRAPPING = " \t\r\n.,;:!*_`'\"()[]{}"

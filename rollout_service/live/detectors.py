@@ -124,9 +124,7 @@ class Detectors:
     @classmethod
     def load(cls, names: Iterable[str], *, plugins: Iterable[EntryPoint] | None = None) -> Detectors:
         """Return the detectors of these names; it imports plug-ins, so call it in a thread."""
-        built_in: dict[str, Detector] = {
-            name: partial(_find, patterns) for name, patterns in BUILT_IN.items()
-        }
+        built_in: dict[str, Detector] = {name: partial(_find, patterns) for name, patterns in BUILT_IN.items()}
         return cls(load_functions(names, built_in, group=GROUP, setting="live.detectors", plugins=plugins))
 
     def find(self, texts: Iterable[str]) -> dict[str, int]:
@@ -243,7 +241,5 @@ def _from_plugin(plugin: EntryPoint, setting: str) -> Any:
     except Exception as error:
         raise ConfigurationError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(function):
-        raise ConfigurationError(
-            f"{where} is not a function", hint="Name a function in the plug-in's entry point."
-        )
+        raise ConfigurationError(f"{where} is not a function", hint="Name a function in the plug-in's entry point.")
     return function

@@ -67,9 +67,7 @@ class LiveMetrics:
             ["pool", "outcome"],
             buckets=HELD_SECONDS,
         )
-        self._redactions = counter(
-            "rollout_live_redactions_total", "What detectors found in turns, by kind", ["kind"]
-        )
+        self._redactions = counter("rollout_live_redactions_total", "What detectors found in turns, by kind", ["kind"])
         self._unrecorded = counter(
             "rollout_live_unrecorded_total",
             "Requests that were served and belong to no session, by reason",
@@ -137,9 +135,7 @@ class LiveFunnel(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("rollout_live_sessions", "Open sessions", self._open_sessions())
-        yield GaugeMetricFamily(
-            "rollout_live_judge_queue", "Turns that the judge has in memory", self._judge_queue()
-        )
+        yield GaugeMetricFamily("rollout_live_judge_queue", "Turns that the judge has in memory", self._judge_queue())
         age = 0.0 if self._oldest is None else max(0.0, self._clock() - self._oldest)
         yield GaugeMetricFamily(
             "rollout_live_judge_age_seconds", "How long a turn has waited for the judge, at most", age

@@ -151,9 +151,7 @@ class SessionRecorder:
             calls = {call.id: call.name for call in before.sent.calls}
             self.parts.later(partial(self._set_next_state, before.turn.turn_id, planned.since, calls))
 
-    async def _set_next_state(
-        self, turn: int, messages: Sequence[ClientMessage], calls: dict[str, str]
-    ) -> None:
+    async def _set_next_state(self, turn: int, messages: Sequence[ClientMessage], calls: dict[str, str]) -> None:
         state = next_state(messages, self.parts.clock(), calls)
         if state is None:
             return
@@ -200,9 +198,7 @@ class LiveTurn:
         planned = self.planned
         check_output(generation.output_ids, generation.logprobs, generation.versions)
         planned.complete(generation)
-        packed = await self._make(
-            generation, partial(pack, recorder.capture, planned, generation, delivered=delivered)
-        )
+        packed = await self._make(generation, partial(pack, recorder.capture, planned, generation, delivered=delivered))
         texts = await self._make(generation, partial(self._texts, packed, generation))
         if found := await parts.detectors.search(texts):
             parts.metrics.redacted(found)
@@ -297,9 +293,7 @@ def next_state(
     return NextStateRecord(
         role="mixed" if len(roles) > 1 else "tool" if "tool" in roles else "user",
         text="\n\n".join(_titled(message, names) for message in said),
-        is_error=any(
-            message.role == "tool" and (message.is_error or says_error(message.text)) for message in said
-        ),
+        is_error=any(message.role == "tool" and (message.is_error or says_error(message.text)) for message in said),
         arrived_at=arrived_at,
     )
 

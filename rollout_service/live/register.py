@@ -136,9 +136,7 @@ class SessionRegister:
             explicit=bool(key_hash),
             client=client,
             quarantined=quarantine > 0 and await self._store.sessions_of(user) < quarantine,
-            retention_seconds=min(
-                request.retention_seconds or settings.retention_seconds, settings.retention_seconds
-            ),
+            retention_seconds=min(request.retention_seconds or settings.retention_seconds, settings.retention_seconds),
             continues=request.continues,
             group=request.group,
             metadata=request.metadata,

@@ -67,9 +67,7 @@ class PackedTurn:
         return _FORMAT + zlib.compress(b"".join(parts), _LEVEL)
 
 
-def pack(
-    capture: TurnCapture, planned: PlannedTurn, generation: Generation, *, delivered: bool
-) -> PackedTurn:
+def pack(capture: TurnCapture, planned: PlannedTurn, generation: Generation, *, delivered: bool) -> PackedTurn:
     """Return the record to store of a turn that is complete, and about to be recorded in a capture."""
     prompt, call = planned.prompt, planned.call
     base = prompt.parent or prompt.after
@@ -125,9 +123,7 @@ def prompt_of(renderer: ChatRenderer, turns: Sequence[TurnRecord], turn: int) ->
     replay = _SessionReplay.of(renderer, [each for each in turns if each.turn <= turn])
     found = replay.capture.turns.get(turn)
     if found is None:
-        raise RecordLostError(
-            f"nothing is kept of turn {turn}", hint="Its text was redacted before it was stored."
-        )
+        raise RecordLostError(f"nothing is kept of turn {turn}", hint="Its text was redacted before it was stored.")
     ids = found.turn.ids()
     return TurnPrompt(
         messages=replay.messages(turn),
@@ -166,9 +162,7 @@ class _SessionReplay:
         index = self.capture.calls
         rendered = as_messages(history, index)
         own = self._answers_in(turn)
-        return [
-            own[place].turn.message if place in own else message for place, message in enumerate(rendered)
-        ]
+        return [own[place].turn.message if place in own else message for place, message in enumerate(rendered)]
 
     def _answers_in(self, turn: int) -> Mapping[int, RecordedTurn]:
         """Return the turns that a turn extends, by the places of their answers in its messages."""

@@ -76,9 +76,7 @@ class LiveSessions:
         self._settings = parts.settings
         self._store = parts.store
         self._active = ActiveSessions()
-        self._register = SessionRegister(
-            parts.settings, parts.store, parts.users, parts.choose_pool, parts.clock
-        )
+        self._register = SessionRegister(parts.settings, parts.store, parts.users, parts.choose_pool, parts.clock)
         self.served = SessionResolver(
             parts.settings,
             parts.store,
@@ -155,9 +153,7 @@ class LiveSessions:
         parts = await self._store.parts(session_id=record.session_id)
         return show_session(record, counts, len(parts))
 
-    async def page(
-        self, cursor: str | None = None, limit: int = 100, *, is_open: bool | None = None
-    ) -> SessionPage:
+    async def page(self, cursor: str | None = None, limit: int = 100, *, is_open: bool | None = None) -> SessionPage:
         """Return sessions without their turns, the newest first.
 
         Raises:
@@ -293,9 +289,7 @@ async def _find(store: SqliteLiveStore, session_id: str, number: int | None) -> 
         turn = main[-1] if main else None
     if turn is None:
         named = f"no turn {number}" if number is not None else "no main turn that was delivered"
-        raise NotFoundError(
-            f"the session has {named}", hint="GET /v1/sessions/{session_id} lists its recorded turns."
-        )
+        raise NotFoundError(f"the session has {named}", hint="GET /v1/sessions/{session_id} lists its recorded turns.")
     return turn
 
 

@@ -160,9 +160,7 @@ def require_safe(file: IO[bytes], parent: str) -> None:
                 top = posixpath.join(parent, (names or [last])[0])
                 safe &= not entry.issym() or stays_within(entry.linkname, names, top)
                 if not safe:
-                    raise SandboxFileError(
-                        f"an artifact of the agent cannot be unpacked safely: {entry.name!r}"
-                    )
+                    raise SandboxFileError(f"an artifact of the agent cannot be unpacked safely: {entry.name!r}")
                 (folders if entry.isdir() else files).add(_digest(entry.name))
     except tarfile.TarError as error:
         raise SandboxFileError(f"an artifact of the agent is not a valid archive: {error}") from error

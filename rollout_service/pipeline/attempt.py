@@ -177,9 +177,7 @@ class Attempt:
 
     def describe(self, error: Exception) -> ErrorInfo:
         """Describe an error that ended the attempt, without the secrets of its environment."""
-        number = (
-            self.lease.attempt if self.stage is not None else None
-        )  # none has begun before the first stage
+        number = self.lease.attempt if self.stage is not None else None  # none has begun before the first stage
         info = describe(error, stage=self.stage, attempt=number)
         return mask_info(info, self._runner.hidden if self._runner else ())
 
@@ -191,9 +189,7 @@ class Attempt:
     def _episode(self) -> Episode | None:
         return self._runner.episode if self._runner else None
 
-    def result(
-        self, state: RolloutState, *, score: Score | None = None, error: ErrorInfo | None = None
-    ) -> Rollout:
+    def result(self, state: RolloutState, *, score: Score | None = None, error: ErrorInfo | None = None) -> Rollout:
         """Return the rollout in a terminal state, with everything that this attempt produced."""
         episode = self._episode
         policy = episode.policy if episode else None
@@ -229,9 +225,7 @@ class Attempt:
             "tool_error_turns": episode.tool_error_turns.union(trajectory.tool_error_turns),
             "proposed_turns": episode.proposed_turns.union(trajectory.proposed_turns),
         }
-        trajectory = trajectory.model_copy(
-            update={name: sorted(noted & turns) for name, noted in found.items()}
-        )
+        trajectory = trajectory.model_copy(update={name: sorted(noted & turns) for name, noted in found.items()})
         branch = self.lease.request.branch_of
         return trajectory if branch is None else without_earlier_turns(trajectory, branch)
 
@@ -294,9 +288,7 @@ class AttemptPolicy:
         if self._recorded is not None:
             return await self._recorded.open(self._request)
         if self._limits is None:
-            return without_secrets(
-                await self._context.policies.open(self._request, tools, self._turns), hidden
-            )
+            return without_secrets(await self._context.policies.open(self._request, tools, self._turns), hidden)
         if self._context.gateway is None:
             raise UnavailableError("there is no gateway for a program to drive the policy through")
         self._session = self._context.gateway.open(self._request, self._limits, hidden)

@@ -87,9 +87,7 @@ def check_branch(request: RolloutRequest, environment: Environment) -> None:
         raise BranchError("", why)
     exports = request.exports
     if exports.top_logprobs or exports.prompt_logprobs or exports.routed_experts:
-        raise BranchError(
-            "", "the numbers per token of `exports` are not known for the turns before a branch"
-        )
+        raise BranchError("", "the numbers per token of `exports` are not known for the turns before a branch")
 
 
 async def earlier_turns(store: Store, request: RolloutRequest, branch: BranchPoint) -> EarlierTurns:
@@ -120,9 +118,7 @@ async def earlier_turns(store: Store, request: RolloutRequest, branch: BranchPoi
         )
     last, kept = chain[0][0], frozenset(chain[0][0].kept_kv_versions if branch.train_prefix else ())
     results = _results_in(last, branch.turn) if branch.reuse_results else []
-    return EarlierTurns(
-        [turn.saved(last.finish_reasons[turn.number], kept, seconds) for turn in turns], results
-    )
+    return EarlierTurns([turn.saved(last.finish_reasons[turn.number], kept, seconds) for turn in turns], results)
 
 
 def _results_in(trajectory: Trajectory, turn: int) -> list[list[Message]]:
@@ -151,9 +147,7 @@ async def _read(store: Store, request: RolloutRequest, branch: BranchPoint) -> t
     if source is None:
         raise BranchError("rollout_id", f"there is no rollout {branch.rollout_id}")
     if not source.state.terminal:
-        raise BranchError(
-            "rollout_id", f"rollout {source.rollout_id} has not ended", hint="Wait until it has."
-        )
+        raise BranchError("rollout_id", f"rollout {source.rollout_id} has not ended", hint="Wait until it has.")
     if source.task != request.task or source.kind is not RolloutKind.TASK or source.program is not None:
         raise BranchError(
             "rollout_id",
@@ -178,9 +172,7 @@ class _EarlierTurn:
     begin: int
     end: int
 
-    def saved(
-        self, finish_reason: FinishReason, kept_kv_versions: frozenset[int], seconds: float
-    ) -> SavedTurn:
+    def saved(self, finish_reason: FinishReason, kept_kv_versions: frozenset[int], seconds: float) -> SavedTurn:
         segment, sampled = self.segment, slice(self.begin, self.end)
         generation = Generation(
             output_ids=segment.token_ids[sampled],

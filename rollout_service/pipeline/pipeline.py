@@ -56,9 +56,7 @@ class ActiveRollout:
 class Pipeline:
     """Works on rollouts, as many at a time as the stages allow."""
 
-    def __init__(
-        self, context: AttemptContext, settings: PipelineSettings, claims: ClaimRules | None = None
-    ) -> None:
+    def __init__(self, context: AttemptContext, settings: PipelineSettings, claims: ClaimRules | None = None) -> None:
         """`claims` are the rules for claiming; without it, everything whose pool is in service."""
         self._context = context
         self._claims = claims or ClaimRules()
@@ -229,9 +227,7 @@ class Pipeline:
         active = {name: one.lease.token for name, one in self._active.items()}
         held = await store.held(owner, believed=active)
         if idle := [name for name, token in held.items() if active.get(name) != token]:
-            log.warning(
-                "the store holds in this service's name what it does not work on", queued_again=sorted(idle)
-            )
+            log.warning("the store holds in this service's name what it does not work on", queued_again=sorted(idle))
             await store.release(owner, idle)
         self._drop(one for name, one in self._active.items() if held.get(name) != one.lease.token)
         while any(one.is_lost for one in self._active.values()):
@@ -243,9 +239,7 @@ class Pipeline:
 
         async def renew() -> None:
             held = dict(self._active)
-            lost = await context.store.renew(
-                context.owner, list(held), lease_seconds=self._settings.lease_seconds
-            )
+            lost = await context.store.renew(context.owner, list(held), lease_seconds=self._settings.lease_seconds)
             # Some have ended meanwhile; and one that was retried at once may be back under a new lease.
             self._drop(held[one] for one in lost if self._active.get(one) is held[one])
 
@@ -258,9 +252,7 @@ class Pipeline:
         store, owner = self._context.store, self._context.owner
         while True:
             await retry_until_stored("wait for cancellations", store.wait_for_cancels)
-            requested = await retry_until_stored(
-                "look for cancellations", partial(store.cancel_requested, owner)
-            )
+            requested = await retry_until_stored("look for cancellations", partial(store.cancel_requested, owner))
             self._cancelled = frozenset(requested)  # also what is leased, and not yet worked on
             for rollout_id in requested:
                 if active := self._active.get(rollout_id):
@@ -288,9 +280,7 @@ class Pipeline:
                 log.exception("an attempt could not be settled")
                 await self._settlement.give_up(active.lease, error)
             finally:
-                if (
-                    self._active.get(rollout_id) is active
-                ):  # a rollout that is retried at once may be back already
+                if self._active.get(rollout_id) is active:  # a rollout that is retried at once may be back already
                     del self._active[rollout_id]
                 self._rollout_ended.notify()
 

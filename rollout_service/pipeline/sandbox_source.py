@@ -129,9 +129,7 @@ class SandboxSource:
     def _new(self, spec: EnvironmentSpec) -> Artifacts:
         return Artifacts(self._budget, min(spec.artifacts_bytes, self._budget.size // 2))
 
-    async def pack(
-        self, sandbox: Sandbox, spec: EnvironmentSpec, earlier: Artifacts | None = None
-    ) -> Artifacts:
+    async def pack(self, sandbox: Sandbox, spec: EnvironmentSpec, earlier: Artifacts | None = None) -> Artifacts:
         """End the agent's processes and take its artifacts out of its sandbox; skip those that do not exist.
 
         `earlier` has the checkpoints, if any.
@@ -149,9 +147,7 @@ class SandboxSource:
     async def _pack(self, sandbox: Sandbox, spec: EnvironmentSpec, artifacts: Artifacts) -> None:
         if not spec.artifacts:
             return
-        artifacts.paths = _outermost(
-            [sandbox.spec.workdir if one == WORKDIR else one for one in spec.artifacts]
-        )
+        artifacts.paths = _outermost([sandbox.spec.workdir if one == WORKDIR else one for one in spec.artifacts])
         try:
             if not await _end(sandbox, artifacts.notes, artifacts.ended):
                 return

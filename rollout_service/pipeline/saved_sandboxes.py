@@ -215,9 +215,7 @@ class SavedSandboxes:
         name = _name_of(rollout_id)
         paths = [self._folder / name] if name in self._sizes else []
         paths += await anyio.to_thread.run_sync(self._others, name)
-        found = [
-            await anyio.to_thread.run_sync(_read_suiting, path, rollout_id, turns, image) for path in paths
-        ]
+        found = [await anyio.to_thread.run_sync(_read_suiting, path, rollout_id, turns, image) for path in paths]
         best = max((one for one in found if one is not None), key=lambda one: one.work.turns, default=None)
         if best is None or best.path.parent == self._folder:
             return best
@@ -346,9 +344,7 @@ async def _compressed(path: Path) -> AsyncIterator[Callable[[bytes], Awaitable[o
     """Yield a function that appends to a compressed file, in a thread."""
     file = await anyio.to_thread.run_sync(_create, path)
     try:
-        writer = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).stream_writer(
-            file, closefd=False
-        )
+        writer = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).stream_writer(file, closefd=False)
         yield lambda data: anyio.to_thread.run_sync(writer.write, data)
         await anyio.to_thread.run_sync(writer.close)
     finally:

@@ -83,8 +83,7 @@ class Settlement:
         if lease.attempt > self._settings.max_attempts:
             raise AttemptsExhaustedError(
                 f"{lease.attempt - 1} attempts began, and the service died during each",
-                hint="Look at the service's log and at the host's memory, "
-                "then submit the rollout under another id.",
+                hint="Look at the service's log and at the host's memory, then submit the rollout under another id.",
             )
 
     async def _settle_failure(self, attempt: Attempt, error: Exception) -> None:
@@ -171,9 +170,7 @@ class Settlement:
         await attempt.release()
         note_outcome(state=RolloutState.QUEUED.value)
         with anyio.CancelScope(shield=True):
-            await retry_until_stored(
-                "hand a rollout back", partial(context.store.release, context.owner, [rollout_id])
-            )
+            await retry_until_stored("hand a rollout back", partial(context.store.release, context.owner, [rollout_id]))
 
     async def finish(self, attempt: Attempt, result: Rollout) -> None:
         """Free the resources of an attempt, and write its result."""

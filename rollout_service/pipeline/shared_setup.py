@@ -108,9 +108,7 @@ class SharedSetups:
             else:
                 self._added.set()
 
-    async def _made(
-        self, entry: _Shared, make: Callable[[], Awaitable[Setup]], clock: WorkClock
-    ) -> Setup | None:
+    async def _made(self, entry: _Shared, make: Callable[[], Awaitable[Setup]], clock: WorkClock) -> Setup | None:
         failures, shown = entry.failures, clock.seconds
         clock.stop()
         async with entry.lock:

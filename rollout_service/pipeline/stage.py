@@ -121,9 +121,7 @@ class StageLimiter:
         self.places.resize(places)
         self.workers.resize(workers)
 
-    async def enter(
-        self, slot: Slot, *, since: float, then: Callable[[], Awaitable[object]] | None = None
-    ) -> float:
+    async def enter(self, slot: Slot, *, since: float, then: Callable[[], Awaitable[object]] | None = None) -> float:
         """Queue, leave the previous stage, and get a worker; return the seconds waited since `since`.
 
         `since` is a reading of `time.perf_counter`; `then`, if given, is awaited once the worker is held.

@@ -228,9 +228,7 @@ class StageRunner:
         stands_alone = is_prepared or not self._environment.shares_setup
         if store is None or not stands_alone or not may_save(self._environment, self._request):
             return
-        saver = SandboxSaver(
-            store, self._context.sandboxes.provider, self._turns, episode, is_prepared=is_prepared
-        )
+        saver = SandboxSaver(store, self._context.sandboxes.provider, self._turns, episode, is_prepared=is_prepared)
         episode.save_due = saver.due
 
     async def _make_setup(self, episode: Episode, timer: Timer) -> Setup:

@@ -70,9 +70,7 @@ async def play(
     """
     environment.check(instance)
     environment = environment.for_instance(instance)
-    request = RolloutRequest(
-        rollout_id="trial", task=Task(environment=environment.spec.name, instance=instance)
-    )
+    request = RolloutRequest(rollout_id="trial", task=Task(environment=environment.spec.name, instance=instance))
     runner = StageRunner(
         _context(sandboxes, models, setups),
         environment,

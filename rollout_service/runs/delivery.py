@@ -56,9 +56,7 @@ class Delivery:
         self._runs = runs
         self._manager_of = manager_of
 
-    async def lease(
-        self, request: BatchLeaseRequest, *, version: int | None, timeout: float
-    ) -> BatchLease | None:
+    async def lease(self, request: BatchLeaseRequest, *, version: int | None, timeout: float) -> BatchLease | None:
         """Lease the next batch to a trainer at this version; return None if there is none within `timeout` seconds.
 
         Raises:
@@ -248,18 +246,14 @@ class BatchFile:
                 while len(segments) < end:
                     segments += await receive()
                 part = segments[begin:end]
-                piece, segments[begin:end] = await anyio.to_thread.run_sync(
-                    make_piece, part, tensor.name, tensor.dtype
-                )
+                piece, segments[begin:end] = await anyio.to_thread.run_sync(make_piece, part, tensor.name, tensor.dtype)
                 await send(piece)
 
     async def _read_groups(self, send: Callable[[Sequence[Columns]], Awaitable[None]]) -> None:
         for head in self._heads:
             columns = await self._read(head.number)
             if [len(one) for one in columns] != list(chain.from_iterable(head.tokens)):
-                raise StoreError(
-                    f"the group {head.number} changed while it was sent", hint="Lease the batch again."
-                )
+                raise StoreError(f"the group {head.number} changed while it was sent", hint="Lease the batch again.")
             await send(columns)
 
 
@@ -320,9 +314,7 @@ def _parts(lengths: Sequence[int], tokens: int) -> Iterator[tuple[int, int]]:
         yield begin, len(lengths)
 
 
-def _unpacked(
-    segments: Sequence[Columns], name: str, dtype: np.dtype[Any]
-) -> tuple[memoryview, list[Columns]]:
+def _unpacked(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> tuple[memoryview, list[Columns]]:
     """Return one column of these segments, and the segments without it."""
     piece = np.empty(sum(map(len, segments)), dtype)
     at = 0
@@ -332,9 +324,7 @@ def _unpacked(
     return _bytes(piece), [segment.without(name) for segment in segments]
 
 
-def _joined_frames(
-    segments: Sequence[Columns], name: str, dtype: np.dtype[Any]
-) -> tuple[memoryview, list[Columns]]:
+def _joined_frames(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> tuple[memoryview, list[Columns]]:
     """Return one column of these segments, compressed, and the segments without it."""
     piece = b"".join(segment.frame(name, dtype) for segment in segments if len(segment))
     return memoryview(piece), [segment.without(name) for segment in segments]

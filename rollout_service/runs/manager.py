@@ -185,9 +185,7 @@ class RunManager:
             if found is not None:
                 active.append(found)
                 rate = found.estimates.acceptance.rate
-                backlog = sum(
-                    member.state is RolloutState.QUEUED for group in found.groups for member in group.members
-                )
+                backlog = sum(member.state is RolloutState.QUEUED for group in found.groups for member in group.members)
                 counters = found.run.counters
                 self._metrics.set_run(
                     run.run_id,
@@ -266,9 +264,7 @@ class RunManager:
 
     async def _share_places(self, active: Sequence[ActiveRun]) -> StoreError | None:
         """Share the free places among the runs that claim groups; return the store's failure for single runs."""
-        under_way = sum(
-            not member.state.terminal for one in active for group in one.groups for member in group.members
-        )
+        under_way = sum(not member.state.terminal for one in active for group in one.groups for member in group.members)
         claims = {one.run.run_id: claim_groups(one) for one in active}
         wanting = [one for one in active if claims[one.run.run_id].groups > 0]
         if not wanting:
@@ -290,9 +286,7 @@ class RunManager:
             taken = await (await self._tasks_of(run)).take(run.cursor, count)
             if taken:
                 self._estimates[run.run_id].start_epoch(taken[-1][0].epoch)
-            await self._runs.start_groups(
-                run.run_id, [new_group(run, position, task) for position, task in taken]
-            )
+            await self._runs.start_groups(run.run_id, [new_group(run, position, task) for position, task in taken])
         except StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - the run shows it; it must not stop other runs

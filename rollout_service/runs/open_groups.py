@@ -241,9 +241,7 @@ def _penalized(reward: float, sample: SampleOutcome, overlong: OverlongPenalty |
     )
 
 
-def _advantages(
-    group: GroupOutcome, request: RunRequest, weights: RewardWeights | None
-) -> list[float | None]:
+def _advantages(group: GroupOutcome, request: RunRequest, weights: RewardWeights | None) -> list[float | None]:
     match request.advantages:
         case Advantages.NONE:
             return [None] * len(group.samples)
@@ -359,9 +357,7 @@ class GroupsUnderWay:
             if member.reward is not None
         ]
         first, size = len(group.members), run.request.group_size
-        choose = partial(
-            branch_points, roots, size - first, branching.at, reuse_results=branching.reuse_results
-        )
+        choose = partial(branch_points, roots, size - first, branching.at, reuse_results=branching.reuse_results)
         points = await anyio.to_thread.run_sync(choose)
         task = (await self._rollout(group.members[0])).task
         requests = [
@@ -390,9 +386,7 @@ class GroupsUnderWay:
     async def _rollout(self, member: GroupMember) -> Rollout:
         rollout = await self._store.get(member.rollout_id, whole_tree=True)
         if rollout is None:
-            raise RecordLostError(
-                f"the rollout {member.rollout_id} of a group is missing from the store", hint=RESTORE
-            )
+            raise RecordLostError(f"the rollout {member.rollout_id} of a group is missing from the store", hint=RESTORE)
         return rollout
 
     async def _retry(self, runs: RunStore, run: RunRecord, number: int, member: GroupMember) -> bool:
@@ -432,6 +426,4 @@ class GroupsUnderWay:
 def _check_complete(group: OpenGroup) -> None:
     if group.lost:
         gone = ", ".join(group.lost)
-        raise RecordLostError(
-            f"rollouts of group {group.number} are missing from the store: {gone}", hint=RESTORE
-        )
+        raise RecordLostError(f"rollouts of group {group.number} are missing from the store: {gone}", hint=RESTORE)

@@ -93,9 +93,7 @@ class RunEstimates:
                 path.append(progress)
         return under_way
 
-    def record_closure(
-        self, closure: GroupClosure, rollouts: Sequence[Rollout], stragglers: Sequence[bool]
-    ) -> None:
+    def record_closure(self, closure: GroupClosure, rollouts: Sequence[Rollout], stragglers: Sequence[bool]) -> None:
         """Learn from a group that was closed; `stragglers` tells for each rollout whether it was cut off."""
         path = self._paths.pop(closure.number, [])
         self.oldest_version = closure.oldest_version
@@ -131,9 +129,7 @@ def group_progress(group: OpenGroup) -> GroupProgress:
 def rollout_seconds(rollout: Rollout) -> float:
     """Return how long the agent of a rollout worked in its last attempt."""
     return sum(
-        span.seconds
-        for span in rollout.spans
-        if span.stage is Stage.ROLLOUT and span.attempt == rollout.attempt
+        span.seconds for span in rollout.spans if span.stage is Stage.ROLLOUT and span.attempt == rollout.attempt
     )
 
 

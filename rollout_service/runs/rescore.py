@@ -46,9 +46,7 @@ MAX_CONCURRENT = 16
 class Rescorer:
     """Scores finished rollouts again."""
 
-    def __init__(
-        self, context: AttemptContext, check_environment: Callable[[str], Awaitable[object]]
-    ) -> None:
+    def __init__(self, context: AttemptContext, check_environment: Callable[[str], Awaitable[object]]) -> None:
         """`check_environment` raises InvalidFieldError if the named environment cannot be used."""
         self._context = context
         self._check_environment = check_environment
@@ -75,9 +73,7 @@ class Rescorer:
         available = set(known)
         chosen = known if order.rollout_ids is None else order.rollout_ids
         missing = [
-            FieldError(
-                path=f"body.rollout_ids.{index}", message=f"{rollout_id} is not in a closed group of {run_id}"
-            )
+            FieldError(path=f"body.rollout_ids.{index}", message=f"{rollout_id} is not in a closed group of {run_id}")
             for index, rollout_id in enumerate(chosen)
             if rollout_id not in available
         ]
@@ -100,9 +96,7 @@ class Rescorer:
             for rescored in await self._rescore_batch(recorded, options):
                 yield rescored
 
-    async def _rescore_batch(
-        self, recorded: Sequence[RecordedRollout], options: RescoreOptions
-    ) -> list[Rescored]:
+    async def _rescore_batch(self, recorded: Sequence[RecordedRollout], options: RescoreOptions) -> list[Rescored]:
         results: dict[int, Rescored] = {}
 
         async def one(index: int) -> None:
@@ -261,9 +255,7 @@ def check_no_subagents(rollout: Rollout) -> None:
     messages = rollout.trajectory.messages if rollout.trajectory else []
     calls = (call for message in messages for call in message.tool_calls)
     # A rollout that did not ask for sub-agents tells only what it called, if it comes from an export.
-    may_have_worked = rollout.work is None and any(
-        call.name == ASSIGN and call.error is None for call in calls
-    )
+    may_have_worked = rollout.work is None and any(call.name == ASSIGN and call.error is None for call in calls)
     if rollout.nodes or may_have_worked:
         raise NotReplayableError(
             "sub-agents worked on this rollout, and what they did cannot be replayed",

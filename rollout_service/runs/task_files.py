@@ -55,9 +55,7 @@ class Rows(Protocol):
 class JsonLines(Rows):
     """A file with one object per line; empty lines do not count. The lines' offsets are in memory, not the lines."""
 
-    def __init__(
-        self, file: BufferedReader, path: Path, check: Callable[[dict[str, JsonValue]], None]
-    ) -> None:
+    def __init__(self, file: BufferedReader, path: Path, check: Callable[[dict[str, JsonValue]], None]) -> None:
         self._offsets: list[int] = []
         digest, offset = hashlib.sha256(), 0
         # A line that is too long is cut, and then refused, before it fills the memory.
@@ -89,9 +87,7 @@ class Parquet(Rows):
     are rejected, since JSON cannot represent them.
     """
 
-    def __init__(
-        self, file: BufferedReader, path: Path, check: Callable[[dict[str, JsonValue]], None]
-    ) -> None:
+    def __init__(self, file: BufferedReader, path: Path, check: Callable[[dict[str, JsonValue]], None]) -> None:
         try:
             from pyarrow import ArrowException, memory_map, parquet
         except ImportError as error:

@@ -268,9 +268,7 @@ class StateWatcher:
         elif self._held_since is not None and now - self._held_last >= CALM_SECONDS:
             seconds = round(self._held_last - self._held_since, 1)
             self._held_since = None
-            self._tell_of_hold(
-                {"state": "ended", **self._held, "waiting": admission.waiting, "seconds": seconds}
-            )
+            self._tell_of_hold({"state": "ended", **self._held, "waiting": admission.waiting, "seconds": seconds})
 
     def _tell_of_hold(self, data: dict[str, JsonValue]) -> None:
         self._announce(EventKind.SANDBOX_HOLD, self._node.name, data)

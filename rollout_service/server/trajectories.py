@@ -63,9 +63,7 @@ class TrajectoryViewer:
         """
         viewed = await self._view(rollout_id, node)
         table = await self._table(viewed.pool)
-        make = partial(
-            outline, viewed.trajectory, rollout_id, node, has_text=table is not None, masked=viewed.masked
-        )
+        make = partial(outline, viewed.trajectory, rollout_id, node, has_text=table is not None, masked=viewed.masked)
         return await anyio.to_thread.run_sync(make)
 
     async def tokens(
@@ -94,13 +92,9 @@ class TrajectoryViewer:
         table = await self._table(pool)
 
         def show() -> tuple[TrajectoryOutline, list[TokenRange]]:
-            shown = outline(
-                trajectory, rollout.rollout_id, node, has_text=table is not None, masked=_masked(rollout)
-            )
+            shown = outline(trajectory, rollout.rollout_id, node, has_text=table is not None, masked=_masked(rollout))
             segments = enumerate(all_segments(trajectory))
-            return shown, [
-                token_range(segment, index, 0, len(segment.token_ids), table) for index, segment in segments
-            ]
+            return shown, [token_range(segment, index, 0, len(segment.token_ids), table) for index, segment in segments]
 
         return await anyio.to_thread.run_sync(show)
 
@@ -258,9 +252,7 @@ def _first_difference(segment: Segment, segments: Sequence[Segment]) -> int | No
         return None
     mine, others = segment.token_ids, segments[segment.parent].token_ids
     pairs = zip(mine, others, strict=False)
-    return next(
-        (index for index, (one, other) in enumerate(pairs) if one != other), min(len(mine), len(others))
-    )
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(mine), len(others)))
 
 
 def _runs(values: Iterable[int]) -> list[tuple[int, int]]:

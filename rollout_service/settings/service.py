@@ -142,9 +142,7 @@ class Settings(BaseSettings):
                 f"`keys` in rollout.toml, or --keys-file, or listen on 127.0.0.1. Generate a key with `{KEY_COMMAND}`"
             )
         if self.e2b.enabled and not self.is_keyed and not is_loopback(self.e2b.host):
-            raise ValueError(
-                f"e2b.host {self.e2b.host} listens beyond loopback, but no key is set: set `keys`"
-            )
+            raise ValueError(f"e2b.host {self.e2b.host} listens beyond loopback, but no key is set: set `keys`")
         check_unique(self.keys)
         if self.tls_key is not None and self.tls_certificate is None:
             raise ValueError("tls_key is set, but tls_certificate is not")
@@ -164,11 +162,7 @@ class Settings(BaseSettings):
 
     @property
     def node_name(self) -> str:
-        return (
-            self.cluster.name
-            or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64].lstrip("._-")
-            or "node"
-        )
+        return self.cluster.name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64].lstrip("._-") or "node"
 
     @property
     def address(self) -> str:

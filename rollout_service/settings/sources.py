@@ -113,18 +113,14 @@ class Sources:
     """The line in the file of each key and table."""
 
     @classmethod
-    def read(
-        cls, flags: Mapping[str, Any], environ: Mapping[str, str], path: Path, *, must_exist: bool
-    ) -> Sources:
+    def read(cls, flags: Mapping[str, Any], environ: Mapping[str, str], path: Path, *, must_exist: bool) -> Sources:
         """Read the file, and pick the variables that are settings.
 
         Raises:
             ConfigurationError: The file is missing though it must exist, cannot be read, or is not valid TOML.
         """
         given = {name: value for name, value in environ.items() if name.upper().startswith(ENV_PREFIX)}
-        variables = {
-            name.upper(): value for name, value in given.items() if name.upper() not in OTHER_VARIABLES
-        }
+        variables = {name.upper(): value for name, value in given.items() if name.upper() not in OTHER_VARIABLES}
         try:
             text = path.read_text()
             return cls(flags, variables, path.absolute(), tomllib.loads(text), _lines(text))

@@ -34,9 +34,7 @@ def _split(value: object) -> object:
 
 def _addresses(value: object) -> object:
     """Turn an engine that is only an address into one with default settings."""
-    return (
-        [{"url": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
-    )
+    return [{"url": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
 
 
 def _pairs(value: object) -> object:

@@ -132,9 +132,7 @@ class BaseStore(StoreShard):
     ) -> RolloutPage:
         if cursor is not None and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
             problem = FieldError(path="query.cursor", message=f"{cursor!r} is not a cursor")
-            raise InvalidFieldError(
-                [problem], hint="Pass `next_cursor` of the previous page, or omit the cursor."
-            )
+            raise InvalidFieldError([problem], hint="Pass `next_cursor` of the previous page, or omit the cursor.")
         return await self._page(state, int(cursor or 0), limit)
 
 

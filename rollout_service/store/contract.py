@@ -244,9 +244,7 @@ class Store(SummaryStore, Protocol):
         """
         ...
 
-    async def restart(
-        self, lease: Lease, owner: str, *, spans: Sequence[Span] = (), kept_turns: int = 0
-    ) -> bool:
+    async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = (), kept_turns: int = 0) -> bool:
         """Requeue a leased rollout with the first `kept_turns` of its saved turns; return False if the lease is lost.
 
         The next attempt goes on after these and has the same number, since this one is not counted. `spans` are those

@@ -136,9 +136,7 @@ class JobThread(ABC, Generic[J]):
         if self._died.is_set():
             raise self._failure or StoreError("the store failed")
         if self._closed:
-            raise StoreError(
-                "the store is closed", hint="The service is shutting down; try again after its restart."
-            )
+            raise StoreError("the store is closed", hint="The service is shutting down; try again after its restart.")
         self._jobs.put(job)
         try:
             return await asyncio.shield(job.future)

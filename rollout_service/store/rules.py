@@ -140,9 +140,7 @@ def added_counts(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str,
     return {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
 
 
-def masked_counts(
-    samples: Sequence[ClosedSample], before: Sequence[ClosedSample] | None = None
-) -> dict[str, int]:
+def masked_counts(samples: Sequence[ClosedSample], before: Sequence[ClosedSample] | None = None) -> dict[str, int]:
     """Return what to add to a run's counters when a group is closed; `before` are its samples at an earlier close."""
     counted = {sample.sample for sample in before or () if not sample.usable}
     added = [sample for sample in samples if sample.sample not in counted]

@@ -261,9 +261,7 @@ class RunStore(RunLists, Protocol):
         """
         ...
 
-    async def append(
-        self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool
-    ) -> RunRecord:
+    async def append(self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool) -> RunRecord:
         """Append tasks to an open run; repeating the same tasks at the same offset changes nothing.
 
         Raises:
@@ -283,9 +281,7 @@ class RunStore(RunLists, Protocol):
         """Return the open groups, oldest first."""
         ...
 
-    async def extend_group(
-        self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]
-    ) -> None:
+    async def extend_group(self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]) -> None:
         """Add samples to an open group that has `first` of them; change nothing if it has another number."""
         ...
 

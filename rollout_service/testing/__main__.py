@@ -20,9 +20,7 @@ def main(
     spread: Annotated[float, typer.Option(min=0, max=1, help="Share by which that varies, at random.")] = 0.0,
     turn: Annotated[list[str] | None, typer.Option(help="A turn's text; may be repeated.")] = None,
     model: Annotated[Path, typer.Option(help="Folder with the tokenizer.")] = _SHIPPED_POLICY,
-    incremental: Annotated[
-        bool, typer.Option(help="Stream each token once, not all of them in every chunk.")
-    ] = False,
+    incremental: Annotated[bool, typer.Option(help="Stream each token once, not all of them in every chunk.")] = False,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.")] = 0,
     address: Annotated[Path | None, typer.Option(help="Write the URL to this file.")] = None,

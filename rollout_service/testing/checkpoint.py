@@ -35,9 +35,7 @@ class Shape:
     """Standard deviation of the matrices; at 0.15 the model has clear preferences without being certain."""
 
 
-def write_random_checkpoint(
-    folder: Path, shape: Shape | None = None, *, seed: int = 0, dtype: str = "BF16"
-) -> Path:
+def write_random_checkpoint(folder: Path, shape: Shape | None = None, *, seed: int = 0, dtype: str = "BF16") -> Path:
     """Write config, weights and a byte-level tokenizer into `folder`, which is created.
 
     The ids from 256 on are `<|im_end|>` (the end of a sequence) and unused special tokens. The row of `<|im_end|>` in

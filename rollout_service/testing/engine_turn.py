@@ -51,9 +51,7 @@ class AfterTokens:
     fault: Fault
 
 
-BREAKING = frozenset(
-    {Fault.DROP, Fault.HANG, Fault.GARBAGE, Fault.ERROR, Fault.QUEUE_ABORT, Fault.DIE, Fault.CUT}
-)
+BREAKING = frozenset({Fault.DROP, Fault.HANG, Fault.GARBAGE, Fault.ERROR, Fault.QUEUE_ABORT, Fault.DIE, Fault.CUT})
 """Faults of the whole answer: nothing is sampled."""
 
 

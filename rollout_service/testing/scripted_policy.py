@@ -95,17 +95,13 @@ class ScriptedPolicy:
         self._usage = Usage(
             turns=usage.turns + 1,
             prompt_tokens=usage.prompt_tokens + sum(len(message.content) for message in new_messages),
-            sampled_tokens=usage.sampled_tokens
-            + len(played.message.content)
-            + sum(len(call.raw) for call in calls),
+            sampled_tokens=usage.sampled_tokens + len(played.message.content) + sum(len(call.raw) for call in calls),
             tool_calls=usage.tool_calls + len(calls),
             malformed_calls=usage.malformed_calls + played.malformed,
         )
 
 
-def turn(
-    content: str = "", *calls: ToolCall, truncated: bool = False, context_full: bool = False
-) -> PolicyTurn:
+def turn(content: str = "", *calls: ToolCall, truncated: bool = False, context_full: bool = False) -> PolicyTurn:
     """Return a turn with this text and these calls, whose ids are numbered so that they differ."""
     numbered = [call.model_copy(update={"id": f"{call.id}-{i}"}) for i, call in enumerate(calls)]
     return PolicyTurn(

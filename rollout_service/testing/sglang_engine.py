@@ -198,9 +198,7 @@ class ScriptedEngine(TurnScheduler):
             budget=body.get("sampling_params", {}).get("max_new_tokens", _DEFAULT_BUDGET),
             top_logprobs=body.get("top_logprobs_num", 0),
             prompt_logprobs_from=start if 0 <= start < len(ids) else None,
-            routed_experts_from=body.get("routed_experts_start_len", 0)
-            if body.get("return_routed_experts")
-            else None,
+            routed_experts_from=body.get("routed_experts_start_len", 0) if body.get("return_routed_experts") else None,
         )
 
     def _stream_interval(self, body: dict[str, Any]) -> int | None:
@@ -218,9 +216,7 @@ class ScriptedEngine(TurnScheduler):
 
     def _answer(self, turn: EngineTurn, fault: Fault | None) -> dict[str, Any]:
         ids = self._output_ids(turn, fault)
-        logprobs: list[list[float | None]] = [
-            [value, id_, None] for value, id_ in self._logprobs(turn, fault)
-        ]
+        logprobs: list[list[float | None]] = [[value, id_, None] for value, id_ in self._logprobs(turn, fault)]
         meta = {
             "id": turn.rid,
             "finish_reason": turn.finish_reason(),
@@ -352,9 +348,7 @@ class ScriptedEngine(TurnScheduler):
         return json_answer({"loads": [self.accelerator.load()]})
 
 
-def _request_of_any_size(
-    message: Any, payload: Any, protocol: Any, writer: Any, task: Any
-) -> web.BaseRequest:
+def _request_of_any_size(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
     """Return a request whose body may be as large as a real engine's, and not only 1 MiB."""
     loop = asyncio.get_running_loop()
     return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=0)

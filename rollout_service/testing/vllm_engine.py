@@ -84,17 +84,13 @@ class ScriptedVllm(ScriptedEngine):
 
     async def _generate(self, body: dict[str, Any], request: web.BaseRequest) -> web.StreamResponse:
         if not self._scale_out:
-            message = (
-                "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
-            )
+            message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
             return json_answer({"error": {"message": message}}, 403)
         wrong = next((token for token in body["token_ids"] if not 0 <= token < self._vocab_size), None)
         if wrong is not None:
             return refusal(f"Token id {wrong} is out of vocabulary")
         if len(body["token_ids"]) >= self._context_length:
-            return refusal(
-                f"The decoder prompt is longer than the maximum model length of {self._context_length}."
-            )
+            return refusal(f"The decoder prompt is longer than the maximum model length of {self._context_length}.")
         if body["sampling_params"].get("top_k") == 1:
             return self._answer_probe(body)
         return await super()._generate(body, request)
@@ -118,9 +114,7 @@ class ScriptedVllm(ScriptedEngine):
         usage = {"request_id": answer["request_id"], "choices": [], "usage": answer.pop("usage")}
         del answer["prompt_logprobs"]
         if not is_last:
-            answer["choices"][0] |= dict.fromkeys(
-                ("finish_reason", "stop_reason", "weight_versions", "routed_experts")
-            )
+            answer["choices"][0] |= dict.fromkeys(("finish_reason", "stop_reason", "weight_versions", "routed_experts"))
         return [answer, usage] if is_last else [answer]
 
     def _answer_probe(self, body: dict[str, Any]) -> web.Response:

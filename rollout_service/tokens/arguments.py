@@ -204,9 +204,7 @@ _HY3 = CallSyntax(
 
 SYNTAX = {
     **dict.fromkeys(("qwen3.6", "qwen3.8"), _XML),
-    **dict.fromkeys(
-        ("qwen3.5", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"), _XML_OF_PYTHON
-    ),
+    **dict.fromkeys(("qwen3.5", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"), _XML_OF_PYTHON),
     "minimax-m2": _MINIMAX,
     **dict.fromkeys(("laguna-xs.2", "laguna-m.1", "laguna-xs-2.1", "laguna-s-2.1"), _LAGUNA),
     **dict.fromkeys(("glm-4.5", "glm-5", "glm-5.1", "glm-5.3"), _GLM),

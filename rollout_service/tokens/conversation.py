@@ -272,6 +272,4 @@ def check_output(ids: Sequence[int], logprobs: Sequence[float], versions: Sequen
     if max(ids, default=0) > _LARGEST_ID or max(versions, default=0) > _LARGEST_VERSION:
         raise RecordError("a sampled id or a version is too large", hint="Check the engine's answer.")
     if not all(map(isfinite, logprobs)):
-        raise RecordError(
-            "a log-probability is not a finite number", hint="Look for NaN in the engine's weights."
-        )
+        raise RecordError("a log-probability is not a finite number", hint="Look for NaN in the engine's weights.")

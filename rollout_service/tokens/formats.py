@@ -37,15 +37,11 @@ def resolve_format(path: str, name: str) -> str:
     if name in known:
         return name
     if name != "auto":
-        raise UnknownRendererError(
-            f"there is no renderer {name!r}", hint=f"Known ones: auto, {', '.join(known)}."
-        )
+        raise UnknownRendererError(f"there is no renderer {name!r}", hint=f"Known ones: auto, {', '.join(known)}.")
     model_type = read_json(Path(path).expanduser() / "config.json").get("model_type")
     found = MODEL_RENDERER_MAP.get(path) or _BY_MODEL_TYPE.get(str(model_type))
     if found is None:
-        seen = (
-            f"its model type is {model_type!r}" if model_type else "it has no config.json with a model_type"
-        )
+        seen = f"its model type is {model_type!r}" if model_type else "it has no config.json with a model_type"
         raise UnknownRendererError(
             f"the chat format of {path!r} cannot be told: {seen}",
             hint=f"Name it, as in renderer = 'qwen3'. Known ones: {', '.join(known)}.",

@@ -93,14 +93,10 @@ class ParsedTurn:
 class ChatRenderer:
     """One model's chat format with its tokenizer; immutable, and safe to share between threads."""
 
-    def __init__(
-        self, backend: Any, tokenizer: ChatTokenizer, name: str, more_stops: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, backend: Any, tokenizer: ChatTokenizer, name: str, more_stops: Sequence[int] = ()) -> None:
         self.name = name
         self.vocab_size = len(tokenizer)
-        self.stop_token_ids: tuple[int, ...] = tuple(
-            dict.fromkeys([*backend.get_stop_token_ids(), *more_stops])
-        )
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*backend.get_stop_token_ids(), *more_stops]))
         self._backend = backend
         self._tokenizer = tokenizer
         self._stop = frozenset(self.stop_token_ids)
@@ -288,8 +284,7 @@ class ChatRenderer:
         system, other = self._system_escaper, self._escaper
         try:
             return [
-                _to_wire(message, system if message.role in ("system", "developer") else other)
-                for message in messages
+                _to_wire(message, system if message.role in ("system", "developer") else other) for message in messages
             ]
         except RecursionError as error:
             raise ValueError("a tool call's arguments are nested too deep") from error
@@ -334,9 +329,7 @@ class ChatRenderer:
         options = {**(self._backend.config.model_extra or {}), **({"tools": list(tools)} if tools else {})}
 
         def write(wire: list[dict[str, Any]], begin_turn: bool) -> str:
-            return str(
-                self._guarded(tokenizer.template_text, wire, add_generation_prompt=begin_turn, **options)
-            )
+            return str(self._guarded(tokenizer.template_text, wire, add_generation_prompt=begin_turn, **options))
 
         stops = {self.decode([token]): token for token in self.stop_token_ids}
         template = template_bridge.Template(write, tokenizer.encode, stops)

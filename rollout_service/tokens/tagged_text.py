@@ -27,9 +27,7 @@ def find_tags_in_linear_time(tokenizer: ChatTokenizer) -> None:
     _ = tokenizer.token_bytes
 
 
-def text_lexemes(
-    tokenizer: ChatTokenizer, ids: list[int], offset: int, markers: Mapping[str, str]
-) -> Iterator[Any]:
+def text_lexemes(tokenizer: ChatTokenizer, ids: list[int], offset: int, markers: Mapping[str, str]) -> Iterator[Any]:
     """Yield the lexemes of the library's function: the tags in the text of `ids`, and the text between them.
 
     A tag covers each token that has a part of it. `offset` is the place of `ids` in the turn.

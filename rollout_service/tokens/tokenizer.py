@@ -219,9 +219,7 @@ class FastTokenizer:
         self._backend = backend
         self._cached = lru_cache(_CACHED_TEXTS)(self._ids)
         # Renderers look up the same tokens in each turn; as an attribute, the cache needs no Python call.
-        self.convert_tokens_to_ids: Callable[[str], int | None] = lru_cache(_CACHED_TEXTS)(
-            backend.token_to_id
-        )
+        self.convert_tokens_to_ids: Callable[[str], int | None] = lru_cache(_CACHED_TEXTS)(backend.token_to_id)
         """The id of a token, or None if the vocabulary lacks it."""
 
     def __len__(self) -> int:
@@ -289,11 +287,7 @@ class TransformersTokenizer:
         if self._fast is not None and not add_special_tokens:
             return self._fast.encode(text)
         parts = pieces(text) if MARK in text else [text]
-        return [
-            token
-            for part in parts
-            for token in self._inner.encode(part, add_special_tokens=add_special_tokens)
-        ]
+        return [token for part in parts for token in self._inner.encode(part, add_special_tokens=add_special_tokens)]
 
     def decode(
         self,

@@ -66,9 +66,7 @@ class GrowingExtras:
             context: list[list[int]] = [[] for _ in range(prompt - len(ids))]
             self.top_ids = ids + context + [[token for token, _ in row] for row in turn.top_logprobs]
             no_values: list[list[float]] = [[] for _ in context]
-            self.top_logprobs = (
-                values + no_values + [[value for _, value in row] for row in turn.top_logprobs]
-            )
+            self.top_logprobs = values + no_values + [[value for _, value in row] for row in turn.top_logprobs]
         if turn.prompt_logprobs is not None:
             known = self.prompt_logprobs or []
             self.prompt_logprobs = [*known, *turn.prompt_logprobs, *([None] * sampled)]
@@ -140,9 +138,7 @@ class GrowingSegment:
         count = len(ids)
         self._add(ids, 0, array("d", [0.0]) * count, array("q", [-1]) * count, -1)
 
-    def add_sampled(
-        self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn_id: int
-    ) -> None:
+    def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn_id: int) -> None:
         self._add(ids, 1, logprobs, versions, turn_id)
 
     def _add(
@@ -238,13 +234,9 @@ def _check_lineage(segments: Sequence[Segment], number: int) -> None:
         raise InvariantError(f"its parent is segment {segment.parent}", segment=number)
     shared = shared_length(segments[segment.parent].token_ids, segment.token_ids)
     if not 0 <= segment.shared_prefix <= shared:
-        raise InvariantError(
-            "its shared prefix is longer than its parent agrees with", segment=number, index=shared
-        )
+        raise InvariantError("its shared prefix is longer than its parent agrees with", segment=number, index=shared)
     if any(segment.loss_mask[: segment.shared_prefix]):
-        raise InvariantError(
-            "tokens that it shares with its parent are marked as sampled in both", segment=number
-        )
+        raise InvariantError("tokens that it shares with its parent are marked as sampled in both", segment=number)
 
 
 def _check_tokens(segment: Segment, number: int) -> None:
@@ -329,9 +321,7 @@ def train_on(trajectory: Trajectory, turns: Collection[int]) -> Trajectory:
 
 
 def _selected(segment: Segment, turns: Collection[int]) -> Segment:
-    chosen = [
-        turn in turns and bool(mask) for turn, mask in zip(segment.turn_ids, segment.loss_mask, strict=True)
-    ]
+    chosen = [turn in turns and bool(mask) for turn, mask in zip(segment.turn_ids, segment.loss_mask, strict=True)]
     end = len(chosen)
     if segment.routed_experts is None:  # its array has a row for each token
         end -= chosen[::-1].index(True)
@@ -345,9 +335,7 @@ def _selected(segment: Segment, turns: Collection[int]) -> Segment:
     return segment.model_copy(update=update)
 
 
-def _linked(
-    segments: Sequence[Segment], number: int, kept: dict[int, Segment], places: dict[int, int]
-) -> Segment:
+def _linked(segments: Sequence[Segment], number: int, kept: dict[int, Segment], places: dict[int, int]) -> Segment:
     """Return a segment with the nearest kept one before it as its parent."""
     segment, shared = kept[number], segments[number].shared_prefix
     parent = segment.parent

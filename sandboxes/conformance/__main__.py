@@ -32,9 +32,7 @@ def main(
     image: Annotated[
         str | None, typer.Option(help="The image of the sandboxes; by default the provider's own.")
     ] = None,
-    config: Annotated[
-        str, typer.Option(help="Settings of a named provider, e.g. '{\"fakeroot\": true}'.")
-    ] = "{}",
+    config: Annotated[str, typer.Option(help="Settings of a named provider, e.g. '{\"fakeroot\": true}'.")] = "{}",
     check: Annotated[list[str] | None, typer.Option(help="Run only this check; may be repeated.")] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the report to this file, or - to print it.")
@@ -57,9 +55,7 @@ def main(
         raise typer.Exit(UNUSABLE) from error
     failures = sum(outcome.verdict == "fails" for outcome in report.outcomes)
     known = sum(outcome.verdict == "known failure" for outcome in report.outcomes)
-    console.print(
-        f"{len(report.outcomes)} checks, {failures} failed, {known} failed as the provider declares"
-    )
+    console.print(f"{len(report.outcomes)} checks, {failures} failed, {known} failed as the provider declares")
     if json_path is not None:
         text = json.dumps(report.as_json(), indent=2)
         typer.echo(text) if json_path == Path("-") else json_path.write_text(text + "\n")
@@ -106,18 +102,14 @@ def _make(name: str, config: str, state: Path) -> SandboxProvider:
     except (ImportError, AttributeError) as error:
         raise typer.BadParameter(f"{name}: {error}") from error
     if not isinstance(provider, SandboxProvider):
-        raise typer.BadParameter(
-            f"{name} returned a {type(provider).__name__}, which is not a SandboxProvider"
-        )
+        raise typer.BadParameter(f"{name} returned a {type(provider).__name__}, which is not a SandboxProvider")
     return provider
 
 
 def _show(outcome: CheckResult, console: Console) -> None:
     detail = outcome.promise if outcome.verdict == "holds" else outcome.reason
     color = COLORS[outcome.verdict]
-    console.print(
-        f"[{color}]{outcome.verdict}[/] {outcome.check} ({outcome.seconds:.1f} s): {escape(detail)}"
-    )
+    console.print(f"[{color}]{outcome.verdict}[/] {outcome.check} ({outcome.seconds:.1f} s): {escape(detail)}")
 
 
 if __name__ == "__main__":

@@ -83,9 +83,7 @@ async def bash_background(sandbox: Sandbox, _: SandboxProvider) -> None:
 async def bash_output_limit(sandbox: Sandbox, _: SandboxProvider) -> None:
     """Output over the limit is cut in the middle and says so, even if it is one endless line."""
     bash = await sandbox.bash()
-    result = await bash.run(
-        "echo first; head -c 3000000 /dev/zero | tr '\\0' x; echo last", output_limit=1000
-    )
+    result = await bash.run("echo first; head -c 3000000 /dev/zero | tr '\\0' x; echo last", output_limit=1000)
     expect(result.truncated and result.exit_code == 0, result)
     expect(result.output.startswith("first\n") and result.output.endswith("last\n"), result)
     expect(len(result.output) < 1200 and "left out" in result.output, len(result.output))
@@ -132,9 +130,7 @@ async def bash_one_at_a_time(sandbox: Sandbox, _: SandboxProvider) -> None:
 async def bash_whole_rollout(sandbox: Sandbox, _: SandboxProvider) -> None:
     """State persists over a hundred commands, including timeouts, floods and failures."""
     bash = await sandbox.bash()
-    await bash.run(
-        "total=0; declare -A seen; mkdir -p deep/er; cd deep/er; shopt -s extglob; export MARK=kept"
-    )
+    await bash.run("total=0; declare -A seen; mkdir -p deep/er; cd deep/er; shopt -s extglob; export MARK=kept")
     for number in range(100):
         match number % 25:
             case 6:
@@ -146,9 +142,7 @@ async def bash_whole_rollout(sandbox: Sandbox, _: SandboxProvider) -> None:
             case _:
                 result = await bash.run(f"seen[{number}]=1; total=$((total + 1)); echo $total")
                 expect(result.exit_code == 0, result)
-    result = await bash.run(
-        "echo $total ${#seen[@]} $(env | grep -c ^MARK=kept) ${PWD##*/}; shopt -q extglob"
-    )
+    result = await bash.run("echo $total ${#seen[@]} $(env | grep -c ^MARK=kept) ${PWD##*/}; shopt -q extglob")
     expect(result.output == "88 88 1 er\n" and result.exit_code == 0, result)
 
 

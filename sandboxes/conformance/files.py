@@ -28,9 +28,7 @@ async def files_round_trip(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect(await sandbox.read_file(name) == data, "other bytes")
     expect(await sandbox.read_file(f"{sandbox.workdir}/{name}") == data, "relative is not absolute")
     entries = await sandbox.list("a dir")
-    expect(
-        [(entry.name, entry.size) for entry in entries] == [("ü 'quoted' $name\n.bin", len(data))], entries
-    )
+    expect([(entry.name, entry.size) for entry in entries] == [("ü 'quoted' $name\n.bin", len(data))], entries)
     await expect_error(FileTooLargeError, sandbox.read_file(name, limit=1000))
     await expect_error(FileMissingError, sandbox.read_file("missing"))
     await expect_error(FileMissingError, sandbox.list("missing"))

@@ -73,9 +73,7 @@ async def hidden_neighbors(sandbox: Sandbox, provider: SandboxProvider) -> None:
         expect(b"4242" not in result.stdout, result)
         expect((await other.exec(["cat", mine])).exit_code != 0, "another sandbox's file")
         await other.exec(["bash", "-c", "kill -9 -1"])
-        expect(
-            (await (await sandbox.bash()).run("jobs")).output.count("4242") == 1, "another sandbox ended it"
-        )
+        expect((await (await sandbox.bash()).run("jobs")).output.count("4242") == 1, "another sandbox ended it")
 
 
 async def control_out_of_reach(sandbox: Sandbox, _: SandboxProvider) -> None:

@@ -77,9 +77,7 @@ async def program_answers(sandbox: Sandbox, _: SandboxProvider) -> None:
         expect(await program.receive() == b"end\n", "no last line")
         expect((await program.receive(), await program.wait()) == (b"", 3), "no end")
         expect(program.errors() == "started\n", program.errors())
-    async with sandbox.program(
-        ["bash", "-c", "(sleep 2; touch reached) & echo up; sleep 2; touch reached"]
-    ) as left:
+    async with sandbox.program(["bash", "-c", "(sleep 2; touch reached) & echo up; sleep 2; touch reached"]) as left:
         expect(await left.receive() == b"up\n", "not started")
     script = 'echo up >&2; (sleep 1; touch left) & read -r -a fields </proc/$$/stat; echo "${fields[4]}"'
     async with sandbox.program(["bash", "-c", script]) as program:

@@ -59,9 +59,7 @@ async def python_dies(sandbox: Sandbox, _: SandboxProvider) -> None:
 async def python_whole_rollout(sandbox: Sandbox, _: SandboxProvider) -> None:
     """State persists over dozens of cells, including timeouts, exceptions and floods."""
     python = await sandbox.python()
-    await python.execute(
-        "import collections, os\nos.makedirs('deep'); os.chdir('deep')\nseen = collections.Counter()"
-    )
+    await python.execute("import collections, os\nos.makedirs('deep'); os.chdir('deep')\nseen = collections.Counter()")
     for number in range(60):
         match number % 20:
             case 6:

@@ -73,9 +73,7 @@ async def run_checks(
         outcome = await assess_check(check, provider, image)
         progress(outcome)
         outcomes.append(outcome)
-    return ConformanceReport(
-        provider.name, provider.isolates, tuple(sorted(provider.enforced)), tuple(outcomes)
-    )
+    return ConformanceReport(provider.name, provider.isolates, tuple(sorted(provider.enforced)), tuple(outcomes))
 
 
 async def assess_check(check: Check, provider: SandboxProvider, image: str | None = None) -> CheckResult:

@@ -96,9 +96,7 @@ async def snapshot_is_shared(sandbox: Sandbox, provider: SandboxProvider) -> Non
                 await _said(second, "ls"),
             )
         async with await provider.start(_from(snapshot, sandbox)) as third:
-            expect(
-                await _said(third, "ls; cat kept/file kept/link") == "gone\nkept\nfirst\nfirst\n", "changed"
-            )
+            expect(await _said(third, "ls; cat kept/file kept/link") == "gone\nkept\nfirst\nfirst\n", "changed")
 
 
 async def snapshot_of_snapshot(sandbox: Sandbox, provider: SandboxProvider) -> None:

@@ -164,7 +164,6 @@ def _spawn(channel: socket.socket, owner: ProxyOwner) -> subprocess.Popen[bytes]
         command,
         stdin=channel.fileno(),
         stdout=subprocess.DEVNULL,
-        env={name: os.environ[name] for name in ENV if name in os.environ}
-        | {MARKER: f"{owner.service}-egress"},
+        env={name: os.environ[name] for name in ENV if name in os.environ} | {MARKER: f"{owner.service}-egress"},
         start_new_session=True,
     )

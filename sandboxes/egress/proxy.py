@@ -199,9 +199,7 @@ class EgressProxy:
         host, port, _ = target
         self._check_name(host, port)
         addresses = await self._addresses(host, port)
-        accepted = [
-            one for one in addresses if self._allowed.accepts_address(one, port, private=self._private)
-        ]
+        accepted = [one for one in addresses if self._allowed.accepts_address(one, port, private=self._private)]
         if not accepted:
             raise RefusedError(
                 HTTPStatus.FORBIDDEN,
@@ -218,13 +216,9 @@ class EgressProxy:
         if self._allowed.allows(host, port):
             return
         if self._allowed.has_host(host):
-            message = (
-                f"port {port} of host {host} is not in the environment's network list: add {host}:{port}"
-            )
+            message = f"port {port} of host {host} is not in the environment's network list: add {host}:{port}"
             raise RefusedError(HTTPStatus.FORBIDDEN, "port", f"{message} to sandbox.network to allow it")
-        message = (
-            f"host {host} is not in the environment's network list: add it to sandbox.network to allow it"
-        )
+        message = f"host {host} is not in the environment's network list: add it to sandbox.network to allow it"
         raise RefusedError(HTTPStatus.FORBIDDEN, "host", message)
 
     async def _addresses(self, host: str, port: int) -> list[Address]:

@@ -81,9 +81,7 @@ class ForkedChild:
         if self._exit_code is None:
             try:
                 ended, status = os.waitpid(self.pid, os.WNOHANG)
-            except (
-                ChildProcessError
-            ):  # others have collected it, or this process ignores SIGCHLD: as `Popen` has it
+            except ChildProcessError:  # others have collected it, or this process ignores SIGCHLD: as `Popen` has it
                 ended, status = self.pid, 0
             self._exit_code = os.waitstatus_to_exitcode(status) if ended else None
         return self._exit_code

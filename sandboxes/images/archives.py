@@ -51,9 +51,7 @@ class ImageArchive:
                 return number
         known = ", ".join(self.tags) or "none"
         what = f"no image {tag!r}" if tag is not None else f"{len(self.images)} images"
-        raise ImageNotFoundError(
-            f"{self.path} has {what}", hint=f"choose one with --tag; its tags are: {known}"
-        )
+        raise ImageNotFoundError(f"{self.path} has {what}", hint=f"choose one with --tag; its tags are: {known}")
 
 
 def read_archive(path: Path) -> ImageArchive:
@@ -77,9 +75,7 @@ def read_archive(path: Path) -> ImageArchive:
     except FileNotFoundError as error:
         raise ImageNotFoundError(f"there is no {path}", hint="name an archive of images") from error
     except BROKEN as error:
-        raise ImageError(
-            f"cannot read the archive {path}: {error}", hint="name an archive of images"
-        ) from error
+        raise ImageError(f"cannot read the archive {path}: {error}", hint="name an archive of images") from error
     # `docker save` writes both kinds into one file since version 25.
     if isinstance(documents.get(MANIFEST), list) and documents[MANIFEST]:
         images = tuple(tuple(map(str, entry.get("RepoTags") or ())) for entry in documents[MANIFEST])

@@ -133,9 +133,7 @@ class ApptainerBuilder:
         plan = source.plan()
         if plan.unused:
             progress(f"no ARG declares the build argument {', '.join(plan.unused)}")
-        options = BuildOptions(
-            source.network, source.max_bytes, "" if source.cached else secrets.token_hex(8)
-        )
+        options = BuildOptions(source.network, source.max_bytes, "" if source.cached else secrets.token_hex(8))
         context = BuildContext(source.context, source.path)
         PlanExecutor(plan, context, source.bases, self.layers, apptainer, progress, options).build(target)
 

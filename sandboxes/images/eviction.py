@@ -37,9 +37,7 @@ def why_recent(age: float, grace_seconds: float) -> str:
     return f"used {age:.0f} s ago" if age < grace_seconds else ""
 
 
-def choose_evictions(
-    candidates: Iterable[EvictionCandidate], budget_bytes: int | None
-) -> list[EvictionCandidate]:
+def choose_evictions(candidates: Iterable[EvictionCandidate], budget_bytes: int | None) -> list[EvictionCandidate]:
     """Return all candidates in the order of eviction, with `evicted` set for as few as the budget requires.
 
     Items that must stay count too, so the budget may be exceeded. Without a budget (None) only useless items are

@@ -243,9 +243,7 @@ def _ipykernel(tree: ImageTree, python: str) -> str | None:
 
 def _libraries(tree: ImageTree, python: str, version: str) -> list[str]:
     """Return where an interpreter looks for modules: below its prefix, as called and as linked, and Debian's places."""
-    called, linked = (
-        posixpath.dirname(posixpath.dirname(path)) for path in (python, tree.find(python) or "")
-    )
+    called, linked = (posixpath.dirname(posixpath.dirname(path)) for path in (python, tree.find(python) or ""))
     prefixes = dict.fromkeys((called, linked, f"{linked}/local"))
     return [f"{prefix}/lib/python{found}" for prefix in prefixes for found in (version, "3")]
 

@@ -82,9 +82,7 @@ class SharedFolder:
         return False
 
     @contextmanager
-    def lock(
-        self, name: str, *, wait: bool = True, waiting: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
+    def lock(self, name: str, *, wait: bool = True, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Hold a lock that the kernel releases when its holder dies. If locks do not work here, the block runs anyway.
 
         Raises:

@@ -146,9 +146,7 @@ class Tree:
         if not self.path.is_dir():
             raise ImageNotFoundError(f"{self.path} is not a folder", hint="name the root of a file system")
         if not any(os.path.lexists(self.path / place) for place in ("bin/bash", "usr/bin/bash")):
-            raise ImageError(
-                f"{self.path} has no /bin/bash", hint="name the root of a file system that contains bash"
-            )
+            raise ImageError(f"{self.path} has no /bin/bash", hint="name the root of a file system that contains bash")
         digest = hashlib.sha256()
         for folder, folders, names in os.walk(self.path):
             folders.sort()
@@ -158,9 +156,7 @@ class Tree:
                 times = "" if os.path.isdir(path) else f"{status.st_size} {status.st_mtime_ns}"  # noqa: PTH112
                 inside = os.path.relpath(path, self.path)
                 owner = f"{status.st_uid}:{status.st_gid}"
-                digest.update(
-                    f"{inside}\0{status.st_mode} {owner} {times}\0".encode(errors="surrogateescape")
-                )
+                digest.update(f"{inside}\0{status.st_mode} {owner} {times}\0".encode(errors="surrogateescape"))
         return str(self.path), digest.hexdigest()
 
     def flags(self) -> list[str]:

@@ -44,9 +44,7 @@ def read_descriptor(apptainer: Path, image: Path) -> dict[str, Any]:
             found = json.loads(run([str(apptainer), "sif", "dump", number, str(image)]))
         except ValueError:
             continue
-        if (
-            isinstance(found, dict) and "data" not in found
-        ):  # "data" is what Apptainer itself says of an image
+        if isinstance(found, dict) and "data" not in found:  # "data" is what Apptainer itself says of an image
             return found
     return {}
 

@@ -47,9 +47,7 @@ class Unpacked:
 class UnpackedImages:
     """A folder of unpacked images that several services of one user may share. Its methods block."""
 
-    def __init__(
-        self, apptainer: Path, root: Path, user: int, group: int, budget_bytes: int | None = None
-    ) -> None:
+    def __init__(self, apptainer: Path, root: Path, user: int, group: int, budget_bytes: int | None = None) -> None:
         self._apptainer = apptainer
         self.root = root.expanduser().absolute()
         self._owner = (user, group)
@@ -154,9 +152,7 @@ class UnpackedImages:
     def _make_room(self, image: str) -> bool:
         """Remove every folder that may be removed, since the disk is full; return whether there was one."""
         removed = [one for one in self.prune(0) if one.evicted]
-        logger.warning(
-            "the disk was full while %s was unpacked: removed %d unpacked images", image, len(removed)
-        )
+        logger.warning("the disk was full while %s was unpacked: removed %d unpacked images", image, len(removed))
         return bool(removed)
 
     def _unpack(self, image: Path, target: Path) -> None:
@@ -287,9 +283,7 @@ def mounted_folders() -> set[str]:
             space = str((process / "ns" / "mnt").readlink())
             if space in seen:
                 continue
-            names.update(
-                re.findall(r"/([0-9a-f]{24})[/ ]", (process / "mountinfo").read_text(errors="replace"))
-            )
+            names.update(re.findall(r"/([0-9a-f]{24})[/ ]", (process / "mountinfo").read_text(errors="replace")))
         except OSError:  # it ended, or belongs to another user, whose images are elsewhere
             continue
         seen.add(space)

@@ -265,9 +265,7 @@ def _unified_parents(own: Path) -> dict[str, Path]:
         with suppress(OSError):
             if not _delegates(control):
                 _write(control, "+memory +pids")
-            if "cpu" in (folder / "cgroup.controllers").read_text().split() and not _delegates(
-                control, "cpu"
-            ):
+            if "cpu" in (folder / "cgroup.controllers").read_text().split() and not _delegates(control, "cpu"):
                 with suppress(OSError):  # if only the first two are delegated, only they are limited
                     _write(control, "+cpu")
             if _delegates(control) and _can_make(folder):

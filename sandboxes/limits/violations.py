@@ -140,9 +140,7 @@ class LimitMonitor:
         """
         if self.limits.max_processes is None:
             return False
-        file: ControlGroupFile | None = (
-            self._tasks if self._counts["processes"] else self._peak or self._tasks
-        )
+        file: ControlGroupFile | None = self._tasks if self._counts["processes"] else self._peak or self._tasks
         if file is None:
             return False
         return file.number() >= self.launcher_tasks + self.limits.max_processes
@@ -167,13 +165,9 @@ class LimitViolations:
         if counts == before:
             return ()
         self._seen = counts
-        return tuple(
-            self._monitor.make_error(limit) for limit in counts if counts[limit] > before.get(limit, 0)
-        )
+        return tuple(self._monitor.make_error(limit) for limit in counts if counts[limit] > before.get(limit, 0))
 
-    def drain_with_call(
-        self, timeout: float | None, output_limit: int | None
-    ) -> tuple[LimitExceededError, ...]:
+    def drain_with_call(self, timeout: float | None, output_limit: int | None) -> tuple[LimitExceededError, ...]:
         """Return the errors of `drain`, and those of the call's own limits: its timeout and its output limit."""
         found = self.drain()
         if timeout is not None:

@@ -49,8 +49,7 @@ PIPES, SOCKETS = "/run/rollout/pipes", "/run/rollout/sockets"
 
 BASH, HIDDEN_BASH = "/bin/bash", "/dev/shm/.control"  # noqa: S108  in the sandbox, where nothing else runs yet
 HIDE = (
-    f'copy={HIDDEN_BASH}; cp {BASH} "$copy" 2>/dev/null && chmod 0111 "$copy" || copy={BASH}; '
-    'exec "$copy" --norc "$@"'
+    f'copy={HIDDEN_BASH}; cp {BASH} "$copy" 2>/dev/null && chmod 0111 "$copy" || copy={BASH}; exec "$copy" --norc "$@"'
 )
 """Run the control shell from a copy of bash that can be executed but not read.
 
@@ -372,9 +371,7 @@ class HostProvider(SandboxProvider):
     def lingering(self) -> int:
         return len(self.lingering_children)
 
-    def _resources_of(
-        self, plan: LaunchPlan, folder: RunFolder, group: ControlGroup | None
-    ) -> LauncherResources:
+    def _resources_of(self, plan: LaunchPlan, folder: RunFolder, group: ControlGroup | None) -> LauncherResources:
         resources = self.make_resources(folder, group)
         resources.lease = plan.lease
         return resources

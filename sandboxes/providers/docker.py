@@ -56,9 +56,7 @@ OVERHEAD_PROCESSES = 16
 OWN_IMAGES = "rollout-service"
 """The repository prefix of the images of this package that `scripts/docker-image` imports."""
 SHM_BYTES = 64 * 1024 * 1024
-KNOWN_FAILURES = {
-    "reachable_owner": "the daemon makes the container's network, and hands no socket of it out"
-}
+KNOWN_FAILURES = {"reachable_owner": "the daemon makes the container's network, and hands no socket of it out"}
 INSIDE = FirstProcess(1, 0)
 """The first process as seen by a container that joins the process namespace."""
 
@@ -166,9 +164,7 @@ class Containers:
     async def _labeled(self, label: str) -> list[tuple[str, str]]:
         """Return the containers with a label, and the folders of their services."""
         shown = '{{.ID}} {{.Label "' + self.SERVICE + '"}}'
-        code, said = await self.ask(
-            "ps", "--all", "--no-trunc", "--filter", f"label={label}", "--format", shown
-        )
+        code, said = await self.ask("ps", "--all", "--no-trunc", "--filter", f"label={label}", "--format", shown)
         lines = said.splitlines() if code == 0 else []
         return [(container, folder) for container, _, folder in (line.partition(" ") for line in lines)]
 
@@ -241,9 +237,7 @@ class DockerSandbox(ControlledSandbox):
         return await self._containers.count_processes(self.id) > 1
 
     async def _export(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
-        command = await self._containers.make_reader(
-            self.id, self._image, reader_command(path, limit, INSIDE)
-        )
+        command = await self._containers.make_reader(self.id, self._image, reader_command(path, limit, INSIDE))
         async with aclosing(export_tree(path, command, self._containers.env)) as parts:
             async for part in parts:
                 yield part

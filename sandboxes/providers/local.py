@@ -54,9 +54,7 @@ class LocalProvider(HostProvider):
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         if spec.read_only_binds:
-            raise SandboxConfigError(
-                "the local provider cannot bind host paths", hint="use the apptainer provider"
-            )
+            raise SandboxConfigError("the local provider cannot bind host paths", hint="use the apptainer provider")
         workdir = str(folder.overlay)
         return LaunchPlan(
             argv=["bash", "--norc", str(folder.pipes / SCRIPT.name), str(folder.pipes), workdir, "0", "0"],

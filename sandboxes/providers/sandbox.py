@@ -63,9 +63,7 @@ from sandboxes.sessions.bash_state import archive_state
 from sandboxes.sessions.kernel import KernelPaths
 from sandboxes.sessions.python import PROGRAM_INSIDE, KernelSession
 
-SAVE_HINT = (
-    "this needs Apptainer without fakeroot, unpacked images, and a kernel and a user that may mount overlays"
-)
+SAVE_HINT = "this needs Apptainer without fakeroot, unpacked images, and a kernel and a user that may mount overlays"
 DRAIN_SECONDS = 3.0
 """How long `close` waits for calls under way to notice that everything inside has ended."""
 END_SECONDS = 25.0
@@ -253,9 +251,7 @@ class ControlledSandbox(Sandbox):
             async with running(control, argv, cwd=folder, env=entries) as program:
                 yield program
 
-    def _entries(
-        self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None
-    ) -> Mapping[str, str]:
+    def _entries(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> Mapping[str, str]:
         """Check a program's strings, and return its variables."""
         entries = {**self._env, **(env or {})}
         if not argv or any("\0" in text for text in (*argv, *entries, *entries.values(), cwd or "")):
@@ -347,18 +343,14 @@ class ControlledSandbox(Sandbox):
         except (FileNotFoundError, ProcessLookupError) as error:
             raise self._make_ended_error() from error
         except OSError as error:
-            raise SandboxError(
-                f"no snapshot can be made: {error}", hint="raise the limit on open files"
-            ) from error
+            raise SandboxError(f"no snapshot can be made: {error}", hint="raise the limit on open files") from error
         await self.close()
         return snapshot
 
     async def save(self, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncGenerator[bytes, None]:
         command, launcher = self._launched.save_command, self.pid
         if command is None or launcher is None:
-            raise SandboxConfigError(
-                f"no sandbox of {self._launched.image!r} can be saved here", hint=SAVE_HINT
-            )
+            raise SandboxConfigError(f"no sandbox of {self._launched.image!r} can be saved here", hint=SAVE_HINT)
         with self._operation():
             await self._refuse_running()
             if self._kernel.has_run_code:

@@ -106,9 +106,7 @@ class ServiceResources:
     def _close(self) -> None:
         held, self._held = self._held, []
         guards, self._guards = self._guards, []
-        left = [
-            reaper.reclaim(folder.path, groups, CLOSE_SECONDS, rounds=1).failures for folder, groups in held
-        ]
+        left = [reaper.reclaim(folder.path, groups, CLOSE_SECONDS, rounds=1).failures for folder, groups in held]
         for folder, _ in held:
             folder.close()
         for failure in (failure for failures in left for failure in failures):

@@ -126,9 +126,7 @@ def reclaim(
     failures = [] if quiet >= rounds else ["processes or control groups are still in use"]
     if not failures and (problem := remove_tree(folder, deadline)):
         failures.append(problem)
-    return ReclaimResult(
-        sandboxes if not failures else 0, killed, tuple(f"{folder}: {what}" for what in failures)
-    )
+    return ReclaimResult(sandboxes if not failures else 0, killed, tuple(f"{folder}: {what}" for what in failures))
 
 
 def kill_groups(paths: Iterable[Path]) -> int:

@@ -214,9 +214,7 @@ class ControlShell:
 
 def _encode(fields: Sequence[str]) -> bytes:
     """Return a message in the form that the shell reads."""
-    message = "".join(f"{field}\0" for field in (str(len(fields)), *fields)).encode(
-        "utf-8", "surrogateescape"
-    )
+    message = "".join(f"{field}\0" for field in (str(len(fields)), *fields)).encode("utf-8", "surrogateescape")
     if message.count(b"\0") != len(fields) + 1:
         raise ValueError("a program's arguments, variables and folder must not contain NUL characters")
     return message

@@ -210,9 +210,7 @@ def _stall_limit() -> Iterator[None]:
         with anyio.fail_after(STALL_SECONDS):
             yield
     except TimeoutError as error:
-        raise FileStalledError(
-            f"a program in the sandbox transferred nothing for {STALL_SECONDS:.0f} s"
-        ) from error
+        raise FileStalledError(f"a program in the sandbox transferred nothing for {STALL_SECONDS:.0f} s") from error
 
 
 ERRORS_LIMIT = 16 * 1024

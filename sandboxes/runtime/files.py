@@ -168,9 +168,7 @@ class Files:
         """Remove the draft of a write that failed or was cancelled; a closed sandbox has none left."""
         with anyio.CancelScope(shield=True):
             try:
-                await self._run(
-                    bash_argv(DROP, self._resolve(path), token), timeout=DROP_SECONDS, output_limit=4096
-                )
+                await self._run(bash_argv(DROP, self._resolve(path), token), timeout=DROP_SECONDS, output_limit=4096)
             except SandboxError:
                 return
 
@@ -181,18 +179,14 @@ class Files:
             raise SandboxFileError(f"{path}: not UTF-8 text") from error
         count = text.count(old) if old else 0
         if count == 0:
-            raise EditMatchError(
-                f"{path}: the text to replace is not in the file", count=0, hint="read the file first"
-            )
+            raise EditMatchError(f"{path}: the text to replace is not in the file", count=0, hint="read the file first")
         if count > 1 and not replace_all:
             raise EditMatchError(f"{path}: the text to replace occurs {count} times", count=count)
         await self.write(path, text.replace(old, new))
         return count
 
     async def list(self, path: str) -> list[FileEntry]:
-        result = await self._run(
-            bash_argv(LIST, self._resolve(path)), timeout=FILE_TIMEOUT, output_limit=LIST_LIMIT
-        )
+        result = await self._run(bash_argv(LIST, self._resolve(path)), timeout=FILE_TIMEOUT, output_limit=LIST_LIMIT)
         if result.timed_out:
             raise SandboxFileError(f"{path}: no answer within {FILE_TIMEOUT:.0f} s")
         if result.exit_code != 0:

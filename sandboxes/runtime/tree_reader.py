@@ -117,9 +117,7 @@ def open_below(root: int, path: str, flags: int) -> int:
     """Open a path as the sandbox would see it, below `root`, without following links of /proc."""
     how = OpenHow(flags | os.O_CLOEXEC, 0, RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)
     name = ctypes.c_char_p(os.fsencode(path))
-    return check(
-        libc.syscall(SYS_OPENAT2, root, name, ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how))), path
-    )
+    return check(libc.syscall(SYS_OPENAT2, root, name, ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how))), path)
 
 
 def stays_within(target: str, below: "list[str]", top: str) -> bool:

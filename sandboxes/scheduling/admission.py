@@ -191,9 +191,7 @@ class AdmissionController:
                 failing = False
             except (OSError, RuntimeError) as error:  # no descriptor or thread is left for the reading
                 if not failing:
-                    log.warning(
-                        "the host's pressure cannot be read; keeping the last reading", error=str(error)
-                    )
+                    log.warning("the host's pressure cannot be read; keeping the last reading", error=str(error))
                 failing = True
             await anyio.sleep(self._period)
 

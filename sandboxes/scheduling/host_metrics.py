@@ -24,9 +24,7 @@ class HostReader:
     def __init__(self, folders: Sequence[Path] = (), *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
         """`folders` are the absolute paths of sandboxes and state; they need not exist yet."""
         there = [next(path for path in (it, *it.parents) if path.exists()) for it in folders]
-        self._folders = list(
-            {path.stat().st_dev: path for path in there}.values()
-        )  # one for each file system
+        self._folders = list({path.stat().st_dev: path for path in there}.values())  # one for each file system
         self._proc = proc
         self._groups = _find_own_groups(proc, cgroups)
         self.cpus = len(os.sched_getaffinity(0))

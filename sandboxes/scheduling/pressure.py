@@ -160,9 +160,7 @@ def measure_pressure(metrics: HostMetrics, config: PressureConfig) -> list[Resou
         kept = config.descriptors_free
         found.append(_measure_scarcity("descriptors", metrics.descriptors_free, kept, "free", str))
     if metrics.processes_free is not None:
-        found.append(
-            _measure_scarcity("processes", metrics.processes_free, config.processes_free, "free", str)
-        )
+        found.append(_measure_scarcity("processes", metrics.processes_free, config.processes_free, "free", str))
     return found
 
 
@@ -176,16 +174,10 @@ def _measure_cpu(metrics: HostMetrics, config: PressureConfig) -> list[ResourceP
         return _measure_stall("cpu", "some", metrics.cpu_stall, config.cpu_percent)
     load, mark = metrics.load / metrics.cpus, config.load_per_cpu
     text = f"cpu: load {load:.1f} for each processor"
-    return [
-        ResourcePressure(
-            "cpu", load / mark, f"{text} > {mark:.1f}", f"{text}, not yet below {mark * RELEASE:.1f}"
-        )
-    ]
+    return [ResourcePressure("cpu", load / mark, f"{text} > {mark:.1f}", f"{text}, not yet below {mark * RELEASE:.1f}")]
 
 
-def _measure_stall(
-    resource: Resource, kind: str, percent: float | None, mark: float
-) -> list[ResourcePressure]:
+def _measure_stall(resource: Resource, kind: str, percent: float | None, mark: float) -> list[ResourcePressure]:
     if percent is None:
         return []
     text = f"{resource}: {kind} avg10 {percent:.0f} %"

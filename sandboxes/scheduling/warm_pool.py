@@ -228,9 +228,7 @@ class WarmPool(SandboxProvider):
             demand = self._demands.pop(kind, None) or _Demand(kept, 0.0)
             demand.wanted_at = self._clock()
             rebuilt = [
-                old
-                for old, other in self._demands.items()
-                if _make_kind(other.spec, "") == _make_kind(kept, "")
+                old for old, other in self._demands.items() if _make_kind(other.spec, "") == _make_kind(kept, "")
             ]
             for old in rebuilt:
                 del self._demands[old]
@@ -374,9 +372,7 @@ class WarmPool(SandboxProvider):
             demand.failures += 1
             demand.retry_at = self._clock() + delay
             defect = None if isinstance(error, SandboxError) else error
-            log.warning(
-                "no sandbox could be started ahead", error=str(error), retry_seconds=delay, exc_info=defect
-            )
+            log.warning("no sandbox could be started ahead", error=str(error), retry_seconds=delay, exc_info=defect)
 
 
 def _make_kind(spec: SandboxSpec, identity: str) -> Kind:

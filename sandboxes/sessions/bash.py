@@ -163,9 +163,7 @@ class Interrupter:
         with anyio.move_on_after(self.timing.interrupt_seconds):
             await requested.wait()
 
-    async def read_report(
-        self, nonce: str, until: float | None = None, *, stops_at_request: bool = False
-    ) -> int:
+    async def read_report(self, nonce: str, until: float | None = None, *, stops_at_request: bool = False) -> int:
         """Wait for the report with this nonce, and return the exit code; the report before it has named the jobs.
 
         Raises:
@@ -322,9 +320,7 @@ class ShellSession(SerialSession[_Shell], BashSession):
             with suppress(TimeoutError):
                 return await interrupter.read_report(running.nonce, until)
         if await interrupter.end_overdue(running) is None:
-            raise SessionDiedError(
-                "the command timed out, and only ending its shell could stop it", timed_out=True
-            )
+            raise SessionDiedError("the command timed out, and only ending its shell could stop it", timed_out=True)
         return None
 
     async def interrupt(self) -> None:

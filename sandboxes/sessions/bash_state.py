@@ -83,9 +83,7 @@ def parse_dump(output: str, nonce: str) -> bytes:
     limits, ended, _ = text.partition(f"end {nonce}\n")
     if not (found and limited and ended) or "\ufffd" in script:
         raise SandboxUnsavedError("the shell did not describe its state")
-    soft = "".join(
-        f"ulimit -S -{flag} {value}\n" for flag, value in _LIMIT.findall(limits) if flag not in _FIXED
-    )
+    soft = "".join(f"ulimit -S -{flag} {value}\n" for flag, value in _LIMIT.findall(limits) if flag not in _FIXED)
     return (soft + script).encode("utf-8", "surrogateescape")
 
 

@@ -104,9 +104,7 @@ class Cell:
 class Kernel:
     """One kernel process and the sockets connected to it."""
 
-    def __init__(
-        self, child: Child, context: zmq.Context[zmq.Socket[bytes]], paths: KernelPaths, token: str
-    ) -> None:
+    def __init__(self, child: Child, context: zmq.Context[zmq.Socket[bytes]], paths: KernelPaths, token: str) -> None:
         self.child = child
         self.ready = False
         self._context = context

@@ -47,9 +47,7 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
 class Wire:
     """A kernel's request and output sockets."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], shell: Path, iopub: Path, session: Session
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], shell: Path, iopub: Path, session: Session) -> None:
         """Connect to the Unix sockets of the two channels, without waiting."""
         self._session = session
         self._sockets = [context.socket(zmq.DEALER), context.socket(zmq.SUB)]

@@ -152,9 +152,7 @@ async def test_the_update_of_weights_lies_between_the_rollouts_that_it_parts(tra
     assert order == ["weights 7"]
     engines = [name for process, _, name, _ in slices if process == "engines"]
     assert engines.index("weights 7") < min(engines.index(f"r-3 #{turn}") for turn in range(3))
-    assert engines.index("weights 7") > max(
-        engines.index(f"r-{n} #{turn}") for n in (1, 2) for turn in range(3)
-    )
+    assert engines.index("weights 7") > max(engines.index(f"r-{n} #{turn}") for n in (1, 2) for turn in range(3))
     assert await traced.shown.rows(
         "select display_value from args join slice using (arg_set_id) "
         "where slice.name = 'weights 7' and key = 'args.version'"
@@ -178,9 +176,7 @@ def crossing(tmp_path: Path) -> Path:
     """A trace with two slices that cross each other."""
     file = tmp_path / "crossing.json"
     times = {"a": 0, "b": 5}
-    events = [
-        {"ph": "X", "name": name, "pid": 1, "tid": 1_000, "ts": at, "dur": 10} for name, at in times.items()
-    ]
+    events = [{"ph": "X", "name": name, "pid": 1, "tid": 1_000, "ts": at, "dur": 10} for name, at in times.items()]
     file.write_text(json.dumps({"traceEvents": events}))
     return file
 

@@ -143,9 +143,7 @@ async def test_an_engine_that_hangs_is_named_with_its_rollouts(page, engine, ser
         await expect(finding).to_contain_text("attempt 1")
     finally:
         engine.stop(signal.SIGCONT)
-    await expect(page.get_by_text("Nothing takes longer than its history says.")).to_be_visible(
-        timeout=PATIENCE
-    )
+    await expect(page.get_by_text("Nothing takes longer than its history says.")).to_be_visible(timeout=PATIENCE)
     await expect(page.get_by_role("alert")).to_have_count(0)
 
 

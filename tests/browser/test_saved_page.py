@@ -139,9 +139,7 @@ async def test_data_that_ends_scripts_and_begins_comments_comes_back(page, tmp_p
     rollout = hostile()
     rollout.changes |= {"notes": [attack], "metadata": {attack: attack}}
     await page.goto(save(rollout, tmp_path))
-    await expect(page.locator(".notes")).to_contain_text(
-        "</script><script>window.hit = 1</script><!--<script>"
-    )
+    await expect(page.locator(".notes")).to_contain_text("</script><script>window.hit = 1</script><!--<script>")
     read = await page.evaluate(
         "path => JSON.parse(document.querySelector(`script[data-path='${path}']`).textContent)",
         f"v1/rollouts/{HOSTILE}",

@@ -125,25 +125,17 @@ CASES: Mapping[str, tuple[Case, ...]] = {
     "crash": (Case((), CRASHED, ("--store", "sqlite")), Case(("redis",), CRASHED, ("--store", "redis"))),
     "dashboard": (Case(("browser",)), Case(("redis",), flags=("--store", "redis"), gives_all=False)),
     "environments": (Case(("apptainer", "swe"), (repairs_alone_are_rewarded, images_share_layers)),),
-    "gateway": (
-        Case((), (zero("lost_tokens", "invented_tokens"), agents_are_captured_whole), ("--peer", "none")),
-    ),
-    "live": (
-        Case((), (zero("lost", "duplicated", "inexact", "leftovers"), positive("delivered", "updates"))),
-    ),
+    "gateway": (Case((), (zero("lost_tokens", "invented_tokens"), agents_are_captured_whole), ("--peer", "none")),),
+    "live": (Case((), (zero("lost", "duplicated", "inexact", "leftovers"), positive("delivered", "updates"))),),
     "neighbors": (Case(("apptainer",)),),
-    "trainers": (
-        Case(("apptainer", "trainers"), (zero("wrong_advantages", "wrong_rows"), positive("trainers"))),
-    ),
+    "trainers": (Case(("apptainer", "trainers"), (zero("wrong_advantages", "wrong_rows"), positive("trainers"))),),
     "otel": (Case((), (zero("lost_spans"),)),),
     "parallel_agents": (
         Case(
             (),
             (
                 sub_agents_run_at_once_and_in_turn,
-                positive(
-                    "cpu_ms_per_branch", "engine_ms_per_branch", "memory_kb_per_branch", "slots_busy_share"
-                ),
+                positive("cpu_ms_per_branch", "engine_ms_per_branch", "memory_kb_per_branch", "slots_busy_share"),
             ),
         ),
     ),

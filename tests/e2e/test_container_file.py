@@ -62,9 +62,7 @@ def test_the_service_starts_from_the_image(image, tmp_path):
     address, log = tmp_path / "address", tmp_path / "log"
     with (
         log.open("w") as output,
-        subprocess.Popen(
-            [str(find_apptainer()), "exec", *spaces, *inside], stdout=output, stderr=output
-        ) as service,
+        subprocess.Popen([str(find_apptainer()), "exec", *spaces, *inside], stdout=output, stderr=output) as service,
     ):
         try:
             until = time.monotonic() + READY_SECONDS

@@ -37,8 +37,7 @@ def check_logprobs(rollouts: list[Rollout]) -> None:
     """Assert that transformers computes the same logprob for every sampled token from the trajectory's ids alone."""
     segments = [segment for rollout in rollouts for segment in rollout.trajectory.segments]
     sequences = [
-        {"prompt": segment.token_ids[:1], "output": segment.token_ids[1:], "temperature": 1.0}
-        for segment in segments
+        {"prompt": segment.token_ids[:1], "output": segment.token_ids[1:], "temperature": 1.0} for segment in segments
     ]
     order = {"model": str(policy_folder("calc-tuned")), "sequences": sequences}
     answer = ask_transformers(DEFAULT_ENVIRONMENT, "recompute_logprobs.py", order)
@@ -128,9 +127,7 @@ def test_the_demo_with_sglang(tmp_path):
 
 def test_a_demo_that_stays_serves_its_page_until_it_is_interrupted(tmp_path):
     flags = ["--rollouts", "4", "--sandbox", "local", "--stay", "--state-dir", str(tmp_path)]
-    with subprocess.Popen(
-        [*COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as demo:
+    with subprocess.Popen([*COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
         lines = iter(demo.stderr.readline, "")
         url = next(line.split()[1] for line in lines if line.startswith("page: "))
         page, rollouts = httpx.get(url), httpx.get(f"{url}v1/rollouts")

@@ -99,9 +99,7 @@ def test_the_sandboxes_of_a_new_user_conform(user, images):
 @pytest.mark.usefixtures("first_demo")
 def test_a_failed_build_is_reported_once(user):
     definition = user.home / "broken.def"
-    definition.write_text(
-        "Bootstrap: scratch\n\n%setup\n    printf '\\033[91mthe reason\\033[0m\\n'; exit 3\n"
-    )
+    definition.write_text("Bootstrap: scratch\n\n%setup\n    printf '\\033[91mthe reason\\033[0m\\n'; exit 3\n")
     failed = user.run(f".venv/bin/rollout-service image build broken --definition {definition}")
     assert failed.returncode == 1
     assert failed.stdout.splitlines().count("the reason") == 1

@@ -58,9 +58,7 @@ def settings(machine: Machine) -> Iterator[None]:
     """Give each test the guide's own settings, and a service that runs."""
     machine.run("cp /etc/rollout-service/rollout.toml /run/rollout.toml")
     yield
-    machine.run(
-        "cp /run/rollout.toml /etc/rollout-service; systemctl reset-failed; systemctl restart rollout-service"
-    )
+    machine.run("cp /run/rollout.toml /etc/rollout-service; systemctl reset-failed; systemctl restart rollout-service")
     ready = machine.run("curl -sS --retry 10 --retry-all-errors --max-time 60 http://127.0.0.1:8080/ready")
     assert ready.returncode == 0, ready.stdout + journal(machine)
 
@@ -82,17 +80,13 @@ def test_the_service_works_with_sandboxes(machine):
 
 def test_with_more_rights_code_may_be_root_inside(machine):
     machine.run("printf '[sandbox]\\nfakeroot = true\\n' >>/etc/rollout-service/rollout.toml")
-    done = machine.run(
-        f"set -e\n{ADD_RIGHTS}\ncurl -s --retry 10 --retry-all-errors http://127.0.0.1:8080/ready"
-    )
+    done = machine.run(f"set -e\n{ADD_RIGHTS}\ncurl -s --retry 10 --retry-all-errors http://127.0.0.1:8080/ready")
     assert done.returncode == 0, done.stdout + journal(machine)
     assert completes(machine), journal(machine)
 
 
 def test_a_wrong_setting_ends_it_for_good(machine):
-    machine.run(
-        "sed -i '1i port = \"none\"' /etc/rollout-service/rollout.toml; systemctl restart rollout-service"
-    )
+    machine.run("sed -i '1i port = \"none\"' /etc/rollout-service/rollout.toml; systemctl restart rollout-service")
     machine.run("until systemctl is-failed rollout-service; do sleep 0.2; done", timeout=60)
     assert shown(machine, "NRestarts", "ExecMainStatus") == ["ExecMainStatus=1", "NRestarts=0"]
     assert "rollout.toml:1: port" in journal(machine)

@@ -23,9 +23,7 @@ from sandboxes.images.store import ImageStore
 from sandboxes.runtime.execution import STALL_SECONDS
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(900), pytest.mark.slow(seconds=140)]
-LONG = pytest.mark.extended(
-    "rollout_service/authoring/attacks/", "rollout_service/environments/", "sandboxes/"
-)
+LONG = pytest.mark.extended("rollout_service/authoring/attacks/", "rollout_service/environments/", "sandboxes/")
 NAMES = {script.name for script in SCRIPTS}
 PATIENCE_SECONDS = 25.0
 """Upper bound on a sandbox's start and an attack, which take a second or two on an idle host."""
@@ -73,11 +71,7 @@ def bash(command):
 
 async def attacked(environment, sandboxes, instance=None):
     report = await attack_environment(environment, sandboxes, instance=instance, max_concurrent=AT_ONCE)
-    broken = [
-        outcome
-        for outcome in report.outcomes
-        if outcome.verdict in (AttackVerdict.FORGED, AttackVerdict.NULLED)
-    ]
+    broken = [outcome for outcome in report.outcomes if outcome.verdict in (AttackVerdict.FORGED, AttackVerdict.NULLED)]
     assert broken == []
     assert {outcome.attack for outcome in report.outcomes} == NAMES
     return report
@@ -135,9 +129,7 @@ async def solves(environment, sandboxes):
 
 async def test_a_forgeable_grader_is_detected(tmp_path, sandboxes):
     made = make_environment("words", tmp_path)
-    (made / "grade.py").write_text(
-        "import os, subprocess\nsubprocess.run(['bash', 'solution'], cwd='/workspace')\n"
-    )
+    (made / "grade.py").write_text("import os, subprocess\nsubprocess.run(['bash', 'solution'], cwd='/workspace')\n")
     (made / "environment.toml").write_text(
         (made / "environment.toml")
         .read_text()

@@ -47,9 +47,7 @@ class OpenedPolicies:
         self._changed.set()
         self._changed = anyio.Event()
 
-    async def open(
-        self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
-    ) -> Policy:
+    async def open(self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None) -> Policy:
         policy = self.opens(tools, turns)
         self.open_ids.add(request.rollout_id)
         return policy

@@ -24,9 +24,7 @@ class RedisMembers:
 
 
 @asynccontextmanager
-async def redis_members(
-    config: RedisConfig, clock: Callable[[], float] | None = None
-) -> AsyncIterator[RedisMembers]:
+async def redis_members(config: RedisConfig, clock: Callable[[], float] | None = None) -> AsyncIterator[RedisMembers]:
     connection = await RedisConnection.open(config, clock=clock)
     try:
         yield RedisMembers(connection)

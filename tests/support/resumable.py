@@ -108,9 +108,7 @@ class Bench:
         self.engine = CountingEngine()
         self.metrics = ""
 
-    async def submit(
-        self, rollout_id: str = "r", *, branch_of: BranchPoint | None = None, **limits: float
-    ) -> None:
+    async def submit(self, rollout_id: str = "r", *, branch_of: BranchPoint | None = None, **limits: float) -> None:
         request = RolloutRequest(
             rollout_id=rollout_id,
             task=Task(environment="worked"),

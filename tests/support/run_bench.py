@@ -150,9 +150,7 @@ class Bench:
                 del self._held[lease.rollout_id]
 
 
-def result(
-    lease: Lease, end: RolloutState | ErrorInfo | Score | float, version: int, turns: int = 1
-) -> Rollout:
+def result(lease: Lease, end: RolloutState | ErrorInfo | Score | float, version: int, turns: int = 1) -> Rollout:
     state = RolloutState.COMPLETED
     score = Score(end) if isinstance(end, float) else end
     if isinstance(end, RolloutState):

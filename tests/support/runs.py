@@ -45,9 +45,7 @@ def new_group(number: int) -> NewGroup:
 def trajectory(version: int) -> Trajectory:
     """Return a trajectory with tokens of this version and the next."""
     return samples.trajectory(
-        samples.segment(
-            [5, 6, 7], [0, 1, 1], logprobs=[0.0, -0.5, -0.25], versions=[-1, version, version + 1]
-        )
+        samples.segment([5, 6, 7], [0, 1, 1], logprobs=[0.0, -0.5, -0.25], versions=[-1, version, version + 1])
     )
 
 

@@ -54,11 +54,7 @@ def traces(values: Sequence[bytes], text: bytes) -> list[bytes]:
     """Return bytes of the values that contain a text, which no other value has, to be looked for in files."""
     found = holding(values, text)
     others = [value for value in values if value not in found]
-    windows = {
-        value[at : at + MIN_TRACE]
-        for value in found
-        for at in range(0, len(value) - MIN_TRACE + 1, MIN_TRACE)
-    }
+    windows = {value[at : at + MIN_TRACE] for value in found for at in range(0, len(value) - MIN_TRACE + 1, MIN_TRACE)}
     return [window for window in windows if not any(window in other for other in others)]
 
 
@@ -92,9 +88,7 @@ def redis_values(server: RedisServer, config: RedisConfig) -> list[bytes]:
                 case b"zset":
                     values += client.zrange(key, 0, -1)
                 case b"stream":
-                    values += [
-                        part for _, entry in client.xrange(key) for pair in entry.items() for part in pair
-                    ]
+                    values += [part for _, entry in client.xrange(key) for pair in entry.items() for part in pair]
                 case other:
                     raise AssertionError(f"{key!r} is a {other!r}")
     return values

@@ -111,9 +111,7 @@ def rollout(
 class ScriptedSubagents:
     """Plays a script for each sub-agent; implements `episodes.SubagentHost`."""
 
-    def __init__(
-        self, script: Callable[[str], Iterable[ScriptedTurn]], *, slots: int = 64, delay: float = 0.0
-    ) -> None:
+    def __init__(self, script: Callable[[str], Iterable[ScriptedTurn]], *, slots: int = 64, delay: float = 0.0) -> None:
         """`script` is a function of the agent's name; each turn takes `delay` seconds."""
         self._script = script
         self._delay = delay

@@ -63,9 +63,7 @@ def session(renderer: ChatRenderer, turns: int, rng: random.Random) -> Example:
 
 def reaction(rng: random.Random) -> str:
     """Return how a message begins that is not the first; it tells nothing about the next answer's ending."""
-    return rng.choice(
-        ("", talk.THANKS, talk.THANKS, talk.WRONG, *[talk.complaint(rng.choice(talk.ENDINGS))] * 2)
-    )
+    return rng.choice(("", talk.THANKS, talk.THANKS, talk.WRONG, *[talk.complaint(rng.choice(talk.ENDINGS))] * 2))
 
 
 def _corpus(sessions: int = 3_000) -> Iterator[str]:

@@ -81,9 +81,7 @@ def _sample(module: ModuleType, seed: int, count: int) -> list[LookupProblem]:
 def _subagents(model: transformers.Qwen3ForCausalLM, renderer: ChatRenderer, count: int) -> dict[str, float]:
     rng = random.Random(4242)
     follow = [(FOLLOW, rng.choice(p["names"]), p["cells"]) for p in _sample(pointers, 4243, count)]
-    read = [
-        (READ, " ".join(p["names"][: rng.randint(1, 3)]), p["cells"]) for p in _sample(split, 4243, count)
-    ]
+    read = [(READ, " ".join(p["names"][: rng.randint(1, 3)]), p["cells"]) for p in _sample(split, 4243, count)]
     return {
         "sub_pointers": _share(sub.right for sub in run_subagents(model, renderer, follow)),
         "sub_split": _share(sub.right for sub in run_subagents(model, renderer, read)),

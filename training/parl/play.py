@@ -223,6 +223,4 @@ def _work(model: transformers.Qwen3ForCausalLM, subs: Sequence[SubAgent]) -> Non
 def _end(sub: SubAgent, text: str) -> None:
     marked = marked_result(text)
     sub.done, sub.result = True, text if marked is None else marked
-    sub.invalid = (
-        InvalidBecause.NO_RESULT if marked is None else InvalidBecause.NO_TOOL_CALL if not sub.calls else None
-    )
+    sub.invalid = InvalidBecause.NO_RESULT if marked is None else InvalidBecause.NO_TOOL_CALL if not sub.calls else None

@@ -88,9 +88,7 @@ def result() -> Rollout:
         pool="policy",
         reward=0.5,
         usage=Usage(turns=4, prompt_tokens=9_000, sampled_tokens=900, tool_calls=3),
-        spans=[
-            Span(stage=stage, attempt=1, started_at=now, queued_seconds=0.1, seconds=9.5) for stage in Stage
-        ],
+        spans=[Span(stage=stage, attempt=1, started_at=now, queued_seconds=0.1, seconds=9.5) for stage in Stage],
         created_at=now,
     )
 

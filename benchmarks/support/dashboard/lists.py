@@ -205,9 +205,7 @@ def fill(path: Path, rollouts: int) -> None:
         db = database.connection
         db.execute("PRAGMA synchronous = OFF")
         request = encode_request(
-            RunRequest(
-                run_id="x", source=InlineTasks(open=True, tasks=[]), batch_size=8, group_size=GROUP_SIZE
-            )
+            RunRequest(run_id="x", source=InlineTasks(open=True, tasks=[]), batch_size=8, group_size=GROUP_SIZE)
         )
         for run in layout(rollouts):
             db.execute(_RUN, (run.number, run.name, request, run.groups, START, START))

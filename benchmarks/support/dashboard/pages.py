@@ -26,9 +26,7 @@ observe("largest-contentful-paint", (entry) => (measured.lcp = entry.startTime))
 observe("layout-shift", (entry) => (measured.cls += entry.value));
 observe("longtask", (entry) => (measured.longest = Math.max(measured.longest, entry.duration)));
 """
-KIB = (
-    """performance.getEntriesByType("resource").reduce((sum, entry) => sum + entry.transferSize, 0) / 1024"""
-)
+KIB = """performance.getEntriesByType("resource").reduce((sum, entry) => sum + entry.transferSize, 0) / 1024"""
 SHOWN_MS = 60_000
 """How long a page may take to be shown, with a slow processor on a busy machine."""
 SETTLE_SECONDS = 1.5

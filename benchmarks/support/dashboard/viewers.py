@@ -121,9 +121,7 @@ async def _pairs(
     return spells
 
 
-async def _spell(
-    server: Running, client: httpx.AsyncClient, ended: list[str] | None, seconds: float
-) -> Spell:
+async def _spell(server: Running, client: httpx.AsyncClient, ended: list[str] | None, seconds: float) -> Spell:
     """Return what a spell took; `ended`, if rollouts run, has those that end in it, of which one begins in it too."""
     if ended is not None:
         ended.clear()
@@ -133,9 +131,7 @@ async def _spell(
         await anyio.sleep(0.1)
     seconds, cpu = time.perf_counter() - begun, _cpu(server) - cpu
     turns = await _served(client) - turns
-    times = [
-        value for rollout_id in list(ended or ()) for value in await _turn_times(client, rollout_id, seconds)
-    ]
+    times = [value for rollout_id in list(ended or ()) for value in await _turn_times(client, rollout_id, seconds)]
     return Spell(seconds, cpu, turns, times)
 
 
@@ -191,9 +187,7 @@ async def _viewers(url: str, count: int) -> AsyncIterator[None]:
 async def _view(url: str, number: int) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=60) as client, anyio.create_task_group() as tasks:
         tasks.start_soon(_ask, client, number)
-        async with client.stream(
-            "GET", "/v1/overview/stream", headers={"Accept": "text/event-stream"}
-        ) as stream:
+        async with client.stream("GET", "/v1/overview/stream", headers={"Accept": "text/event-stream"}) as stream:
             async for _ in stream.aiter_raw():
                 pass
 
@@ -223,9 +217,7 @@ def _figures(spells: list[Spell]) -> dict[str, float]:
         "viewers_plain_cpu_percent": round(
             statistics.median(spell.cpu_seconds / spell.seconds * 100 for spell in plain), 2
         ),
-        "viewers_plain_turn_ms_p50": round(
-            statistics.median(value for spell in plain for value in spell.turn_ms), 3
-        ),
+        "viewers_plain_turn_ms_p50": round(statistics.median(value for spell in plain for value in spell.turn_ms), 3),
         "viewers_turns": float(sum(spell.turns for spell in spells)),
     }
 

@@ -99,17 +99,14 @@ def start_figures(played: Mapping[str, Sequence[Rollout]], bare: Sequence[float]
     }
     others = {kind: rollouts for kind, rollouts in played.items() if kind not in ("same", "fresh")}
     return figures | {
-        f"start_ms_p50_{kind}": statistics.median(map(start_ms, rollouts))
-        for kind, rollouts in others.items()
+        f"start_ms_p50_{kind}": statistics.median(map(start_ms, rollouts)) for kind, rollouts in others.items()
     }
 
 
 def overhead_figures(costs: Costs) -> Figures:
     """Return the overhead of evaluations by kind, and over as many of each."""
     least = min(map(len, costs.values()))
-    figures: Figures = {
-        f"evaluate_overhead_ms_p50_{kind}": statistics.median(values) for kind, values in costs.items()
-    }
+    figures: Figures = {f"evaluate_overhead_ms_p50_{kind}": statistics.median(values) for kind, values in costs.items()}
     same_share = [value for values in costs.values() for value in values[:least]]
     return figures | {"evaluate_overhead_ms_p50": statistics.median(same_share)}
 

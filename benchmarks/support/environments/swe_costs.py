@@ -65,9 +65,7 @@ async def read_instances() -> list[SweInstance]:
 
 
 async def _run_tests(provider: SandboxProvider, task: SweTask) -> float:
-    async with await provider.start(
-        SandboxSpec(image=task.image, network="none", memory_bytes=2 << 30)
-    ) as sandbox:
+    async with await provider.start(SandboxSpec(image=task.image, network="none", memory_bytes=2 << 30)) as sandbox:
         await go_to_start(sandbox, task)
         if why := await apply_patch(sandbox, task, task.gold):
             raise SystemExit(f"the repair of {task.instance_id} does not apply: {why}")

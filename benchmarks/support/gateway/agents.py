@@ -84,9 +84,7 @@ class Agent:
             self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
 
 
-async def take_turn(
-    http: aiohttp.ClientSession, agent: Agent, timings: Timings, *, stream: bool = False
-) -> None:
+async def take_turn(http: aiohttp.ClientSession, agent: Agent, timings: Timings, *, stream: bool = False) -> None:
     """Make one call, and keep its answer in the conversation."""
     body = agent.body(stream=stream)
     headers = {"Authorization": f"Bearer {agent.access.key}", "Content-Type": "application/json"}

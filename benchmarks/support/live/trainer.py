@@ -42,9 +42,7 @@ class Trainer:
     async def train(self) -> None:
         """Lease and acknowledge until the run ends."""
         source = InlineTasks(tasks=[], open=True)
-        live = LiveDelivery(
-            close_turns=4, close_seconds=CLOSE_SECONDS, max_user_share=1.0, max_session_share=1.0
-        )
+        live = LiveDelivery(close_turns=4, close_seconds=CLOSE_SECONDS, max_user_share=1.0, max_session_share=1.0)
         run = await self.client.create_run(
             RunRequest(source=source, live=live, group_size=1, batch_size=BATCH_SIZE, filters=[])
         )
@@ -72,9 +70,7 @@ class Trainer:
                 continue
             user = users[rollout.session.session_id]
             for segment in rollout.trajectory.segments:
-                rows = zip(
-                    segment.turn_ids, segment.token_ids, segment.versions, segment.loss_mask, strict=True
-                )
+                rows = zip(segment.turn_ids, segment.token_ids, segment.versions, segment.loss_mask, strict=True)
                 trained = (row for row in rows if row[3])
                 for turn, tokens in groupby(trained, key=itemgetter(0)):
                     self.delivered[user.session_id, turn] += 1

@@ -92,9 +92,7 @@ class User:
                 text, first = await _read(response)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             after = time.perf_counter() - started
-            self.problems.append(
-                f"{self.session_id}, request {self.requests}, after {after:.1f} s: {error!r}"
-            )
+            self.problems.append(f"{self.session_id}, request {self.requests}, after {after:.1f} s: {error!r}")
             return None
         ended = time.perf_counter()
         return Answer(text, oldest, self.clock.ordered, ended - started, first - started)

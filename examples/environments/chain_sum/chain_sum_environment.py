@@ -55,9 +55,7 @@ def _make(seed: int, size: int) -> list[dict[str, JsonValue]]:
     generate.REASONING_GYM.python()
     options = ["--seed", str(seed), "--size", str(size), "--config", json.dumps(CONFIG)]
     command = [sys.executable, "-m", generate.__name__, TASK, *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=generate.GENERATE_SECONDS
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=generate.GENERATE_SECONDS)
     if done.returncode != 0:
         raise ConfigurationError(f"reasoning-gym made no tasks: {done.stderr.strip()[-500:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]

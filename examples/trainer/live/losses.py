@@ -72,9 +72,7 @@ class LiveLoss:
         for place in sorted(values.keys() | lessons.keys()):
             by_segment[turns[place].segment].append(place)
         return [
-            self._sample(
-                arrays, [(turns[place], values.get(place, 0.0), lessons.get(place)) for place in some]
-            )
+            self._sample(arrays, [(turns[place], values.get(place, 0.0), lessons.get(place)) for place in some])
             for some in by_segment.values()
         ]
 
@@ -86,20 +84,14 @@ class LiveLoss:
             by_user[turns[place].user].append(value)
         self.means.update(by_user)
         usual = self.means.of if self.weights.baseline else lambda _: 0.0
-        return {
-            place: self.weights.value * (value - usual(turns[place].user)) for place, value in judged.items()
-        }
+        return {place: self.weights.value * (value - usual(turns[place].user)) for place, value in judged.items()}
 
     def _lessons(self, arrays: BatchArrays, turns: Sequence[Turn], model: Any) -> dict[int, Lesson]:
         """Return what a teacher says of the turns with one, by their places."""
-        taught = {
-            place: turn for place, turn in enumerate(turns) if turn.mark.hint is not None or turn.mark.teacher
-        }
+        taught = {place: turn for place, turn in enumerate(turns) if turn.mark.hint is not None or turn.mark.teacher}
         alone = {place: _only(arrays, turn) for place, turn in taught.items()}
         before = dict(teacher.read(model, alone, self.temperature, self.portion))
-        by_itself = {
-            place: teacher.hinted_prompt(turn) for place, turn in taught.items() if turn.mark.teacher is None
-        }
+        by_itself = {place: teacher.hinted_prompt(turn) for place, turn in taught.items() if turn.mark.teacher is None}
         hinted = dict(teacher.read(model, by_itself, self.temperature, self.portion))
         found = {
             place: teacher.own(before[place], hinted[place])

@@ -86,9 +86,7 @@ def hinted_prompt(turn: Turn) -> Sample:
 
 
 @torch.no_grad()
-def read(
-    model: Any, samples: Mapping[int, Sample], temperature: float, portion: int
-) -> Iterator[tuple[int, Floats]]:
+def read(model: Any, samples: Mapping[int, Sample], temperature: float, portion: int) -> Iterator[tuple[int, Floats]]:
     """Yield the log-probabilities of the vocabulary at each sample's own tokens, with its key."""
     keys = {id(sample): key for key, sample in samples.items()}
     for part in portions(list(samples.values()), portion):

@@ -70,9 +70,7 @@ class HarnessAgent:
         if not any("prompt" in Template(part).get_identifiers() for part in self._preset.command):
             return
         if len(prompt.encode(errors="replace")) > LARGEST_ARGUMENT or "\0" in prompt:
-            problem = (
-                f"its prompt must have at most {LARGEST_ARGUMENT} bytes and no NUL, as {self._name} takes it"
-            )
+            problem = f"its prompt must have at most {LARGEST_ARGUMENT} bytes and no NUL, as {self._name} takes it"
             raise InvalidFieldError(
                 [FieldError(path="instance", message=f"{problem} as an argument")],
                 hint="Write the task into a file in [init], and name the file in `prompt`.",
@@ -136,13 +134,9 @@ class HarnessAgent:
         said = await sandbox.exec(["bash", "-c", 'printf %s "$HOME"'], timeout=QUICK_SECONDS)
         home = said.stdout.decode(errors="replace") or sandbox.workdir
         for path, text in self._preset.files.items():
-            await sandbox.write_file(
-                path.replace("~", home, 1) if path[0] == "~" else path, _filled(text, values)
-            )
+            await sandbox.write_file(path.replace("~", home, 1) if path[0] == "~" else path, _filled(text, values))
 
-    async def _run_program(
-        self, episode: Episode, gateway: GatewayAccess, values: dict[str, str]
-    ) -> ExecResult:
+    async def _run_program(self, episode: Episode, gateway: GatewayAccess, values: dict[str, str]) -> ExecResult:
         sandbox, preset, started = episode.require_sandbox(), self._preset, time.perf_counter()
         async with open_task_group() as tasks:
             tasks.start_soon(gateway.until_failed)

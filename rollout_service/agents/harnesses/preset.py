@@ -76,14 +76,10 @@ class HarnessProgram(HarnessModel):
         texts = [*self.command, *self.env.values(), *self.files.values(), self.stdin or ""]
         for text in texts:
             if not (template := Template(text)).is_valid():
-                raise ValueError(
-                    f"has a $ that begins no placeholder; write $$ for a dollar sign: {text[:80]!r}"
-                )
+                raise ValueError(f"has a $ that begins no placeholder; write $$ for a dollar sign: {text[:80]!r}")
             if unknown := set(template.get_identifiers()) - PLACEHOLDERS:
                 names = ", ".join(f"${name}" for name in sorted(PLACEHOLDERS))
-                raise ValueError(
-                    f"there is no ${min(unknown)}; the placeholders are {names}, and $$ is a dollar sign"
-                )
+                raise ValueError(f"there is no ${min(unknown)}; the placeholders are {names}, and $$ is a dollar sign")
         for path in self.files:
             if not path.startswith(("/", "~/")) or ".." in path.split("/"):
                 raise ValueError(f"the file {path!r} is neither absolute nor below ~/")

@@ -102,9 +102,7 @@ async def open_servers(
         SandboxError: The sandbox cannot start a program.
     """
     async with AsyncExitStack() as stack:
-        connections = [
-            await stack.enter_async_context(open_connection(settings, sandbox)) for settings in servers
-        ]
+        connections = [await stack.enter_async_context(open_connection(settings, sandbox)) for settings in servers]
         found: list[list[McpToolInfo]] = [[] for _ in connections]
 
         async def begin(at: int) -> None:

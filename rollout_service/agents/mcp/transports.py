@@ -136,9 +136,7 @@ class HttpTransport:
         async for part in response.aiter_stream():
             body += part.replace(b"\r", b"")
             if len(body) > MESSAGE_BYTES:
-                raise McpServerError(
-                    f"the MCP server {name!r} sent an answer of more than {MESSAGE_BYTES} bytes"
-                )
+                raise McpServerError(f"the MCP server {name!r} sent an answer of more than {MESSAGE_BYTES} bytes")
             while streamed and (end := body.find(b"\n\n")) >= 0:
                 event = bytes(body[:end])
                 del body[: end + 2]

@@ -21,9 +21,7 @@ from rollout_service.tokens import ToolSpec
 class ParallelAgent:
     """Runs a policy with tools of its own, and with sub-agents."""
 
-    def __init__(
-        self, settings: ParallelSettings, tools: Sequence[Tool], subagent_tools: Sequence[Tool]
-    ) -> None:
+    def __init__(self, settings: ParallelSettings, tools: Sequence[Tool], subagent_tools: Sequence[Tool]) -> None:
         self._settings = settings
         self._tools = list(by_name(tools).values())
         self._subagent_tools = list(by_name(subagent_tools).values())
@@ -35,9 +33,7 @@ class ParallelAgent:
     async def run(self, episode: Episode, messages: Sequence[Message]) -> StopReason:
         episode.nodes.clear()
         tree = AgentTree(self._settings, episode, episode.require_subagents())
-        calls = ParallelCalls(
-            tree, self._tools, self._subagent_tools, allowance=self._settings.max_critical_steps
-        )
+        calls = ParallelCalls(tree, self._tools, self._subagent_tools, allowance=self._settings.max_critical_steps)
         try:
             return await ToolCallingAgent(calls=calls).run(episode, messages)
         finally:

@@ -116,9 +116,7 @@ class ParallelCalls:
     def _is_delegation(self, call: ToolCall, *names: str) -> bool:
         return self._delegates and call.error is None and call.name in (names or (CREATE, ASSIGN))
 
-    async def _answer(
-        self, episode: Episode, calls: Sequence[ToolCall], direct: Sequence[ToolCall]
-    ) -> list[Message]:
+    async def _answer(self, episode: Episode, calls: Sequence[ToolCall], direct: Sequence[ToolCall]) -> list[Message]:
         """Run a turn with the final answer, which wins over the tasks that it assigns."""
         abandoned = sum(self._is_delegation(call, ASSIGN) for call in calls)
         self._tree.assigns["attempted"] += abandoned
@@ -306,9 +304,7 @@ class SubagentRegistry:
         _check(CREATE, "system_prompt", wanted.system_prompt, MAX_CHARS)
         known = self._prompts.get(wanted.name)
         if known is not None and known != wanted.system_prompt:
-            raise ToolInputError(
-                f"there is a sub-agent {wanted.name!r} with another system prompt; take another name"
-            )
+            raise ToolInputError(f"there is a sub-agent {wanted.name!r} with another system prompt; take another name")
         if known is None and len(self._prompts) >= self._max_agents:
             raise ToolInputError(f"there are {self._max_agents} sub-agents, and no more can be created")
         self._prompts[wanted.name] = wanted.system_prompt
@@ -319,9 +315,7 @@ class SubagentRegistry:
         wanted = _read(call, Assignment, ASSIGN)
         if wanted.agent not in self._prompts:
             names = ", ".join(self._prompts) or "none; create one first"
-            raise ToolInputError(
-                f"there is no sub-agent {wanted.agent[:MAX_NAME_CHARS]!r}. Sub-agents: {names}"
-            )
+            raise ToolInputError(f"there is no sub-agent {wanted.agent[:MAX_NAME_CHARS]!r}. Sub-agents: {names}")
         _check(ASSIGN, "prompt", wanted.prompt, MAX_CHARS)
         return wanted, self._prompts[wanted.agent]
 

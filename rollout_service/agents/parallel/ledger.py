@@ -141,8 +141,6 @@ def add_up(turns: Iterable[TurnSteps]) -> Steps:
     for turn in turns:
         branches = [branch for wave in turn.waves for branch in wave]
         critical += turn.main + max((branch.critical for branch in branches), default=0)
-        scheduled += turn.main + sum(
-            max((branch.scheduled for branch in wave), default=0) for wave in turn.waves
-        )
+        scheduled += turn.main + sum(max((branch.scheduled for branch in wave), default=0) for wave in turn.waves)
         total += turn.main + sum(branch.total for branch in branches)
     return Steps(critical, scheduled, total)

@@ -78,7 +78,5 @@ class ParallelSettings(BaseModel):
         if self.max_width is not None and self.max_width > self.max_assigns_per_turn:
             raise ValueError("max_width may not exceed max_assigns_per_turn")
         if self.subagent.sandbox == "own" and self.max_depth > 1:
-            raise ValueError(
-                "sub-agents with a sandbox of their own cannot hand on work: max_depth must be 1"
-            )
+            raise ValueError("sub-agents with a sandbox of their own cannot hand on work: max_depth must be 1")
         return self

@@ -28,9 +28,7 @@ def _tool(tool: str, description: str, *fields: str) -> ToolSpec:
     return tool_spec(tool, description, parameters)
 
 
-CREATE_SPEC = _tool(
-    CREATE, "Create a sub-agent, to which tasks can be assigned by its name.", "name", "system_prompt"
-)
+CREATE_SPEC = _tool(CREATE, "Create a sub-agent, to which tasks can be assigned by its name.", "name", "system_prompt")
 ASSIGN_SPEC = _tool(
     ASSIGN,
     "Assign a task to a sub-agent and get its result. Tasks assigned in one turn are done at the same time.",

@@ -98,8 +98,7 @@ class ToolCallingAgent:
         if len(earlier) != len(results):
             return results
         return [
-            now.model_copy(update={"content": before.content})
-            for now, before in zip(results, earlier, strict=True)
+            now.model_copy(update={"content": before.content}) for now, before in zip(results, earlier, strict=True)
         ]
 
 
@@ -221,9 +220,7 @@ class ToolCalls:
             text = f"There is no tool {call.name!r}. Tools: {', '.join(self._tools) or 'none'}."
             return ToolResult(text, failed=True)
         try:
-            with anyio.CancelScope(
-                deadline=asyncio.get_running_loop().time() + context.seconds + GRACE_SECONDS
-            ):
+            with anyio.CancelScope(deadline=asyncio.get_running_loop().time() + context.seconds + GRACE_SECONDS):
                 with waits_for(StepKind.TOOL, tool.name, **_detail(call, context)) as step:
                     step.limit = context.seconds
                     return await tool(call.arguments, context)

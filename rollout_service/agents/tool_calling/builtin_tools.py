@@ -128,9 +128,7 @@ PYTHON = FunctionTool("python", "Run code.", _Python, _python)
 READ = FunctionTool("read", "Read a file.", _Read, _read, parallel=True)
 WRITE = FunctionTool("write", "Write a file.", _Write, _write)
 EDIT = FunctionTool("edit", "Replace a text that occurs once in a file.", _Edit, _edit)
-THINK = FunctionTool(
-    "think", "Write down a thought. Nothing is run or changed.", _Think, _think, parallel=True
-)
+THINK = FunctionTool("think", "Write down a thought. Nothing is run or changed.", _Think, _think, parallel=True)
 FINISH = FunctionTool("finish", "End the task with your answer.", _Finish, _finish)
 
 
@@ -238,9 +236,7 @@ def _refuse_missing(result: ExecResult, path: str) -> None:
 
 
 GLOB = FunctionTool("glob", "Find files by a pattern such as **/*.py.", _Glob, _glob, parallel=True)
-GREP = FunctionTool(
-    "grep", "Find lines of files by an extended regular expression.", _Grep, _grep, parallel=True
-)
+GREP = FunctionTool("grep", "Find lines of files by an extended regular expression.", _Grep, _grep, parallel=True)
 
 
 BUILTIN_TOOLS: tuple[Tool, ...] = (BASH, PYTHON, READ, WRITE, EDIT, EDITOR, GLOB, GREP, BROWSE, THINK, FINISH)

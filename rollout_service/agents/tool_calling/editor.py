@@ -219,9 +219,7 @@ async def _save(
         return f"edited {path}, which is empty now"
     first = max(1, after.count("\n", 0, place[0]) + 1 - AROUND)
     last = min(len(lines), after.count("\n", 0, place[1]) + 1 + AROUND)
-    return f"edited {path}:\n" + _numbered(
-        lines, min(first, last), last, context.output_chars - len(path) - 10
-    )
+    return f"edited {path}:\n" + _numbered(lines, min(first, last), last, context.output_chars - len(path) - 10)
 
 
 async def _undo(sandbox: Sandbox, path: str, context: ToolContext) -> str:

@@ -272,9 +272,7 @@ def refuse_nul(text: str, name: str) -> None:
         raise ToolInputError(f"{name} holds a NUL character")
 
 
-async def run_script(
-    script: str, arguments: Sequence[str], context: ToolContext, *, limit: int
-) -> ExecResult:
+async def run_script(script: str, arguments: Sequence[str], context: ToolContext, *, limit: int) -> ExecResult:
     """Run a bash script of ours in the agent's sandbox; its arguments are never part of the script."""
     argv = ["bash", "--norc", "-c", script, "tool", *arguments]
     result = await require_sandbox(context.sandbox).exec(argv, timeout=context.seconds, output_limit=limit)

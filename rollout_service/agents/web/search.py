@@ -177,8 +177,7 @@ def _found(settings: SearchSettings, answer: Any) -> list[dict[str, Any]]:
 def _entry(settings: SearchSettings, result: dict[str, Any]) -> str:
     link = str(result.get(settings.link) or "")
     title, text = (
-        page_text(str(result.get(key) or ""), link).replace("\n", " ")
-        for key in (settings.title, settings.text)
+        page_text(str(result.get(key) or ""), link).replace("\n", " ") for key in (settings.title, settings.text)
     )
     return "\n".join(line for line in (title, link, text) if line)
 

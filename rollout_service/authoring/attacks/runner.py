@@ -72,9 +72,7 @@ class AttackReport:
     @property
     def broken(self) -> int:
         """The number of attacks that succeeded and should not have."""
-        return sum(
-            outcome.verdict in (AttackVerdict.FORGED, AttackVerdict.NULLED) for outcome in self.outcomes
-        )
+        return sum(outcome.verdict in (AttackVerdict.FORGED, AttackVerdict.NULLED) for outcome in self.outcomes)
 
     @property
     def causes(self) -> dict[str, list[str]]:

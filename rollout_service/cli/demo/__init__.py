@@ -20,9 +20,7 @@ DemoPolicy = Literal["calc-tuned", "calc-base"]
 @common.command
 async def command(
     rollouts: Annotated[int, typer.Option(min=1, help="Number of rollouts.")] = 16,
-    sandbox: Annotated[
-        DemoSandbox, typer.Option(help="What runs the tools; local isolates nothing.")
-    ] = "apptainer",
+    sandbox: Annotated[DemoSandbox, typer.Option(help="What runs the tools; local isolates nothing.")] = "apptainer",
     engine: Annotated[
         DemoEngine, typer.Option(help="What serves the policy; sglang is real SGLang, on the CPU.")
     ] = "embedded",
@@ -31,17 +29,13 @@ async def command(
     ] = "calc-tuned",
     nodes: Annotated[
         int,
-        typer.Option(
-            min=1, help="Nodes that share a Redis; with more than one, the last is killed on the way."
-        ),
+        typer.Option(min=1, help="Nodes that share a Redis; with more than one, the last is killed on the way."),
     ] = 1,
     concurrency: Annotated[int, typer.Option(min=1, help="Agents at once.")] = 8,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     seed: Annotated[
         int,
-        typer.Option(
-            min=0, help="Seed of the sampling; the embedded engine repeats its samples for the same seed."
-        ),
+        typer.Option(min=0, help="Seed of the sampling; the embedded engine repeats its samples for the same seed."),
     ] = 0,
     stay: Annotated[
         bool,

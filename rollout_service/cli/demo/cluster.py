@@ -27,9 +27,7 @@ def name_of(number: int) -> str:
 
 
 @asynccontextmanager
-async def running_cluster(
-    folder: Path, count: int, flags: Sequence[str]
-) -> AsyncIterator[Sequence[ServerChild]]:
+async def running_cluster(folder: Path, count: int, flags: Sequence[str]) -> AsyncIterator[Sequence[ServerChild]]:
     """Run nodes that share a Redis, and yield them; `flags` are those of each service.
 
     Raises:

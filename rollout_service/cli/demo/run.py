@@ -120,9 +120,7 @@ class Summary:
         rows = table("", "", header=False)
         rows.add_row("success", f"{self.succeeded}/{len(self.rollouts)} ({self.success_rate:.1%})")
         rows.add_row("no result", _failures(self.rollouts))
-        rows.add_row(
-            "turns", f"{sum(u.turns for u in usage)}, {_spread([u.turns for u in usage])} per rollout"
-        )
+        rows.add_row("turns", f"{sum(u.turns for u in usage)}, {_spread([u.turns for u in usage])} per rollout")
         rows.add_row("tool calls", str(sum(u.tool_calls for u in usage)))
         rows.add_row("prompt tokens", f"{prompt:,}" + (f", {cached / prompt:.1%} cached" if prompt else ""))
         rows.add_row("sampled tokens", f"{sum(u.sampled_tokens for u in usage):,}")
@@ -259,9 +257,7 @@ def _requests(plan: DemoPlan, dataset: list[dict[str, JsonValue]]) -> Iterator[R
         yield RolloutRequest(task=Task(environment=ENVIRONMENT, instance=instance), sampling=sampling)
 
 
-async def _watch(
-    client: RolloutClient, view: ProgressView, look: Callable[[RolloutClient], Awaitable[str]]
-) -> None:
+async def _watch(client: RolloutClient, view: ProgressView, look: Callable[[RolloutClient], Awaitable[str]]) -> None:
     while True:
         view.update(await look(client))
         await anyio.sleep(LOOK_SECONDS)
@@ -277,9 +273,7 @@ async def _stages(client: RolloutClient) -> str:
 async def _nodes(client: RolloutClient) -> str:
     """Return for each node how many rollouts it works on, and how many have ended there."""
     return ", ".join(
-        f"{node.node} dead"
-        if node.state is NodeState.DEAD
-        else f"{node.node} {node.rollouts} ({node.finished} ended)"
+        f"{node.node} dead" if node.state is NodeState.DEAD else f"{node.node} {node.rollouts} ({node.finished} ended)"
         for node in await client.nodes()
     )
 

@@ -27,12 +27,8 @@ STYLES = {"ok": "green", "missing": "bold red", "limited": "yellow"}
 @common.command
 def command(
     config: Config = None,
-    batch: Annotated[
-        Path | None, typer.Option(help="A leased batch, as arrays, to compare with --model.")
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="With --batch: the folder of the weights that sampled it.")
-    ] = None,
+    batch: Annotated[Path | None, typer.Option(help="A leased batch, as arrays, to compare with --model.")] = None,
+    model: Annotated[Path | None, typer.Option(help="With --batch: the folder of the weights that sampled it.")] = None,
     temperature: Annotated[
         float, typer.Option(min=0.01, help="With --batch: the temperature that it was sampled at.")
     ] = 1.0,
@@ -47,9 +43,7 @@ def command(
     key: Key = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="The service's state folder; with --live, it is read if the service does not answer."
-        ),
+        typer.Option(help="The service's state folder; with --live, it is read if the service does not answer."),
     ] = None,
     stacks: Annotated[bool, typer.Option("--stacks", help="With --live: show where each waits.")] = False,
     as_json: AsJson = False,

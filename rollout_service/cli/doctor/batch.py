@@ -65,9 +65,7 @@ def compare(batch: Path, model: Path, temperature: float) -> tuple[BatchArrays, 
     ids = arrays.tensors["token_ids"].astype(np.int64)
     mask = arrays.tensors["loss_mask"].astype(bool)
     if not mask.any():
-        raise CommandError(
-            f"{batch} holds no sampled tokens", hint="Lease a batch with rollouts that have a turn."
-        )
+        raise CommandError(f"{batch} holds no sampled tokens", hint="Lease a batch with rollouts that have a turn.")
     offsets = arrays.tensors["segment_offsets"]
     recomputed = _recompute(ids, offsets, model, temperature)
     segments = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
@@ -123,9 +121,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     ):
         lines = table(*rows[0], title=title)
         for row in rows:
-            lines.add_row(
-                *(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values())
-            )
+            lines.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
         console.print(lines)
 
 
@@ -156,9 +152,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         import torch
     except ImportError as error:
         hint = "Install it into this environment with `scripts/train --install` or `pip install torch`."
-        raise CommandError(
-            "recomputing log-probabilities needs torch, which is not installed", hint=hint
-        ) from error
+        raise CommandError("recomputing log-probabilities needs torch, which is not installed", hint=hint) from error
     import transformers
 
     try:

@@ -24,9 +24,7 @@ Environment = Annotated[
         autocompletion=completion.environments,
     ),
 ]
-Bases = Annotated[
-    list[str] | None, typer.Option(help="NAME=PATH for a base of the Dockerfiles; may be repeated.")
-]
+Bases = Annotated[list[str] | None, typer.Option(help="NAME=PATH for a base of the Dockerfiles; may be repeated.")]
 Index = Annotated[int, typer.Option(min=0, help="Index of the instance in the data set, from 0.")]
 Instance = Annotated[str | None, typer.Option(help="Instance to use instead, as JSON.")]
 PoolModel = Annotated[
@@ -73,9 +71,7 @@ async def list_environments(url: ServerUrl = None, key: Key = None, as_json: AsJ
 def new(
     name: Annotated[str, typer.Argument(help="The environment's name: letters, digits, '.', '_', or '-'.")],
     folder: Annotated[Path, typer.Option(help="Folder to make the folder NAME in.")] = Path(),
-    template: Annotated[
-        str, typer.Option(help="What to begin with: files, terminal, stem, mcp, or swe.")
-    ] = "files",
+    template: Annotated[str, typer.Option(help="What to begin with: files, terminal, stem, mcp, or swe.")] = "files",
 ) -> None:
     """Make a small working environment: tasks, a prompt, a grader, and a solution, without a Python module.
 
@@ -115,9 +111,7 @@ def add(
     common.err().print(f"{file}: {name} {'added' if is_new else 'was there'}", soft_wrap=True)
 
 
-@app.command(
-    "build", epilog="Example: rollout-service env build ./terminal-tasks --base debian:12=debian.sif"
-)
+@app.command("build", epilog="Example: rollout-service env build ./terminal-tasks --base debian:12=debian.sif")
 @common.command
 def build(
     environment: Environment,
@@ -184,9 +178,7 @@ def check(
     environment: Environment,
     solve: Annotated[
         bool,
-        typer.Option(
-            "--run", help="Also run each task's solution, which must get 1, and nothing, which must not."
-        ),
+        typer.Option("--run", help="Also run each task's solution, which must get 1, and nothing, which must not."),
     ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="With --run: only so many tasks.")] = None,
     at_once: Annotated[int, typer.Option(min=1, help="With --run: tasks that run at once.")] = 2,
@@ -267,15 +259,9 @@ def install(
 @common.command
 async def audit(
     environment: Environment,
-    instance: Annotated[
-        str | None, typer.Option(help="Instance to audit, as JSON, instead of the data set's.")
-    ] = None,
-    instances: Annotated[
-        int, typer.Option(min=1, help="Instances of the data set to audit, from its start.")
-    ] = 3,
-    runs: Annotated[
-        int, typer.Option(min=1, help="Runs of each agent, to see whether its reward changes.")
-    ] = 3,
+    instance: Annotated[str | None, typer.Option(help="Instance to audit, as JSON, instead of the data set's.")] = None,
+    instances: Annotated[int, typer.Option(min=1, help="Instances of the data set to audit, from its start.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each agent, to see whether its reward changes.")] = 3,
     at_once: Annotated[int, typer.Option(min=1, help="Instances that are audited at once.")] = 2,
     backend: Annotated[
         str | None, typer.Option(help="URL of an engine, whose policy's pass rate is measured too.")
@@ -341,9 +327,7 @@ async def shell(
     instance: Instance = None,
     stage: Annotated[
         Literal["rollout", "evaluate"],
-        typer.Option(
-            help="rollout: where the agent begins. evaluate: where the grader begins, with its files."
-        ),
+        typer.Option(help="rollout: where the agent begins. evaluate: where the grader begins, with its files."),
     ] = "rollout",
     solve: Annotated[
         bool, typer.Option("--solve", help="First run the environment's own solution in the agent's place.")

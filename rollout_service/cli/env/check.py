@@ -229,9 +229,7 @@ def with_solutions(
 
     async def try_all() -> list[TriedTask]:
         async with pools.trial(load_settings()) as (sandboxes, models):
-            return await try_tasks(
-                environment, dataset[:limit], sandboxes, at_once=at_once, models=models, done=show
-            )
+            return await try_tasks(environment, dataset[:limit], sandboxes, at_once=at_once, models=models, done=show)
 
     tried = anyio.run(try_all)
     if good is not None:

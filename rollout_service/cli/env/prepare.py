@@ -86,15 +86,11 @@ def prepare(part: DatasetPart, *, bases: Mapping[str, str], jobs: int | None, as
     return 1 if done.failures else 0
 
 
-def build_images(
-    name_or_path: str, *, bases: Mapping[str, str], jobs: int | None, force: bool, as_json: bool
-) -> int:
+def build_images(name_or_path: str, *, bases: Mapping[str, str], jobs: int | None, force: bool, as_json: bool) -> int:
     """Build the images of an environment from its Dockerfiles, and return the exit code: 1 if one failed."""
     files = load_environment(name_or_path).dockerfiles().items()
     flags = DockerfileFlags(bases=bases, jobs=jobs, every=True)
-    built = build_dockerfiles(
-        load_settings(), {name: dockerfile_at(path) for name, path in files}, flags, force=force
-    )
+    built = build_dockerfiles(load_settings(), {name: dockerfile_at(path) for name, path in files}, flags, force=force)
     if as_json:
         show_built(built, as_json=True)
     else:

@@ -105,9 +105,7 @@ class GradersSandbox:
         await self._sandbox.write_file(path, data)
         self._has_files = True
 
-    async def exec(
-        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
-    ) -> ExecResult:
+    async def exec(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> ExecResult:
         await self._note(env or {})
         return await self._sandbox.exec(argv, env=env, **options)
 
@@ -132,9 +130,7 @@ async def run_shell(sandbox: Sandbox, env: Mapping[str, str]) -> int:
         return await attach(terminal)
 
 
-async def open_shell(
-    name_or_path: str, index: int, instance: str | None, stage: ShellStage, *, solve: bool
-) -> int:
+async def open_shell(name_or_path: str, index: int, instance: str | None, stage: ShellStage, *, solve: bool) -> int:
     """Set an instance up, open the shell, and return its exit code.
 
     Raises:

@@ -59,9 +59,7 @@ NoHttps = Annotated[bool, typer.Option("--no-https", help="Connect to the regist
 def build(
     images: Annotated[
         list[str],
-        typer.Argument(
-            metavar="NAME|DOCKERFILE...", help="The image's name, or Dockerfiles or their folders."
-        ),
+        typer.Argument(metavar="NAME|DOCKERFILE...", help="The image's name, or Dockerfiles or their folders."),
     ],
     definition: Annotated[
         Path | None,
@@ -75,9 +73,7 @@ def build(
     ] = None,
     harness: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A harness whose program the image has; may be repeated, for one image with several."
-        ),
+        typer.Option(help="A harness whose program the image has; may be repeated, for one image with several."),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="With a Dockerfile: the image's name; by default, its folder's.")
@@ -92,13 +88,10 @@ def build(
     base: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=PATH for a base of a Dockerfile: an image file, a folder, or oci-archive:FILE; "
-            "may be repeated."
+            help="NAME=PATH for a base of a Dockerfile: an image file, a folder, or oci-archive:FILE; may be repeated."
         ),
     ] = None,
-    network: Annotated[
-        Literal["host", "none"], typer.Option(help="The network of a Dockerfile's steps.")
-    ] = "host",
+    network: Annotated[Literal["host", "none"], typer.Option(help="The network of a Dockerfile's steps.")] = "host",
     max_gb: Annotated[
         float | None, typer.Option(min=0, help="The most that the files of a Dockerfile's image may take.")
     ] = None,
@@ -138,9 +131,7 @@ def _named_source(
     from sandboxes.images.sources import Definition, Tree, packaged
 
     if tree is not None and (definition is not None or arguments):
-        raise common.CommandError(
-            "--tree cannot be combined with --definition or --arg", hint="Leave one of them out."
-        )
+        raise common.CommandError("--tree cannot be combined with --definition or --arg", hint="Leave one of them out.")
     if harness and (tree is not None or definition is not None):
         raise common.CommandError(
             "--harness cannot be combined with --definition or --tree", hint="Leave one of them out."
@@ -159,13 +150,9 @@ def _named_source(
 def pull(
     reference: Annotated[
         str,
-        typer.Argument(
-            help="A reference such as docker://python:3.12-slim, or oci-archive:python.tar for a file."
-        ),
+        typer.Argument(help="A reference such as docker://python:3.12-slim, or oci-archive:python.tar for a file."),
     ],
-    name: Annotated[
-        str | None, typer.Option(help="The image's name; by default, taken from the reference.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="The image's name; by default, taken from the reference.")] = None,
     no_https: NoHttps = False,
     force: Force = False,
     as_json: AsJson = False,
@@ -176,9 +163,7 @@ def pull(
     provide(source_of_reference(reference, https=not no_https), name, force=force, as_json=as_json)
 
 
-@app.command(
-    "import", epilog="Example: rollout-service image import saved.tar --tag python:3.12 --name python"
-)
+@app.command("import", epilog="Example: rollout-service image import saved.tar --tag python:3.12 --name python")
 @common.command
 def import_archive(
     file: Annotated[Path, typer.Argument(help="An OCI archive, or what `docker save` wrote.")],
@@ -219,9 +204,7 @@ def inspect(image: Image, as_json: AsJson = False) -> int:
 @app.command("remove", epilog="Example: rollout-service image remove python")
 @common.command
 def remove(
-    name: Annotated[
-        str, typer.Argument(help="The image's name, from `image list`.", autocompletion=completion.images)
-    ],
+    name: Annotated[str, typer.Argument(help="The image's name, from `image list`.", autocompletion=completion.images)],
 ) -> None:
     """Remove an image; running sandboxes keep theirs."""
     image_store(read_settings()).remove(name)
@@ -246,9 +229,7 @@ def prune(
             "and layers.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove the least recently used images, unpacked images and layers, until each kind fits its budget.
@@ -278,9 +259,7 @@ CLOCK_SECONDS = 2.0
 """The most that the clocks of this machine and of a shared disk may differ."""
 
 
-def build_files(
-    paths: list[str], name: str | None, flags: DockerfileFlags, *, force: bool, as_json: bool
-) -> int:
+def build_files(paths: list[str], name: str | None, flags: DockerfileFlags, *, force: bool, as_json: bool) -> int:
     """Build Dockerfiles; return 1 if one of many failed."""
     from sandboxes.images.dockerfiles import find_bases
 
@@ -308,9 +287,7 @@ def provide(source: Source, name: str | None, *, force: bool, as_json: bool) -> 
     image = _made(store, source, name, force=force)
     if image.built_at < begun - CLOCK_SECONDS:
         unseen = " (files that it copies in were not compared)" if isinstance(source, Definition) else ""
-        common.err().print(
-            f"{image.name} is unchanged{unseen}; pass --force to make it again", soft_wrap=True
-        )
+        common.err().print(f"{image.name} is unchanged{unseen}; pass --force to make it again", soft_wrap=True)
     show_images([image], as_json=as_json)
     _prune_to_budgets(store, settings, {image.name})
 

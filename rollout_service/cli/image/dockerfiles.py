@@ -42,9 +42,7 @@ def is_dockerfile(text: str) -> bool:
     return "/" in text or text in {".", ".."} or name == FILE or name.endswith(f".{FILE}")
 
 
-def dockerfile_sources(
-    paths: Sequence[str], name: str | None, flags: DockerfileFlags
-) -> dict[str, DockerfileSource]:
+def dockerfile_sources(paths: Sequence[str], name: str | None, flags: DockerfileFlags) -> dict[str, DockerfileSource]:
     """Return the Dockerfiles by the names of their images.
 
     Raises:
@@ -55,9 +53,7 @@ def dockerfile_sources(
 
     files = list(_files(paths, every=flags.every))
     if name is not None and len(files) != 1:
-        raise common.CommandError(
-            "--name is for one Dockerfile", hint="Leave it out: folders give the names."
-        )
+        raise common.CommandError("--name is for one Dockerfile", hint="Leave it out: folders give the names.")
     found: dict[str, DockerfileSource] = {}
     for root, path in files:
         source = dockerfile_at(path, flags.context)

@@ -29,9 +29,7 @@ def show_images(images: list[StoredImage], *, as_json: bool) -> None:
     for image in images:
         values = image_as_dict(image)
         rows.add_row(image.name, f"{image.size_bytes / MEBIBYTE:.0f} MiB", values["built_at"], values["path"])
-    common.out().print(
-        rows if images else "There are no images. Build one with `rollout-service image build base`."
-    )
+    common.out().print(rows if images else "There are no images. Build one with `rollout-service image build base`.")
 
 
 def image_as_dict(image: StoredImage) -> dict[str, Any]:
@@ -69,9 +67,7 @@ def show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
     }
     for name, value in found.items():
         rows.add_row(name, value or "none")
-    rows.add_row(
-        "Python tool", "from the toolkit image" if facts.needs_toolkit else "the image's own python3"
-    )
+    rows.add_row("Python tool", "from the toolkit image" if facts.needs_toolkit else "the image's own python3")
     rows.add_row("missing", ", ".join(facts.missing) or "nothing")
     for title, pairs in (("label", facts.labels), ("variable", facts.environment)):
         for name, value in pairs.items():

@@ -23,9 +23,7 @@ async def command(
     client: RolloutClient,
     rollout_id: Annotated[
         str,
-        typer.Argument(
-            help="Id of the rollout; `submit` prints the ids.", autocompletion=completion.rollouts
-        ),
+        typer.Argument(help="Id of the rollout; `submit` prints the ids.", autocompletion=completion.rollouts),
     ],
     tree: Annotated[
         bool, typer.Option("--tree", help="Show the sub-agents too: what each was for, and what it did.")
@@ -53,9 +51,7 @@ async def command(
     no_color: Annotated[
         bool, typer.Option("--no-color", help="Use brackets instead of colors, as with NO_COLOR.")
     ] = False,
-    no_pager: Annotated[
-        bool, typer.Option("--no-pager", help="Never start a pager for long output.")
-    ] = False,
+    no_pager: Annotated[bool, typer.Option("--no-pager", help="Never start a pager for long output.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of text; with --color, with the trajectory.")
     ] = False,

@@ -45,9 +45,7 @@ async def render(
     for segment in outline.segments:
         yield [Segment(f"\n{title(segment)}\n", Style.parse("bold"))]
         for start in range(0, segment.tokens, TOKENS_AT_ONCE):
-            part = await client.tokens(
-                rollout_id, segment=segment.index, start=start, count=TOKENS_AT_ONCE, node=node
-            )
+            part = await client.tokens(rollout_id, segment=segment.index, start=start, count=TOKENS_AT_ONCE, node=node)
             yield list(styled(tokens_of(part), segment, coloring, plain=plain))
         yield [Segment("\n")]
 
@@ -90,9 +88,7 @@ def tokens_of(part: TokenRange) -> Iterator[Token]:
         )
 
 
-def styled(
-    tokens: Iterator[Token], segment: SegmentOutline, coloring: Coloring, *, plain: bool
-) -> Iterator[Segment]:
+def styled(tokens: Iterator[Token], segment: SegmentOutline, coloring: Coloring, *, plain: bool) -> Iterator[Segment]:
     """Yield tokens as styled texts, or between brackets; neighbors that say the same are one text."""
     marked = ((mark(coloring, token, segment), token) for token in tokens)
     for _, group in groupby(marked, key=lambda one: one[0].key):

@@ -79,9 +79,7 @@ def render_head(rollout: Rollout) -> RenderableType:
 
 def render_branches(rollout_id: str, group: Sequence[RolloutSummary]) -> RenderableType:
     """Render a line for each rollout of a group that branches off this one, by turns."""
-    found = [
-        (row.branch_of.turn, row) for row in group if row.branch_of and row.branch_of.rollout_id == rollout_id
-    ]
+    found = [(row.branch_of.turn, row) for row in group if row.branch_of and row.branch_of.rollout_id == rollout_id]
     found.sort(key=lambda each: each[0])
     return Group(
         *(
@@ -91,9 +89,7 @@ def render_branches(rollout_id: str, group: Sequence[RolloutSummary]) -> Rendera
     )
 
 
-def render_trajectory(
-    trajectory: Trajectory, tokenizer: ChatTokenizer, *, scripted: bool = False
-) -> RenderableType:
+def render_trajectory(trajectory: Trajectory, tokenizer: ChatTokenizer, *, scripted: bool = False) -> RenderableType:
     """Render every token of a trajectory: context dim, sampled tokens green with their log-probabilities."""
     parts: list[RenderableType] = []
     for number, segment in enumerate((*trajectory.segments, *trajectory.untrained)):

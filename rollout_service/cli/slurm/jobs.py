@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 JOBS = Path("~/rollout-jobs")
 POLL_SECONDS = 1.0
 Folder = Annotated[Path, typer.Option("--folder", help="Folder of all jobs, which every node sees.")]
-Job = Annotated[
-    str | None, typer.Argument(help="A job's name, its folder, or its id; by default, the newest.")
-]
+Job = Annotated[str | None, typer.Argument(help="A job's name, its folder, or its id; by default, the newest.")]
 
 
 def find(job: str | None, jobs: Path) -> JobFolder:
@@ -32,9 +30,7 @@ def find(job: str | None, jobs: Path) -> JobFolder:
     root = jobs.expanduser().absolute()
     known = sorted(root.glob("*/job.json"), key=lambda file: file.stat().st_mtime)
     if job is not None:
-        named = [
-            file for file in (Path(job).absolute() / "job.json", root / job / "job.json") if file.exists()
-        ]
+        named = [file for file in (Path(job).absolute() / "job.json", root / job / "job.json") if file.exists()]
         known = named or [file for file in known if JobFolder(file.parent).load().job == job]
     if not known:
         raise common.CommandError(

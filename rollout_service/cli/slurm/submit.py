@@ -45,13 +45,9 @@ async def command(
     ] = None,
     drain: Annotated[int, typer.Option(min=10, help="Seconds before the end to begin to drain.")] = 120,
     backend: Annotated[list[str] | None, typer.Option(help="URL of an engine that runs elsewhere.")] = None,
-    engine_command: Annotated[
-        str | None, typer.Option(help="Command of an engine, with {host} and {port}.")
-    ] = None,
+    engine_command: Annotated[str | None, typer.Option(help="Command of an engine, with {host} and {port}.")] = None,
     engines_per_node: Annotated[int, typer.Option(min=1)] = 1,
-    engine_nodes: Annotated[
-        int, typer.Option(min=0, help="Nodes for engines alone; 0: the first of the service.")
-    ] = 0,
+    engine_nodes: Annotated[int, typer.Option(min=0, help="Nodes for engines alone; 0: the first of the service.")] = 0,
     engine_partition: str | None = None,
     engine_cpus: Annotated[int | None, typer.Option(min=1)] = None,
     engine_memory: str | None = None,
@@ -60,16 +56,12 @@ async def command(
     serve_flag: Annotated[
         list[str] | None, typer.Option(help="More flags of `serve`, as --name=value; may be repeated.")
     ] = None,
-    image: Annotated[
-        list[str] | None, typer.Option(help="Image to build once for all nodes; may be repeated.")
-    ] = None,
+    image: Annotated[list[str] | None, typer.Option(help="Image to build once for all nodes; may be repeated.")] = None,
     images_dir: Annotated[Path | None, typer.Option(help="Folder of images, which every node sees.")] = None,
     scratch: Annotated[Path | None, typer.Option(help="Folder on the nodes' local disks.")] = None,
     redis: Annotated[str | None, typer.Option(help="URL of a Redis that runs elsewhere.")] = None,
     redis_password_file: Path | None = None,
-    redis_server: Annotated[
-        str, typer.Option(help="Program that the job starts for several nodes.")
-    ] = "redis-server",
+    redis_server: Annotated[str, typer.Option(help="Program that the job starts for several nodes.")] = "redis-server",
     joinable: Annotated[
         bool, typer.Option("--joinable", help="Start a Redis for one node too, so that others can join.")
     ] = False,
@@ -199,7 +191,5 @@ async def _submit(spec: JobSpec, jobs: Path, *, dry_run: bool, write_only: bool,
         common.print_json({"job": job, "name": spec.name, "folder": str(folder.path)})
         return
     common.print_line(f"submitted job {job}, whose folder is {folder.path}")
-    status = shlex.join(
-        ["rollout-service", "slurm", "status", spec.name, "--folder", str(folder.path.parent)]
-    )
+    status = shlex.join(["rollout-service", "slurm", "status", spec.name, "--folder", str(folder.path.parent)])
     common.print_line(f"once it runs: {status}")

@@ -22,9 +22,7 @@ def run(folder: FolderArgument) -> None:
 
 def node(
     folder: FolderArgument,
-    slot: Annotated[
-        int, typer.Option(min=0, help="The node's number in the job, which names its state.")
-    ] = 0,
+    slot: Annotated[int, typer.Option(min=0, help="The node's number in the job, which names its state.")] = 0,
 ) -> None:
     """Serve on this node of a job."""
     from rollout_service.cluster.slurm.node import serve_on_node

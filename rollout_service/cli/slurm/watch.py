@@ -55,9 +55,7 @@ def _show(folder: JobFolder, state: JobState, ready: str | None) -> None:
     for failure in folder.failures():
         exit_code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
         reason = escape_controls(failure.reason)
-        common.print_line(
-            f"engine {failure.name} failed to start {failure.starts} times{exit_code}: {reason}"
-        )
+        common.print_line(f"engine {failure.name} failed to start {failure.starts} times{exit_code}: {reason}")
         place = shlex.quote(str(folder.path))
         common.print_line(f"    rollout-service slurm logs {place} --part engine-{failure.name}")
     if ready is not None:
@@ -140,9 +138,7 @@ async def stop(
     number, state = found.load().job, await state_of(found)
     if state.state in ("NOT_SUBMITTED", "UNKNOWN") and not remove:
         raise common.CommandError(
-            f"this Slurm has no job {number} of {found.path}"
-            if number
-            else f"{found.path} was not submitted",
+            f"this Slurm has no job {number} of {found.path}" if number else f"{found.path} was not submitted",
             hint=f"Name another: each job has a folder in {found.path.parent}. --remove removes this one's.",
         )
     if state.state == "RUNNING":

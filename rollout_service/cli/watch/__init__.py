@@ -22,12 +22,8 @@ PATIENCE_SECONDS = 3_600.0
 async def command(
     url: Url = DEFAULT_URL,
     key: Key = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print every event as one JSON object per line.")
-    ] = False,
-    after: Annotated[
-        int | None, typer.Option(min=0, help="With --json: start after the event with this id.")
-    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every event as one JSON object per line.")] = False,
+    after: Annotated[int | None, typer.Option(min=0, help="With --json: start after the event with this id.")] = None,
 ) -> None:
     """Show rollout states, engines, sandboxes, and speed until Ctrl-C; off a terminal, a line every few seconds."""
     from rollout_service.cli.watch.view import watch

@@ -82,8 +82,7 @@ class Screen:
 
     def _whole(self) -> RenderableType:
         recent = [
-            Text(format_event(event), style="dim", no_wrap=True, overflow="crop")
-            for event in reversed(self.events)
+            Text(format_event(event), style="dim", no_wrap=True, overflow="crop") for event in reversed(self.events)
         ]
         parts = [part for part in sections.all_of(self.overview) if part is not None]
         spaced = [line for part in parts for line in (part, Text())]

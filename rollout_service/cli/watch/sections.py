@@ -38,9 +38,7 @@ def all_of(overview: Overview) -> Iterator[RenderableType | None]:
 
 def head(overview: Overview) -> RenderableType:
     """Return the node's name, whether it takes work, and how fast it goes."""
-    line = Text(
-        f"{overview.node}  {overview.version}  up {duration(overview.uptime_seconds)}  ", no_wrap=True
-    )
+    line = Text(f"{overview.node}  {overview.version}  up {duration(overview.uptime_seconds)}  ", no_wrap=True)
     line.append("ready" if overview.ready else "takes no work", "green" if overview.ready else "bold red")
     line.append(f"  {overview.finished_per_second:.1f} rollouts/s")
     if overview.success_share is not None:
@@ -60,14 +58,10 @@ def findings(found: Iterable[HangFinding]) -> RenderableType | None:
     lines = []
     for one in all_found[:SHOWN_FINDINGS]:
         who = f" ({count(one.count, 'rollout')})" if one.count else ""
-        text = Text(
-            f"{one.verdict.upper()} for {duration(one.seconds)}{who}: {one.message}", HANG_STYLES[one.verdict]
-        )
+        text = Text(f"{one.verdict.upper()} for {duration(one.seconds)}{who}: {one.message}", HANG_STYLES[one.verdict])
         lines.append(text.append(f" {one.hint}", "not bold dim"))
     if len(all_found) > SHOWN_FINDINGS:
-        lines.append(
-            Text(f"and {len(all_found) - SHOWN_FINDINGS} more: rollout-service doctor --live", "dim")
-        )
+        lines.append(Text(f"and {len(all_found) - SHOWN_FINDINGS} more: rollout-service doctor --live", "dim"))
     return Group(*lines) if lines else None
 
 
@@ -79,9 +73,7 @@ def pipeline(stages: Iterable[StageOverview]) -> RenderableType:
         waits = ", ".join(f"{number} {kind}" for kind, number in ordered)
         working = f"{one.working}/{one.workers}"
         waiting = f"{one.waiting}/{one.places}"
-        rows.add_row(
-            one.stage, working, bar(one.working, one.workers), waiting, duration(one.oldest_seconds), waits
-        )
+        rows.add_row(one.stage, working, bar(one.working, one.workers), waiting, duration(one.oldest_seconds), waits)
     return rows
 
 
@@ -97,14 +89,10 @@ def limit(found: Bottleneck | None, more: NextNode | None) -> RenderableType | N
 def failures(overview: Overview) -> RenderableType | None:
     """Return how rollouts ended lately, and why they failed."""
     ended = sorted(overview.outcomes.items(), key=lambda pair: -pair[1])
-    lines = (
-        [Text("last 5 minutes: " + ", ".join(f"{number} {name}" for name, number in ended))] if ended else []
-    )
+    lines = [Text("last 5 minutes: " + ", ".join(f"{number} {name}" for name, number in ended))] if ended else []
     for one in overview.errors[:SHOWN_ERRORS]:
         where = f" in {one.stage}" if one.stage else ""
-        text = Text(
-            f"{one.count} x {one.code} ({one.boundary}{where}) ", "red", no_wrap=True, overflow="ellipsis"
-        )
+        text = Text(f"{one.count} x {one.code} ({one.boundary}{where}) ", "red", no_wrap=True, overflow="ellipsis")
         lines.append(text.append(one.message.partition("\n")[0], "dim"))
     return Group(*lines) if lines else None
 
@@ -149,17 +137,13 @@ def nodes(overview: Overview) -> RenderableType | None:
 def runs(found: list[RunOverview]) -> RenderableType | None:
     if not found:
         return None
-    rows = table(
-        id_column("run"), "state", "version", "open", "ready", "trained", "dropped", "kept", "behind"
-    )
+    rows = table(id_column("run"), "state", "version", "open", "ready", "trained", "dropped", "kept", "behind")
     for one in found[:SHOWN_ROWS]:
         rows.add_row(
             one.run_id,
             Text(one.state, "bold red" if one.problem else ""),
             str(one.version),
-            *map(
-                str, (one.open_groups, one.ready_groups, one.acknowledged_groups, sum(one.dropped.values()))
-            ),
+            *map(str, (one.open_groups, one.ready_groups, one.acknowledged_groups, sum(one.dropped.values()))),
             f"{one.acceptance_rate:.0%}",
             "-" if one.staleness is None else f"{one.staleness:g}",
         )

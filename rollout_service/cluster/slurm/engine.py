@@ -143,9 +143,7 @@ async def serve_engine(folder: JobFolder) -> int:
     """
     engines = folder.load().spec.engines
     if engines is None:
-        raise ConfigurationError(
-            f"the job of {folder.path} has no engines", hint="Submit it with --engine-command."
-        )
+        raise ConfigurationError(f"the job of {folder.path} has no engines", hint="Submit it with --engine-command.")
     slot = int(os.environ.get("SLURM_LOCALID", "0"))
     return await JobEngine(folder, engines, f"{node_name()}-{slot}", slot).run()
 

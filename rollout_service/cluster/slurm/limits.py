@@ -30,9 +30,7 @@ def _check(resources: Resources, time: str, nodes: Sequence[PartitionNode]) -> N
     name = resources.partition or next((node.partition for node in nodes if node.is_default), None)
     names = sorted({node.partition for node in nodes})
     if name is None:
-        raise ConfigurationError(
-            "the cluster has no default partition", hint=f"Name one: {', '.join(names)}."
-        )
+        raise ConfigurationError("the cluster has no default partition", hint=f"Name one: {', '.join(names)}.")
     there = [node for node in nodes if node.partition in name.split(",")]
     if not there:
         raise ConfigurationError(

@@ -97,6 +97,4 @@ async def wait_for_redis(folder: JobFolder, spec: JobSpec, stopping: anyio.Event
             await stopping.wait()
     if stopping.is_set():
         return None
-    raise ConfigurationError(
-        f"the Redis of job {spec.name} has not started", hint=f"Its log is {folder.log('redis')}."
-    )
+    raise ConfigurationError(f"the Redis of job {spec.name} has not started", hint=f"Its log is {folder.log('redis')}.")

@@ -56,9 +56,7 @@ async def _connect(folder: JobFolder) -> anyio.abc.SocketStream | None:
     return None
 
 
-async def _copy(
-    source: anyio.abc.SocketStream, target: anyio.abc.SocketStream, both: anyio.CancelScope
-) -> None:
+async def _copy(source: anyio.abc.SocketStream, target: anyio.abc.SocketStream, both: anyio.CancelScope) -> None:
     """Copy one direction to its end; if an end is broken, end both directions."""
     try:
         async for data in source:

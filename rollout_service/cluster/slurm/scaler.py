@@ -118,9 +118,7 @@ class Scaler:
         answer = overview.next_node or NextNode(message="The nodes do not say what they wait for.")
         return ScaleInput(anyio.current_time(), answer, added)
 
-    async def _ask(
-        self, parts: Sequence[Published], call: Callable[[RolloutClient], Awaitable[T]]
-    ) -> T | None:
+    async def _ask(self, parts: Sequence[Published], call: Callable[[RolloutClient], Awaitable[T]]) -> T | None:
         """Return what the first of these nodes answers; None if none does."""
         for part in parts:
             with anyio.move_on_after(ANSWER_SECONDS), suppress(ClientError):
@@ -140,9 +138,7 @@ class Scaler:
 
     async def _holds(self, slot: int, node: NodeView) -> int:
         """Ask a node itself what it holds; one that does not answer may hold something."""
-        parts = [
-            part for part in self.folder(slot).published("nodes") if node.node.startswith(f"{part.name}-")
-        ]
+        parts = [part for part in self.folder(slot).published("nodes") if node.node.startswith(f"{part.name}-")]
         own = await self._ask(parts, lambda client: client.overview())
         if own is None:
             return 1

@@ -157,9 +157,7 @@ class Scaling:
         self._was_alive |= alive
         there = {each.job.job: each.slot for each in seen.added}
         gone = {job: slot for job, slot in self._slots.items() if job not in there}
-        early = {
-            job: slot for job, slot in gone.items() if job not in self._was_alive and job not in self._told
-        }
+        early = {job: slot for job, slot in gone.items() if job not in self._was_alive and job not in self._told}
         self._slots = there
         self._was_alive &= there.keys()
         self._told = {job: when for job, when in self._told.items() if job in there}
@@ -180,9 +178,7 @@ class Scaling:
             elif each.is_alive and each.state is NodeState.DRAINING and not each.holds:
                 yield ScaleAction(ActionKind.END, each.slot, "it drains and holds nothing", job)
             elif away >= self.options.start_seconds:
-                yield ScaleAction(
-                    ActionKind.CANCEL, each.slot, f"its node is not there after {away:.0f} s", job
-                )
+                yield ScaleAction(ActionKind.CANCEL, each.slot, f"its node is not there after {away:.0f} s", job)
                 if job not in self._was_alive:
                     self.start_failed(seen.now, f"the node of job {job} was not ready after {away:.0f} s")
 
@@ -192,9 +188,7 @@ class Scaling:
             left = each.job.seconds_left
             is_late = left is not None and left < self.options.ahead_seconds
             if is_late and each.is_alive and self._stays(each):
-                yield ScaleAction(
-                    ActionKind.DRAIN, each.slot, f"its job ends in {left:.0f} s", each.job.job, each.node
-                )
+                yield ScaleAction(ActionKind.DRAIN, each.slot, f"its job ends in {left:.0f} s", each.job.job, each.node)
 
     def _shrink(self, seen: ScaleInput, staying: list[AddedNode]) -> Iterator[ScaleAction]:
         """Give back what has been of no use for long: waiting jobs first, then idle nodes, the last slots first."""
@@ -206,9 +200,7 @@ class Scaling:
                 continue
             staying.remove(each)
             if each.is_alive:
-                yield ScaleAction(
-                    ActionKind.DRAIN, each.slot, f"idle for {lasts:.0f} s", each.job.job, each.node
-                )
+                yield ScaleAction(ActionKind.DRAIN, each.slot, f"idle for {lasts:.0f} s", each.job.job, each.node)
             else:
                 yield ScaleAction(ActionKind.CANCEL, each.slot, f"not needed for {lasts:.0f} s", each.job.job)
 

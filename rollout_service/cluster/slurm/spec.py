@@ -68,9 +68,7 @@ class Engines(BaseModel):
     @classmethod
     def _has_a_port(cls, command: str) -> str:
         if "{port}" not in command:
-            raise ValueError(
-                "the engine's command has no {port}, so two jobs on a node would collide; add it"
-            )
+            raise ValueError("the engine's command has no {port}, so two jobs on a node would collide; add it")
         return command
 
 
@@ -133,9 +131,7 @@ class JobSpec(BaseModel):
     def _ends_after_its_drain(self) -> JobSpec:
         minutes = minutes_of(self.time)
         if minutes is not None and minutes * 60 <= self.signal_seconds:
-            raise ValueError(
-                f"time {self.time} is over before the drain of {self.signal_seconds} s; ask for more"
-            )
+            raise ValueError(f"time {self.time} is over before the drain of {self.signal_seconds} s; ask for more")
         return self
 
     @model_validator(mode="after")

@@ -213,9 +213,7 @@ class Supervisor:
         url = await self._ready_address()
         environment = {**os.environ, "ROLLOUT_URL": url, "ROLLOUT_KEY": self.folder.key}
         with self.folder.log("trainer").open("ab") as output:
-            process = await start_process(
-                self.spec.trainer, stdout=output, stderr=subprocess.STDOUT, env=environment
-            )
+            process = await start_process(self.spec.trainer, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
             self.exit_code = await process.wait()
             log.info("trainer ended", exit_code=self.exit_code)
@@ -267,9 +265,7 @@ async def run_job(folder: JobFolder) -> int:
         ServiceError: A part cannot be started.
     """
     if "SLURM_JOB_NODELIST" not in os.environ:
-        raise ConfigurationError(
-            "this is not a job of Slurm", hint="Submit it: rollout-service slurm submit --help."
-        )
+        raise ConfigurationError("this is not a job of Slurm", hint="Submit it: rollout-service slurm submit --help.")
     for kind in ("nodes", "engines"):
         _forget_dead(folder, kind)
     for failure in folder.failures():

@@ -66,9 +66,7 @@ def sampled_ids(ids: object, *, name: str, budget: int, vocab_size: int | None) 
     if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= limit:
         for position, token in enumerate(ids):
             if not is_count(token) or token >= limit:
-                raise BackendProtocolError(
-                    f"output id {token!r} at {position} is outside the vocabulary of {limit}"
-                )
+                raise BackendProtocolError(f"output id {token!r} at {position} is outside the vocabulary of {limit}")
     if len(ids) > budget:
         raise BackendProtocolError(f"{name} has {len(ids)} tokens, but at most {budget} were asked for")
     return ids
@@ -184,9 +182,7 @@ def versions_of_spans(spans: object, count: int) -> list[int]:
         fields = mapping(span, "an entry of weight_versions")
         start, end = fields.get("start"), fields.get("end")
         if start != len(versions) or not isinstance(end, int) or end < start:
-            raise BackendProtocolError(
-                f"weight_versions is {spans!r}, whose spans must follow each other from 0"
-            )
+            raise BackendProtocolError(f"weight_versions is {spans!r}, whose spans must follow each other from 0")
         versions.extend([parse_version(fields.get("version"))] * (end - start))
     if len(versions) != count:
         raise BackendProtocolError(f"weight_versions covers {len(versions)} of {count} tokens")

@@ -326,13 +326,9 @@ class HttpBackend(ABC):
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
             return BackendUnreachable(message, hint="See the engine's log.", backend_id=self._id)
         if "context length" in message:
-            return PromptTooLong(
-                message, hint="Shorten the prompt or lower max_new_tokens.", backend_id=self._id
-            )
+            return PromptTooLong(message, hint="Shorten the prompt or lower max_new_tokens.", backend_id=self._id)
         if status < HTTPStatus.BAD_REQUEST:
-            return BackendProtocolError(
-                message, hint="Register the engine's own address.", backend_id=self._id
-            )
+            return BackendProtocolError(message, hint="Register the engine's own address.", backend_id=self._id)
         return BackendRejected(message, backend_id=self._id)
 
 

@@ -50,9 +50,7 @@ class HttpClient:
         self._host, self._port = parts.hostname or "", parts.port
         self._is_tls = parts.scheme == "https"
         self._prefix = parts.path
-        self._headers = (
-            f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nAccept: application/json\r\n"
-        )
+        self._headers = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nAccept: application/json\r\n"
         self._resting: deque[_Connection] = deque()
         self._open: set[_Connection] = set()
         self._is_closed = False

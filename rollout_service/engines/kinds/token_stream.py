@@ -18,9 +18,7 @@ from rollout_service.engines.kinds import checks as check
 class TokenStream(ABC):
     """The chunks of one answer so far; a subclass reads an engine's protocol."""
 
-    def __init__(
-        self, request: GenerateRequest, info: ModelInfo | None, backend_id: str, on_tokens: TokenSink
-    ) -> None:
+    def __init__(self, request: GenerateRequest, info: ModelInfo | None, backend_id: str, on_tokens: TokenSink) -> None:
         self._request = request
         self._info = info
         self._backend_id = backend_id

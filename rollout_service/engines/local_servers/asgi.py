@@ -37,9 +37,7 @@ def serve(
         announce_port(listener, port_file)
     hosts = AllowedHosts((), bound=host, keyed=False)
     checked = HostMiddleware(app, hosts, unsafe_get_paths=unsafe_get_paths)
-    config = uvicorn.Config(
-        checked, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS
-    )
+    config = uvicorn.Config(checked, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS)
     server = uvicorn.Server(config)
     anyio.run(_serve, server, listener, exit_with_parent, backend_options={"use_uvloop": True})
 

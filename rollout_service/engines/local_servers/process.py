@@ -100,9 +100,7 @@ class ServerProcess(ABC):
     ) -> None:
         await self._stack.aclose()
 
-    async def _wait_until_healthy(
-        self, process: anyio.abc.Process, command: ServerCommand, folder: Path
-    ) -> str:
+    async def _wait_until_healthy(self, process: anyio.abc.Process, command: ServerCommand, folder: Path) -> str:
         started = time.monotonic()
         while time.monotonic() - started < self.start_seconds:
             if process.returncode is not None:

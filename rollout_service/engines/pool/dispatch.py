@@ -137,9 +137,7 @@ class Dispatcher:
     ) -> Decision:
         self._learn()
         fresh = [handle for handle in free if handle.id not in avoid] or free if avoid else free
-        candidates = [
-            Candidate(handle.id, handle.in_flight, handle.share, handle.is_local) for handle in fresh
-        ]
+        candidates = [Candidate(handle.id, handle.in_flight, handle.share, handle.is_local) for handle in fresh]
         decision = self._router.choose(candidates, request, affinity)
         self._decided.append(decision)
         asyncio.get_running_loop().call_soon(self._learn)

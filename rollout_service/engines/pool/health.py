@@ -77,7 +77,5 @@ class HealthChecks:
             if handle.state is BackendState.FAILED:
                 info = replace(info, weight_version=version, extras=handle.info.extras)
                 handle.bring_back(info, is_tried=self._registry.paused is None)
-                log.info(
-                    "backend is back", backend_id=handle.id, pool=self._registry.name, weight_version=version
-                )
+                log.info("backend is back", backend_id=handle.id, pool=self._registry.name, weight_version=version)
         self._registry.notify()

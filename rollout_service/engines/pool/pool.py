@@ -61,9 +61,7 @@ class BackendPool:
         self._controller = PoolController(self._registry, exclusive)
         self._health = HealthChecks(self._registry, self._controller, self._options)
         self._stalls = StallDetector(self._registry, router, self._options)
-        self._dispatcher = Dispatcher(
-            self._registry, self._health, router, self._queue, self._options, observer
-        )
+        self._dispatcher = Dispatcher(self._registry, self._health, router, self._queue, self._options, observer)
 
     @property
     def paused(self) -> bool:

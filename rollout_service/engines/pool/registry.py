@@ -130,8 +130,7 @@ class BackendRegistry:
         for handle in self._handles.values():
             if None not in (vocab_size, handle.info.vocab_size) and vocab_size != handle.info.vocab_size:
                 raise BackendRejected(
-                    f"has a vocabulary of {vocab_size}, but pool {self.name!r} serves one of "
-                    f"{handle.info.vocab_size}",
+                    f"has a vocabulary of {vocab_size}, but pool {self.name!r} serves one of {handle.info.vocab_size}",
                     hint="Register it in another pool.",
                     backend_id=backend_id,
                 )

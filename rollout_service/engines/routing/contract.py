@@ -103,9 +103,7 @@ class Observer(Protocol):
 class Router(Protocol):
     """Chooses a backend for each request."""
 
-    def choose(
-        self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None
-    ) -> Decision:
+    def choose(self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None) -> Decision:
         """Choose one of `candidates`, which are never empty; `affinity` names the rollout of the request."""
 
     def settle(self) -> None:
@@ -211,9 +209,7 @@ class LeastLoaded:
         self._last_chosen: dict[str, int] = {}
         self._choices = 0
 
-    def choose(
-        self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None
-    ) -> Decision:
+    def choose(self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None) -> Decision:
         sticky = self._sticky_backends.get(affinity) if affinity is not None else None
         chosen = next((each for each in candidates if each.backend_id == sticky), None)
         reason = Reason.HOME

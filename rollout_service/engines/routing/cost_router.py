@@ -80,9 +80,7 @@ class CostRouter:
         self._rates = Rates()
         self._decisions = 0
 
-    def choose(
-        self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None
-    ) -> Decision:
+    def choose(self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None) -> Decision:
         self.settle()
         now = self._clock()
         chain = self._chains.of(request.input_ids, affinity)
@@ -238,10 +236,7 @@ class CostRouter:
         if unread == 1.0 or len(costs) == 1:
             return costs
         chosen = first_choice(prompt, (cost.backend_id for cost in costs))
-        return [
-            replace(cost, prefill=cost.prefill * unread) if cost.backend_id == chosen else cost
-            for cost in costs
-        ]
+        return [replace(cost, prefill=cost.prefill * unread) if cost.backend_id == chosen else cost for cost in costs]
 
     @staticmethod
     def _own_part(engines: Sequence[EngineModel]) -> float:

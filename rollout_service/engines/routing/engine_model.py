@@ -318,9 +318,7 @@ class EngineModel:
         """Seconds per prompt token that it does not hold."""
         return self.common_rates.prefill * self.slowness
 
-    def learn(
-        self, uncached: float, sampled: int, others: float, seconds: float, *, ahead: float = 0.0
-    ) -> None:
+    def learn(self, uncached: float, sampled: int, others: float, seconds: float, *, ahead: float = 0.0) -> None:
         """Learn from the time that an answer took; `ahead` tokens at most were read before its own."""
         rates, limit = self.common_rates, self.options.slowness_limit
         rest = seconds - rates.expected(uncached, sampled, others)

@@ -82,15 +82,11 @@ class AwaitedBackends:
                 await register()
             except InferenceError as error:
                 self.reasons[backend_id] = str(error)
-                log.warning(
-                    "backend does not answer yet; trying again", url=url, error=str(error), hint=error.hint
-                )
+                log.warning("backend does not answer yet; trying again", url=url, error=str(error), hint=error.hint)
                 await anyio.sleep(RECONNECT_SECONDS)
             except Exception as error:
                 info = describe(error)
                 self.reasons[backend_id] = info.message
                 defect = error if info.code == "internal_error" else None
-                log.error(
-                    "backend cannot be used", url=url, error=info.message, hint=info.hint, exc_info=defect
-                )
+                log.error("backend cannot be used", url=url, error=info.message, hint=info.hint, exc_info=defect)
                 self.specs.pop(backend_id, None)

@@ -47,9 +47,7 @@ class PoolOrders:
         OrderFailed: An engine in service failed; the error has every answer.
     """
 
-    def __init__(
-        self, commands: PoolCommands, announce: Announce, check_known: Callable[[str], None]
-    ) -> None:
+    def __init__(self, commands: PoolCommands, announce: Announce, check_known: Callable[[str], None]) -> None:
         """`announce` is called with each order's event; `check_known` refuses unknown pools."""
         self._commands = commands
         self._announce = announce
@@ -110,6 +108,4 @@ class PoolOrders:
         return check_outcome(await self._run(request), "join the process group")
 
     async def leave_group(self, pool: str, name: str) -> PoolOutcome:
-        return check_outcome(
-            await self._run(LeaveGroupRequest(pool=pool, group_name=name)), "leave the process group"
-        )
+        return check_outcome(await self._run(LeaveGroupRequest(pool=pool, group_name=name)), "leave the process group")

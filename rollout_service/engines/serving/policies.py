@@ -106,11 +106,7 @@ class PolicyServing:
     async def _follow_listed(self, tasks: TaskGroup) -> None:
         """Serve the backends that the store lists, and drop those that it no longer lists."""
         scope = loopback_scope()
-        listed = {
-            each.backend_id: each
-            for each in await self._backends.backends()
-            if each.loopback_of in ("", scope)
-        }
+        listed = {each.backend_id: each for each in await self._backends.backends() if each.loopback_of in ("", scope)}
         served = {view.backend_id: view.state for view in self.views()}
         for backend_id in self._followed.keys() - listed.keys():
             del self._followed[backend_id]
@@ -280,11 +276,7 @@ class PolicyServing:
             for one, why in self.waiting.items()
             if pool is None or one.startswith(f"{pool}@")
         ]
-        views = [
-            view
-            for view in self.views()
-            if view.state is not BackendState.READY and pool in (None, view.pool)
-        ]
+        views = [view for view in self.views() if view.state is not BackendState.READY and pool in (None, view.pool)]
         return awaited + [
             f"{view.backend_id} is {view.state}"
             + (f": {view.last_error}." if view.state is BackendState.FAILED and view.last_error else ".")
@@ -337,9 +329,7 @@ class PolicyServing:
         _, backends = self.connect(pool)
         return next((view.model_path for view in backends.views()), pool)
 
-    async def open(
-        self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
-    ) -> PolicySession:
+    async def open(self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None) -> PolicySession:
         served, pool = self.connect(request.pool)
         return PolicySession(
             Conversation(served.renderer, tools),

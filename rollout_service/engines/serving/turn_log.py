@@ -151,9 +151,7 @@ class TurnLog:
         given, self._given = self._given, []
         self._sampled.append(generation.output_ids)
         if self._save is not None and number >= len(self._saved):
-            self._save(
-                number - self._earlier, SavedTurn(given, list(context), generation, self.clock.seconds)
-            )
+            self._save(number - self._earlier, SavedTurn(given, list(context), generation, self.clock.seconds))
 
     @contextmanager
     def replay(self) -> Iterator[None]:

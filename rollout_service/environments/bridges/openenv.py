@@ -173,9 +173,7 @@ class OpenEnvActor:
     Its methods raise EnvironmentFailedError if the environment failed, or ended before it began or without a reward.
     """
 
-    def __init__(
-        self, session: OpenEnvSession, limits: EpisodeLimits, declaration: OpenEnvDeclaration
-    ) -> None:
+    def __init__(self, session: OpenEnvSession, limits: EpisodeLimits, declaration: OpenEnvDeclaration) -> None:
         self._session = session
         self._limits = limits
         self._text_field = declaration.text_field

@@ -207,8 +207,7 @@ def _failure(url: str, kind: str, data: dict[str, Any]) -> Exception:
 def _explain(errors: Any) -> str:
     found = [one for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
     lines = (
-        f"{'.'.join(map(str, one.get('loc') or ())) or 'action'}: {one.get('msg')}"
-        for one in found[:SHOWN_ERRORS]
+        f"{'.'.join(map(str, one.get('loc') or ())) or 'action'}: {one.get('msg')}" for one in found[:SHOWN_ERRORS]
     )
     return "; ".join(lines)[:ERROR_CHARS]
 
@@ -239,7 +238,5 @@ async def _close(socket: aiohttp.ClientWebSocketResponse) -> None:
         await socket.close()
 
 
-async def _refuse_redirect(
-    _client: object, _context: object, params: aiohttp.TraceRequestRedirectParams
-) -> None:
+async def _refuse_redirect(_client: object, _context: object, params: aiohttp.TraceRequestRedirectParams) -> None:
     raise aiohttp.ClientError(f"it redirects {params.url}")

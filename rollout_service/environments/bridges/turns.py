@@ -70,9 +70,7 @@ async def take_turns(episode: Episode, messages: Sequence[Message], partner: Par
     return StopReason.AGENT_TIMEOUT
 
 
-async def _take_turns(
-    episode: Episode, messages: list[Message], partner: Partner, earned: Earned
-) -> StopReason:
+async def _take_turns(episode: Episode, messages: list[Message], partner: Partner, earned: Earned) -> StopReason:
     for _ in range(episode.limits.max_turns):
         turn = await sample_turn(episode, messages)
         if isinstance(turn, StopReason):

@@ -191,9 +191,7 @@ def expected_integer(instance: dict[str, JsonValue]) -> int:
         return answer
     if isinstance(answer, str) and INTEGER.fullmatch(answer):
         return int(answer)
-    message = (
-        "must be an integer, or its decimal digits as a string" if "answer" in instance else "is missing"
-    )
+    message = "must be an integer, or its decimal digits as a string" if "answer" in instance else "is missing"
     raise InvalidFieldError([FieldError(path="instance.answer", message=message)])
 
 

@@ -150,9 +150,7 @@ def is_held_out(problem: LookupProblem) -> bool:
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
-def sample_problems(
-    make: Make, sizes: Sequence[int], seed: int, n: int, held_out: bool
-) -> list[LookupProblem]:
+def sample_problems(make: Make, sizes: Sequence[int], seed: int, n: int, held_out: bool) -> list[LookupProblem]:
     """Return `n` tasks, all held out or none, of each size in turn; the same seed gives the same tasks."""
     rng = random.Random(seed)  # noqa: S311 - tasks, not secrets
     problems: list[LookupProblem] = []
@@ -176,9 +174,7 @@ def instances(make: Make, sizes: Sequence[int], seed: int) -> list[dict[str, Jso
         "held_out": sample_problems(make, sizes, seed, HELD_OUT_PROBLEMS, held_out=True),
         "train": sample_problems(make, sizes, seed + 1, TRAINING_PROBLEMS, held_out=False),
     }
-    return [
-        as_instance(problem) | {"split": split} for split, problems in splits.items() for problem in problems
-    ]
+    return [as_instance(problem) | {"split": split} for split, problems in splits.items() for problem in problems]
 
 
 # Shared by the environments `pointers` and `split`: a sum as the answer, scored within a budget of steps.

@@ -38,9 +38,7 @@ M = TypeVar("M", bound=BaseModel)
 FILE_NAME = "environment.toml"
 NO_GPU = "sandboxes have no GPU. Let a service do what needs one, and list its host in `network` of [sandbox]"
 TEXT_HINT = "Put the file there, saved as text in UTF-8."
-TOML_HINT = (
-    "Correct that line: texts and dates need quotes at both ends, lists and tables their closing brackets."
-)
+TOML_HINT = "Correct that line: texts and dates need quotes at both ends, lists and tables their closing brackets."
 VALUES_HINT = "docs/reference/environment-toml.md says what each key takes."
 INSIDE = "/environment"
 """The path at which commands find the environment's folder."""
@@ -241,9 +239,7 @@ def read_table(model: type[M], table: dict[str, Any], *, where: str) -> M:
     except ValidationError as error:
         items = error.errors(include_url=False)
         lines = [f"{where}: {_explain(model, item)}" for item in items]
-        raise ConfigurationError(
-            "\n".join(lines), hint=_keys_there_are(model, items) or VALUES_HINT
-        ) from error
+        raise ConfigurationError("\n".join(lines), hint=_keys_there_are(model, items) or VALUES_HINT) from error
 
 
 def _explain(model: type[BaseModel], item: Any) -> str:
@@ -264,9 +260,7 @@ def _keys_there_are(model: type[BaseModel], items: Sequence[Any]) -> str:
     """Return the keys of each table that has an unknown or a missing one; empty if only values are wrong."""
     places = [item["loc"][:-1] for item in items if item["type"] in ("extra_forbidden", "missing")]
     tables = dict.fromkeys(tuple(map(str, place)) for place in places)
-    return " ".join(
-        f"{_name_of(table)} takes {', '.join(sorted(known_fields(model, [*table])))}." for table in tables
-    )
+    return " ".join(f"{_name_of(table)} takes {', '.join(sorted(known_fields(model, [*table])))}." for table in tables)
 
 
 def _name_of(table: tuple[str, ...]) -> str:

@@ -157,9 +157,9 @@ class DeclarativeEnvironment(AgentEnvironment):
         known = {line.strip() for file in self._init_files for line in file.data.splitlines()}
         contexts = _build_contexts(self._files)
         return {
-            file.path: b"\n".join(
-                line for line in file.data.splitlines() if line.strip() not in known
-            ).decode(errors="replace")
+            file.path: b"\n".join(line for line in file.data.splitlines() if line.strip() not in known).decode(
+                errors="replace"
+            )
             for file in self._files
             if file.path not in shown and not contexts.intersection(PurePosixPath(file.path).parents)
         }
@@ -186,9 +186,7 @@ class SecretFolder:
     """The texts that are masked in its output."""
 
     @classmethod
-    async def make(
-        cls, sandbox: Sandbox, files: list[PackedFile], episode: Episode | None = None
-    ) -> SecretFolder:
+    async def make(cls, sandbox: Sandbox, files: list[PackedFile], episode: Episode | None = None) -> SecretFolder:
         """Copy the files to a new folder, with the episode's secrets for the command that runs there.
 
         Raises:
@@ -394,9 +392,7 @@ def _init_files(declaration: Declaration, files: tuple[PackedFile, ...]) -> list
         for file in files
         if file.path == name.strip("/") or file.path.startswith(f"{name.strip('/')}/")
     }
-    missing = [
-        name for name in wanted if not any((path + "/").startswith(f"{name.strip('/')}/") for path in chosen)
-    ]
+    missing = [name for name in wanted if not any((path + "/").startswith(f"{name.strip('/')}/") for path in chosen)]
     if missing:
         raise ConfigurationError(
             f"environment {declaration.name!r}: the init command needs {', '.join(missing)}, which the folder lacks",

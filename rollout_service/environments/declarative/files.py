@@ -49,9 +49,7 @@ def read_folder(folder: Path, *, without: Iterable[Path] = ()) -> tuple[PackedFi
                 f"the files in {folder} exceed {MAX_BYTES} bytes, and each sandbox gets a copy",
                 hint="Put large files into the image.",
             )
-        files.append(
-            PackedFile(str(path.relative_to(folder)), path.read_bytes(), bool(status.st_mode & 0o111))
-        )
+        files.append(PackedFile(str(path.relative_to(folder)), path.read_bytes(), bool(status.st_mode & 0o111)))
     return tuple(files)
 
 

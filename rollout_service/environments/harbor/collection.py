@@ -47,9 +47,7 @@ class HarborEnvironment(Environment):
         tasks: Mapping[str, HarborTaskEnvironment],
         problems: Mapping[str, ConfigurationError] | None = None,
     ) -> None:
-        self.spec = EnvironmentSpec(
-            name=name, description=f"{len(tasks)} tasks in Harbor's format", prompt=""
-        )
+        self.spec = EnvironmentSpec(name=name, description=f"{len(tasks)} tasks in Harbor's format", prompt="")
         self.tasks = dict(tasks)
         self.problems = dict(problems or {})
 

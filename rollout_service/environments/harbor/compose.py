@@ -136,15 +136,13 @@ class BuildKeys(TaskSection):
 
 class ComposeService(TaskSection):
     image: str | None = None
-    build: Annotated[
-        BuildKeys | None, BeforeValidator(lambda of: {"context": of} if isinstance(of, str) else of)
-    ] = None
+    build: Annotated[BuildKeys | None, BeforeValidator(lambda of: {"context": of} if isinstance(of, str) else of)] = (
+        None
+    )
     entrypoint: Words = ()
     command: Words = ()
     environment: Annotated[dict[str, str], BeforeValidator(_pairs), Field(max_length=MAX_ENTRIES)] = {}
-    depends_on: Annotated[
-        dict[str, Condition], BeforeValidator(_conditions), Field(max_length=MAX_ENTRIES)
-    ] = {}
+    depends_on: Annotated[dict[str, Condition], BeforeValidator(_conditions), Field(max_length=MAX_ENTRIES)] = {}
     ports: tuple[Port, ...] = Field((), max_length=MAX_ENTRIES)
     expose: tuple[Port, ...] = Field((), max_length=MAX_ENTRIES)
     healthcheck: HealthcheckKeys | None = None
@@ -221,9 +219,7 @@ class Compose(TaskSection):
 
     def is_awaited(self, name: str) -> bool:
         """Return whether another service waits until this one has completed."""
-        return any(
-            one.depends_on.get(name) == "service_completed_successfully" for one in self.services.values()
-        )
+        return any(one.depends_on.get(name) == "service_completed_successfully" for one in self.services.values())
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -254,9 +250,7 @@ def read_compose(path: Path, *, images: Callable[[], Collection[str]], allowed: 
         if not problems:
             return compose
     lines = "\n".join(f"{path}: {problem}" for problem in problems)
-    raise ConfigurationError(
-        lines, hint="Services are processes of the task's one sandbox: change the file so."
-    )
+    raise ConfigurationError(lines, hint="Services are processes of the task's one sandbox: change the file so.")
 
 
 def _tree(path: Path) -> Any:
@@ -270,9 +264,7 @@ def _tree(path: Path) -> Any:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
             what = f"more than {MAX_DEPTH} levels" if depth > MAX_DEPTH else f"`*{event.anchor}` is not read"
-            raise ValueError(
-                f"line {event.start_mark.line + 1}: {what}: write the values out, in fewer levels"
-            )
+            raise ValueError(f"line {event.start_mark.line + 1}: {what}: write the values out, in fewer levels")
     return yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 - it makes nothing but texts, lists and tables
 
 
@@ -286,9 +278,7 @@ def _replaced(tree: Any, path: str, allowed: Container[str]) -> Any:
         if match[0] == "$$":
             return "$"
         if (name := match["name"]) is None:
-            raise ValueError(
-                f"{path[1:]}: write $$ for a dollar sign, and ${{NAME}} or ${{NAME:-x}} for a variable"
-            )
+            raise ValueError(f"{path[1:]}: write $$ for a dollar sign, and ${{NAME}} or ${{NAME:-x}} for a variable")
         if name in HARBORS:
             return HARBORS[name]
         if (value := _value(match, allowed, os.environ)) is None:
@@ -315,14 +305,9 @@ def _explain(item: Any) -> str:
 # Guarantee: a task gets no variable of the host but those that the operator has named, since its sandbox is hostile.
 
 
-def resolve(
-    table: Mapping[str, str], allowed: Container[str], host: Mapping[str, str] = os.environ
-) -> dict[str, str]:
+def resolve(table: Mapping[str, str], allowed: Container[str], host: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the values with their references replaced; a reference without a value becomes empty."""
-    return {
-        key: REFERENCE.sub(lambda match: _value(match, allowed, host) or "", value)
-        for key, value in table.items()
-    }
+    return {key: REFERENCE.sub(lambda match: _value(match, allowed, host) or "", value) for key, value in table.items()}
 
 
 def missing(

@@ -95,17 +95,13 @@ async def start_services(sandbox: Sandbox, compose: Compose, require_healthy: Ch
                 await require_healthy(sandbox, check)
             except HealthcheckFailedError as error:
                 said = await _last_output(sandbox, f"{LOGS}/{name}")
-                raise HealthcheckFailedError(
-                    f"the service {name!r}: {error}{said}", hint=error.hint
-                ) from error
+                raise HealthcheckFailedError(f"the service {name!r}: {error}{said}", hint=error.hint) from error
     await _require_none_failed(sandbox)
 
 
 async def _start(sandbox: Sandbox, name: str, service: ComposeService, *, completes: bool) -> None:
     folder = service.working_dir or sandbox.workdir
-    await sandbox.exec(
-        ["mkdir", "-p", "--", folder, *(one.split(":")[1] for one in service.volumes)], cwd="/"
-    )
+    await sandbox.exec(["mkdir", "-p", "--", folder, *(one.split(":")[1] for one in service.volumes)], cwd="/")
     run = ["bash", "-c", _RUN, "service", name, *service.argv]
     if not completes:
         run = ["bash", "-c", '"$@" >/dev/null 2>&1 </dev/null &', "start", *run]
@@ -268,9 +264,7 @@ class HarborTaskEnvironment(AgentEnvironment):
     async def _collect(self, sandbox: Sandbox) -> None:
         """Run the commands that gather the files for a separate verifier; they are the agent's to break."""
         for command in self.task.toml.verifier.collect:
-            await sandbox.exec(
-                ["bash", "-c", command.command], cwd=sandbox.workdir, timeout=command.timeout_sec
-            )
+            await sandbox.exec(["bash", "-c", command.command], cwd=sandbox.workdir, timeout=command.timeout_sec)
 
     async def evaluate_checkpoint(self, episode: Episode, number: int) -> bool:
         step = self.task.steps[number]
@@ -280,9 +274,7 @@ class HarborTaskEnvironment(AgentEnvironment):
         rewards = graded[number] = await self._verify(episode, step)
         if not is_below(rewards, step.min_reward):
             return True
-        episode.notes.append(
-            f"the step {step.name!r} is below its min_reward: the steps after it do not count"
-        )
+        episode.notes.append(f"the step {step.name!r} is below its min_reward: the steps after it do not count")
         return False
 
     async def evaluate(self, episode: Episode) -> Score:
@@ -336,9 +328,7 @@ async def _require_healthy(sandbox: Sandbox, check: HealthcheckTable) -> None:
     starting_until = anyio.current_time() + check.start_period_sec
     failures = 0
     while True:
-        done = await sandbox.exec(
-            ["bash", "-c", check.command], cwd=sandbox.workdir, timeout=check.timeout_sec
-        )
+        done = await sandbox.exec(["bash", "-c", check.command], cwd=sandbox.workdir, timeout=check.timeout_sec)
         if done.exit_code == 0:
             return
         starting = anyio.current_time() < starting_until

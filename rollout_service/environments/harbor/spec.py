@@ -44,11 +44,7 @@ def spec_of(task: HarborTask, name: str, settings: HarborSettings) -> Environmen
     if unset:
         raise ConfigurationError("\n".join(f"{where}: {problem}" for problem in unset))
     fresh = toml.verifier.is_separate or len(task.steps) > 1 or settings.shared_verifier == "fresh"
-    agents = (
-        _network(toml.environment, settings)
-        if toml.agent.network_mode is None
-        else _network(toml.agent, settings)
-    )
+    agents = _network(toml.environment, settings) if toml.agent.network_mode is None else _network(toml.agent, settings)
     sandbox = _sandbox(f"{where}: environment", toml.environment, agents, settings)
     if task.compose is not None:
         sandbox = sandbox.model_copy(update={"env": {**sandbox.env, **task.compose.environment}})
@@ -95,9 +91,7 @@ def _limits(task: HarborTask) -> EpisodeLimits:
     verifying = [step.verifier.timeout_sec for step in task.steps]
     health = task.toml.environment.healthcheck
     starting = (
-        0.0
-        if health is None
-        else health.start_period_sec + health.retries * (health.timeout_sec + health.interval_sec)
+        0.0 if health is None else health.start_period_sec + health.retries * (health.timeout_sec + health.interval_sec)
     )
     return EpisodeLimits(
         max_turns=MAX_TURNS,
@@ -139,9 +133,7 @@ def _sandbox(
         "env": compose.resolve(table.env, settings.variables),
     }
     try:
-        return SandboxSettings.model_validate(
-            {key: value for key, value in given.items() if value is not None}
-        )
+        return SandboxSettings.model_validate({key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
         raise ConfigurationError(f"{where}.allowed_hosts: {problem}") from error

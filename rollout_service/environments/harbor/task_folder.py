@@ -92,9 +92,7 @@ class HarborTask:
 
     @property
     def has_solution(self) -> bool:
-        return all(
-            any((folder / "solution" / SOLUTION).is_file() for folder in step.folders) for step in self.steps
-        )
+        return all(any((folder / "solution" / SOLUTION).is_file() for folder in step.folders) for step in self.steps)
 
     def empty_instructions(self) -> Iterator[str]:
         """Yield the instructions without a word, with which the agent would not know what to do."""
@@ -220,9 +218,7 @@ def _key_refusals(toml: TaskToml, services: Set[str]) -> Iterator[str]:
     for number, step in enumerate(toml.steps):
         if step.agent.network_mode is not None:
             yield f"steps.{number}.agent.network_mode: the network of a sandbox cannot change"
-        if step.verifier is not None and (
-            step.verifier.is_separate or step.verifier.network_mode is not None
-        ):
+        if step.verifier is not None and (step.verifier.is_separate or step.verifier.network_mode is not None):
             yield f"steps.{number}.verifier: all steps have the verifier's sandbox of the task"
 
 

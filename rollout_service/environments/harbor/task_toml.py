@@ -137,9 +137,7 @@ class VerifierTable(NetworkKeys):
 
     @property
     def is_separate(self) -> bool:
-        return self.environment_mode == "separate" or (
-            self.environment_mode is None and self.environment is not None
-        )
+        return self.environment_mode == "separate" or (self.environment_mode is None and self.environment is not None)
 
 
 class ArtifactTable(TaskSection):
@@ -220,9 +218,7 @@ def read_task_toml(text: str, *, where: str) -> TaskToml:
         return TaskToml.model_validate(table)
     except ValidationError as error:
         lines = [f"{where}: {problem}" for problem in describe_problems(error, TaskToml)]
-        raise ConfigurationError(
-            "\n".join(lines), hint="The keys are those of Harbor's task.toml."
-        ) from error
+        raise ConfigurationError("\n".join(lines), hint="The keys are those of Harbor's task.toml.") from error
 
 
 def _put(table: dict[str, Any], old: str, new: str, value: Any) -> None:

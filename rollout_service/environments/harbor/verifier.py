@@ -113,9 +113,7 @@ class Verifier:
     async def _place(self, sandbox: Sandbox, tests: Sequence[PackedFile]) -> None:
         """Copy the tests in, and make the folder of their results, with nothing of the agent in either."""
         places = shlex.join([TESTS, LOGS])
-        await sandbox.exec(
-            ["bash", "-c", f"rm -rf -- {places}; mkdir -p -- {places} /logs/artifacts"], cwd="/"
-        )
+        await sandbox.exec(["bash", "-c", f"rm -rf -- {places}; mkdir -p -- {places} /logs/artifacts"], cwd="/")
         files = [PackedFile(one.path, one.data, one.executable or one.path == TEST) for one in tests]
         await sandbox.import_path(TESTS, archive(files))
 
@@ -138,9 +136,7 @@ class Verifier:
                 hint="Raise `timeout_sec` in [verifier], or give the sandbox more of the machine.",
             )
         if done.exit_code in NOT_RUN:
-            raise TestsNeverRanError(
-                f"the tests never ran: {NOT_RUN[done.exit_code]}; {_printed(done)}", hint=_BAKE
-            )
+            raise TestsNeverRanError(f"the tests never ran: {NOT_RUN[done.exit_code]}; {_printed(done)}", hint=_BAKE)
         if lost := _NOT_FOUND.search(done.stderr) or _NOT_FOUND.search(done.stdout):
             name = lost[1].decode(errors="replace")
             raise TestsNeverRanError(f"{TEST} did not find {name!r}; {_printed(done)}", hint=_BAKE)
@@ -163,9 +159,7 @@ async def _require_report(sandbox: Sandbox, done: ExecResult) -> None:
 async def _read_rewards(sandbox: Sandbox, done: ExecResult, tests: Sequence[PackedFile]) -> Rewards:
     """Read `reward.json` before `reward.txt`, unless the tests speak of the latter alone: then that is the result."""
     kinds = {"reward.json": parse_json, "reward.txt": parse_text}
-    if not any(b"reward.json" in one.data for one in tests) and any(
-        b"reward.txt" in one.data for one in tests
-    ):
+    if not any(b"reward.json" in one.data for one in tests) and any(b"reward.txt" in one.data for one in tests):
         kinds = {"reward.txt": parse_text}
     for name, parse in kinds.items():
         try:
@@ -257,9 +251,7 @@ def combine(steps: Sequence[tuple[str, Rewards]], strategy: Literal["mean", "fin
         total = steps[-1][1]
     else:
         keys = {key for _, rewards in steps for key in rewards}
-        total = {
-            key: math.fsum(rewards.get(key, 0.0) for _, rewards in steps) / len(steps) for key in sorted(keys)
-        }
+        total = {key: math.fsum(rewards.get(key, 0.0) for _, rewards in steps) / len(steps) for key in sorted(keys)}
     parts = dict(total)
     parts |= {f"{name}.{key}": value for name, rewards in steps if name for key, value in rewards.items()}
     return Score(main_reward(total), parts)

@@ -66,9 +66,7 @@ class SweEnvironment(AgentEnvironment):
         self._dataset = dataset
         self._findings = findings
         self._image = (
-            PromptTemplate(declaration.image, where=f"the image of {declaration.name!r}")
-            if declaration.image
-            else None
+            PromptTemplate(declaration.image, where=f"the image of {declaration.name!r}") if declaration.image else None
         )
         self._proven: set[str] = set()
 
@@ -133,9 +131,7 @@ class SweTaskEnvironment(AgentEnvironment):
             raise EnvironmentFailedError(f"the instance {self._task.instance_id} has no reference repair")
         sandbox, reverse = episode.require_sandbox(), self._task.reverse_gold
         if why := await apply_patch(sandbox, self._task, self._task.gold, reverse=reverse):
-            raise EnvironmentFailedError(
-                f"the reference repair of {self._task.instance_id} does not apply: {why}"
-            )
+            raise EnvironmentFailedError(f"the reference repair of {self._task.instance_id} does not apply: {why}")
         await self._collect(episode)
         episode.state[SOLVED] = True  # the evaluation then checks the task too
         return StopReason.FINISHED
@@ -182,9 +178,7 @@ def environment() -> SweEnvironment:
 
 KIND = "swe"
 
-SYSTEM = (
-    "You repair software. Use your tools to look at the repository, change it, and try out what you changed."
-)
+SYSTEM = "You repair software. Use your tools to look at the repository, change it, and try out what you changed."
 PROMPT = """\
 The repository in {{ instance.repo_folder | default("/testbed") }} has this problem:
 

@@ -81,9 +81,7 @@ async def judge_log(task: SweTask, log: str, canary: str = "") -> TestVerdict:
 async def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
     command = [str(SWEBENCH.python()), "-I", str(PROGRAM)]
     with anyio.move_on_after(GRADING_SECONDS) as scope:
-        done = await anyio.run_process(
-            command, input=json.dumps(request).encode(), stderr=subprocess.PIPE, check=False
-        )
+        done = await anyio.run_process(command, input=json.dumps(request).encode(), stderr=subprocess.PIPE, check=False)
     if scope.cancelled_caught:
         raise EnvironmentFailedError(f"the log of the tests was not read within {GRADING_SECONDS:g} s")
     if done.returncode != 0:
@@ -244,9 +242,7 @@ class SweEvaluation:
         await self.sandbox.end_processes()
         return result.stdout.decode(errors="replace")
 
-    def _outcome(
-        self, verdict: TestVerdict, planted: PlantedScript, log: str, notes: list[str]
-    ) -> SweOutcome:
+    def _outcome(self, verdict: TestVerdict, planted: PlantedScript, log: str, notes: list[str]) -> SweOutcome:
         seen = planted.status(verdict.statuses)
         parts = {
             "submitted": 1.0,
@@ -268,6 +264,4 @@ class SweEvaluation:
 
 def _left_out(paths: list[str]) -> str:
     more = f" and {len(paths) - SHOWN_PATHS} more" if len(paths) > SHOWN_PATHS else ""
-    return (
-        f"changes of tests, or of what configures them, were left out: {', '.join(paths[:SHOWN_PATHS])}{more}"
-    )
+    return f"changes of tests, or of what configures them, were left out: {', '.join(paths[:SHOWN_PATHS])}{more}"

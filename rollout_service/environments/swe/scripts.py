@@ -101,9 +101,7 @@ def plant_canary(script: str, tests: Collection[str], folder: str) -> PlantedScr
         return "\n".join([*body, *_with_exit_code(lines[end]), *lines[end + 1 :]]) + "\n"
 
     alone = _without(lines[command], tests)
-    return PlantedScript(
-        with_command(_append(lines[command], argument)), with_command(_append(alone, argument)), token
-    )
+    return PlantedScript(with_command(_append(lines[command], argument)), with_command(_append(alone, argument)), token)
 
 
 def _runner(line: str) -> bool:

@@ -155,9 +155,7 @@ def _image_of(read: _SweInstance, published: str) -> str:
         raise InvalidFieldError([problem], hint=error.hint) from error
 
 
-def _swe_bench(
-    read: _SweInstance, family: SweFamily = SweFamily.SWE_BENCH, publisher: str = "swebench"
-) -> SweTask:
+def _swe_bench(read: _SweInstance, family: SweFamily = SweFamily.SWE_BENCH, publisher: str = "swebench") -> SweTask:
     separator = "_s_" if family is SweFamily.SWE_GYM else "_1776_"
     name = read.instance_id.replace("__", separator).lower()
     command, parser = read.test_cmd, read.log_parser
@@ -167,9 +165,7 @@ def _swe_bench(
         parser = parser or read.install_config.log_parser
     _require(read, {"instance_id": read.instance_id, "FAIL_TO_PASS": read.FAIL_TO_PASS, "log_parser": parser})
     if not read.eval_script:
-        _require(
-            read, {"eval_script": command, "base_commit": read.base_commit, "test_patch": read.test_patch}
-        )
+        _require(read, {"eval_script": command, "base_commit": read.base_commit, "test_patch": read.test_patch})
     script = read.eval_script or make_script(
         read.repo_folder,
         command,

@@ -319,9 +319,7 @@ class TurnCapture:
         if self.renderer.rereads_history:
             history = self._history(messages[: match.begin], match)
         calls = turn.message.tool_calls
-        return self._tree.extend(
-            turn, as_messages(new, self._index.calls, calls), call.tools, history, reason
-        )
+        return self._tree.extend(turn, as_messages(new, self._index.calls, calls), call.tools, history, reason)
 
     def _history(self, messages: Sequence[ClientMessage], match: Match) -> list[Message]:
         """Return messages up to an answer, each answer as it was sampled."""
@@ -335,9 +333,7 @@ class TurnCapture:
         after = cause.after.turn if cause.after is not None else None
         return self._tree.begin(as_messages(messages, self._index.calls), call.tools, cause.reason, after)
 
-    def _why(
-        self, call: ModelCall, messages: Sequence[ClientMessage], match: Match, head: Head
-    ) -> _ForkCause:
+    def _why(self, call: ModelCall, messages: Sequence[ClientMessage], match: Match, head: Head) -> _ForkCause:
         if match.turn is not None:
             return _ForkCause(self._why_not_extended(messages, match), match.turn)
         again = self._index.answers(match.state)

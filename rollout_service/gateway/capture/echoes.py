@@ -192,9 +192,7 @@ class TurnIndex:
         calls = (self._by_call.get(call.id) for call in message.calls if call.id is not None)
         return next((turn for turn in calls if turn is not None), self._by_key.get(message.turn_key or ""))
 
-    def _standing_here(
-        self, state: bytes, message: ClientMessage, named: RecordedTurn | None
-    ) -> RecordedTurn | None:
+    def _standing_here(self, state: bytes, message: ClientMessage, named: RecordedTurn | None) -> RecordedTurn | None:
         if named is not None:
             return named if named.state == state else None
         if any(call.id is not None for call in message.calls):
@@ -209,9 +207,7 @@ class TurnIndex:
         return next(alike, None) or next(said, None)
 
 
-def _note_answer(
-    match: Match, place: int, message: ClientMessage, candidates: Sequence[RecordedTurn | None]
-) -> None:
+def _note_answer(match: Match, place: int, message: ClientMessage, candidates: Sequence[RecordedTurn | None]) -> None:
     """Note whose answer an assistant's message is, wherever it stands."""
     for turn in candidates:
         if turn is not None and turn.match(message) is not EchoMatch.TEXT_CHANGED:
@@ -323,9 +319,7 @@ def role_of_new(
     return _role_of_root(new, _main_root(turns), inherited, alone=before is None)
 
 
-def _role_of_root(
-    root: TurnHead, main: RecordedTurn | None, inherited: SegmentRole, *, alone: bool
-) -> SegmentRole:
+def _role_of_root(root: TurnHead, main: RecordedTurn | None, inherited: SegmentRole, *, alone: bool) -> SegmentRole:
     if main is None or root is main or (root.head == main.head and not _has_only_schema(root, main)):
         return inherited
     if _has_only_schema(root, main) or (main.head.tools and not root.head.tools):

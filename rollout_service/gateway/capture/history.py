@@ -113,9 +113,7 @@ def as_messages(
     return rendered
 
 
-def _as_result(
-    message: ClientMessage, calls: Mapping[str, ToolCall], open_calls: dict[str, ToolCall]
-) -> Message:
+def _as_result(message: ClientMessage, calls: Mapping[str, ToolCall], open_calls: dict[str, ToolCall]) -> Message:
     answered = calls.get(message.call_id or "")
     if answered is None and message.call_id is None:
         named = (call for call in open_calls.values() if message.tool_name in (None, call.name))

@@ -297,9 +297,7 @@ class Splitter:
 # nothing. In all other formats an answer is read when it is complete.
 
 _JSON = frozenset({"qwen3", "qwen3-vl"})
-_XML = frozenset(
-    {"qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"}
-)
+_XML = frozenset({"qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"})
 _TAGGED = frozenset({"glm-4.5", "glm-5", "glm-5.1", "glm-5.3"})
 
 

@@ -53,9 +53,7 @@ class WholeAnswer:
     @property
     def text(self) -> str:
         """All text, without reasoning."""
-        return "".join(
-            part.text for part in self.parts if isinstance(part, TextPart) and not part.is_reasoning
-        )
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart) and not part.is_reasoning)
 
     @property
     def reasoning(self) -> str:

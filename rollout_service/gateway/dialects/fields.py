@@ -94,9 +94,7 @@ class Fields:
 
     def required_text(self, name: str) -> str:
         """Return a text that must not be missing or empty."""
-        return self.text(name) or invalid(
-            self.at(name), "is required, and must be a string that is not empty"
-        )
+        return self.text(name) or invalid(self.at(name), "is required, and must be a string that is not empty")
 
     def boolean(self, name: str) -> bool | None:
         """Return a truth value, or None if it is missing."""
@@ -211,9 +209,7 @@ def custom_tool(name: str, description: str | None, form: Mapping[str, Any] | No
     """Return a function for a tool whose input is one text: with one parameter, and its grammar in the description."""
     lines = [description] if description else []
     if form and form.get("type") == "grammar":
-        lines.append(
-            f"The input follows this {form.get('syntax', '')} grammar:\n{form.get('definition', '')}"
-        )
+        lines.append(f"The input follows this {form.get('syntax', '')} grammar:\n{form.get('definition', '')}")
     parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
     return tool_spec(name, BETWEEN_PARTS.join(lines), parameters)
 

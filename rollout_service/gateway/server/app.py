@@ -73,9 +73,7 @@ class GatewayApp:
         else:
             await response(scope, receive, send)
 
-    async def _respond(
-        self, request: GatewayRequest, codec: DialectCodec, scope: Scope, receive: Receive
-    ) -> ASGIApp:
+    async def _respond(self, request: GatewayRequest, codec: DialectCodec, scope: Scope, receive: Receive) -> ASGIApp:
         if request.action is Action.ALIVE:
             return Response()
         session = await self._find(request, scope)

@@ -133,9 +133,7 @@ async def send_error(error: ErrorAnswer, send: Send) -> None:
     await send(_body(error.body))
 
 
-def _head(
-    status: int, media_type: str, length: int | None = None, more: Sequence[tuple[bytes, bytes]] = ()
-) -> Message:
+def _head(status: int, media_type: str, length: int | None = None, more: Sequence[tuple[bytes, bytes]] = ()) -> Message:
     headers = [(b"content-type", media_type.encode()), (b"cache-control", b"no-store"), *more]
     if length is not None:
         headers.append((b"content-length", b"%d" % length))

@@ -77,9 +77,7 @@ async def serving(
         lifespan="off",
         ws="none",
     )
-    server = GatewayServer(
-        config, listener, connections=Connections(limits), limits=requests, observe=observe
-    )
+    server = GatewayServer(config, listener, connections=Connections(limits), limits=requests, observe=observe)
 
     async def serve() -> None:
         with anyio.CancelScope(shield=True):

@@ -99,9 +99,7 @@ class LiveAnswer:
     def feed(self, chunk: TokenChunk) -> None:
         if self.planned is not None:
             self._sampled.add(chunk)
-            if (
-                self.call.stream
-            ):  # nobody waits for parts of any other, so it is read at once when it is whole
+            if self.call.stream:  # nobody waits for parts of any other, so it is read at once when it is whole
                 self._add(self.planned.feed(chunk.ids))
 
     def end(self, events: Sequence[AnswerEvent]) -> None:

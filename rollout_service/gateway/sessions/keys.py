@@ -62,9 +62,7 @@ class GatewaySessions:
 
     def _forget(self) -> None:
         oldest_kept = monotonic() - REMEMBERED_SECONDS
-        while self._ended and (
-            len(self._ended) > MAX_REMEMBERED or next(iter(self._ended.values())) < oldest_kept
-        ):
+        while self._ended and (len(self._ended) > MAX_REMEMBERED or next(iter(self._ended.values())) < oldest_kept):
             self._ended.popitem(last=False)
 
 

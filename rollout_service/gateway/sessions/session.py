@@ -302,9 +302,7 @@ class GatewaySession(UndrivenPolicy):
         if self._place.is_private:
             log.warning("a call to the gateway failed", client=call.lane.client, **without_message(error))
         else:
-            log.warning(
-                "a call to the gateway failed", client=call.lane.client, error=str(error), exc_info=error
-            )
+            log.warning("a call to the gateway failed", client=call.lane.client, error=str(error), exc_info=error)
         if is_infrastructure and not is_requests_own:
             self._failure = self._failure or error
             self._failed.notify()

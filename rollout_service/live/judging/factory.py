@@ -85,9 +85,7 @@ def recorded_prompts(store: SqliteLiveStore, serving: PolicyServing) -> PromptOf
             raise NotFoundError("the session was deleted meanwhile")
         renderer = serving.connect(session.pool)[0].renderer
         turns = await store.turns(turn.session_id)
-        return RecordedPrompt(
-            session.pool, await anyio.to_thread.run_sync(prompt_of, renderer, turns, turn.turn)
-        )
+        return RecordedPrompt(session.pool, await anyio.to_thread.run_sync(prompt_of, renderer, turns, turn.turn))
 
     return find
 
@@ -192,9 +190,7 @@ class JudgedHints:
             prompts.append(renderer.render(messages, recorded.prompt.tools))
         return prompts
 
-    async def _select(
-        self, recorded: RecordedPrompt, hints: Sequence[str], hinted: Sequence[Sequence[int]]
-    ) -> int:
+    async def _select(self, recorded: RecordedPrompt, hints: Sequence[str], hinted: Sequence[Sequence[int]]) -> int:
         longest = max(range(len(hints)), key=lambda number: len(hints[number]))
         if self._selection == "longest" or len(hints) == 1:
             return longest
@@ -262,9 +258,7 @@ async def overlaps(
             tasks.start_soon(look, -1, place, policy, prompt_ids)
             for number, prompt in enumerate(hinted):
                 tasks.start_soon(look, number, place, teacher, prompt)
-    return [
-        sum(len(found[-1, place] & found[number, place]) for place in places) for number in range(len(hinted))
-    ]
+    return [sum(len(found[-1, place] & found[number, place]) for place in places) for number in range(len(hinted))]
 
 
 def positions(length: int) -> list[int]:

@@ -49,9 +49,7 @@ class TeacherReader:
     _: KW_ONLY
     read_seconds: float = READ_SECONDS
 
-    async def read(
-        self, policy_pool: str, prompt_ids: Sequence[int], sampled_ids: Sequence[int]
-    ) -> TeacherReading:
+    async def read(self, policy_pool: str, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> TeacherReading:
         """Return how likely each sampled id is after the prompt with the hint; failures are reasons, never raised."""
         try:
             with anyio.fail_after(self.read_seconds):
@@ -61,14 +59,10 @@ class TeacherReader:
         except InferenceError as error:
             return TeacherReading(None, error.code)
 
-    async def _read(
-        self, policy_pool: str, prompt_ids: Sequence[int], sampled_ids: Sequence[int]
-    ) -> TeacherReading:
+    async def _read(self, policy_pool: str, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> TeacherReading:
         pool = self.pool or policy_pool
         served, engines = self.serving.connect(pool)
-        if pool != policy_pool and not _share_vocabulary(
-            self.serving.connect(policy_pool)[0], served, sampled_ids
-        ):
+        if pool != policy_pool and not _share_vocabulary(self.serving.connect(policy_pool)[0], served, sampled_ids):
             return TeacherReading(None, "other_vocabulary")
         if len(prompt_ids) + len(sampled_ids) >= served.context_length - 1:
             return TeacherReading(None, "context_full")

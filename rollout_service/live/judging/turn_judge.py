@@ -195,9 +195,7 @@ class VoteTally:
 def tally(votes: Sequence[Vote]) -> VoteTally:
     """Return the result of the votes; one with another label than -1, 0 or 1 has failed."""
     counts = Counter(VALUES[vote.label] for vote in votes if vote.label in VALUES)
-    counted = Votes(
-        minus=counts[-1.0], zero=counts[0.0], plus=counts[1.0], failed=len(votes) - counts.total()
-    )
+    counted = Votes(minus=counts[-1.0], zero=counts[0.0], plus=counts[1.0], failed=len(votes) - counts.total())
     if not counts:
         is_late = bool(votes) and all(vote.outcome is VoteOutcome.TIMED_OUT for vote in votes)
         return VoteTally(None, MarkReason.TIMEOUT if is_late else MarkReason.ALL_FAILED, counted)

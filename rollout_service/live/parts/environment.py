@@ -132,8 +132,7 @@ class SessionParts:
         own = [
             (part.session_id, part.part)
             for part in found
-            if (part.session_id, part.part) in named
-            and (part.run_id, part.offset) == (sample.run, sample.number)
+            if (part.session_id, part.part) in named and (part.run_id, part.offset) == (sample.run, sample.number)
         ]
         first_id = str(SampleId(sample.run, sample.number, sample.sample))
         part = await self._store.claim(sorted(set(own)), first_id)

@@ -96,9 +96,7 @@ class PartCloser:
             made += await self._close(session, fates.get(session.session_id, ()), runs)
         return made
 
-    async def _close(
-        self, session: SessionRecord, turns: Sequence[PendingTurn], runs: Sequence[RunRecord]
-    ) -> bool:
+    async def _close(self, session: SessionRecord, turns: Sequence[PendingTurn], runs: Sequence[RunRecord]) -> bool:
         run = run_of(session, runs, self._trained_pool)
         decision = decide(
             session,
@@ -180,9 +178,7 @@ def decide(
     return _decision(session, sorted([*taken, *waiting], key=lambda turn: turn.turn), order)
 
 
-def _without_run(
-    session: SessionRecord, turns: Sequence[PendingTurn], moment: DecisionTime
-) -> TurnDecision | None:
+def _without_run(session: SessionRecord, turns: Sequence[PendingTurn], moment: DecisionTime) -> TurnDecision | None:
     """Decide the turns of a session that no run takes: those that can never be trained on, or were kept too long."""
     old = {
         turn.turn: _reason(session, turn) or MaskReason.NO_RUN
@@ -195,9 +191,7 @@ def _without_run(
     return TurnDecision(dropped=old) if old else None
 
 
-def _decision(
-    session: SessionRecord, turns: Sequence[PendingTurn], order: LiveDelivery
-) -> TurnDecision | None:
+def _decision(session: SessionRecord, turns: Sequence[PendingTurn], order: LiveDelivery) -> TurnDecision | None:
     dropped = {turn.turn: reason for turn in turns if (reason := _reason(session, turn)) is not None}
     judged = [turn for turn in turns if turn.turn not in dropped]
     zeros = [turn.turn for turn in judged if turn.value == 0 and order.zeros != "keep"]

@@ -65,9 +65,7 @@ def show_turn(turn: TurnRecord) -> TurnMark:
     return mark_of(turn, usable=because is None and (turn.part is not None or has_value), because=because)
 
 
-def mark_of(
-    turn: TurnRecord, *, usable: bool, because: MaskReason | None, with_text: bool = False
-) -> TurnMark:
+def mark_of(turn: TurnRecord, *, usable: bool, because: MaskReason | None, with_text: bool = False) -> TurnMark:
     """Return the mark of a turn; with `with_text`, it has the text of the next state."""
     names = ("value", "reason", "source", "votes", "judge", "hint")
     state = turn.next_state

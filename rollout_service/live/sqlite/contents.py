@@ -32,9 +32,7 @@ _OF_TURN = "SELECT turn, what, data, body FROM contents WHERE session = ? AND tu
 _FROM_TURN = "SELECT turn, what, data, body FROM contents WHERE session = ? AND turn >= ? ORDER BY turn"
 
 
-def put(
-    db: sqlite3.Connection, session: int, turn: int, what: What, data: bytes, body: bytes | None = None
-) -> None:
+def put(db: sqlite3.Connection, session: int, turn: int, what: What, data: bytes, body: bytes | None = None) -> None:
     values = {"session": session, "turn": turn, "what": what, "data": data, "body": body}
     db.execute(_PUT, values | {"padding": PAGE_SIZE})
 
@@ -88,9 +86,7 @@ def with_content(db: sqlite3.Connection, row: sqlite3.Row) -> TurnRecord:
     return _turn(row, db.execute(_OF_TURN, (row["session"], row["turn"])))
 
 
-def of_session(
-    db: sqlite3.Connection, session: int, rows: Sequence[sqlite3.Row], first: int
-) -> list[TurnRecord]:
+def of_session(db: sqlite3.Connection, session: int, rows: Sequence[sqlite3.Row], first: int) -> list[TurnRecord]:
     """Return the turns of these rows, which are all of one session from `first` on."""
     found: dict[int, list[sqlite3.Row]] = {}
     for content in db.execute(_FROM_TURN, (session, first)):

@@ -65,9 +65,7 @@ def take(
 
 
 def _all_undecided(db: sqlite3.Connection, session: int, turns: Sequence[int]) -> bool:
-    rows = db.execute(
-        "SELECT turn FROM turns WHERE session = ? AND part IS NULL AND dropped IS NULL", (session,)
-    )
+    rows = db.execute("SELECT turn FROM turns WHERE session = ? AND part IS NULL AND dropped IS NULL", (session,))
     return {row["turn"] for row in rows} >= set(turns)
 
 
@@ -218,9 +216,7 @@ def _counts_of(db: sqlite3.Connection, session: int) -> Counter[str]:
         found[row["fate"]] += row["turns"]
         found["recorded"] += row["turns"]
         found["judged"] += row["judged"]
-    opted_out = int(
-        db.execute("SELECT opted_out FROM sessions WHERE seq = ?", (session,)).fetchone()["opted_out"]
-    )
+    opted_out = int(db.execute("SELECT opted_out FROM sessions WHERE seq = ?", (session,)).fetchone()["opted_out"])
     if opted_out:
         found[f"dropped:{MaskReason.OPTED_OUT}"] += opted_out
     found["served"] = found["recorded"] + opted_out

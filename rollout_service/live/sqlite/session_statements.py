@@ -65,9 +65,7 @@ def open_session(db: sqlite3.Connection, session: SessionRecord) -> bool:
 
 
 def find(db: sqlite3.Connection, session_id: str) -> sqlite3.Row | None:
-    row: sqlite3.Row | None = db.execute(
-        "SELECT * FROM sessions WHERE session_id = ?", (session_id,)
-    ).fetchone()
+    row: sqlite3.Row | None = db.execute("SELECT * FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
     return row
 
 
@@ -109,9 +107,7 @@ def page(
 def group(db: sqlite3.Connection, tenant: str, name: str) -> list[SessionRecord]:
     """Return a tenant's sessions that work on the same task, the oldest first."""
     values = (name, tenant)
-    rows = db.execute(
-        'SELECT * FROM sessions WHERE "group" = ? AND tenant = ? ORDER BY seq', values
-    ).fetchall()
+    rows = db.execute('SELECT * FROM sessions WHERE "group" = ? AND tenant = ? ORDER BY seq', values).fetchall()
     return [_session(db, row) for row in rows]
 
 
@@ -134,9 +130,7 @@ def close(db: sqlite3.Connection, session_id: str, because: ClosedBecause, at: f
 def expired(db: sqlite3.Connection, now: float, idle: float, age: float) -> list[tuple[str, ClosedBecause]]:
     """Return the open sessions whose last request, or whose opening, is longer ago than allowed."""
     rows = db.execute(_EXPIRED, {"now": now, "idle": idle, "age": age})
-    return [
-        (row["session_id"], ClosedBecause.MAX_AGE if row["too_old"] else ClosedBecause.IDLE) for row in rows
-    ]
+    return [(row["session_id"], ClosedBecause.MAX_AGE if row["too_old"] else ClosedBecause.IDLE) for row in rows]
 
 
 def undecided(db: sqlite3.Connection, limit: int) -> list[SessionRecord]:

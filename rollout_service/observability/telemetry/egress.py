@@ -75,6 +75,4 @@ class EgressCollector(Collector):
             {"out": counts.bytes_out, "in": counts.bytes_in},
         )
         refused = "Sandbox requests that the proxies refused"
-        yield filled(
-            CounterMetricFamily("rollout_egress_refused", refused, labels=["reason"]), counts.refused
-        )
+        yield filled(CounterMetricFamily("rollout_egress_refused", refused, labels=["reason"]), counts.refused)

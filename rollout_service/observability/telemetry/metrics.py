@@ -50,17 +50,13 @@ class Metrics:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _counter(
-        self, name: str, text: str, labels: Sequence[str] = (), known: Iterable[str] = ()
-    ) -> Counter:
+    def _counter(self, name: str, text: str, labels: Sequence[str] = (), known: Iterable[str] = ()) -> Counter:
         return _primed(Counter(name, text, labels, registry=self.registry), known)
 
     def _gauge(self, name: str, text: str, labels: Sequence[str] = (), known: Iterable[str] = ()) -> Gauge:
         return _primed(Gauge(name, text, labels, registry=self.registry), known)
 
-    def _histogram(
-        self, name: str, text: str, label: str, buckets: Sequence[float], known: Iterable[str]
-    ) -> Histogram:
+    def _histogram(self, name: str, text: str, label: str, buckets: Sequence[float], known: Iterable[str]) -> Histogram:
         return _primed(Histogram(name, text, [label], buckets=buckets, registry=self.registry), known)
 
     # --- the API ---
@@ -111,17 +107,13 @@ class Metrics:
 
     def _define_stages(self) -> None:
         self._stage_active = self._gauge("rollout_stage_active", "Rollouts being worked on", ["stage"], Stage)
-        self._stage_waiting = self._gauge(
-            "rollout_stage_waiting", "Rollouts waiting for a worker", ["stage"], Stage
-        )
+        self._stage_waiting = self._gauge("rollout_stage_waiting", "Rollouts waiting for a worker", ["stage"], Stage)
         self._stage_limit = self._gauge(
             "rollout_stage_limit",
             "Rollouts that may work in a stage (workers) and wait before it (queue)",
             ["stage", "kind"],
         )
-        self._stage_duration = self._histogram(
-            "rollout_stage_seconds", "Time worked", "stage", STAGE_SECONDS, Stage
-        )
+        self._stage_duration = self._histogram("rollout_stage_seconds", "Time worked", "stage", STAGE_SECONDS, Stage)
         self._queue_duration = self._histogram(
             "rollout_stage_queue_seconds", "Time waited for a worker", "stage", STAGE_SECONDS, Stage
         )
@@ -303,9 +295,7 @@ class Metrics:
             ["outcome"],
             known=("saved", "dropped"),
         )
-        self._lost_leases = self._counter(
-            "rollout_lost_leases_total", "Results discarded because the lease was lost"
-        )
+        self._lost_leases = self._counter("rollout_lost_leases_total", "Results discarded because the lease was lost")
         self._tokens = self._counter("rollout_tokens_total", "Tokens, by kind", ["kind"], TOKEN_KINDS)
         self._turns = self._counter("rollout_turns_total", "Turns of the policy")
 

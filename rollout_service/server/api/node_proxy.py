@@ -25,9 +25,7 @@ ANSWER_SECONDS = 30.0
 """How long the other node may take to answer, beyond the time for which it is asked to wait."""
 
 
-async def wait_for_access(
-    service: Service, http: Request, rollout_id: str, seconds: float
-) -> Response | None:
+async def wait_for_access(service: Service, http: Request, rollout_id: str, seconds: float) -> Response | None:
     """Return the answer of the node that runs a rollout, or None if this one has to answer, which has waited then.
 
     Raises:
@@ -107,9 +105,7 @@ async def _send(
             f"{who} cannot be reached at {address}: {error!r}",
             hint="Set [cluster] address of that node to the URL at which other nodes reach it.",
         ) from error
-    return Response(
-        answer.content, status_code=answer.status_code, media_type=answer.headers.get("content-type")
-    )
+    return Response(answer.content, status_code=answer.status_code, media_type=answer.headers.get("content-type"))
 
 
 async def _address(service: Service, rollout_id: str) -> str | None:

@@ -345,8 +345,6 @@ PROBLEM = {
     "detail": "body.task.environment: there is no environment 'clac'; did you mean calc? Known environments: calc.",
     "code": "invalid_field",
     "retryable": False,
-    "errors": [
-        {"path": "body.task.environment", "message": "there is no environment 'clac'; did you mean calc?"}
-    ],
+    "errors": [{"path": "body.task.environment", "message": "there is no environment 'clac'; did you mean calc?"}],
     "context": {"environments": ["calc"]},
 }

@@ -90,9 +90,7 @@ def load_certificate(settings: Settings) -> Certificate | None:
     if settings.tls_certificate is None:
         return None
     password = settings.tls_key_password
-    return Certificate(
-        settings.tls_certificate, settings.tls_key, password.get_secret_value() if password else None
-    )
+    return Certificate(settings.tls_certificate, settings.tls_key, password.get_secret_value() if password else None)
 
 
 def _connections(settings: Settings, metrics: Metrics) -> dict[str, Any]:

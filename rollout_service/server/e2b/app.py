@@ -138,9 +138,7 @@ class E2BApp:
             CURRENT_BOX.set(box)
             async with box.saving:  # nothing may begin meanwhile
                 if box.paused:
-                    raise sandbox_errors.SandboxClosedError(
-                        "The sandbox is paused", hint="Connect to it first."
-                    )
+                    raise sandbox_errors.SandboxClosedError("The sandbox is paused", hint="Connect to it first.")
             request, path = Request(scope, receive), scope["path"]
             app: ASGIApp = self._processes if path.startswith(PROCESSES) else self._files
             if request.headers.get("e2b-sandbox-port") == code_interpreter.PORT:

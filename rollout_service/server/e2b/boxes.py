@@ -219,9 +219,7 @@ class Boxes:
         template = self.settings.templates.get(new.template, new.template)
         image, allowed = read_image_name(template), self.settings.network
         if not any(fnmatchcase(name, one) for one in self.settings.images for name in (template, image)):
-            raise ImageNotFoundError(
-                f"template {new.template!r} is not allowed here", hint="Add it to `e2b.images`."
-            )
+            raise ImageNotFoundError(f"template {new.template!r} is not allowed here", hint="Add it to `e2b.images`.")
         if new.internet and allowed == "none":
             raise ForbiddenError("sandboxes have no internet access here", hint="See `e2b.network`.")
         network = "none" if new.internet is False else allowed

@@ -69,9 +69,7 @@ async def _execute(request: Request) -> Response:
     """Run code, and answer what became of it, an event on each line."""
     asked, box = CodeRun.model_validate_json(await request.body()), CURRENT_BOX.get()
     if asked.env_vars:
-        raise RequestError(
-            "env_vars: code has no variables of its own here", hint="Give them to the sandbox."
-        )
+        raise RequestError("env_vars: code has no variables of its own here", hint="Give them to the sandbox.")
     language = asked.context_id or (asked.language or "python").lower()
     if language not in LANGUAGES:
         return _no_context(language)
@@ -84,9 +82,7 @@ async def _execute(request: Request) -> Response:
         {"type": "number_of_executions", "execution_count": box.code_runs[language]},
         {"type": "end_of_execution"},
     ]
-    return Response(
-        "".join(f"{json.dumps(event)}\n" for event in events + more), media_type="application/x-ndjson"
-    )
+    return Response("".join(f"{json.dumps(event)}\n" for event in events + more), media_type="application/x-ndjson")
 
 
 async def _run(box: Box, language: str, code: str, receive: Receive) -> list[dict[str, Any]]:
@@ -165,6 +161,4 @@ async def _refuse_context(_: Request) -> Response:
 
 
 def _no_context(name: str) -> Response:
-    return PlainTextResponse(
-        f"there is no context or language {name[:64]!r}; there are {', '.join(LANGUAGES)}", 404
-    )
+    return PlainTextResponse(f"there is no context or language {name[:64]!r}; there are {', '.join(LANGUAGES)}", 404)

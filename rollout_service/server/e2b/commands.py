@@ -126,9 +126,7 @@ class Command:
             # Listeners may have taken all the time. A pipe has no more than one piece left of the command itself.
             is_last = (now := anyio.current_time()) >= self._reads_until
             data = b""
-            with anyio.CancelScope(
-                deadline=now + IDLE_SECONDS if is_last else self._reads_until
-            ) as self._reads[name]:
+            with anyio.CancelScope(deadline=now + IDLE_SECONDS if is_last else self._reads_until) as self._reads[name]:
                 data = await receive()
             if not data:
                 return
@@ -147,9 +145,7 @@ def _end(code: int) -> Any:
     """Return the event of an end, with the exit code that E2B has for it."""
     if code == KILLED:
         return Event(event=Oneof("end", Event.EndEvent(exit_code=-1, status="signal: killed")))
-    return Event(
-        event=Oneof("end", Event.EndEvent(exit_code=code, exited=True, status=f"exit status {code}"))
-    )
+    return Event(event=Oneof("end", Event.EndEvent(exit_code=code, exited=True, status=f"exit status {code}")))
 
 
 class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated, without types
@@ -157,9 +153,7 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
 
     async def list(self, *_: Any) -> Any:
         running = [(one.request.process, one.program) for one in CURRENT_BOX.get().commands]
-        infos = [
-            process_pb.ProcessInfo(config=config, pid=it.group) for config, it in running if it is not None
-        ]
+        infos = [process_pb.ProcessInfo(config=config, pid=it.group) for config, it in running if it is not None]
         return process_pb.ListResponse(processes=infos)
 
     async def start(self, request: Any, ctx: Any) -> AsyncIterator[Any]:
@@ -218,9 +212,7 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
         """Kill a command with its process group."""
         command = _command(request)
         if request.signal != process_pb.Signal.SIGKILL:
-            raise ConnectError(
-                Code.INVALID_ARGUMENT, "the only signal is SIGKILL; run `kill` inside for others"
-            )
+            raise ConnectError(Code.INVALID_ARGUMENT, "the only signal is SIGKILL; run `kill` inside for others")
         command.scope.cancel()
         return process_pb.SendSignalResponse()
 
@@ -241,9 +233,7 @@ def _check(request: Any, running: int) -> None:
     if running >= MAX_COMMANDS:
         raise ConnectError(Code.RESOURCE_EXHAUSTED, f"{MAX_COMMANDS} commands run in the sandbox")
     if not request.process or len(request.process.args) + len(request.process.envs) > MAX_STRINGS:
-        raise ConnectError(
-            Code.INVALID_ARGUMENT, f"no command, or over {MAX_STRINGS} arguments and variables"
-        )
+        raise ConnectError(Code.INVALID_ARGUMENT, f"no command, or over {MAX_STRINGS} arguments and variables")
 
 
 async def _events(command: Command, events: MemoryObjectReceiveStream[Any]) -> AsyncIterator[Any]:

@@ -141,16 +141,12 @@ class ControlApi:
         self._check_seconds(asked.timeout)
         if box.paused:
             raise ConflictError("the sandbox is paused", hint="Connect to it first.")
-        forks = await cancel_on_disconnect(
-            request.receive, lambda: self._boxes.fork(box, asked.timeout, asked.count)
-        )
+        forks = await cancel_on_disconnect(request.receive, lambda: self._boxes.fork(box, asked.timeout, asked.count))
         if forks is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(
             [
-                {"sandbox": self._view(fork) | _tokens(fork)}
-                if isinstance(fork, Box)
-                else {"error": body_of(fork)[1]}
+                {"sandbox": self._view(fork) | _tokens(fork)} if isinstance(fork, Box) else {"error": body_of(fork)[1]}
                 for fork in forks
             ],
             201,

@@ -123,9 +123,7 @@ _HINTS = {
     StepKind.SANDBOX_START: "Its time limit ends it. Look at the disk with the images, and at the host's load.",
 }
 _HINT = "The time limit of the stage ends it. The stack shows where it waits; the rollout can be cancelled."
-_GONE_SANDBOX = (
-    "The rollout fails with a sandbox error once its call ends, or cancel it. Look for a killed process."
-)
+_GONE_SANDBOX = "The rollout fails with a sandbox error once its call ends, or cancel it. Look for a killed process."
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +273,7 @@ def _lasting(problem: HangFinding, before: Mapping[tuple[str, str], HangFinding]
 def _finding(group: list[Judged]) -> HangFinding:
     """Return the finding of waits for the same thing, without an id."""
     verdict = min((one.verdict for one in group), key=_ORDER.index)
-    members = sorted(
-        (one for one in group if one.verdict is verdict), key=lambda one: one.wait.seconds, reverse=True
-    )
+    members = sorted((one for one in group if one.verdict is verdict), key=lambda one: one.wait.seconds, reverse=True)
     oldest = members[0]
     wait, task = oldest.wait, oldest.wait.step.task
     rollouts = list(dict.fromkeys(one.wait.activity.rollout_id for one in members))

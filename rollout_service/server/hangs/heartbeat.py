@@ -193,9 +193,7 @@ class LoopHeartbeat:
             self._current = None
             self._ended.append(current)
             self._last_report.forget()
-            log.warning(
-                "the event loop runs again", subject=current.subject, seconds=round(current.seconds, 3)
-            )
+            log.warning("the event loop runs again", subject=current.subject, seconds=round(current.seconds, 3))
 
     def _look(self, sent: float) -> None:
         """Find the code that blocks the loop, unless it is known."""

@@ -27,8 +27,7 @@ LOOK_SECONDS = 2.0
 """The seconds without progress after which the thing that a step waits for is looked at."""
 
 HELD_KINDS = frozenset(
-    {StepKind.PLACE, StepKind.WORKER, StepKind.HOST}
-    | {StepKind.POOL_QUEUE, StepKind.PAUSED_POOL, StepKind.SUBAGENT}
+    {StepKind.PLACE, StepKind.WORKER, StepKind.HOST} | {StepKind.POOL_QUEUE, StepKind.PAUSED_POOL, StepKind.SUBAGENT}
 )
 """The waits that something is meant to cause."""
 

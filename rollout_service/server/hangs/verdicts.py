@@ -35,9 +35,7 @@ KEPT = 500
 MAX_KEYS = 500
 ENOUGH = 20
 """How many durations make a history."""
-NAMED = frozenset(
-    {StepKind.TOOL, StepKind.SANDBOX_START, StepKind.SESSION, StepKind.STORE, StepKind.ARTIFACTS}
-)
+NAMED = frozenset({StepKind.TOOL, StepKind.SANDBOX_START, StepKind.SESSION, StepKind.STORE, StepKind.ARTIFACTS})
 """The kinds whose name tells how long they take: an image does, the id of an engine does not."""
 
 

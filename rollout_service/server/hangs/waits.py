@@ -18,9 +18,7 @@ from rollout_service.activity import Activity, OpenStep
 from sandboxes import Sandbox
 
 _CONTAINERS = frozenset({StepKind.SETUP, StepKind.AGENT, StepKind.GRADER, StepKind.JUDGE})
-_IN_SANDBOX = frozenset(
-    {StepKind.SESSION, StepKind.SETUP, StepKind.AGENT, StepKind.ARTIFACTS, StepKind.GRADER}
-)
+_IN_SANDBOX = frozenset({StepKind.SESSION, StepKind.SETUP, StepKind.AGENT, StepKind.ARTIFACTS, StepKind.GRADER})
 """The kinds of steps that the attempt's sandbox works on; tools say themselves whether they use it."""
 
 

@@ -129,9 +129,7 @@ def _embedded_engine(model: Path, threads: int, port: int) -> EmbeddedEngine:
     return EmbeddedEngine(model, port=port, threads=threads)
 
 
-async def _open_gateway(
-    stack: AsyncExitStack, settings: Settings, serving: PolicyServing, metrics: Metrics
-) -> Gateway:
+async def _open_gateway(stack: AsyncExitStack, settings: Settings, serving: PolicyServing, metrics: Metrics) -> Gateway:
     parts = GatewayParts(
         settings=settings.gateway,
         policies=serving,

@@ -141,9 +141,7 @@ async def _sweep(provider: SandboxProvider) -> None:
 
 
 @asynccontextmanager
-async def open_store(
-    settings: Settings, owner: str, clock: Callable[[], float] = time.time
-) -> AsyncIterator[Store]:
+async def open_store(settings: Settings, owner: str, clock: Callable[[], float] = time.time) -> AsyncIterator[Store]:
     """Open the store for the block; `owner` is the identity of this service.
 
     `clock` returns Unix seconds, for a store of this service alone; services that share a Redis have its time.
@@ -168,9 +166,7 @@ async def _opened(settings: Settings, owner: str, clock: Callable[[], float]) ->
         async with _opened_redis(settings.store, owner) as store:
             yield store
     else:
-        async with await SqliteStore.open(
-            settings.database, clock=clock, disk=settings.store.disk
-        ) as of_one_node:
+        async with await SqliteStore.open(settings.database, clock=clock, disk=settings.store.disk) as of_one_node:
             yield of_one_node
 
 
@@ -210,9 +206,7 @@ def _since_boot() -> float:
 class ServiceClock:
     """Unix time from one reading of the host's clock, counted on by a clock that nobody sets; call it to read it."""
 
-    def __init__(
-        self, host: Callable[[], float] = time.time, steady: Callable[[], float] = _since_boot
-    ) -> None:
+    def __init__(self, host: Callable[[], float] = time.time, steady: Callable[[], float] = _since_boot) -> None:
         self._host = host
         self._steady = steady
         self._offset = host() - steady()
@@ -235,9 +229,7 @@ class ServiceClock:
         if abs(self._ahead) < JUMP_SECONDS:
             return []
         where = "ahead of" if self._ahead > 0 else "behind"
-        return [
-            f"the clock of this host jumped, and is {abs(self._ahead):.0f} s {where} the service's time. {HINT}"
-        ]
+        return [f"the clock of this host jumped, and is {abs(self._ahead):.0f} s {where} the service's time. {HINT}"]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

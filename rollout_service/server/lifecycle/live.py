@@ -74,9 +74,7 @@ async def open_live(
         training = _make_training(foundation, store, serving, canaries, metrics)
         users = UserHashes.load(state_dir / private_files.USERS_SALT)
         hashes = MessageHashes(users.message_key())
-        recording = RecordingParts(
-            store, detectors, hashes, metrics, tasks, judging.wake, judging.note_feedback
-        )
+        recording = RecordingParts(store, detectors, hashes, metrics, tasks, judging.wake, judging.note_feedback)
         sessions = LiveSessions(
             LiveSessionParts(
                 settings=live,
@@ -89,9 +87,7 @@ async def open_live(
             )
         )
         await sessions.start()
-        funnel = LiveFunnel(
-            store, open_sessions=lambda: sessions.open_sessions, judge_queue=lambda: judging.waiting
-        )
+        funnel = LiveFunnel(store, open_sessions=lambda: sessions.open_sessions, judge_queue=lambda: judging.waiting)
         foundation.metrics.registry.register(funnel)
         for work in (store.failed, judging.run, training.run, sessions.expire, sessions.prune):
             tasks.start_soon(work)

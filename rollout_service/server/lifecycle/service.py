@@ -247,8 +247,7 @@ class Service:
             return []
         return [
             f"rollouts and runs that name no pool wait: no backend of pool {DEFAULT_POOL!r} is in service; register "
-            "one with POST /v1/backends."
-            + "".join(f" {sentence}" for sentence in self.serving.absences(DEFAULT_POOL))
+            "one with POST /v1/backends." + "".join(f" {sentence}" for sentence in self.serving.absences(DEFAULT_POOL))
         ]
 
     def _waiting_for_subagents(self) -> list[str]:

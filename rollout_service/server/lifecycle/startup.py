@@ -117,9 +117,7 @@ def _service(
 ) -> Service:
     store, serving = foundation.store, engines.serving
     suitability = Suitability(member.placement, membership)
-    check_environment = partial(
-        check_environment_here, foundation.environments, foundation.sandboxes, suitability
-    )
+    check_environment = partial(check_environment_here, foundation.environments, foundation.sandboxes, suitability)
     run_service = RunService(
         store.runs,
         member.manager_of,
@@ -179,9 +177,7 @@ async def open_attempts(
     await stack.enter_async_context(step_writer.running())
     slots = FairSlots(settings.pipeline.subagent_slots)
     metrics.registry.register(SlotMetrics(lambda: slots.held, lambda: slots.waiting, slots.total))
-    await stack.enter_async_context(
-        tracing(activities, metrics.registry, settings.node_name, engines.serving.views)
-    )
+    await stack.enter_async_context(tracing(activities, metrics.registry, settings.node_name, engines.serving.views))
     admission = foundation.node.admission
     setups = SharedSetups(lambda: bool(admission.pressure_reasons), metrics.count_shared_setup)
     await stack.enter_async_context(setups.running())
@@ -222,9 +218,7 @@ def make_stages(settings: PipelineSettings, metrics: Metrics) -> Stages:
         )
         for stage in Stage
     }
-    return Stages(
-        init=limiters[Stage.INIT], rollout=limiters[Stage.ROLLOUT], evaluate=limiters[Stage.EVALUATE]
-    )
+    return Stages(init=limiters[Stage.INIT], rollout=limiters[Stage.ROLLOUT], evaluate=limiters[Stage.EVALUATE])
 
 
 async def _open_turn_writer(stack: AsyncExitStack, foundation: Foundation) -> TurnWriter:
@@ -239,9 +233,7 @@ async def _open_saved_sandboxes(foundation: Foundation, turns: TurnWriter | None
         return None
     shared = settings.save_folder
     saved = SavedSandboxes(
-        foundation.state_dir / "saved-sandboxes"
-        if shared is None
-        else shared / foundation.settings.node_name,
+        foundation.state_dir / "saved-sandboxes" if shared is None else shared / foundation.settings.node_name,
         foundation.metrics,
         turns.flush,
         seconds=settings.save_seconds,
@@ -261,9 +253,7 @@ async def _open_saved_sandboxes(foundation: Foundation, turns: TurnWriter | None
 log = structlog.get_logger(__name__)
 
 
-async def make_member(
-    foundation: Foundation, serving: PolicyServing, context: AttemptContext
-) -> ClusterMember:
+async def make_member(foundation: Foundation, serving: PolicyServing, context: AttemptContext) -> ClusterMember:
     """Make this node's member of its cluster, with a pipeline and run managers that have not begun.
 
     Raises:

@@ -187,9 +187,7 @@ class Frame:
 
 
 class OverviewFeed:
-    def __init__(
-        self, build: Callable[[], Awaitable[Overview]], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, build: Callable[[], Awaitable[Overview]], clock: Callable[[], float] = time.monotonic) -> None:
         self._build = build
         self._clock = clock
         self._lock = anyio.Lock()

@@ -62,9 +62,7 @@ class Outcomes:
 
     def note_failure(self, at: datetime, rollout: Rollout) -> None:
         if rollout.error is not None:
-            self._failures.append(
-                _FailedRollout(at, rollout.rollout_id, rollout.task.environment, rollout.error)
-            )
+            self._failures.append(_FailedRollout(at, rollout.rollout_id, rollout.task.environment, rollout.error))
 
     def counts(self, now: datetime) -> dict[str, int]:
         """Return how many ended within the last five minutes, by outcome."""

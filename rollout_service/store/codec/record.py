@@ -63,9 +63,7 @@ def _parts(record: bytes) -> list[bytes]:
 
 def fingerprint(request: BaseModel) -> bytes:
     """Return the SHA-256 of the request's canonical JSON: sorted keys, defaults filled in, no white space."""
-    canonical = json.dumps(
-        request.model_dump(mode="json", exclude={"trace"}), sort_keys=True, separators=(",", ":")
-    )
+    canonical = json.dumps(request.model_dump(mode="json", exclude={"trace"}), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).digest()
 
 

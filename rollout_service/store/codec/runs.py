@@ -279,9 +279,7 @@ def make_history(run_id: str, data: bytes, reasons: Collection[str], points: int
         turns=_ratios(sums.of("turns"), samples),
         tokens=_ratios(sums.of("tokens"), samples),
         failed=_ratios(sums.of("failed"), samples),
-        stage_shares={
-            phase: _ratios(seconds[:, index], total) if count else [] for index, phase in enumerate(PHASES)
-        },
+        stage_shares={phase: _ratios(seconds[:, index], total) if count else [] for index, phase in enumerate(PHASES)},
         dropped=_dropped(records, sums, reasons),
     )
 

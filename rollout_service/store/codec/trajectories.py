@@ -251,8 +251,7 @@ class Columns:
         """Return the other columns, so that the memory of this one can be freed."""
         others = {other: column for other, column in self.columns.items() if other != name}
         kept = {
-            other: column if isinstance(column, np.ndarray) else column.detached()
-            for other, column in others.items()
+            other: column if isinstance(column, np.ndarray) else column.detached() for other, column in others.items()
         }
         return Columns(self.tokens, kept)
 

@@ -171,9 +171,7 @@ def _follow(config: RedisConfig, url: str, identity: StoreIdentity | None) -> re
     return open_client(config, owner)
 
 
-def _owner_url(
-    client: redis.Redis, config: RedisConfig, url: str, identity: StoreIdentity | None
-) -> str | None:
+def _owner_url(client: redis.Redis, config: RedisConfig, url: str, identity: StoreIdentity | None) -> str | None:
     """Return the URL of the node that has the store's slot; None if it is the client's."""
     if not execute(client, "INFO", "cluster").get("cluster_enabled"):
         return None
@@ -293,9 +291,7 @@ def _check_shard(config: RedisConfig, shard: str, shards: str, home: str) -> Non
     """Check that the settings spread the store as those that began it; runs are found by the number of shards."""
     if (shard, shards) != (str(config.shard), str(config.shards)):
         why = f"has shard {shard} of {shards}, and by the settings it is shard {config.shard} of {config.shards}"
-        hint = (
-            "Give [store] url and shards as they were when the store began, or choose another [store] prefix."
-        )
+        hint = "Give [store] url and shards as they were when the store began, or choose another [store] prefix."
         raise _refusal(config, why, hint)
     if home != config.home:
         why = f"has shard {shard} of another store than the one at the first address"

@@ -200,9 +200,7 @@ def windows(low: int, high: int, *, newest: bool) -> Iterator[range]:
         yield chunks[start : start + CHUNKS_AT_ONCE]
 
 
-async def find_numbers(
-    connection: RedisConnection, names: _Names, chunks: range, *, newest: bool
-) -> Iterator[int]:
+async def find_numbers(connection: RedisConnection, names: _Names, chunks: range, *, newest: bool) -> Iterator[int]:
     """Return the numbers in these chunks that have a bit of one name of each list, in order."""
     found = await _read(connection, names, chunks)
     return (number for chunk, bits in zip(chunks, found, strict=True) for number in _set(bits, chunk, newest))
@@ -215,9 +213,7 @@ async def _read(connection: RedisConnection, names: _Names, chunks: Sequence[int
         return [0] * len(chunks)
     keys = [connection.key(f"{name}:{chunk}") for chunk in chunks for name in flat]
     answer = iter(await connection.command("MGET", *keys))
-    return [
-        reduce(and_, (reduce(or_, (_bits(next(answer)) for _ in some)) for some in names)) for _ in chunks
-    ]
+    return [reduce(and_, (reduce(or_, (_bits(next(answer)) for _ in some)) for some in names)) for _ in chunks]
 
 
 def _bits(data: bytes | None) -> int:

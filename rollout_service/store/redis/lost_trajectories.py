@@ -105,9 +105,7 @@ async def _references(connection: RedisConnection) -> AsyncIterator[tuple[str, S
             break
 
 
-async def _described(
-    connection: RedisConnection, lost: Mapping[str, SegmentReference]
-) -> list[LostTrajectory]:
+async def _described(connection: RedisConnection, lost: Mapping[str, SegmentReference]) -> list[LostTrajectory]:
     names, found = list(lost), []
     for start in range(0, len(names), ROWS_AT_ONCE):
         answer = await connection.read("rollouts_rows", 0, *names[start : start + ROWS_AT_ONCE])

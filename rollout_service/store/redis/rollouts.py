@@ -133,9 +133,7 @@ class RedisRollouts(BaseStore):
     async def recover(self, owner: str) -> int:
         owners = await self._connection.command("HKEYS", self._connection.key("holders"))
         others = [each for each in (name.decode() for name in owners) if each != owner]
-        return sum(
-            [await self._take_back(other, None, counted=True) for other in others if self._is_gone(other)]
-        )
+        return sum([await self._take_back(other, None, counted=True) for other in others if self._is_gone(other)])
 
     async def release(self, owner: str, rollout_ids: Sequence[str] | None = None) -> int:
         return await self._take_back(owner, rollout_ids, counted=False)
@@ -167,9 +165,7 @@ class RedisRollouts(BaseStore):
         )
         return bool(await self._connection.call("rollouts_retry", *_held(lease, owner), *values))
 
-    async def restart(
-        self, lease: Lease, owner: str, *, spans: Sequence[Span] = (), kept_turns: int = 0
-    ) -> bool:
+    async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = (), kept_turns: int = 0) -> bool:
         values = (*_held(lease, owner), codec.encode_spans(spans), kept_turns)
         return bool(await self._connection.call("rollouts_restart", *values))
 

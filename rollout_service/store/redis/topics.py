@@ -167,9 +167,7 @@ class TopicReader:
         self._wake()
 
     def _wake(self) -> None:
-        with suppress(
-            BlockingIOError, OSError
-        ):  # it is awake if there is no room, and has ended if it is closed
+        with suppress(BlockingIOError, OSError):  # it is awake if there is no room, and has ended if it is closed
             self._waker.send(b"\0")
 
     def _tick(self) -> int:

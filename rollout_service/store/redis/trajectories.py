@@ -62,9 +62,7 @@ class InRedis(TrajectoryPlace):
         yield data
 
     async def abandon(self, stored: bytes) -> None:
-        raise DefectError(
-            f"Redis refused a trajectory of {len(stored)} bytes", hint="Report it with the log."
-        )
+        raise DefectError(f"Redis refused a trajectory of {len(stored)} bytes", hint="Report it with the log.")
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
         """Do nothing: Redis itself has deleted them."""

@@ -169,9 +169,7 @@ class SharedFiles(SegmentFiles):
 
     def failed(self, error: OSError) -> StoreError:
         why = error.strerror or type(error).__name__
-        return StoreError(
-            f"{self.texts.subject} cannot be used: {why}", hint=_HINTS.get(error.errno or 0, _OTHERWISE)
-        )
+        return StoreError(f"{self.texts.subject} cannot be used: {why}", hint=_HINTS.get(error.errno or 0, _OTHERWISE))
 
     def _server_time(self) -> float:
         name = f"probe-{uuid4().hex}"

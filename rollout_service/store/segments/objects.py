@@ -197,12 +197,8 @@ _MEANINGS: dict[str, tuple[str, str]] = {
         ("PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "301", "307"),
         ("the bucket is in another region", _REGION),
     ),
-    **dict.fromkeys(
-        ("SlowDown", "ServiceUnavailable", "TooManyRequests", "429", "503"), ("it is too busy", _BUSY)
-    ),
-    **dict.fromkeys(
-        ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507"), ("it is full", _SPACE)
-    ),
+    **dict.fromkeys(("SlowDown", "ServiceUnavailable", "TooManyRequests", "429", "503"), ("it is too busy", _BUSY)),
+    **dict.fromkeys(("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507"), ("it is full", _SPACE)),
 }
 
 

@@ -163,9 +163,7 @@ LOST_HINT = (
     "Restore the file from a backup, or let the task run again under another rollout_id. "
     "`rollout-service store check` names all that is lost."
 )
-BEGIN_AGAIN_HINT = (
-    "If it is lost for good, `rollout-service store new-folder` says what was in it and begins again."
-)
+BEGIN_AGAIN_HINT = "If it is lost for good, `rollout-service store new-folder` says what was in it and begins again."
 
 
 def folder_lost(files: SegmentFiles, why: str) -> StoreError:

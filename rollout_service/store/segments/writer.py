@@ -198,9 +198,7 @@ class SegmentWriter:
             if self._queue:
                 self._queue[0].woken.set()
 
-    async def _write_batch(
-        self, batch: Sequence[_PendingWrite]
-    ) -> tuple[_OpenSegment, list[list[SegmentReference]]]:
+    async def _write_batch(self, batch: Sequence[_PendingWrite]) -> tuple[_OpenSegment, list[list[SegmentReference]]]:
         """Write records to the current file; return it, and the references of each write."""
         for _ in range(FILES_PER_WRITE):
             segment = await self._current()

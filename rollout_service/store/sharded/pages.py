@@ -59,9 +59,7 @@ async def merged_page(
     taken = _shares(source, first.found, limit)
     # A page says only where it ends, so a shard that gives fewer rows than it has is asked for just these.
     again = [shard for shard in left if 0 < taken[shard.number] < len(_rows(source, first.found, shard))]
-    shorter = await ask_each(
-        again, lambda shard: source.fetch(shard, _cursor(places, shard), taken[shard.number])
-    )
+    shorter = await ask_each(again, lambda shard: source.fetch(shard, _cursor(places, shard), taken[shard.number]))
     for number in shorter.failures:
         taken[number] = 0
     used = {number: page for number, page in (first.found | shorter.found).items() if taken[number]}
@@ -87,9 +85,7 @@ def _rows(source: PageSource[P, R], pages: dict[int, P], shard: Shard) -> Sequen
 
 def _shares(source: PageSource[P, R], pages: dict[int, P], limit: int) -> Counter[int]:
     """Return how many rows of each shard are on a merged page."""
-    marked = (
-        [(source.when(row), number) for row in source.rows(page)] for number, page in sorted(pages.items())
-    )
+    marked = ([(source.when(row), number) for row in source.rows(page)] for number, page in sorted(pages.items()))
     merged = heapq.merge(*marked, key=lambda one: one[0], reverse=source.newest)
     return Counter(number for _, number in islice(merged, limit))
 
@@ -106,7 +102,5 @@ def _parse(cursor: str | None, shards: int) -> list[str]:
     places = cursor.split(_BETWEEN)
     if len(places) != shards or set(places) == {_END}:
         problem = FieldError(path="query.cursor", message=f"{cursor!r} is not a cursor")
-        raise InvalidFieldError(
-            [problem], hint="Pass `next_cursor` of the previous page, or omit the cursor."
-        )
+        raise InvalidFieldError([problem], hint="Pass `next_cursor` of the previous page, or omit the cursor.")
     return places

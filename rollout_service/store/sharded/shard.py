@@ -127,9 +127,7 @@ class Shard:
             self._tasks.start_soon(asked.ask)
             with anyio.move_on_after(AWAY_SECONDS):
                 await asked.answered.wait()
-            await anyio.sleep(
-                0 if asked.answered.is_set() else _GRACE_SECONDS
-            )  # a busy loop is not its fault
+            await anyio.sleep(0 if asked.answered.is_set() else _GRACE_SECONDS)  # a busy loop is not its fault
             if not asked.answered.is_set():
                 address = self.store.connection.config.address
                 self._set(StoreError(f"the Redis at {address} does not answer", hint="Look at its host."))

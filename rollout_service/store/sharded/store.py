@@ -331,9 +331,7 @@ class ShardedStore(Store):
         return await shard.ask(partial(shard.store.record, kind, subject, data))
 
 
-async def _take_in_turns(
-    shards: Sequence[Shard], limit: int, take: Take, failures: list[StoreError]
-) -> list[Lease]:
+async def _take_in_turns(shards: Sequence[Shard], limit: int, take: Take, failures: list[StoreError]) -> list[Lease]:
     """Claim from shards in this order: an equal share of each, then what is left of those that had as much.
 
     The errors of those that fail are added to `failures`.

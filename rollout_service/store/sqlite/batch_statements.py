@@ -36,9 +36,7 @@ from rollout_service.store.sqlite.run_statements import (
     row_of,
 )
 
-_HELD = (
-    "SELECT * FROM batches WHERE run = :run AND state = 'leased' AND lease_key = :key AND lease_until > :now"
-)
+_HELD = "SELECT * FROM batches WHERE run = :run AND state = 'leased' AND lease_key = :key AND lease_until > :now"
 _FREE = """
 SELECT * FROM batches WHERE run = :run AND (state = 'returned' OR (state = 'leased' AND lease_until <= :now))
 ORDER BY number LIMIT 1
@@ -52,9 +50,7 @@ _DROP_SURPLUS = """
 UPDATE groups SET state = 'dropped', reason = 'surplus', changed_at = :now
 WHERE run = :run AND number IN (SELECT value FROM json_each(:groups))
 """
-_READY = (
-    "SELECT number, oldest_version, samples FROM groups WHERE run = ? AND state = 'ready' ORDER BY number"
-)
+_READY = "SELECT number, oldest_version, samples FROM groups WHERE run = ? AND state = 'ready' ORDER BY number"
 _NEW = """
 INSERT INTO batches (run, number, state, lease_key, lease_until, deliveries, version, dropped, changed_at)
 VALUES (:run, :number, 'leased', :key, :until, 1, :version, :dropped, :now) RETURNING *
@@ -179,9 +175,7 @@ def ready_groups(db: sqlite3.Connection, run_id: str) -> list[ReadyGroup]:
 def _ready(db: sqlite3.Connection, seq: int, run: RunRecord) -> list[ReadyGroup]:
     is_live = run.request.live is not None
     return [
-        ReadyGroup(
-            row["number"], row["oldest_version"], run_codec.owners_of(row["samples"]) if is_live else ()
-        )
+        ReadyGroup(row["number"], row["oldest_version"], run_codec.owners_of(row["samples"]) if is_live else ())
         for row in db.execute(_READY, (seq,))
     ]
 

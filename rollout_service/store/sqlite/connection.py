@@ -148,9 +148,7 @@ class Database:
                 self._place = FilePlace(Path(path))
         except OSError as error:
             self._release()
-            raise StoreError(
-                f"the store cannot be opened: {error}", hint=_HINTS[sqlite3.SQLITE_CANTOPEN]
-            ) from error
+            raise StoreError(f"the store cannot be opened: {error}", hint=_HINTS[sqlite3.SQLITE_CANTOPEN]) from error
         except sqlite3.Error as error:
             self._release()
             raise explain(error) from error

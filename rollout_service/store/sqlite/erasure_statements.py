@@ -144,9 +144,7 @@ def delete_expired(db: sqlite3.Connection, now: float, keep: RetentionSettings) 
     if keep.ended_run_seconds is not None:
         deleted += _delete_run(db, now - keep.ended_run_seconds)
     if keep.settled_group_seconds is not None:
-        deleted += _empty(
-            db, db.execute(_SETTLED, (now - keep.settled_group_seconds, GROUPS_AT_ONCE)).fetchall()
-        )
+        deleted += _empty(db, db.execute(_SETTLED, (now - keep.settled_group_seconds, GROUPS_AT_ONCE)).fetchall())
     if keep.rollout_seconds is not None:
         rows = db.execute(_PLAIN, (now - keep.rollout_seconds, ROLLOUTS_AT_ONCE)).fetchall()
         deleted += _delete_rollouts(db, rows)

@@ -253,9 +253,7 @@ def cancel(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[RolloutState
     return state, ends
 
 
-def get(
-    db: sqlite3.Connection, rollout_id: str, shown: codec.Shown = codec.Shown.REQUESTED
-) -> Rollout | None:
+def get(db: sqlite3.Connection, rollout_id: str, shown: codec.Shown = codec.Shown.REQUESTED) -> Rollout | None:
     row = db.execute(_GET, (rollout_id,)).fetchone()
     return codec.decode_rollout(row, shown) if row else None
 

@@ -45,9 +45,7 @@ SELECT * FROM runs WHERE state IN ('running', 'paused')
 ORDER BY seq
 """
 _COUNTERS = "SELECT name, count FROM tallies WHERE run = ? AND count <> 0"
-_ADD_TO_COUNTER = (
-    "INSERT INTO tallies VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
-)
+_ADD_TO_COUNTER = "INSERT INTO tallies VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
 _UPDATE = """
 UPDATE runs SET state = :state, version = :version, request = :request, problem = :problem,
     changed_at = :now WHERE seq = :seq
@@ -273,8 +271,7 @@ def _group(rows: Sequence[sqlite3.Row], now: float) -> OpenGroup:
     first = rows[0]
     cut = json.loads(first["cut"])
     members = (
-        run_codec.decode_member(row, now, sample=row["sample"], is_straggler=row["sample"] in cut)
-        for row in rows
+        run_codec.decode_member(row, now, sample=row["sample"], is_straggler=row["sample"] in cut) for row in rows
     )
     return OpenGroup(
         number=first["number"],
@@ -332,9 +329,7 @@ def close_group(
         return
     row = row_of(db, run_id)
     run = row["seq"]
-    values = _closed(run, closure, now) | {
-        "ids": json.dumps([sample.rollout_id for sample in closure.samples])
-    }
+    values = _closed(run, closure, now) | {"ids": json.dumps([sample.rollout_id for sample in closure.samples])}
     before = record_of(db, row)
     if db.execute(_CLOSE, values).rowcount:
         _keep_head(db, run, closure.number, head)
@@ -400,9 +395,7 @@ def finish_if_done(db: sqlite3.Connection, run_id: str, now: float) -> None:
         db.execute(_FINISH, {"id": run_id, "now": now})
 
 
-def prune(
-    db: sqlite3.Connection, now: float, run_id: str, *, seconds: float | None, max_bytes: int | None
-) -> int:
+def prune(db: sqlite3.Connection, now: float, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
     run = row_of(db, run_id)["seq"]
     rows = db.execute(_PRUNABLE, (run,)).fetchall()
     settled = [SettledGroup(row["number"], row["bytes"], row["changed_at"]) for row in rows]

@@ -31,9 +31,7 @@ from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes, w
 
 
 class SqliteRuns(BaseRuns):
-    def __init__(
-        self, thread: DatabaseThread, clock: Callable[[], float], work_added: Callable[[], None]
-    ) -> None:
+    def __init__(self, thread: DatabaseThread, clock: Callable[[], float], work_added: Callable[[], None]) -> None:
         """`work_added` is called after rollouts were queued."""
         self._changes = MonotonicCounter(1)
         self._deliveries = MonotonicCounter(1)

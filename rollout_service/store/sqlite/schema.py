@@ -324,9 +324,7 @@ class DatabaseSchema:
         return replace(self, journal_mode="WAL" if disk == "local" else "TRUNCATE")
 
 
-STORE = DatabaseSchema(
-    tables=EVENTS + ROLLOUTS + RUNS, added=ADDED, application_id=0x526F6C6C, has_events=True
-)
+STORE = DatabaseSchema(tables=EVENTS + ROLLOUTS + RUNS, added=ADDED, application_id=0x526F6C6C, has_events=True)
 """The store of rollouts and runs; its mark is "Roll" in ASCII."""
 
 

@@ -152,9 +152,7 @@ class SqliteStore(BaseStore):
     rewinds = 0  # a file that went back in time is another start
     engines = None
 
-    def __init__(
-        self, path: Path | str, *, clock: Callable[[], float] = time.time, disk: Disk = "local"
-    ) -> None:
+    def __init__(self, path: Path | str, *, clock: Callable[[], float] = time.time, disk: Disk = "local") -> None:
         self._clock = clock
         self._work = ResettableEvent(is_set=True)
         self._cancels = ResettableEvent(is_set=True)
@@ -167,9 +165,7 @@ class SqliteStore(BaseStore):
         self._cluster = SingleCluster(self.record)
 
     @classmethod
-    async def open(
-        cls, path: Path | str, *, clock: Callable[[], float] = time.time, disk: Disk = "local"
-    ) -> Self:
+    async def open(cls, path: Path | str, *, clock: Callable[[], float] = time.time, disk: Disk = "local") -> Self:
         """Open the store in a file, or create it; `clock` returns Unix seconds.
 
         Raises:
@@ -268,9 +264,7 @@ class SqliteStore(BaseStore):
 
         return self._requeued(await self._thread.write(retry)) > 0
 
-    async def restart(
-        self, lease: Lease, owner: str, *, spans: Sequence[Span] = (), kept_turns: int = 0
-    ) -> bool:
+    async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = (), kept_turns: int = 0) -> bool:
         values = self._held(lease, owner) | {"spans": codec.encode_spans(spans), "kept": kept_turns}
         return self._requeued(await self._thread.write(statements.restart, values)) > 0
 
@@ -312,9 +306,7 @@ class SqliteStore(BaseStore):
 
     async def cancel_requested(self, owner: str) -> list[str]:
         self._cancels.clear()
-        rows = await self._thread.read(
-            lambda db: db.execute(statements.CANCEL_REQUESTED, (owner,)).fetchall()
-        )
+        rows = await self._thread.read(lambda db: db.execute(statements.CANCEL_REQUESTED, (owner,)).fetchall())
         return [row["rollout_id"] for row in rows]
 
     async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:

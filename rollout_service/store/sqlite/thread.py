@@ -45,9 +45,7 @@ class _DatabaseJob(Job):
 class DatabaseThread(JobThread[_DatabaseJob]):
     """A thread that runs jobs on a store's file, from `start` to `close`."""
 
-    def __init__(
-        self, path: Path | str, on_commit: Callable[[int], None], schema: DatabaseSchema = STORE
-    ) -> None:
+    def __init__(self, path: Path | str, on_commit: Callable[[int], None], schema: DatabaseSchema = STORE) -> None:
         """`on_commit` is called on the event loop after each commit, with the id of the newest event."""
         super().__init__("store", str(path))
         self._path = path
@@ -71,16 +69,12 @@ class DatabaseThread(JobThread[_DatabaseJob]):
             DefectError: The statement is wrong.
             Exception: Whatever the statement raises.
         """
-        result: T = await self._submit(
-            _DatabaseJob(run=lambda db: statement(db, *args, **kwargs), writes=False)
-        )
+        result: T = await self._submit(_DatabaseJob(run=lambda db: statement(db, *args, **kwargs), writes=False))
         return result
 
     async def write(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a statement that writes, and return its result once it is durable; it raises what `read` does."""
-        result: T = await self._submit(
-            _DatabaseJob(run=lambda db: statement(db, *args, **kwargs), writes=True)
-        )
+        result: T = await self._submit(_DatabaseJob(run=lambda db: statement(db, *args, **kwargs), writes=True))
         return result
 
     async def truncate_log(self) -> None:

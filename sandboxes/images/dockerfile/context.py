@@ -39,12 +39,8 @@ class IgnoreRules:
     """The patterns of a .dockerignore: the last one that matches a path, or a folder above it, decides."""
 
     def __init__(self, text: str = "") -> None:
-        lines = (
-            line.strip() for line in text.removeprefix("\ufeff").splitlines() if not line.startswith("#")
-        )
-        self._rules = [
-            (not line.startswith("!"), _compile(line.removeprefix("!").strip())) for line in lines if line
-        ]
+        lines = (line.strip() for line in text.removeprefix("\ufeff").splitlines() if not line.startswith("#"))
+        self._rules = [(not line.startswith("!"), _compile(line.removeprefix("!").strip())) for line in lines if line]
         self.has_exceptions = any(not ignored for ignored, _ in self._rules)
         """Whether something below an ignored folder may be wanted all the same."""
 
@@ -90,9 +86,7 @@ class BuildContext:
             paths = sorted(self._matches("", _parts(source)))
             files = [file for path in paths for file in self._files(path, unpack=unpack)]
             if not files:
-                ignored = (
-                    f", or {IGNORE} leaves it out" if self._rules.ignores("/".join(_parts(source))) else ""
-                )
+                ignored = f", or {IGNORE} leaves it out" if self._rules.ignores("/".join(_parts(source))) else ""
                 raise ImageNotFoundError(
                     f"{source!r} is not in the context{ignored}", hint=f"the context is {self._tree.root}"
                 )
@@ -105,9 +99,7 @@ class BuildContext:
             return
         part = parts[0]
         if any(sign in part for sign in "*?["):
-            names = [
-                name for name in self._tree.names(f"/{folder}") if fnmatchcase(name, part.replace("[^", "[!"))
-            ]
+            names = [name for name in self._tree.names(f"/{folder}") if fnmatchcase(name, part.replace("[^", "[!"))]
         else:
             names = [part]
         for name in names:
@@ -163,9 +155,7 @@ def send(files: Iterable[ContextFile], pipe: IO[bytes]) -> None:
     with tarfile.open(fileobj=pipe, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for file in files:
             if file.path is None:
-                archive.addfile(
-                    _member(file.name, tarfile.REGTYPE, 0o644, len(file.text)), io.BytesIO(file.text)
-                )
+                archive.addfile(_member(file.name, tarfile.REGTYPE, 0o644, len(file.text)), io.BytesIO(file.text))
             elif file.name.startswith("a/"):
                 _send_unpacked(file.path, archive)
             else:

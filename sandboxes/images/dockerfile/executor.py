@@ -110,9 +110,7 @@ class PlanExecutor:
         argv, scripts = self._command(state, one)
         seen = {"PATH": PATH} | state.args | state.env
         passed = {name: value for name, value in self._plan.given.items() if name in PREDEFINED}
-        network = (
-            self._builder.options.network if one.flag("network") in {None, "default"} else one.flag("network")
-        )
+        network = self._builder.options.network if one.flag("network") in {None, "default"} else one.flag("network")
         mounts, mounted = self._mounts(state, one)
         parts = (argv, scripts, state.user, state.workdir, seen, network, mounted)
         job = StepJob(
@@ -171,9 +169,7 @@ class PlanExecutor:
         files = self._context.select([path])
         folder = any(file.name == "d" for file in files)
         dest = posixpath.normpath(f"/{path}") if folder else f"{parent.rstrip('/')}/"
-        self._builder.write(
-            state, one, StepJob("write", dest=dest), digest(files), lambda pipe: send(files, pipe)
-        )
+        self._builder.write(state, one, StepJob("write", dest=dest), digest(files), lambda pipe: send(files, pipe))
         return state
 
     def _other(self, name: str, one: Instruction) -> StageState:
@@ -256,9 +252,7 @@ def base_state(builder: LayerBuilder, apptainer: Path, base: Path, origin: Instr
     return state
 
 
-def _unpack(
-    builder: LayerBuilder, apptainer: Path, image: Path, changes: Path, origin: Instruction
-) -> StepResult:
+def _unpack(builder: LayerBuilder, apptainer: Path, image: Path, changes: Path, origin: Instruction) -> StepResult:
     if image.is_dir():
         job = StepJob("write", changes=changes, dest="/", many=True)
         return builder.namespace.run(job, builder.say, data=lambda pipe: send_tree(image, pipe))

@@ -44,9 +44,7 @@ class LayerBuilder:
         self.options = options
         self._file = file
 
-    def write(
-        self, state: StageState, one: Instruction, job: StepJob, content: str, data: Sender | StepJob
-    ) -> None:
+    def write(self, state: StageState, one: Instruction, job: StepJob, content: str, data: Sender | StepJob) -> None:
         """Add a layer of files that are sent to the step; `content` says which they are."""
         parts = (job.dest, job.cwd, job.owner, job.mode, job.many, content)
         self.do(state, one, make_key(state.key, one.keyword, *parts), job, data)
@@ -87,9 +85,7 @@ class LayerBuilder:
                 if result.exit_code or result.error:
                     raise self.failed(one, result)
 
-            layer = self.layers.make(
-                key, str(one), checked, lambda: self.say(f"{what} (waiting for another build)")
-            )
+            layer = self.layers.make(key, str(one), checked, lambda: self.say(f"{what} (waiting for another build)"))
         state.key, state.layers = key, (layer, *state.layers)
         if self.options.max_bytes is not None and state.size_bytes > self.options.max_bytes:
             raise self._too_large(one)
@@ -179,9 +175,7 @@ def _send_settings(files: Mapping[str, str], folders: list[str], pipe: IO[bytes]
             archive.addfile(member, BytesIO(data))
 
 
-def pack(
-    builder: LayerBuilder, apptainer: Path, state: StageState, origin: Instruction, target: Path
-) -> None:
+def pack(builder: LayerBuilder, apptainer: Path, state: StageState, origin: Instruction, target: Path) -> None:
     """Write the image file of a state's layers; `origin` is named if that fails.
 
     Raises:

@@ -53,9 +53,7 @@ class LayerStore:
         about = _about(self.root / key)
         return None if about is None else ImageLayer(key, self.root / key / "fs", int(about["size_bytes"]))
 
-    def make(
-        self, key: str, of: str, fill: Callable[[Path], None], waiting: Callable[[], None]
-    ) -> ImageLayer:
+    def make(self, key: str, of: str, fill: Callable[[Path], None], waiting: Callable[[], None]) -> ImageLayer:
         """Make a layer, unless another build has made it meanwhile.
 
         Args:
@@ -116,9 +114,7 @@ class LayerStore:
             used = self._shared.last_used(folder.name)
             recent = why_recent(now - used, grace_seconds)
             reason = "a build has it mounted" if folder.name in mounted else recent
-            yield EvictionCandidate(
-                "layer", folder.name, int(about["size_bytes"]), used, str(about["of"]), kept=reason
-            )
+            yield EvictionCandidate("layer", folder.name, int(about["size_bytes"]), used, str(about["of"]), kept=reason)
 
 
 def _about(layer: Path) -> dict[str, Any] | None:

@@ -115,9 +115,7 @@ class _Expansion:
             if character == "$":
                 yield self._variable()
             elif (
-                character == self._escape
-                and self._at < len(self._text)
-                and self._text[self._at] in f'"${self._escape}'
+                character == self._escape and self._at < len(self._text) and self._text[self._at] in f'"${self._escape}'
             ):
                 yield self._text[self._at]
                 self._at += 1

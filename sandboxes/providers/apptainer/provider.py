@@ -181,9 +181,7 @@ class ApptainerProvider(HostProvider):
         limits = self._limits_of(spec)
         overlay, repeats = await anyio.to_thread.run_sync(self._try_image, prepared.image)
         script = self._control_script(limits, workdir)
-        container = self._choose_container(
-            spec, folder, prepared.image, script, overlay=overlay, repeats=repeats
-        )
+        container = self._choose_container(spec, folder, prepared.image, script, overlay=overlay, repeats=repeats)
         # This is the last wait: once there is a plan, a cancelled start returns the lease, and holds the layers.
         lease = await anyio.to_thread.run_sync(self._lease_user, prepared.image)
         try:
@@ -226,9 +224,7 @@ class ApptainerProvider(HostProvider):
             make_snapshot=partial(self._snapshot, folder, prepared.image, user, layers)
             if len(layers) < MAX_LAYERS and self._keeps_files(prepared.image)
             else None,
-            save_command=partial(self.launcher.save_command, folder.overlay)
-            if overlay and self._can_save
-            else None,
+            save_command=partial(self.launcher.save_command, folder.overlay) if overlay and self._can_save else None,
             on_ready=container.on_ready,
         )
 
@@ -251,9 +247,7 @@ class ApptainerProvider(HostProvider):
             command = command.replaced(HIDE, REPORT + HIDE)
             return _Container(command.arguments, on_ready=partial(self._setups.learn, kind, folder, command))
         if (setup := self._setups.get(kind)) is not None:
-            return _Container(
-                [*options, shown, HIDDEN_BASH, "--norc", *script], setup.variables(folder, shown)
-            )
+            return _Container([*options, shown, HIDDEN_BASH, "--norc", *script], setup.variables(folder, shown))
         return _Container(command.arguments)
 
     async def spawn(
@@ -315,9 +309,7 @@ class ApptainerProvider(HostProvider):
 
     def _keeps_files(self, image: Path) -> bool:
         """Return whether sandboxes of an image can become snapshots."""
-        return self.launcher.can_overlay(image) and (
-            self.launcher.can_map_files or not self._has_users(image)
-        )
+        return self.launcher.can_overlay(image) and (self.launcher.can_map_files or not self._has_users(image))
 
     @staticmethod
     def _layers_of(spec: SandboxSpec, image: Path) -> tuple[FileLayer, ...]:
@@ -390,9 +382,7 @@ class ApptainerProvider(HostProvider):
         for number, bind in enumerate(spec.read_only_binds):
             for path in (bind.source, bind.target):
                 if not path.startswith("/") or any(character in path for character in ":,\\\n"):
-                    raise SandboxConfigError(
-                        f"cannot bind {path!r}", hint="give an absolute path without : , \\"
-                    )
+                    raise SandboxConfigError(f"cannot bind {path!r}", hint="give an absolute path without : , \\")
             source = folder.overlay / f"bind{number}" if self.launcher.root else bind.source
             found.append(f"{source}:{bind.target}:ro")
         return found
@@ -408,9 +398,7 @@ def _parse_allow_list(spec: SandboxSpec) -> AllowList | None:
     if spec.network in {"none", "full"}:
         return None
     if isinstance(spec.network, str):
-        raise SandboxConfigError(
-            f"unknown network {spec.network!r}", hint='give "none", "full" or a list of hosts'
-        )
+        raise SandboxConfigError(f"unknown network {spec.network!r}", hint='give "none", "full" or a list of hosts')
     return AllowList(spec.network)
 
 
@@ -459,9 +447,7 @@ class PreparedImage:
 
 
 class PreparedImages:
-    def __init__(
-        self, config: ApptainerConfig, images: ImageStore, apptainer: Path, owner: tuple[int, int]
-    ) -> None:
+    def __init__(self, config: ApptainerConfig, images: ImageStore, apptainer: Path, owner: tuple[int, int]) -> None:
         self._config = config
         self._images = images
         self.unpacked = UnpackedImages(

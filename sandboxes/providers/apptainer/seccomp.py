@@ -76,9 +76,7 @@ RULES: tuple[SyscallRule, ...] = (
     SyscallRule("setpriority", errno.EPERM, (Condition(0, (PRIO_USER,)),)),
     SyscallRule("ioprio_set", errno.EPERM, (Condition(1, (FIRST_PROCESS,)),)),
     SyscallRule("ioprio_set", errno.EPERM, (Condition(0, (IOPRIO_WHO_USER,)),)),
-    *_refuse(
-        errno.ENOSYS, "io_uring_setup", "io_uring_enter", "io_uring_register", "io_setup", "memfd_secret"
-    ),
+    *_refuse(errno.ENOSYS, "io_uring_setup", "io_uring_enter", "io_uring_register", "io_setup", "memfd_secret"),
     *_refuse(errno.EPERM, "add_key", "request_key", "keyctl", "userfaultfd", "bpf", "perf_event_open"),
     *_refuse(errno.EPERM, "fanotify_init", "open_by_handle_at", "lookup_dcookie", "quotactl", "quotactl_fd"),
     *_refuse(errno.EPERM, "move_pages", "migrate_pages", "syslog", "acct", "vhangup", "reboot"),

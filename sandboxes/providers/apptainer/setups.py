@@ -51,8 +51,7 @@ class ContainerSetup:
     def variables(self, folder: RunFolder, image: str) -> dict[str, str]:
         """Return the launcher's instructions for another sandbox; `image` is the one in Apptainer's command."""
         inside = {
-            name: value.replace(FOLDER, str(folder.path)).replace(ID, folder.id)
-            for name, value in self.environ.items()
+            name: value.replace(FOLDER, str(folder.path)).replace(ID, folder.id) for name, value in self.environ.items()
         }
         return {
             "LAUNCH_DIRECT": image,

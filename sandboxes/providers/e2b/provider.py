@@ -54,9 +54,7 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name != "e2b":
         raise
-    raise ProviderUnavailableError(
-        "the package e2b is not installed", hint="install rollout-service[e2b]"
-    ) from missing
+    raise ProviderUnavailableError("the package e2b is not installed", hint="install rollout-service[e2b]") from missing
 
 OWNER_FILE = "e2b-owner"
 RELEASE_SECONDS = 5.0

@@ -91,9 +91,7 @@ class Client:
         with self._lock:
             if self._portal is None:
                 ready: Future[BlockingPortal] = Future()
-                self._thread = threading.Thread(
-                    target=anyio.run, args=(_serve, ready), daemon=True, name="e2b"
-                )
+                self._thread = threading.Thread(target=anyio.run, args=(_serve, ready), daemon=True, name="e2b")
                 self._thread.start()
                 self._portal = ready.result()
         try:
@@ -233,9 +231,7 @@ class Remote:
 
         async with open_task_group() as tasks:
             tasks.start_soon(give_up)
-            sandbox = await self.client.create(
-                self.template, self.metadata, network=self.network, seconds=self._left
-            )
+            sandbox = await self.client.create(self.template, self.metadata, network=self.network, seconds=self._left)
             tasks.cancel_scope.cancel()
         return sandbox
 
@@ -305,13 +301,9 @@ async def _wait_for(relay: "e2b.AsyncCommandHandle", scope: anyio.CancelScope) -
 
 def _read_key(config: E2BConfig) -> str:
     try:
-        key = (
-            config.api_key_file.read_text() if config.api_key_file else os.environ.get(config.api_key_env, "")
-        )
+        key = config.api_key_file.read_text() if config.api_key_file else os.environ.get(config.api_key_env, "")
     except OSError as error:
-        raise ProviderUnavailableError(
-            f"the file with the API key cannot be read: {error}", hint=""
-        ) from error
+        raise ProviderUnavailableError(f"the file with the API key cannot be read: {error}", hint="") from error
     if not key.strip():
         hint = f"set {config.api_key_env}, or sandbox.api_key_file"
         raise ProviderUnavailableError("there is no key for E2B's API", hint=hint)
@@ -336,9 +328,7 @@ def _as_start_error(error: Exception, template: str) -> SandboxError:
     if getattr(error, "status_code", None) == NOT_FOUND:
         return ImageNotFoundError(said, hint=f"build the template {template!r} on the server")
     if _is_refusal(error):
-        return SandboxConfigError(
-            said, hint="see sandbox.template, sandbox.ttl_seconds and the account's limits"
-        )
+        return SandboxConfigError(said, hint="see sandbox.template, sandbox.ttl_seconds and the account's limits")
     return SandboxStartError(said, hint="check api_url or domain, and the server's status")
 
 
@@ -347,7 +337,5 @@ def _as_loss(error: Exception) -> SandboxError:
     if isinstance(error, SandboxError):
         return error
     if isinstance(error, BrokenLinkError):
-        return SandboxLostError(
-            f"the sandbox was ended: {error}", hint="look at what the code inside did to it"
-        )
+        return SandboxLostError(f"the sandbox was ended: {error}", hint="look at what the code inside did to it")
     return SandboxLostError(f"the server has lost the sandbox: {type(error).__name__}: {error}")

@@ -61,9 +61,7 @@ async def test_attacks_stay_text(page, fake, tab):
     await expect(page.locator(".timeline-details")).to_contain_text("<svg/onload")
     assert await page.evaluate("window.hit") is None
     assert (
-        await page.locator(
-            "main script, main img, main h1:has-text('Taken over'), main a[href^='javascript']"
-        ).count()
+        await page.locator("main script, main img, main h1:has-text('Taken over'), main a[href^='javascript']").count()
         == 0
     )
     shown = await page.evaluate("document.body.innerText")
@@ -81,9 +79,7 @@ async def test_hidden_characters_become_marks(page, fake):
         assert await hidden.evaluate("one => getComputedStyle(one).unicodeBidi") == "isolate"
 
 
-@pytest.mark.parametrize(
-    "part", ["x", "\x1b", "\u202e", "<b>"], ids=["plain", "escapes", "overrides", "tags"]
-)
+@pytest.mark.parametrize("part", ["x", "\x1b", "\u202e", "<b>"], ids=["plain", "escapes", "overrides", "tags"])
 async def test_a_line_of_a_megabyte_does_not_stop_the_page(page, fake, part):
     rollout = CannedRollout(
         ID,

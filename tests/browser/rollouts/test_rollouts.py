@@ -35,9 +35,7 @@ class Listed:
     def page(self, request: Request) -> SummaryPage:
         query = request.query_params
         rows = [row for row in reversed(self.rows) if row.state == query.get("state", row.state)]
-        start = next(
-            (at for at, row in enumerate(rows) if row.rollout_id < query.get("cursor", "s")), len(rows)
-        )
+        start = next((at for at, row in enumerate(rows) if row.rollout_id < query.get("cursor", "s")), len(rows))
         shown = rows[start : start + int(query["limit"])]
         more = start + len(shown) < len(rows)
         return SummaryPage(rows=shown, next_cursor=shown[-1].rollout_id if more else None, matching=len(rows))

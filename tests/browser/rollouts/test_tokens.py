@@ -21,9 +21,7 @@ pytestmark = pytest.mark.browser
 ID = "math-7.g12.s3"
 
 
-async def opened(
-    page: Page, fake: FakeService, rollout: CannedRollout | None = None, query: str = ""
-) -> None:
+async def opened(page: Page, fake: FakeService, rollout: CannedRollout | None = None, query: str = "") -> None:
     (rollout or coding_rollout(ID)).serve(fake)
     await page.goto(f"{fake.url}#/rollouts/{ID}?tab=tokens{query}")
     await expect(page.locator(".token-line").first).to_be_visible()
@@ -60,9 +58,7 @@ async def test_sampled_tokens_are_underlined_in_every_coloring(page, fake):
         await color_by(page, name)
         sampled = page.locator(".t.m", has_text="parser")
         await expect(sampled).to_have_css("text-decoration-line", "underline")
-        await expect(page.locator(".t:not(.m)", has_text="program").first).to_have_css(
-            "text-decoration-line", "none"
-        )
+        await expect(page.locator(".t:not(.m)", has_text="program").first).to_have_css("text-decoration-line", "none")
 
 
 async def test_the_legend_has_the_color_of_each_token(page, fake):
@@ -96,8 +92,7 @@ async def test_unlikely_tokens_stand_out_by_color_and_weight(page, fake):
     await color_by(page, "Log-probability")
     await expect(page.locator(".token-lines .t", has_text="odd")).to_have_class(re.compile("lp5"))
     classes = [
-        await page.locator(f".t:has-text('{word}')").last.get_attribute("class")
-        for word in ("sure", "maybe", "odd")
+        await page.locator(f".t:has-text('{word}')").last.get_attribute("class") for word in ("sure", "maybe", "odd")
     ]
     assert [re.findall(r"lp\d", str(one)) for one in classes] == [["lp0"], ["lp2"], ["lp5"]]
     await expect(page.locator(".token-lines .t", has_text="odd")).to_have_css("font-weight", "700")
@@ -126,9 +121,7 @@ async def test_forks_are_bars_with_their_reason_and_what_is_shared_is_dimmed(pag
 
 
 async def test_a_search_finds_text_that_spans_tokens(page, fake):
-    await opened(
-        page, fake, one_segment([Piece(b"nee"), Piece(b"dle", 0), Piece(b" hay "), Piece(b"NEEDLE")])
-    )
+    await opened(page, fake, one_segment([Piece(b"nee"), Piece(b"dle", 0), Piece(b" hay "), Piece(b"NEEDLE")]))
     await page.keyboard.press("/")
     await page.keyboard.type("needle")
     await expect(page.locator(".tokens").get_by_role("status")).to_have_text("2 found")
@@ -261,9 +254,7 @@ async def test_a_difference_rebuilds_both_lists(page, fake, a, b, first):
     )
     assert found["first"] == first
     for side, other, whole in (("a", "added", a), ("b", "removed", b)):
-        rebuilt = [
-            value for part in found["parts"] if part["kind"] != other for value in whole[slice(*part[side])]
-        ]
+        rebuilt = [value for part in found["parts"] if part["kind"] != other for value in whole[slice(*part[side])]]
         assert rebuilt == whole
 
 
@@ -276,6 +267,4 @@ async def test_a_shared_prefix_is_marked_where_segments_fork_twice(page, fake):
     ]
     await opened(page, fake, CannedRollout(ID, segments, turns=3))
     await expect(page.locator(".segment-bar")).to_have_count(3)
-    await expect(page.locator(".segment-bar").last).to_contain_text(
-        "history edited · shares 4 tokens with segment 1"
-    )
+    await expect(page.locator(".segment-bar").last).to_contain_text("history edited · shares 4 tokens with segment 1")

@@ -50,12 +50,8 @@ async def test_a_failure_is_told_with_its_hint_and_the_attempts_before(page, fak
     }
     rollout.serve(fake)
     await page.goto(f"{fake.url}#/rollouts/{ID}")
-    await expect(page.get_by_role("alert").filter(has_text="tool_timeout")).to_contain_text(
-        "Raise the limit."
-    )
-    await expect(page.locator(".rollout-head")).to_contain_text(
-        "Attempt 1 failed and was tried again: sandbox_lost"
-    )
+    await expect(page.get_by_role("alert").filter(has_text="tool_timeout")).to_contain_text("Raise the limit.")
+    await expect(page.locator(".rollout-head")).to_contain_text("Attempt 1 failed and was tried again: sandbox_lost")
     await expect(page.locator(".reward")).to_have_text("\u2013")
 
 
@@ -66,9 +62,7 @@ async def test_the_samples_of_its_group_are_a_link_away(page, fake):
     await page.goto(f"{fake.url}#/rollouts/{ID}")
     neighbors = page.locator(".neighbors")
     await expect(neighbors).to_contain_text("sample 2 of 3")
-    await expect(neighbors.get_by_role("link", name="next")).to_have_attribute(
-        "href", "#/rollouts/math-7.g12.s4"
-    )
+    await expect(neighbors.get_by_role("link", name="next")).to_have_attribute("href", "#/rollouts/math-7.g12.s4")
     await expect(neighbors.get_by_role("link", name="compare")).to_have_attribute(
         "href", "#/compare?ids=math-7.g12.s3%2Cmath-7.g12.s4"
     )
@@ -112,13 +106,9 @@ async def test_sub_agents_and_tools_at_once_have_rows_of_their_own(page, fake):
     ]
     rollout.serve(fake)
     await page.goto(f"{fake.url}#/rollouts/{ID}")
-    await expect(page.locator(".lane-title")).to_have_text(
-        ["stages", "agent", "tools", "sandbox", "sub-agent 2"]
-    )
+    await expect(page.locator(".lane-title")).to_have_text(["stages", "agent", "tools", "sandbox", "sub-agent 2"])
     tops = [
-        await page.locator(".tl-bar.tone-tool", has_text=name).first.evaluate(
-            "bar => bar.getBoundingClientRect().top"
-        )
+        await page.locator(".tl-bar.tone-tool", has_text=name).first.evaluate("bar => bar.getBoundingClientRect().top")
         for name in ("tool bash", "tool python")
     ]
     assert tops[0] != tops[1]

@@ -87,9 +87,7 @@ async def test_the_branches_of_a_group_are_a_tree_whose_rows_are_links(page, fak
     await expect(rows.locator("td:first-child")).to_have_text(
         [f"math-7.g12.s{number}" for number in (1, 5, 3, 4, 2, 6)]
     )
-    widths = [
-        await rows.nth(at).locator(".node-indent").evaluate("one => one.offsetWidth") for at in range(6)
-    ]
+    widths = [await rows.nth(at).locator(".node-indent").evaluate("one => one.offsetWidth") for at in range(6)]
     assert widths == [0, 18, 18, 36, 0, 0]
     await expect(rows.locator("td:nth-child(4)")).to_have_text(["0", "1", "1", "\u2013", "0.25", "1"])
     await expect(page.locator(".branch-row[aria-current]")).to_contain_text(ID)

@@ -20,9 +20,7 @@ class Api:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.client = httpx.Client(
-            base_url=url, timeout=60, headers={"Authorization": f"Bearer {KEYS['admin']}"}
-        )
+        self.client = httpx.Client(base_url=url, timeout=60, headers={"Authorization": f"Bearer {KEYS['admin']}"})
 
     def make_run(self, name: str, tasks: int) -> None:
         source = {
@@ -63,9 +61,7 @@ async def test_a_run_fills_while_one_looks_at_it(page, api):
     await expect(page.locator(".plot canvas")).to_have_count(6, timeout=60_000)
     rows = page.get_by_role("list", name="Groups, the newest first").get_by_role("listitem")
     await expect(rows).to_have_count(3, timeout=60_000)
-    await expect(rows.first.get_by_role("link", name="Sample 0: completed, reward 1")).to_be_visible(
-        timeout=60_000
-    )
+    await expect(rows.first.get_by_role("link", name="Sample 0: completed, reward 1")).to_be_visible(timeout=60_000)
     await expect(page.locator(".run-states a").nth(1)).to_have_text("3 ready", timeout=60_000)
     assert api.client.get("/v1/runs/grows").json()["counts"]["ready"] == 3
 

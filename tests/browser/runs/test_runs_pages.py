@@ -248,9 +248,7 @@ async def test_sessions_are_listed_and_lead_to_their_turns_and_rollouts(page, ru
     await expect(page.get_by_role("tab", name="Open")).to_have_attribute("aria-selected", "true")
     await page.get_by_role("link", name="s-4711").click()
     await expect(page.get_by_role("heading", level=1)).to_have_text("s-4711")
-    await expect(page.get_by_role("link", name="live-1.3.0")).to_have_attribute(
-        "href", "#/rollouts/live-1.3.0"
-    )
+    await expect(page.get_by_role("link", name="live-1.3.0")).to_have_attribute("href", "#/rollouts/live-1.3.0")
     turns = page.get_by_role("table").last.get_by_role("row")
     await expect(turns.nth(1)).to_contain_text("+1")
     await expect(turns.nth(2)).to_contain_text("side")

@@ -84,9 +84,7 @@ def plug_in_url(checkpoints: Checkpoints) -> Iterator[str]:
 
 @pytest.fixture
 def scripted_vllm_url(checkpoints: Checkpoints) -> Iterator[str]:
-    engine = ScriptedVllm(
-        Counting(512), latency=0.5, context_length=2048, model_path=checkpoints.first, vocab_size=512
-    )
+    engine = ScriptedVllm(Counting(512), latency=0.5, context_length=2048, model_path=checkpoints.first, vocab_size=512)
     yield from serving(engine)
 
 
@@ -111,9 +109,7 @@ REAL = [
 ]
 if PLUG_IN_KIND := os.environ.get("ROLLOUT_ENGINE_KIND", ""):
     REAL.append(
-        pytest.param(
-            "plug_in", id="plug-in", marks=[pytest.mark.xdist_group("plug-in"), pytest.mark.timeout(480)]
-        )
+        pytest.param("plug_in", id="plug-in", marks=[pytest.mark.xdist_group("plug-in"), pytest.mark.timeout(480)])
     )
 SCRIPTED = [pytest.param("scripted", id="scripted"), pytest.param("scripted_vllm", id="scripted-vllm")]
 

@@ -19,9 +19,7 @@ pytestmark = pytest.mark.anyio
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
 SPEAK_SGLANG = [
     "embedded",
-    pytest.param(
-        "sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]
-    ),
+    pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]),
 ]
 
 
@@ -257,8 +255,7 @@ async def test_bad_requests_are_refused(model_engine, change):
 async def test_many_requests_at_once_get_what_they_would_get_alone(model_engine):
     prompts = [PROMPT[: 5 + 3 * i] for i in range(12)]
     alone = [
-        (await model_engine.generate(prompt, max_new_tokens=15 + i)).output_ids
-        for i, prompt in enumerate(prompts)
+        (await model_engine.generate(prompt, max_new_tokens=15 + i)).output_ids for i, prompt in enumerate(prompts)
     ]
     await model_engine.backend.update_weights(str(model_engine.checkpoints.first), 0)
     together = {}

@@ -14,9 +14,7 @@ PROMPT = [(7 * i + 11) % 256 for i in range(40)]
 LONG = 600
 GIVE_ALL = [
     pytest.param("embedded"),
-    pytest.param(
-        "sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]
-    ),
+    pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]),
     pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]),
 ]
 real_engines = pytest.mark.parametrize("model_engine", GIVE_ALL, indirect=True)

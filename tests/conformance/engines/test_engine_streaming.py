@@ -15,9 +15,7 @@ PROMPT = [(7 * i + 11) % 256 for i in range(40)]
 SCHEMA = """{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
  "additionalProperties": false}"""
 CONSTRAINING = [
-    pytest.param(
-        "sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]
-    ),
+    pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]),
     pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]),
 ]
 

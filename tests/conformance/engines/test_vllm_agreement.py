@@ -80,9 +80,7 @@ async def test_each_token_is_of_the_weights_that_its_version_names(backend, unti
     async def generate():
         parts.append(
             await backend.generate(
-                GenerateRequest(
-                    new_request_id(), prompt, SamplingOptions(max_new_tokens=1500, temperature=1.0)
-                )
+                GenerateRequest(new_request_id(), prompt, SamplingOptions(max_new_tokens=1500, temperature=1.0))
             )
         )
 

@@ -117,9 +117,7 @@ async def test_contract(make, check):
     assert outcome.verdict == expected, outcome.reason
 
 
-@pytest.mark.parametrize(
-    "check", [c for c in CHECKS if c.__name__ in ("bash_time_out", "closes_under_calls")]
-)
+@pytest.mark.parametrize("check", [c for c in CHECKS if c.__name__ in ("bash_time_out", "closes_under_calls")])
 async def test_the_heart_of_it(make, check):
     outcome = await assess_check(check, make())
     assert outcome.verdict == "holds", outcome.reason

@@ -50,9 +50,7 @@ def user():
 
 def conformance(user: OrdinaryUser, *arguments: str) -> None:
     """Run the suite as the user: it needs no FUSE, all checks hold, and no process is left."""
-    done = user.run(
-        ["python", "-m", "sandboxes.conformance", "apptainer", "--json", "-", *arguments], timeout=420
-    )
+    done = user.run(["python", "-m", "sandboxes.conformance", "apptainer", "--json", "-", *arguments], timeout=420)
     assert done.returncode == 0, done.stdout
     report = json.loads(done.stdout[done.stdout.index("{\n") :])
     assert len(report["outcomes"]) == len(CHECKS)

@@ -34,11 +34,7 @@ async def shared(shared_redis: RedisServer) -> AsyncIterator[tuple[RedisEngines,
 async def backends(
     request: pytest.FixtureRequest, tmp_path: Path, shared: tuple[RedisEngines, RedisEngines]
 ) -> BackendStore:
-    return (
-        shared[0]
-        if request.param == "redis"
-        else FileBackends(tmp_path / "backends.json", backend_id_of_spec)
-    )
+    return shared[0] if request.param == "redis" else FileBackends(tmp_path / "backends.json", backend_id_of_spec)
 
 
 def backend(number: int, *, pool: str = "policy", **fields: object) -> SharedBackend:

@@ -47,10 +47,7 @@ class Bench:
             NewGroup(
                 number,
                 0,
-                [
-                    RolloutRequest(rollout_id=f"a.{number}.{s}", task=TASKS[0], exports=extras)
-                    for s in range(2)
-                ],
+                [RolloutRequest(rollout_id=f"a.{number}.{s}", task=TASKS[0], exports=extras) for s in range(2)],
             )
             for number in numbers
         ]
@@ -174,9 +171,7 @@ async def test_nothing_of_an_erased_sample_is_kept(bench, reach):
         kept = bench.values()
         gone = [trace for trace in shown if not any(trace in value for value in kept)]
         assert gone
-        assert [
-            trace for trace in gone if any(trace in data for data in read(SharedFiles(bench.file.parent)))
-        ] == []
+        assert [trace for trace in gone if any(trace in data for data in read(SharedFiles(bench.file.parent)))] == []
     assert await bench.store.save_steps([EncodedSteps("a.0.0", b"later")]) == 0
     assert await bench.store.runs.erase(["a.0.0", "a.9.0", "gone.0.0"]) == batches
 

@@ -53,9 +53,7 @@ def result(lease: Lease, *, reward: float | None) -> Rollout:
     )
 
 
-async def pages(
-    store: Store, which: SummaryFilter, *, limit: int = 100, **asked: Any
-) -> list[RolloutSummary]:
+async def pages(store: Store, which: SummaryFilter, *, limit: int = 100, **asked: Any) -> list[RolloutSummary]:
     """Return all rows of a search, page by page."""
     page = await store.summaries(which, limit=limit, **asked)
     rows = page.rows
@@ -137,9 +135,7 @@ async def test_pages_stay_the_same_while_rollouts_arrive(store, clock):
     assert page.next_cursor is None
     old = [name for name in found if name.startswith("r")]
     assert old == ["r4", "r3", "r2", "r1", "r0"]
-    assert found == old or len(store.shards) > 1, (
-        "those of a shard of which no page had any may be among them"
-    )
+    assert found == old or len(store.shards) > 1, "those of a shard of which no page had any may be among them"
     assert page.matching == sum((await store.counts()).values())
 
 
@@ -286,11 +282,7 @@ def matches(which: SummaryFilter, row: RolloutSummary) -> bool:
 
 async def check(store: Store, which: SummaryFilter, limit: int) -> None:
     """Compare a search with what all rollouts, one by one, are."""
-    every = [
-        found
-        for one in (await store.list(limit=1_000)).rollouts
-        if (found := await store.get(one.rollout_id))
-    ]
+    every = [found for one in (await store.list(limit=1_000)).rollouts if (found := await store.get(one.rollout_id))]
     rows = await pages(store, SummaryFilter(), limit=limit, order="oldest")
     assert [(row.rollout_id, row.state, row.attempt, row.reward, row.created_at) for row in rows] == [
         (one.rollout_id, one.state, one.attempt, one.reward, one.created_at) for one in every
@@ -316,9 +308,7 @@ async def check_all(store: Store, searches: list[SummaryFilter]) -> None:
         await check(store, which, limit)
 
 
-SETTINGS = settings(
-    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 CALLS, SEARCHES = st.lists(steps(), min_size=5, max_size=40), st.lists(filters(), min_size=3, max_size=8)
 
 

@@ -201,9 +201,7 @@ def test_redis_answers_as_sqlite_does(shared_redis, calls, surplus):
         async with AsyncExitStack() as stack:
             config = shared_redis.config()
             one = await stack.enter_async_context(await SqliteStore.open(":memory:", clock=clock))
-            other = await stack.enter_async_context(
-                await RedisStore.open(config, is_gone=is_gone, clock=clock)
-            )
+            other = await stack.enter_async_context(await RedisStore.open(config, is_gone=is_gone, clock=clock))
             pair = Pair(one, other, clock)
             source = FileTasks(path="/x.jsonl", environment="calc", epochs=1)
             for store in (one, other):

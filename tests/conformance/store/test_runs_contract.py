@@ -174,9 +174,7 @@ async def mask(store: Store, bound: int, *, usable: int = 0) -> list[int]:
         ]
         left = bound if usable else None
         reason = None if usable else "stale"
-        await store.runs.reclose_group(
-            "a", GroupClosure(group.number, reason, samples, None, None, left, left)
-        )
+        await store.runs.reclose_group("a", GroupClosure(group.number, reason, samples, None, None, left, left))
     return [group.number for group in groups]
 
 

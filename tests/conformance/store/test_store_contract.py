@@ -888,9 +888,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), delay=st.integers(0, 10), keep=st.booleans())
     def retry(self, data: st.DataObject, delay: int, keep: bool) -> None:
         owner, lease, record = self.pick(data)
-        done = self.call(
-            lambda: self.store.retry(lease, owner, ENGINE_GONE, delay_seconds=delay, keep_turns=keep)
-        )
+        done = self.call(lambda: self.store.retry(lease, owner, ENGINE_GONE, delay_seconds=delay, keep_turns=keep))
         assert done == (record is not None)
         if record:
             record.not_before = self.clock.now + delay
@@ -921,9 +919,7 @@ class StoreMachine(RuleBasedStateMachine):
             rollout_id: (record.state, record.attempt, record.retries, record.reward)
             for rollout_id, record in self.known.items()
         }
-        assert {
-            r.rollout_id: (r.state, r.attempt, len(r.retries), r.reward) for r in page.rollouts
-        } == expected
+        assert {r.rollout_id: (r.state, r.attempt, len(r.retries), r.reward) for r in page.rollouts} == expected
         states = [record.state for record in self.known.values()]
         assert page.counts == {state: states.count(state) for state in set(states)}
 
@@ -952,6 +948,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_calls_keeps_the_contract(kind):
-    run_state_machine_as_test(
-        lambda: StoreMachine(kind), settings=settings(stateful_step_count=30, deadline=None)
-    )
+    run_state_machine_as_test(lambda: StoreMachine(kind), settings=settings(stateful_step_count=30, deadline=None))

@@ -51,14 +51,10 @@ class Cluster:
     def start(self, name: str, labels: list[str], settings: str = "", *flags: str) -> Running:
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
-        config = (
-            settings + f'[store]\nurl = "{self.redis.url}"\n[cluster]\nname = "{name}"\nlabels = {labels}\n'
-        )
+        config = settings + f'[store]\nurl = "{self.redis.url}"\n[cluster]\nname = "{name}"\nlabels = {labels}\n'
         config += "[sandboxes.pressure]\nenabled = false\n[sandboxes.warm]\nsize = 0\n"
         environment = str(self.folder / "tuned")
-        return self.stack.enter_context(
-            service(folder, self.engine.url, config, "--environment", environment, *flags)
-        )
+        return self.stack.enter_context(service(folder, self.engine.url, config, "--environment", environment, *flags))
 
 
 @pytest.fixture
@@ -81,9 +77,7 @@ def test_rollouts_wait_for_the_node_with_their_labels(cluster):
     nodes = {"plain": plain, "fast": fast}
     eventually(lambda: len(plain.get("/v1/nodes")) == 2, nodes.values())
     assert "tuned" not in view(plain, "plain")["environments"]
-    eventually(
-        lambda: plain.submit("r0", "tuned").status_code == 202, nodes.values()
-    )  # it has heard of the other
+    eventually(lambda: plain.submit("r0", "tuned").status_code == 202, nodes.values())  # it has heard of the other
     for number in range(1, 5):
         assert plain.submit(f"r{number}", "tuned").status_code == 202
     eventually(lambda: plain.counts().get("completed") == 5, nodes.values())
@@ -124,9 +118,7 @@ def test_rollouts_wait_for_the_busy_node_with_their_image(cluster, tmp_path):
     bare = cluster.start("bare", [], f'images_dir = "{tmp_path}/none"\n', "--sandbox", "apptainer")
     nodes = {"full": full, "bare": bare}
     eventually(lambda: "echo" in view(bare, "full")["images"], nodes.values())
-    eventually(
-        lambda: bare.submit("r0", "echo").status_code == 202, nodes.values()
-    )  # it has heard of the other
+    eventually(lambda: bare.submit("r0", "echo").status_code == 202, nodes.values())  # it has heard of the other
     for number in range(1, 6):
         assert bare.submit(f"r{number}", "echo").status_code == 202
     eventually(lambda: sum(bare.counts().get(state, 0) for state in ENDS) == 6, nodes.values())

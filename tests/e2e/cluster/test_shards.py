@@ -96,9 +96,7 @@ def spread(tmp_path: Path) -> Iterator[Spread]:
             folder.mkdir(exist_ok=True)
             config = f'[store]\nurl = [{urls}]\nprefix = "spread"\nfolder = "{tmp_path / "shared"}"\n'
             config += f'[cluster]\nname = "{name}"\n'
-            config += (
-                "[pipeline]\nrollout_workers = 3\ninit_workers = 3\nlease_seconds = 6\ndrain_seconds = 3\n"
-            )
+            config += "[pipeline]\nrollout_workers = 3\ninit_workers = 3\nlease_seconds = 6\ndrain_seconds = 3\n"
             config += "[sandboxes.pressure]\nenabled = false\n[sandboxes.warm]\nsize = 0\n"
             return stack.enter_context(service(folder, engine.url, config, turns=2))
 

@@ -78,9 +78,7 @@ class TrainedRun:
             os.chown(path, jobs.user or os.geteuid(), -1)
         url = {"ROLLOUT_URL": stack.enter_context(jobs.tunnel(job))}
         command = [sys.executable, trainer.__file__, str(request), str(self.record), str(self.permits)]
-        self.process: psutil.Popen = stack.enter_context(
-            jobs.running(*command, env=jobs.variables(job) | url)
-        )
+        self.process: psutil.Popen = stack.enter_context(jobs.running(*command, env=jobs.variables(job) | url))
 
     def _request(self) -> dict:
         groups = range(BATCHES * BATCH_GROUPS)

@@ -93,9 +93,7 @@ def mentioning(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("provider", "store"),
     [
-        pytest.param(
-            "local", "redis", marks=(pytest.mark.redis, pytest.mark.extended("rollout_service/store/redis/"))
-        ),
+        pytest.param("local", "redis", marks=(pytest.mark.redis, pytest.mark.extended("rollout_service/store/redis/"))),
         pytest.param("apptainer", "sqlite", marks=pytest.mark.apptainer),
     ],
 )
@@ -108,9 +106,7 @@ async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder, pro
         engine_url = stack.enter_context(scripted_engine(folder, turn, delay=0.3)).url
         with server(folder, engine_url, provider, redis) as running:
             running.submit_all(range(ROLLOUTS))
-            eventually(
-                lambda: ended(running) >= 8 and running.counts().get("rollout", 0) >= 4, log, END_SECONDS
-            )
+            eventually(lambda: ended(running) >= 8 and running.counts().get("rollout", 0) >= 4, log, END_SECONDS)
             before_kill = {rollout["rollout_id"] for rollout in completed(running)}
             begun = running.process.children(recursive=True)
             assert begun
@@ -147,7 +143,5 @@ async def check_each_ended_once(database: Path, redis: RedisConfig | None, ids: 
     opened = SqliteStore.open(database) if redis is None else RedisStore.open(redis, is_gone=is_gone)
     async with await opened as store:
         events: list[Event] = await store.events(after=0, limit=100_000)
-    ends = Counter(
-        event.subject for event in events if event.data.get("state") in ("completed", "failed", "cancelled")
-    )
+    ends = Counter(event.subject for event in events if event.data.get("state") in ("completed", "failed", "cancelled"))
     assert ends == dict.fromkeys(ids, 1)

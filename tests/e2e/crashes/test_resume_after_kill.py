@@ -20,9 +20,7 @@ ROLLOUTS, TURNS = 8, 10
 TURN_SECONDS = 0.4
 KEPT_SHARE = 0.9
 MODEL = policy_folder("calc-tuned")
-CONFIG = (
-    f"[pipeline]\ninit_workers = 4\nrollout_workers = {ROLLOUTS}\n[sandboxes.pressure]\nenabled = false\n"
-)
+CONFIG = f"[pipeline]\ninit_workers = 4\nrollout_workers = {ROLLOUTS}\n[sandboxes.pressure]\nenabled = false\n"
 
 
 class CountingEngine(ScriptedEngine):
@@ -50,9 +48,7 @@ def test_kill_9_in_mid_rollout_costs_no_finished_turn(tmp_path):
             eventually(lambda running=running: saved(running) >= ROLLOUTS * TURNS // 2, running.log_file)
             # Answers that began together end together; a kill at that very moment would cost each rollout a turn.
             portal.call(engine._hold_turns)
-            eventually(
-                lambda running=running: engine.answered.total() - saved(running) <= 2, running.log_file
-            )
+            eventually(lambda running=running: engine.answered.total() - saved(running) <= 2, running.log_file)
             running.stop(signal.SIGKILL)
             running.ended(30)
             finished = engine.answered.total()
@@ -82,9 +78,7 @@ def wait_for_all(running: Running, name: str) -> list[dict]:
     results = []
     for number in range(ROLLOUTS):
         url = f"{running.url}/v1/rollouts/{name}-{number}"
-        eventually(
-            lambda url=url: httpx.get(url, timeout=30).json()["state"] == "completed", running.log_file
-        )
+        eventually(lambda url=url: httpx.get(url, timeout=30).json()["state"] == "completed", running.log_file)
         result = httpx.get(url, timeout=30).json()
         result["trajectory"] = httpx.get(f"{url}/trajectory", timeout=30).raise_for_status().json()
         results.append(result)

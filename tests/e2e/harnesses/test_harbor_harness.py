@@ -66,9 +66,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Rol
 
 async def run_all(place: Path) -> dict[str, Rollout]:
     images = await build_images(place)
-    jobs = [
-        job for task in TASKS for number in range(len(BEHAVIORS)) for job in add_task(place, task, number)
-    ]
+    jobs = [job for task in TASKS for number in range(len(BEHAVIORS)) for job in add_task(place, task, number)]
     for task, image in images.items():
         for copy in (place / "tasks").glob(f"{task}-*"):
             use_image(copy, image)

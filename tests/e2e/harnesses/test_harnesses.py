@@ -153,9 +153,7 @@ async def interrupt(client: RolloutClient, found: Outcome) -> None:
     while not is_interruptible(script):
         for job in JOBS:
             if job.held is not None and (early := found.rollouts.get(job.name)):
-                pytest.fail(
-                    f"{job.name} ended early: {early.error}; {early.program and early.program.output[-2_000:]}"
-                )
+                pytest.fail(f"{job.name} ended early: {early.error}; {early.program and early.program.output[-2_000:]}")
         await anyio.sleep(0.1)
     script.released = True
     await add(client, found.engines["standby"], "failing")
@@ -214,9 +212,7 @@ def test_a_weight_update_of_90_seconds_is_waited_for(outcome, harness):
 
 def test_another_engine_goes_on_where_one_was_lost(outcome):
     assert outcome.engines["failing"].died.is_set()
-    assert outcome.engines["standby"].requests > len(HARNESSES), (
-        "the answers that were cut off, and those after them"
-    )
+    assert outcome.engines["standby"].requests > len(HARNESSES), "the answers that were cut off, and those after them"
 
 
 def job_of(harness: str, scenario: str) -> Job:

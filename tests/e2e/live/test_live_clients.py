@@ -88,9 +88,7 @@ async def leased(run: ClientRun, count: int = 1) -> list[Rollout]:
     return found
 
 
-@pytest.mark.parametrize(
-    "ask", [openai_whole, openai_streamed, openai_responses, anthropic_whole, anthropic_streamed]
-)
+@pytest.mark.parametrize("ask", [openai_whole, openai_streamed, openai_responses, anthropic_whole, anthropic_streamed])
 async def test_what_a_client_got_is_what_a_trainer_gets(service, ask):
     opened = await service.client.open_session(SessionRequest(train=True, user="alice"))
     before = len(service.engine.sampled)
@@ -142,9 +140,7 @@ async def test_the_funnel_adds_up_at_every_moment(tmp_path):
         asked = 0
         async with httpx.AsyncClient(timeout=30) as http:
             for number in range(4):
-                opened = await service.client.open_session(
-                    SessionRequest(train=number != 3, user=f"u{number}")
-                )
+                opened = await service.client.open_session(SessionRequest(train=number != 3, user=f"u{number}"))
                 messages: Messages = []
                 for turn in range(5):
                     side = turn == 1
@@ -153,9 +149,7 @@ async def test_the_funnel_adds_up_at_every_moment(tmp_path):
                     headers |= {"X-Turn-Type": "side"} if side else {}
                     headers |= {"X-Train": "no"} if turn == 4 else {}
                     body = {"model": "any", "messages": asking}
-                    response = await http.post(
-                        f"{opened.url}/v1/chat/completions", json=body, headers=headers
-                    )
+                    response = await http.post(f"{opened.url}/v1/chat/completions", json=body, headers=headers)
                     assert response.is_success, response.text
                     messages = messages if side else [*asking, response.json()["choices"][0]["message"]]
                     asked += 1

@@ -81,9 +81,7 @@ def batch_of(http: httpx.Client, url: str) -> dict[str, Any]:
     raise AssertionError("no batch came")
 
 
-def post(
-    http: httpx.Client, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
-) -> httpx.Response:
+def post(http: httpx.Client, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
     """Send a request until the service has its engine, and the turn is there."""
     deadline = time.monotonic() + 60
     while (answer := http.post(url, json=body, headers=headers)).status_code in (404, 503):

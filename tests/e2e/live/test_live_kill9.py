@@ -135,9 +135,7 @@ async def test_each_answer_that_a_user_got_is_trained_on_once(tmp_path):
                     await process.wait()
             async with service.running():
                 with anyio.fail_after(60):
-                    while (
-                        sum(len(user.answers) for user in users) <= USERS * KILLS
-                    ):  # a busy machine gave fewer
+                    while sum(len(user.answers) for user in users) <= USERS * KILLS:  # a busy machine gave fewer
                         await anyio.sleep(0.05)
                 over.set()
                 await settle(client, users, batches)
@@ -151,8 +149,7 @@ async def begin(service: Service, client: RolloutClient, judge_url: str) -> list
         await client.add_backend(BackendSpec(url=HttpUrl(judge_url), pool="judge"))
         await client.create_run(ORDER)
         opened = [
-            await client.open_session(SessionRequest(session_id=f"s{number}", train=True))
-            for number in range(USERS)
+            await client.open_session(SessionRequest(session_id=f"s{number}", train=True)) for number in range(USERS)
         ]
     return [User(each.session.session_id, each.key or "") for each in opened]
 

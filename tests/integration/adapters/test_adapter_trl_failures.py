@@ -25,9 +25,7 @@ def test_a_failure_is_neither_trained_on_nor_a_zero(rewards, mean, moves):
         ROOT / "tests" / "support" / "adapters" / "trl_failures.py",
         *rewards,
     ]
-    done = subprocess.run(
-        command, env=os.environ | QUIET, capture_output=True, text=True, check=False, timeout=170
-    )
+    done = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, check=False, timeout=170)
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout.splitlines()[-1])
     assert got["reward"] == mean

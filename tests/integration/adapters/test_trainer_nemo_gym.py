@@ -15,9 +15,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(("version", "overlay"), [("0.4.0", "nemo-gym/0.4"), ("0.7.0", None)])
 def test_nemo_gym_collects_groups_that_nemo_rl_can_train_on(tmp_path, version, overlay):
-    figures = figures_of(
-        "nemo_gym_groups.py", tmp_path, environment="nemo-gym", overlay=overlay, sandbox="apptainer"
-    )
+    figures = figures_of("nemo_gym_groups.py", tmp_path, environment="nemo-gym", overlay=overlay, sandbox="apptainer")
     assert figures["version"] == version
     assert figures["groups"] == [4, 4]
     assert (figures["wrong_tokens"], figures["wrong_advantages"]) == (0, 0)

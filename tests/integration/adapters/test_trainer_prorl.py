@@ -129,17 +129,15 @@ def test_an_agent_that_used_up_its_turns_is_an_error_with_a_row(started):
 
 def test_the_commands_answer_as_that_server_does(started):
     server, engine_url, _ = started
-    trainer = ProrlTrainer(
-        server, [f"{engine_url}/v1"]
-    )  # the address of its other API, as its documents have it
+    trainer = ProrlTrainer(server, [f"{engine_url}/v1"])  # the address of its other API, as its documents have it
     trainer.call("/start")
     again = server.post("/start")
     assert (again.status_code, "already running" in again.json()["detail"]) == (400, True)
     status = server.get("/status").raise_for_status().json()
     assert (status.pop("status"), set(status.values())) == ("running", {0})
-    assert set(status) == {"pending_jobs", "total"} | {
-        f"{phase}_queue" for phase in ("init", "run", "eval")
-    } | {f"active_{phase}" for phase in ("init", "run", "eval")}
+    assert set(status) == {"pending_jobs", "total"} | {f"{phase}_queue" for phase in ("init", "run", "eval")} | {
+        f"active_{phase}" for phase in ("init", "run", "eval")
+    }
     assert trainer.call("/stop") == {"status": "Server stopped successfully"}
     refused = [
         server.get("/status"),

@@ -19,6 +19,4 @@ def test_verifiers_gets_an_episode_for_each_rollout(tmp_path):
     evaluation = figures["evaluation"]
     assert evaluation["ok"] == [True, False]
     assert evaluation["errors"] == ["InvalidRequestError"]
-    assert (
-        evaluation["mean"] == f"{evaluation['expected'][0]:.2f}"
-    )  # a zero for the failed one would be in brackets
+    assert evaluation["mean"] == f"{evaluation['expected'][0]:.2f}"  # a zero for the failed one would be in brackets

@@ -53,9 +53,7 @@ async def test_the_policy_has_their_tools_and_they_end_with_the_agent(folder, sa
         ]
     )
     trial = await play(load_folder(folder), {}, policy, sandboxes)
-    assert [tool["function"]["name"] for tool in policy.tools] == [
-        *("bash", "finish", "notes__add", "notes__where")
-    ]
+    assert [tool["function"]["name"] for tool in policy.tools] == [*("bash", "finish", "notes__add", "notes__where")]
     results = [message.content for message in policy.messages if message.role == "tool"]
     assert results[:2] == ["42", '{"cwd":"/workspace","given":null}']
     assert results[2] == "1"

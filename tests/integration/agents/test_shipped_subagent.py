@@ -80,9 +80,7 @@ async def roll_out(folder: Path, environment: str, instance: dict[str, object], 
     ],
     ids=["pointers", "split"],
 )
-async def test_the_shipped_subagent_reads_what_it_is_told(
-    tmp_path, environment, instance, turns, results, steps
-):
+async def test_the_shipped_subagent_reads_what_it_is_told(tmp_path, environment, instance, turns, results, steps):
     rollouts = await roll_out(tmp_path, environment, instance, *turns)
     assert [rollout.error for rollout in rollouts] == [None] * ROLLOUTS
     given = [[node.result for node in rollout.nodes or []] for rollout in rollouts]

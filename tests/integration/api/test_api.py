@@ -161,9 +161,7 @@ def test_a_value_out_of_bounds_is_named(api, path, body, field):
 
 
 def test_an_engine_whose_name_no_host_can_have_is_not_reached(api):
-    assert (
-        problem(api.post("/add_llm_server", json={"address": ".engine"}), 502).code == "backend_unreachable"
-    )
+    assert problem(api.post("/add_llm_server", json={"address": ".engine"}), 502).code == "backend_unreachable"
 
 
 def test_values_at_the_bounds_are_taken(api):
@@ -405,9 +403,7 @@ def test_environments_health_and_metrics(api):
 def test_a_node_says_what_it_has_and_keeps_a_sandbox_warm(api):
     order(api, wait=60)
     deadline = time.monotonic() + 30
-    while "warm" not in {
-        SandboxView.model_validate(shown).state for shown in api.get("/v1/sandboxes").json()
-    }:
+    while "warm" not in {SandboxView.model_validate(shown).state for shown in api.get("/v1/sandboxes").json()}:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     node = NodeView.model_validate(api.get("/v1/nodes").json()[0])

@@ -83,9 +83,7 @@ def test_a_repeated_header_leads_to_no_other_sandbox(url, sandbox):
         for first, second in (ids, ids[::-1]):
             headers = [("E2b-Sandbox-Id", first), ("E2b-Sandbox-Id", second), token]
             found = httpx.get(f"{url}/files?path=/tmp/secret", headers=headers)
-            stat = httpx.post(
-                f"{url}/filesystem.Filesystem/Stat", headers=headers, json={"path": "/tmp/secret"}
-            )
+            stat = httpx.post(f"{url}/filesystem.Filesystem/Stat", headers=headers, json={"path": "/tmp/secret"})
             assert {found.status_code, stat.status_code} <= {401, 404}
             assert "hidden words" not in found.text
 
@@ -202,9 +200,7 @@ def test_programs_take_no_more_than_their_places(url, sandbox):
 
 def test_a_client_that_goes_away_in_a_creation_or_a_command_leaves_nothing(url, served, sandbox):
     with pytest.raises(httpx.TimeoutException):
-        httpx.post(
-            f"{url}/v2/sandboxes", headers={"X-API-KEY": OTHER_KEY}, json={"templateID": "base"}, timeout=0.01
-        )
+        httpx.post(f"{url}/v2/sandboxes", headers={"X-API-KEY": OTHER_KEY}, json={"templateID": "base"}, timeout=0.01)
     eventually(lambda: not Sandbox.list(**options(url, OTHER_KEY)).next_items(), seconds=10)
     flood = sandbox.commands.run("yes", background=True)
     flood.disconnect()

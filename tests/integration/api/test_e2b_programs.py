@@ -248,9 +248,7 @@ def test_files_are_written_and_read(shared, data):
     path = "folder/a 'name' \"with\" ü.bin"
     written = shared.files.write(path, data)
     assert (written.path, written.name) == (f"/workspace/{path}", path.partition("/")[2])
-    wanted = (
-        data.getvalue() if isinstance(data, io.BytesIO) else data.encode() if isinstance(data, str) else data
-    )
+    wanted = data.getvalue() if isinstance(data, io.BytesIO) else data.encode() if isinstance(data, str) else data
     assert shared.files.read(path, format="bytes") == wanted
     assert b"".join(shared.files.read(f"/workspace/{path}", format="stream")) == wanted
     if isinstance(data, str):

@@ -203,18 +203,14 @@ def test_an_unknown_kind_of_event_is_refused_with_a_suggestion(api):
 
 
 def test_a_backend_that_joins_is_an_event(api):
-    with api.stream(
-        "GET", "/v1/events", params={"after": 0, "kind": "backend.state"}, timeout=30
-    ) as response:
+    with api.stream("GET", "/v1/events", params={"after": 0, "kind": "backend.state"}, timeout=30) as response:
         line = next(line for line in response.iter_lines() if line.startswith("data: "))
     event = json.loads(line.removeprefix("data: "))
     assert event["data"]["state"] == "ready"
     assert event["data"]["was"] is None
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/events?after=0", "/v1/events?after=0&kind=rollout.", "/v1/overview/stream"]
-)
+@pytest.mark.parametrize("path", ["/v1/events?after=0", "/v1/events?after=0&kind=rollout.", "/v1/overview/stream"])
 @pytest.mark.parametrize("is_reset", [True, False])
 def test_readers_that_leave_while_events_are_written_are_no_error(server, api, path, is_reset):
     before = len(server.log)

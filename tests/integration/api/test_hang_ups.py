@@ -43,9 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     ):
         httpx.post(f"{started.url}/v1/runs", json=RUN).raise_for_status()
         run = lambda: httpx.get(f"{started.url}/v1/runs/run").json()  # noqa: E731
-        eventually(
-            lambda: sum(run()["counts"].get(name, 0) for name in ("ready", "batched")) == 4, started.log_file
-        )
+        eventually(lambda: sum(run()["counts"].get(name, 0) for name in ("ready", "batched")) == 4, started.log_file)
         yield started
 
 

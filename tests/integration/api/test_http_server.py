@@ -188,9 +188,7 @@ async def test_a_body_that_never_arrives_is_a_408(start):
 async def test_a_large_body_gets_the_time_that_it_needs():
     size = 3 * 16_384
     async with serving() as bench, await bench.connect() as stream:
-        await stream.send(
-            b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % size
-        )
+        await stream.send(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % size)
         for _ in range(3):
             await stream.send(bytes(16_384))
             await anyio.sleep(0.2)

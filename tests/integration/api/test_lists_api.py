@@ -58,9 +58,7 @@ async def test_both_clients_list_what_the_filters_select(url):
         assert [row.rollout_id for row in blocking.summary_page(since=LATER).rows] == []
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/summaries?limit=2", "/v1/runs/a/groups?limit=9", "/v1/runs/a/history?points=7"]
-)
+@pytest.mark.parametrize("path", ["/v1/summaries?limit=2", "/v1/runs/a/groups?limit=9", "/v1/runs/a/history?points=7"])
 def test_readers_who_allow_an_older_answer_share_it(url, path):
     with httpx.Client(base_url=url, timeout=30) as http:
         exact = http.get(path).raise_for_status()

@@ -90,9 +90,7 @@ def documented(server: Running) -> Iterator[Documented]:
 
 
 def order(documented: Documented, **fields: Any) -> dict[str, Any]:
-    dataset = documented.call(
-        "GET", "/v1/environments/{name}/dataset", 200, {"name": "calc"}, params={"limit": 1}
-    )
+    dataset = documented.call("GET", "/v1/environments/{name}/dataset", 200, {"name": "calc"}, params={"limit": 1})
     return {"task": {"environment": "calc", "instance": dataset.json()[0]}} | fields
 
 
@@ -160,9 +158,7 @@ def test_a_run_answers_as_documented(documented):
     documented.call("POST", "/v1/runs/{run_id}/lease", 204, run)
     documented.call("POST", "/v1/runs/{run_id}/batches/{batch_id}/renew", 200, batch)
     documented.call("POST", "/v1/runs/{run_id}/batches/{batch_id}/nack", 200, batch)
-    arrays = documented.call(
-        "POST", "/v1/runs/{run_id}/lease", 200, run, headers={"accept": BINARY_MEDIA_TYPE}
-    )
+    arrays = documented.call("POST", "/v1/runs/{run_id}/lease", 200, run, headers={"accept": BINARY_MEDIA_TYPE})
     assert arrays.headers["content-type"] == BINARY_MEDIA_TYPE
     documented.call("POST", "/v1/runs/{run_id}/batches/{batch_id}/ack", 200, batch)
     documented.call("POST", "/v1/runs/{run_id}/lease", 410, run)

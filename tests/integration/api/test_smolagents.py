@@ -54,9 +54,7 @@ class Scripted(Model):
 
     def generate(self, messages: list[Any], **_: Any) -> ChatMessage:
         self.told = messages
-        return ChatMessage(
-            role=MessageRole.ASSISTANT, content=f"Thought: go on\n<code>\n{next(self._codes)}\n</code>"
-        )
+        return ChatMessage(role=MessageRole.ASSISTANT, content=f"Thought: go on\n<code>\n{next(self._codes)}\n</code>")
 
 
 class Multiply(Tool):

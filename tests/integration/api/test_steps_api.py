@@ -179,9 +179,7 @@ async def test_the_steps_of_a_run_are_read_at_once(tmp_path):
             for name in ("run.0.0", "run.0.1", "run.1.0", "run.1.1"):
                 await until(partial(ended, service, name))
             found = [one async for one in service.client.run_steps("run")]
-            lines = [
-                one async for one in service.client.step_lines(rollouts=["run.0.1", "run.1.0", "nobody"])
-            ]
+            lines = [one async for one in service.client.step_lines(rollouts=["run.0.1", "run.1.0", "nobody"])]
             with pytest.raises(NotFoundError):
                 [one async for one in service.client.run_steps("nobody")]
     assert sorted(one.rollout_id for one in found) == ["run.0.0", "run.0.1", "run.1.0", "run.1.1"]

@@ -110,9 +110,7 @@ async def test_rollouts_wait_for_a_pool_of_sub_agents_that_was_lost(tmp_path):
         assert (await client.page(state=RolloutState.QUEUED)).counts[RolloutState.QUEUED] == 4
         async with engine(turn, port=port):
             ended = [await result(client, each) for each in waiting]
-        assert {(each.state, each.reward, each.attempt) for each in ended} == {
-            (RolloutState.COMPLETED, 1.0, 1)
-        }
+        assert {(each.state, each.reward, each.attempt) for each in ended} == {(RolloutState.COMPLETED, 1.0, 1)}
         assert not any(each.retries for each in ended)
         async with httpx.AsyncClient(base_url=client.base_url) as http:
             metrics = (await http.get("/metrics")).text

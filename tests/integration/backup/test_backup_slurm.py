@@ -53,9 +53,7 @@ async def test_a_job_of_one_node(tmp_path):
 
 
 async def opened(config: RedisConfig, job_folder: JobFolder) -> RedisStore:
-    return await RedisStore.open(
-        config, is_gone=is_gone, files=SharedFiles(job_folder.path / "shared"), owner="node"
-    )
+    return await RedisStore.open(config, is_gone=is_gone, files=SharedFiles(job_folder.path / "shared"), owner="node")
 
 
 @pytest.mark.redis

@@ -198,9 +198,7 @@ def test_a_leased_batch_is_given_back_and_acknowledged_by_its_id(server, tmp_pat
     assert (said.exit_code, said.stdout) == (0, f"{atif}: 1 written, 0 left out\n")
     document = json.loads(gzip.decompress(atif.read_bytes()))
     assert document["schema_version"] == "ATIF-v1.8"
-    assert all(
-        step["metrics"]["completion_token_ids"] for step in document["steps"] if step["source"] == "agent"
-    )
+    assert all(step["metrics"]["completion_token_ids"] for step in document["steps"] if step["source"] == "agent")
     over = invoke("runs", "lease", "settled", "-o", str(tmp_path / "next.json"), url=server.url)
     assert over.exit_code == 1
 

@@ -55,9 +55,7 @@ def services(run_dir: Path) -> set[str]:
 
 
 def is_left(run_dir: Path, services: set[str]) -> bool:
-    return any(run_dir.glob("*/[0-9]*")) or bool(
-        find_processes(lambda one: one.partition("-")[0] in services)
-    )
+    return any(run_dir.glob("*/[0-9]*")) or bool(find_processes(lambda one: one.partition("-")[0] in services))
 
 
 @pytest.mark.parametrize(
@@ -129,16 +127,12 @@ def test_the_grader_finds_what_the_solution_left(opened):
         shown.until(lambda: re.search(r"answer=9\s.*sandbox:", shown.drawn, re.DOTALL) is not None)
         shown.type("ls $ROLLOUT_ENVIRONMENT; ls $ROLLOUT_RESULT || echo not''yet\r")
         # Before its prompt, bash reads lines: the key would be the end of a file to nobody.
-        shown.until(
-            lambda: re.search(r"environment.toml.*notyet\s.*sandbox:", shown.drawn, re.DOTALL) is not None
-        )
+        shown.until(lambda: re.search(r"environment.toml.*notyet\s.*sandbox:", shown.drawn, re.DOTALL) is not None)
         shown.type("\x04")
         assert shown.ended() == 0
 
 
 def test_without_a_terminal_it_says_so(environment):
-    done = subprocess.run(
-        command(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "must be a terminal" in done.stderr

@@ -89,9 +89,7 @@ def test_only_what_the_chosen_tests_need_is_installed(tmp_path, arguments, marke
     pytest_program.parent.mkdir(parents=True)
     log = tmp_path / "asked"
     status = 0 if marked else 5
-    pytest_program.write_text(
-        f'#!/bin/sh\necho "$*" >>{log}\necho "real parts: {" ".join(marked)}"\nexit {status}\n'
-    )
+    pytest_program.write_text(f'#!/bin/sh\necho "$*" >>{log}\necho "real parts: {" ".join(marked)}"\nexit {status}\n')
     pytest_program.chmod(0o755)
     done = subprocess.run(
         [tmp_path / "scripts" / "test", "--dry-run", *arguments], capture_output=True, text=True, check=True

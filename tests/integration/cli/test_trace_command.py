@@ -67,9 +67,7 @@ def run(url: str, *arguments: str, exit_code: int = 0) -> str:
 
 
 def rollouts(events: list[dict[str, Any]]) -> set[str]:
-    return {
-        event["name"] for event in events if event["ph"] == "X" and "environment" in event.get("args", {})
-    }
+    return {event["name"] for event in events if event["ph"] == "X" and "environment" in event.get("args", {})}
 
 
 def test_a_run_is_written_with_all_tries(url, tmp_path):

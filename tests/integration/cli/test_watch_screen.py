@@ -83,9 +83,7 @@ def test_without_colors_nothing_but_the_cursor_is_moved(server):
         assert not {one for one in shown.sequences if one.endswith("m")}
 
 
-@pytest.mark.parametrize(
-    "command", [("backends", "list"), ("nodes", "list"), ("runs", "list"), ("env", "list")]
-)
+@pytest.mark.parametrize("command", [("backends", "list"), ("nodes", "list"), ("runs", "list"), ("env", "list")])
 def test_no_color_is_obeyed_on_a_terminal(server, command):
     arguments = [sys.executable, "-m", "rollout_service.cli", *command, "--url", server.url]
     with terminal(arguments, NO_COLOR="1") as shown:
@@ -98,9 +96,7 @@ def test_the_list_of_nodes_ends_with_what_one_more_would_bring(server):
     command = [sys.executable, "-m", "rollout_service.cli", "nodes", "list", "--url", server.url]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said.splitlines()[-1].startswith("One more node would bring nothing: ")
-    found = json.loads(
-        subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout
-    )
+    found = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
     assert found["next_node"]["message"] == said.splitlines()[-1].strip()
     assert [node["state"] for node in found["nodes"]] == ["ready"]
     assert [stage["stage"] for stage in found["nodes"][0]["stages"]] == ["init", "rollout", "evaluate"]

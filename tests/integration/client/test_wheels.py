@@ -60,9 +60,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
 @pytest.fixture(scope="module")
 def trainer(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """Install only the client, as a trainer does, on the oldest supported Python that this machine has."""
-    return make_environment(
-        tmp_path_factory.mktemp("trainer") / "venv", wheels.client, python=oldest_python()
-    )
+    return make_environment(tmp_path_factory.mktemp("trainer") / "venv", wheels.client, python=oldest_python())
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +125,7 @@ def test_arrays_need_numpy_and_say_so(trainer):
 def test_every_module_of_the_client_imports(trainer):
     """The adapters' modules import too, without their trainers."""
     imported = trainer.run("python", "-c", IMPORT_ALL).split()
-    expected = {
-        name.removesuffix(".py").replace("/", ".") for name in modules("api_schemas", "rollout_client")
-    }
+    expected = {name.removesuffix(".py").replace("/", ".") for name in modules("api_schemas", "rollout_client")}
     assert set(imported) == {name.removesuffix(".__init__") for name in expected} - {
         "api_schemas",
         "rollout_client",
@@ -176,9 +172,7 @@ def test_the_example_of_the_readme_runs(trainer, address):
 
 def test_a_trainer_keeps_its_versions(wheels, tmp_path):
     """Resolve the client with transformers 4 and torch: no version changes."""
-    before = uv(
-        "pip", "compile", "--no-header", "--no-annotate", "--quiet", "-", stdin="transformers<5\ntorch\n"
-    )
+    before = uv("pip", "compile", "--no-header", "--no-annotate", "--quiet", "-", stdin="transformers<5\ntorch\n")
     pins = tmp_path / "pins.txt"
     pins.write_text(before)
     with_client = f"transformers<5\ntorch\nrollout-client @ {wheels.client.as_uri()}\n"
@@ -207,9 +201,7 @@ def test_trl_keeps_its_versions(wheels):
 @pytest.fixture(scope="module")
 def away(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """Install both wheels away from the checkout; third-party packages come from the tests' environment."""
-    installed = make_environment(
-        tmp_path_factory.mktemp("away") / "venv", "--no-deps", wheels.client, wheels.service
-    )
+    installed = make_environment(tmp_path_factory.mktemp("away") / "venv", "--no-deps", wheels.client, wheels.service)
     (others,) = (Path(path) for path in sys.path if path.endswith("site-packages"))
     (installed.packages / "others.pth").write_text(f"{others}\n")
     return installed

@@ -67,9 +67,7 @@ urllib.request.urlopen("http://127.0.0.1:8123", data=sql)
     ],
     ids=["right", "wrong", "ends the database"],
 )
-async def test_a_database_that_init_started_lives_for_the_agent_and_the_grader(
-    code, reward, sandboxes, tmp_path
-):
+async def test_a_database_that_init_started_lives_for_the_agent_and_the_grader(code, reward, sandboxes, tmp_path):
     (tmp_path / "shop").mkdir()
     policy = ScriptedPolicy([turn("", call("python", code=code)), "Done."])
     trial = await play(shop(tmp_path / "shop"), {"order": 2}, policy, sandboxes)

@@ -85,9 +85,7 @@ GEM_GAMES: dict[str, tuple[Instance, list[str]]] = {
 }
 
 
-async def played(
-    environment: GameEnvironment, instance: Instance, says: list[str], sandboxes: SandboxSource
-) -> Trial:
+async def played(environment: GameEnvironment, instance: Instance, says: list[str], sandboxes: SandboxSource) -> Trial:
     return await play(environment, instance, ScriptedPolicy(says), sandboxes)
 
 
@@ -190,9 +188,7 @@ def test_a_game_that_cannot_be_played_is_refused(environment, instance, path, me
     assert message in field.message or message in field.message.lower()
 
 
-@pytest.mark.parametrize(
-    ("environment", "count"), [(gymnasium_games, 6), (gem_games, 20), (textarena_games, 15)]
-)
+@pytest.mark.parametrize(("environment", "count"), [(gymnasium_games, 6), (gem_games, 20), (textarena_games, 15)])
 def test_the_data_set_has_games_of_both_splits(environment, count):
     instances = environment.dataset()
     assert len({instance["game"] for instance in instances}) >= count

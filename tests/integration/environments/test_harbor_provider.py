@@ -64,9 +64,9 @@ def harbors_rewards(tasks: Path, folder: Path) -> dict[tuple[str, str], float]:
     results = [json.loads(path.read_text()) for path in (folder / "jobs/job").glob("*/result.json")]
     assert [one["exception_info"] for one in results] == [None] * len(results)
     return {
-        (Path(one["config"]["task"]["path"]).name, one["config"]["agent"]["name"]): one["verifier_result"][
-            "rewards"
-        ]["reward"]
+        (Path(one["config"]["task"]["path"]).name, one["config"]["agent"]["name"]): one["verifier_result"]["rewards"][
+            "reward"
+        ]
         for one in results
     }
 
@@ -103,9 +103,7 @@ def test_the_command_harbor_gets_the_rewards_of_the_environment_harbor(place):
     for name in TASKS:
         shutil.copytree(ROOT / "examples/harbor" / name, tasks / name)
     rewards = harbors_rewards(tasks, place)
-    assert rewards == {
-        (name, agent): float(agent == "oracle") for name in TASKS for agent in ("oracle", "nop")
-    }
+    assert rewards == {(name, agent): float(agent == "oracle") for name in TASKS for agent in ("oracle", "nop")}
     assert anyio.run(rewards_here, tasks, place) == rewards
     # Both built the same images, so the second found those of the first.
     assert len(list((place / "images/blobs").glob("*.sif"))) == len(TASKS)

@@ -90,9 +90,7 @@ async def solve(environment: Environment, sandboxes: SandboxSource) -> Trial:
 
 async def act(environment: Environment, sandboxes: SandboxSource, *commands: str) -> Trial:
     """Let an agent run a command in each step, and stop."""
-    script = [
-        one for command in commands for one in (turn("", call("bash", command=command)), turn("I am done."))
-    ]
+    script = [one for command in commands for one in (turn("", call("bash", command=command)), turn("I am done."))]
     return await play(environment, {}, ScriptedPolicy(script), sandboxes)
 
 
@@ -256,9 +254,7 @@ echo ${r-0} >/logs/verifier/reward.txt
 """
 
 
-@pytest.mark.extended(
-    "rollout_service/environments/harbor/", "rollout_service/pipeline/", "sandboxes/providers/"
-)
+@pytest.mark.extended("rollout_service/environments/harbor/", "rollout_service/pipeline/", "sandboxes/providers/")
 @pytest.mark.parametrize(
     "settings", [SAME, SAME | {"agent_processes": "end"}, {}], ids=["as in Harbor", "ended", "fresh"]
 )
@@ -348,9 +344,7 @@ async def test_services_of_a_compose_file_are_reached_by_their_names(shop, tasks
         ("sleep 0.3;", "echo no table; exit 3;", "'migrate' failed; it printed: no table"),
     ],
 )
-async def test_a_service_that_fails_is_a_failure_with_its_name_and_output(
-    was, broken, said, shop, tasks, sandboxes
-):
+async def test_a_service_that_fails_is_a_failure_with_its_name_and_output(was, broken, said, shop, tasks, sandboxes):
     compose = shop / "environment/docker-compose.yaml"
     compose.write_text(compose.read_text().replace(was, broken))
     with pytest.raises(HealthcheckFailedError, match=f"(?s)the service {said}"):
@@ -406,18 +400,14 @@ async def test_an_agent_that_runs_out_of_time_is_graded(tasks, sandboxes):
 
 async def test_the_task_s_variables_and_folders(tasks, sandboxes):
     toml = tasks / "word-count/task.toml"
-    text = toml.read_text().replace(
-        "timeout_sec = 60\n", 'timeout_sec = 60\n\n[verifier.env]\nONLY = "tests"\n'
-    )
+    text = toml.read_text().replace("timeout_sec = 60\n", 'timeout_sec = 60\n\n[verifier.env]\nONLY = "tests"\n')
     toml.write_text(text)
     (tasks / "word-count/tests/test.sh").write_text(
         "#!/bin/bash\n"
         '[ "$PWD:$GREETING:$ONLY:$(cat count.txt)" = /app:hello:tests:/app:hello:: ] && r=1 || r=0\n'
         'echo "{\\"a\\": $r, \\"b\\": 0}" >/logs/verifier/reward.json\n'
     )
-    trial = await act(
-        task("word-count", tasks), sandboxes, 'echo "$PWD:$GREETING:$ONLY:" >count.txt; ls /tests'
-    )
+    trial = await act(task("word-count", tasks), sandboxes, 'echo "$PWD:$GREETING:$ONLY:" >count.txt; ls /tests')
     assert trial.score == dataclasses.replace(trial.score, reward=0.5, parts={"a": 1.0, "b": 0.0})
 
 
@@ -470,6 +460,4 @@ async def test_a_shared_verifier_in_the_agents_own_sandbox(sandboxes):
     shared = task("counter-service", **SAME, agent_processes="end")
     assert shared.spec.evaluate_in == "same"
     assert (await solve(shared, sandboxes)).score.reward == 1.0
-    assert (
-        await act(shared, sandboxes, ATTACKS["leaves a daemon that rewrites the reward"])
-    ).score.reward == 0.0
+    assert (await act(shared, sandboxes, ATTACKS["leaves a daemon that rewrites the reward"])).score.reward == 0.0

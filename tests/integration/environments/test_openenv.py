@@ -54,17 +54,13 @@ async def talk(
     instance: dict[str, JsonValue] | None = None,
     more: str = TALK,
 ) -> Trial:
-    return await play(
-        declared(folder, f"{real.url}/talk", more), instance or {}, ScriptedPolicy(says), sandboxes
-    )
+    return await play(declared(folder, f"{real.url}/talk", more), instance or {}, ScriptedPolicy(says), sandboxes)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_calls_of_the_tool_get_the_rewards_of_openenvs_own_client(real, tmp_path, sandboxes, seed):
     numbers = [4, 2, 6, 1, 3]
-    expected = real.play(
-        f"{real.url}/guess", {"seed": seed, "most": 8}, *({"number": number} for number in numbers)
-    )
+    expected = real.play(f"{real.url}/guess", {"seed": seed, "most": 8}, *({"number": number} for number in numbers))
     policy = ScriptedPolicy(guesses(*numbers))
     instance: dict[str, JsonValue] = {"seed": seed, "options": {"most": 8}}
     trial = await play(declared(tmp_path, f"{real.url}/guess", GUESS), instance, policy, sandboxes)
@@ -79,9 +75,7 @@ async def test_calls_of_the_tool_get_the_rewards_of_openenvs_own_client(real, tm
 
 async def test_the_tool_has_the_schema_of_an_action(real, tmp_path, sandboxes):
     policy = ScriptedPolicy(["I give up."])
-    trial = await play(
-        declared(tmp_path, f"{real.url}/guess/", 'tool = "guess"'), {"seed": 1}, policy, sandboxes
-    )
+    trial = await play(declared(tmp_path, f"{real.url}/guess/", 'tool = "guess"'), {"seed": 1}, policy, sandboxes)
     (tool,) = policy.tools
     assert tool["function"]["name"] == "guess"
     assert tool["function"]["description"] == "Guess the number."
@@ -95,9 +89,7 @@ async def test_texts_get_the_rewards_of_openenvs_own_client(real, tmp_path, sand
     says = ["please", "no", "please no please", "never said"]
     expected = real.play(f"{real.url}/talk", {}, *({"message": text} for text in says))
     await until_free(f"{real.url}/talk")
-    trial = await talk(
-        real, tmp_path, sandboxes, says, more=TALK + 'system = "Be kind."\nprompt = "Speak."\n'
-    )
+    trial = await talk(real, tmp_path, sandboxes, says, more=TALK + 'system = "Be kind."\nprompt = "Speak."\n')
     assert trial.score.reward == sum(expected["rewards"]) == 1.25
     assert trial.score.parts["turn_2"] == -0.5
     system, first, *_ = trial.episode.policy.messages
@@ -188,9 +180,7 @@ async def test_a_cancelled_rollout_leaves_no_session(real, tmp_path, sandboxes):
         (["please"], {}, 'observation_field = "word"', "no field 'word'"),
     ],
 )
-async def test_an_environment_that_fails_is_never_a_reward(
-    real, tmp_path, sandboxes, says, instance, more, why
-):
+async def test_an_environment_that_fails_is_never_a_reward(real, tmp_path, sandboxes, says, instance, more, why):
     with pytest.raises(EnvironmentFailedError, match=why) as caught:
         await talk(real, tmp_path, sandboxes, says, instance, TALK + more)
     assert caught.value.hint

@@ -65,9 +65,7 @@ def served(environment: Environment, provider: SandboxProvider, sessions: int = 
     return server.listening("127.0.0.1", 0)
 
 
-async def real_play(
-    real: RealOpenEnv, url: str, reset: dict[str, Any], *actions: dict[str, Any]
-) -> dict[str, Any]:
+async def real_play(real: RealOpenEnv, url: str, reset: dict[str, Any], *actions: dict[str, Any]) -> dict[str, Any]:
     return await anyio.to_thread.run_sync(lambda: real.play(url, reset, *actions))
 
 

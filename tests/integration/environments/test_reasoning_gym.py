@@ -110,17 +110,12 @@ def scorer() -> Iterator[Scorer]:
 def instances() -> dict[str, dict[str, Any]]:
     async def make() -> dict[str, dict[str, Any]]:
         async with library_process([REASONING_GYM.python(), "-I", WORKER], "reasoning-gym") as process:
-            return {
-                task: (await generate(process, task, seed=SEED, size=1))[0]
-                for task in (*ANSWERS, *MADE_AGAIN)
-            }
+            return {task: (await generate(process, task, seed=SEED, size=1))[0] for task in (*ANSWERS, *MADE_AGAIN)}
 
     return anyio.run(make)
 
 
-async def score(
-    sandboxes: SandboxSource, instance: dict[str, Any], answer: str, cpu_seconds: int = 20
-) -> Score:
+async def score(sandboxes: SandboxSource, instance: dict[str, Any], answer: str, cpu_seconds: int = 20) -> Score:
     policy = ScriptedPolicy([f"Hm.\n<answer>{answer}</answer>"])
     return (await play(ReasoningGym(cpu_seconds=cpu_seconds), instance, policy, sandboxes)).score
 

@@ -97,9 +97,7 @@ async def test_the_graders_secret_meets_nothing_of_the_agent(tmp_path, provider)
 
     def look_on_the_host(messages: Sequence[Message]) -> PolicyTurn:
         """Keep the command lines of all processes, which any user of the host can read."""
-        seen_on_the_host.extend(
-            path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()
-        )
+        seen_on_the_host.extend(path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
         return turn(
             "",
             call("python", code="import os\nprint(len(os.environ['FOR_ALL']), os.environ.get('FOR_INIT'))"),

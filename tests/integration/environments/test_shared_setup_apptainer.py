@@ -126,9 +126,7 @@ def test_a_service_prepares_a_group_once_and_says_so(environment, tmp_path):
     ):
         ids = [http.post("/v1/rollouts", json=request).json()["rollout_id"] for _ in range(4)]
         for rollout_id in ids:
-            eventually(
-                lambda one=rollout_id: http.get(f"/v1/rollouts/{one}").json()["state"] == "completed", server
-            )
+            eventually(lambda one=rollout_id: http.get(f"/v1/rollouts/{one}").json()["state"] == "completed", server)
         metrics = http.get("/metrics").text
     assert 'rollout_shared_setups_total{outcome="made"} 1.0' in metrics
     assert 'rollout_shared_setups_total{outcome="reused"} 3.0' in metrics

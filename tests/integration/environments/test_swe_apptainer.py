@@ -76,9 +76,7 @@ async def test_an_agent_that_repairs_gets_the_reward(provider, packages, instanc
 
 
 async def test_an_agent_that_does_nothing_gets_none(provider, packages, instances):
-    played = await play(
-        packages, instances["sqlparse"], ScriptedPolicy(["I cannot."]), SandboxSource(provider)
-    )
+    played = await play(packages, instances["sqlparse"], ScriptedPolicy(["I cannot."]), SandboxSource(provider))
     assert (played.score.reward, played.score.parts) == (0.0, {"submitted": 0.0})
 
 
@@ -219,8 +217,7 @@ async def test_the_agent_finds_no_later_commit(provider, instances):
             assert (await sandbox.exec(["git", "cat-file", "-e", found], cwd="/testbed")).exit_code != 0
         assert await shell(sandbox, "git branch --all; git tag; git remote; git stash list") == "* task\n"
         assert (
-            await shell(sandbox, "git reflog; cat untracked.txt; git rev-parse HEAD")
-            == f"local\n{task.base_commit}\n"
+            await shell(sandbox, "git reflog; cat untracked.txt; git rev-parse HEAD") == f"local\n{task.base_commit}\n"
         )
 
 
@@ -265,9 +262,7 @@ async def test_tests_that_do_not_end_are_a_failure_and_no_zero(provider, instanc
 
 async def test_an_unknown_parser_names_the_nearest(provider, instances):
     with pytest.raises(ConfigurationError, match="parse_log_pytest"):
-        await evaluate(
-            provider, instances["sqlparse"] | {"log_parser": "parse_log_pytes"}, b"x", run_empty=True
-        )
+        await evaluate(provider, instances["sqlparse"] | {"log_parser": "parse_log_pytes"}, b"x", run_empty=True)
 
 
 async def test_a_bug_as_a_patch_is_undone_by_its_reverse(provider, instances):

@@ -67,9 +67,7 @@ def seat_of(instance: Instance) -> int:
 async def played(
     instance: Instance, says: list[str], opponent: ScriptedSampler | None, sandboxes: SandboxSource
 ) -> Trial:
-    return await play(
-        TextArenaMatch(), instance, ScriptedPolicy(says), sandboxes, OtherModels(sampler=opponent)
-    )
+    return await play(TextArenaMatch(), instance, ScriptedPolicy(says), sandboxes, OtherModels(sampler=opponent))
 
 
 @pytest.mark.parametrize("name", PLAYS)

@@ -193,9 +193,7 @@ async def test_rewards_are_the_librarys_own(environment, sandboxes):
         score = trials[name].score
         assert trials[name].stop_reason is StopReason.ANSWERED
         assert score.reward == pytest.approx(expected["reward"])
-        metrics = {
-            f"metric_{n}" if n in expected["rewards"] else n: v for n, v in expected["metrics"].items()
-        }
+        metrics = {f"metric_{n}" if n in expected["rewards"] else n: v for n, v in expected["metrics"].items()}
         sampled = {"sampled": 4.0, "output": 4.0} if name in POLICIES else {}
         assert score.parts == pytest.approx(expected["rewards"] | metrics | sampled)
     assert trials["with tools"].score.reward == 1.75  # 2 for the answer, less a quarter for a wasted call

@@ -160,6 +160,4 @@ def test_floods_of_one_kind_leave_no_memory(gateway):
                 many = [body[name][-1]] * fitting(body[name][-1], 100_000)
                 answer = gateway.send(path, headers, json.dumps(body | {name: many}).encode())
                 assert answer.status_code < 500, answer.text[:2_000]
-    eventually(
-        lambda: process.memory_info().rss <= before + MAX_GROWTH_BYTES, gateway.server.log_file, seconds=20
-    )
+    eventually(lambda: process.memory_info().rss <= before + MAX_GROWTH_BYTES, gateway.server.log_file, seconds=20)

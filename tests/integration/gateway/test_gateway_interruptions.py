@@ -149,9 +149,7 @@ async def test_an_answer_is_streamed_and_a_reward_is_reported(tmp_path):
             ):
                 lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
             chunks = [orjson.loads(line.removeprefix("data: ")) for line in lines]
-            text = "".join(
-                chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]
-            )
+            text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
             assert text == "Two."
             await service.end(reward=0.25, reward_parts={"style": 0.25})
             rollout = await service.client.wait("r", timeout_seconds=30)

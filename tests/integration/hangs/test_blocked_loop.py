@@ -49,9 +49,7 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     about.mkdir(parents=True)
     (folder / "blocking_grader.py").write_text(PLUG_IN)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: blocking-grader\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(
-        "[rollout_service.environments]\nblocking = blocking_grader:environment\n"
-    )
+    (about / "entry_points.txt").write_text("[rollout_service.environments]\nblocking = blocking_grader:environment\n")
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[3]}")
     return folder
 

@@ -26,9 +26,7 @@ COMMAND = [sys.executable, "-m", "rollout_service.cli"]
 
 
 def engine(port: int = 0) -> ScriptedEngine:
-    return ScriptedEngine(
-        Replies.from_texts(["The answer is 42.<|im_end|>"], MODEL), model_path=MODEL, port=port
-    )
+    return ScriptedEngine(Replies.from_texts(["The answer is 42.<|im_end|>"], MODEL), model_path=MODEL, port=port)
 
 
 @asynccontextmanager
@@ -110,10 +108,7 @@ async def test_orders_wait_for_their_engine_and_lose_nothing_by_it(tmp_path: Pat
             metrics = (await http.get("/metrics")).text
         assert 'rollout_backends{pool="policy",state="failed"} 1.0' in metrics
         assert 'rollout_backends{pool="policy",state="ready"} 0.0' in metrics
-        assert (
-            f'rollout_backend_weight_version{{backend="policy@127.0.0.1:{port}",pool="policy"}} 0.0'
-            in metrics
-        )
+        assert f'rollout_backend_weight_version{{backend="policy@127.0.0.1:{port}",pool="policy"}} 0.0' in metrics
         figures = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
         assert float(figures["rollout_store_bytes"]) > 10_000
         assert (figures["rollout_store_failing"], figures["rollout_store_errors_total"]) == ("0.0", "0.0")

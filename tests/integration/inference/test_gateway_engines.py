@@ -82,9 +82,7 @@ async def test_a_backend_that_is_away_is_not_forgotten_when_others_come(tmp_path
     away, other = (ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512) for _ in range(2))
     with anyio.fail_after(120):
         async with away, gateway_service(tmp_path, []) as service:
-            lost = (
-                await service.client.add_backend(BackendSpec(url=HttpUrl(away.url), pool="judge"))
-            ).backend_id
+            lost = (await service.client.add_backend(BackendSpec(url=HttpUrl(away.url), pool="judge"))).backend_id
         async with other:
             async with gateway_service(tmp_path, []) as service:
                 there = (await service.client.add_backend(BackendSpec(url=HttpUrl(other.url)))).backend_id

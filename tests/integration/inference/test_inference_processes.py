@@ -203,9 +203,7 @@ async def test_more_requests_than_the_kv_budget_holds_are_all_served(engine):
     results = []
 
     async def generate(seed):
-        request = GenerateRequest(
-            new_request_id(), [seed] * 400, SamplingOptions(max_new_tokens=50, seed=seed)
-        )
+        request = GenerateRequest(new_request_id(), [seed] * 400, SamplingOptions(max_new_tokens=50, seed=seed))
         results.append(await backend.generate(request))
 
     async with anyio.create_task_group() as tasks:

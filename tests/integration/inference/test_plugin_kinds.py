@@ -82,9 +82,7 @@ async def test_it_serves_rollouts_and_is_remembered(folder: Path) -> None:
 
 async def test_what_cannot_be_used_is_refused_with_its_reason(folder: Path) -> None:
     async with engine() as policy, engine() as acme, served(folder, policy) as client:
-        with pytest.raises(
-            InvalidRequestError, match="no kind of engine 'acmee'; did you mean acme"
-        ) as refused:
+        with pytest.raises(InvalidRequestError, match="no kind of engine 'acmee'; did you mean acme") as refused:
             await client.add_backend(spec(acme.url, "acmee"))
         assert [error.path for error in refused.value.problem.errors] == ["body.kind"]
         assert "Known kinds: acme, broken, sglang, vllm." in refused.value.problem.detail

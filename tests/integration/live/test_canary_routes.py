@@ -50,9 +50,7 @@ async def test_new_sessions_try_the_candidate_and_keep_it(service):
     for one, value in ((before, -1.0), (during, 1.0), (after, -0.5)):
         assert await say(one, "hello") == "You said hello."
         await client.feedback(one.session.session_id, value)
-    figures = [
-        (one.pool, one.turns, one.value_mean, one.satisfied) for one in await client.feedback_by_version()
-    ]
+    figures = [(one.pool, one.turns, one.value_mean, one.satisfied) for one in await client.feedback_by_version()]
     assert figures == [("next", 1, 1.0, 1.0), ("policy", 2, -0.75, 0.0)]
     async with httpx.AsyncClient(base_url=client.base_url) as http:
         metrics = (await http.get("/metrics")).text

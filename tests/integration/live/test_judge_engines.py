@@ -49,9 +49,7 @@ HINT = "End each answer with an equals sign."
 
 
 @asynccontextmanager
-async def serving_pools(
-    folder: Path, **engines: ScriptedEngine | EmbeddedEngine
-) -> AsyncIterator[PolicyServing]:
+async def serving_pools(folder: Path, **engines: ScriptedEngine | EmbeddedEngine) -> AsyncIterator[PolicyServing]:
     with anyio.fail_after(60):
         async with Pools(PoolOptions()) as pools:
             serving = PolicyServing(pools, FileBackends(folder / "backends.json", backend_id_of_spec))

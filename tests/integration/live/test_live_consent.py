@@ -81,9 +81,7 @@ def engine() -> ScriptedEngine:
 
 
 @asynccontextmanager
-async def serving(
-    folder: Path, running: ScriptedEngine, live: dict[str, Any] | None = None
-) -> AsyncIterator[Client]:
+async def serving(folder: Path, running: ScriptedEngine, live: dict[str, Any] | None = None) -> AsyncIterator[Client]:
     async with live_service(folder, [running], live=LIVE | (live or {})) as service:
         yield Client(service)
 

@@ -46,9 +46,7 @@ KEYS = {
         ("guest", "b", None, False),
     )
 }
-SETTINGS = LiveSettings(
-    keys=list(KEYS.values()), idle_seconds=100.0, max_age_seconds=400.0, retention_seconds=500.0
-)
+SETTINGS = LiveSettings(keys=list(KEYS.values()), idle_seconds=100.0, max_age_seconds=400.0, retention_seconds=500.0)
 CLIENTS = (
     (0, "chat", "x"),
     (0, "chat", "vip:x"),
@@ -144,10 +142,7 @@ async def cluster(folder: Path, redis: RedisServer | None) -> AsyncIterator[Clus
             config = redis.config()
             store = await stack.enter_async_context(await RedisStore.open(config, is_gone=is_gone))
             values = lambda: redis_values(redis, config)  # noqa: E731
-        nodes = [
-            await stack.enter_async_context(live_node(folder / name, store, SETTINGS))
-            for name in ("one", "two")
-        ]
+        nodes = [await stack.enter_async_context(live_node(folder / name, store, SETTINGS)) for name in ("one", "two")]
         shares = {"max_user_share": 0.5, "max_session_share": 0.5, "tenants": TENANTS, "next_state": True}
         await nodes[0].create_run("pairs", group_size=2, filters=[], live=shares | {"max_user_share": 1.0})
         await nodes[0].create_run("ones", batch_size=2, live=shares | {"close_turns": 1})
@@ -221,9 +216,7 @@ class Histories(RuleBasedStateMachine):
     def rate(self, client: Client, value: float) -> None:
         """Say how good the last answer was."""
         node, key = self.cluster.nodes[client.node], client.key
-        session = self.do(
-            node.live.latest_of_client, node.users.of_client(key.tenant, key.name, client.client_id)
-        )
+        session = self.do(node.live.latest_of_client, node.users.of_client(key.tenant, key.name, client.client_id))
         if session is not None:
             with suppress(NotFoundError, ConflictError):  # nothing was stored, or it was rated before
                 self.do(node.sessions.feedback, session.session_id, SessionFeedback(value=value))
@@ -337,7 +330,5 @@ def test_what_may_not_be_kept_is_nowhere(request, kind):
     redis = request.getfixturevalue("shared_redis") if kind == "redis" else None
     run_state_machine_as_test(
         lambda: Histories(redis),
-        settings=settings(
-            stateful_step_count=30, max_examples=max(1, settings().max_examples // 6), deadline=None
-        ),
+        settings=settings(stateful_step_count=30, max_examples=max(1, settings().max_examples // 6), deadline=None),
     )

@@ -75,9 +75,7 @@ async def test_a_short_pause_is_waited_for_and_a_stream_kept_alive(tmp_path):
 
 
 def request_bytes(key: str) -> bytes:
-    body = json.dumps(
-        {"model": "p", "stream": True, "messages": [{"role": "user", "content": "Go."}]}
-    ).encode()
+    body = json.dumps({"model": "p", "stream": True, "messages": [{"role": "user", "content": "Go."}]}).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -65,9 +65,7 @@ async def test_a_side_request_between_two_main_ones_changes_nothing(tmp_path):
 
 
 async def test_all_results_of_a_turns_tools_are_what_followed_it(tmp_path):
-    calls = "".join(
-        f'<tool_call>\n{{"name": "look", "arguments": {{"at": {at}}}}}\n</tool_call>' for at in range(3)
-    )
+    calls = "".join(f'<tool_call>\n{{"name": "look", "arguments": {{"at": {at}}}}}\n</tool_call>' for at in range(3))
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     async with scripted(calls, "Done.") as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
@@ -142,9 +140,7 @@ async def test_a_service_with_keys_takes_the_sessions_key_or_its_own_for_a_sessi
         added = await service.http.post("/v1/backends", json={"url": engine.url}, headers=admin_headers)
         assert added.is_success
         assert (await service.http.post("/v1/sessions", json={})).status_code == 401
-        one, two = [
-            (await service.http.post("/v1/sessions", json={}, headers=admin_headers)).json() for _ in range(2)
-        ]
+        one, two = [(await service.http.post("/v1/sessions", json={}, headers=admin_headers)).json() for _ in range(2)]
         for key, status in ((one["key"], 200), (admin, 200), (reader, 401), (two["key"], 401), ("", 401)):
             answer = await service.http.post(
                 f"{one['url']}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}

@@ -236,9 +236,7 @@ async def test_a_run_that_delivers_nothing_does_not_end_a_loop_over_batches_quie
         paused = await client.create_run(order("paused-for-it", source=source, **limit))
         while (view := await paused.view()).state is not RunState.PAUSED or view.counts.open:
             await anyio.sleep(0.02)
-        with pytest.raises(
-            ConflictError, match="the run paused-for-it is paused: no group was kept"
-        ) as stopped:
+        with pytest.raises(ConflictError, match="the run paused-for-it is paused: no group was kept") as stopped:
             await paused.lease(timeout_seconds=0.1)
         assert stopped.value.problem.code == "run_stopped"
         while not (found := [one for one in (await client.hangs()).findings if one.kind == "run"]):

@@ -48,9 +48,7 @@ print(0)
 """
 
 
-def environment(
-    folder, sandbox="fresh", run='command = "python3 solution.py"\nstdin = "inputs"\nseconds = 3\n'
-):
+def environment(folder, sandbox="fresh", run='command = "python3 solution.py"\nstdin = "inputs"\nseconds = 3\n'):
     folder.mkdir(exist_ok=True)
     (folder / "grade.py").write_text(GRADE)
     (folder / "environment.toml").write_text(
@@ -72,9 +70,7 @@ async def test_a_program_is_run_on_every_input_before_the_grader(tmp_path, sandb
     assert (await scored(env, sandboxes, "print(3)")).score.parts == {"right": 1.0}
 
 
-@pytest.mark.parametrize(
-    "program", [SEARCH, DAEMON, SHELL, "import time; time.sleep(100)", "while True: print('x')"]
-)
+@pytest.mark.parametrize("program", [SEARCH, DAEMON, SHELL, "import time; time.sleep(100)", "while True: print('x')"])
 async def test_a_program_finds_nothing_of_the_grader_and_changes_nothing_for_it(tmp_path, sandboxes, program):
     trial = await scored(environment(tmp_path / "e"), sandboxes, program)
     assert trial.score.reward == 0.0
@@ -89,9 +85,7 @@ async def test_a_program_finds_nothing_of_the_grader_and_changes_nothing_for_it(
 
 async def test_runs_without_time_left_have_timed_out(tmp_path, sandboxes):
     env = environment(tmp_path / "e")
-    env.spec = env.spec.model_copy(
-        update={"limits": env.spec.limits.model_copy(update={"evaluate_seconds": 8.0})}
-    )
+    env.spec = env.spec.model_copy(update={"limits": env.spec.limits.model_copy(update={"evaluate_seconds": 8.0})})
     instance = {"inputs": ["1 2"] * 100, "outputs": ["3"] * 100}
     trial = await scored(env, sandboxes, "import time; time.sleep(100)", instance)
     runs = trial.episode.state["runs.json"]

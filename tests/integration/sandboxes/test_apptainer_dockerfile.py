@@ -305,9 +305,7 @@ def test_a_build_that_is_killed_leaves_no_process_and_the_next_one_cleans_up(sto
     number = f"98{os.getpid()}"  # of seconds, by which the step's process is found
     (context / "Dockerfile").write_text(f"FROM base\nRUN touch /before\nRUN touch /half; sleep {number}")
     command = [sys.executable, "-c", BUILDER, built, context, BASE["base"]]
-    started = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     with killed(started) as builder:
         eventually(lambda: processes_of(f"sleep\0{number}") != [])
         os.kill(builder.pid, signal.SIGKILL)

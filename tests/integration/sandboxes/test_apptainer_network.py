@@ -94,9 +94,7 @@ def host_addresses() -> list[str]:
 async def test_the_loopback_works_and_is_the_only_network(provider):
     async with await provider.start(SandboxSpec()) as sandbox:
         assert await python(sandbox, LOOPBACK) == "ok ok ok"
-        result = await sandbox.exec(
-            ["bash", "-c", "ls /sys/class/net; tail -n +2 /proc/net/route; ls /sys/fs/cgroup"]
-        )
+        result = await sandbox.exec(["bash", "-c", "ls /sys/class/net; tail -n +2 /proc/net/route; ls /sys/fs/cgroup"])
         assert result.stdout.split() in ([b"lo"], [b"bonding_masters", b"lo"]), result
 
 
@@ -270,9 +268,7 @@ async def test_the_proxies_end_with_a_service_that_was_killed(tmp_path):
     with killed(process):
         pids = [int(word) for word in (await anyio.to_thread.run_sync(process.stdout.readline)).split()]
         started = [psutil.Process(pid) for pid in pids]
-    await until(
-        lambda: not (any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started)), 5
-    )
+    await until(lambda: not (any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started)), 5)
     assert len(started) == 2
 
 

@@ -120,9 +120,7 @@ def start_owner(run: Path, tmp_path: Path) -> Iterator[Callable[[str], Owner]]:
     def start(mode: str = "stay") -> Owner:
         command = [sys.executable, "-c", OWNER, str(run), str(tmp_path), mode]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, cwd=Path.cwd(), start_new_session=True
-        )
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=Path.cwd(), start_new_session=True)
         started.append(process)
         owner = Owner(process, run)
         owner.until("begin")
@@ -179,9 +177,7 @@ async def gone(run: Path, name: str, seconds: float = ALLOWED_SECONDS) -> None:
         await anyio.sleep(0.05)
 
 
-async def test_kill_9_of_the_service_leaves_nothing_and_a_neighbor_does_not_notice(
-    run, start_owner, provider
-):
+async def test_kill_9_of_the_service_leaves_nothing_and_a_neighbor_does_not_notice(run, start_owner, provider):
     mine = await provider.start(SandboxSpec())
     owner = await anyio.to_thread.run_sync(start_owner)
     names = services(run) - {mine.id.split("-")[0]}

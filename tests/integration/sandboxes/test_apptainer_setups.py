@@ -63,18 +63,14 @@ async def view(sandbox: Sandbox) -> dict[str, list[str]]:
     environment = (await sandbox.exec(["env"])).stdout.decode().replace(sandbox.id, "ID")
     # The order of mounts is free, and of those that lie on each other only the last one is seen.
     mounts = {line.split()[4]: describe_mount(line) for line in read(first.pid, "mountinfo").splitlines()}
-    groups = [
-        line.split(":")[1] for line in read(first.pid, "cgroup").splitlines() if line.endswith(sandbox.id)
-    ]
+    groups = [line.split(":")[1] for line in read(first.pid, "cgroup").splitlines() if line.endswith(sandbox.id)]
     return {
         "inside": result.output.replace(sandbox.id, "ID").splitlines(),
         "environment": sorted(environment.splitlines()),
         "mounts": sorted(f"{point} {mount}" for point, mount in mounts.items()),
         "shared namespaces": shared_namespaces(first.pid),
         "control groups": groups,
-        "session": [
-            str(read(pid, "stat").split()[5] == str(sandbox.pid)) for pid in (first.pid, sandbox.pid)
-        ],
+        "session": [str(read(pid, "stat").split()[5] == str(sandbox.pid)) for pid in (first.pid, sandbox.pid)],
     }
 
 
@@ -89,9 +85,7 @@ def shared_namespaces(pid: int) -> list[str]:
     """Return the kinds of namespaces that a process has in common with this one."""
     inside = Path(f"/proc/{pid}/ns")
     return sorted(
-        path.name
-        for path in Path("/proc/self/ns").iterdir()
-        if path.readlink() == (inside / path.name).readlink()
+        path.name for path in Path("/proc/self/ns").iterdir() if path.readlink() == (inside / path.name).readlink()
     )
 
 

@@ -86,9 +86,7 @@ async def value(sandbox: Sandbox, code: str) -> str:
 async def test_an_image_without_python_and_with_a_c_library_of_its_own(start, bare):
     sandbox = await start(bare)
     assert await value(sandbox, "import sys; sys.executable") == repr(PYTHON)
-    code = (
-        "import re; print(*sorted({line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}))"
-    )
+    code = "import re; print(*sorted({line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}))"
     loaded = (await value(sandbox, code)).split()
     assert loaded
     assert all(path.startswith(INSIDE) for path in loaded), "nothing of the image's is loaded"
@@ -109,9 +107,7 @@ async def test_a_python_without_the_kernel(start, plain):
     assert await value(sandbox, "import sys; sys.prefix") == repr(INSIDE)
     bash = await sandbox.bash()
     assert (await bash.run("python3 -c 'import sys; print(sys.prefix)'")).output == "/usr\n"
-    inner = (
-        "import subprocess; subprocess.run(['python3', '-c', 'import sys; print(sys.prefix)'], check=True, "
-    )
+    inner = "import subprocess; subprocess.run(['python3', '-c', 'import sys; print(sys.prefix)'], check=True, "
     inner += "capture_output=True, text=True).stdout"
     assert await value(sandbox, inner) == repr("/usr\n")
 
@@ -160,7 +156,5 @@ async def test_it_is_a_whole_python(start, bare):
 async def test_nothing_inside_changes_it(start, bare):
     sandbox = await start(bare)
     for path in (f"{INSIDE}/mine", PYTHON, f"{INSIDE}/lib/python3.11/os.py"):
-        code = (
-            f"import os\ntry: open({path!r}, 'w')\nexcept OSError as error: print(os.strerror(error.errno))"
-        )
+        code = f"import os\ntry: open({path!r}, 'w')\nexcept OSError as error: print(os.strerror(error.errno))"
         assert await value(sandbox, code) == "Read-only file system"

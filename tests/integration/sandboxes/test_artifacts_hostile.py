@@ -51,9 +51,7 @@ async def test_a_planted_tar_is_not_used(environment, sandboxes):
     assert trial.score.parts == {"answered": 1.0}  # the real grader saw the wrong answer
 
 
-@pytest.mark.parametrize(
-    "spoil", ["chmod 000 .", "chmod 000 answer.txt", SLEEPING, "chmod 000 . *; " + SLEEPING]
-)
+@pytest.mark.parametrize("spoil", ["chmod 000 .", "chmod 000 answer.txt", SLEEPING, "chmod 000 . *; " + SLEEPING])
 async def test_unreadable_files_of_the_agent_are_scored_too(environment, sandboxes, spoil):
     solve = "wc -w <text.txt >answer.txt"
     assert (await scored(environment, sandboxes, f"{solve}; {spoil}")).score.reward == 1.0

@@ -118,9 +118,7 @@ async def test_a_kernel_without_a_required_part_is_refused_by_name(tmp_path):
     provider = make_provider(LocalConfig(provider="local", python=python), tmp_path)
     try:
         async with await provider.start(SandboxSpec()) as sandbox:
-            with pytest.raises(
-                SandboxStartError, match=r"ipykernel .* has no OutStream\._flush_buffers"
-            ) as caught:
+            with pytest.raises(SandboxStartError, match=r"ipykernel .* has no OutStream\._flush_buffers") as caught:
                 await sandbox.python()
             assert "6.29 to 7" in (caught.value.hint or "")
     finally:

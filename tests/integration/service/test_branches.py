@@ -53,9 +53,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def submit(running: Running, **fields) -> httpx.Response:
-    return httpx.post(
-        f"{running.url}/v1/rollouts", params={"wait": 90}, json={"task": TASK} | fields, timeout=120
-    )
+    return httpx.post(f"{running.url}/v1/rollouts", params={"wait": 90}, json={"task": TASK} | fields, timeout=120)
 
 
 def trajectory(running: Running, name: str) -> Trajectory:
@@ -134,9 +132,7 @@ def test_the_groups_of_a_run_are_trees(running: Running) -> None:
         assert branch.trajectory.segments[0].token_ids == root.trajectory.segments[0].token_ids
         assert set(branch.trajectory.segments[0].turn_ids) == {-1, 2, 3}
     shown = CliRunner().invoke(app, ["show", "trees.0.0", "--url", running.url])
-    assert shown.output.splitlines()[1:] == [
-        f"branched at turn 2: trees.0.2, completed, reward {samples[2].reward:g}"
-    ]
+    assert shown.output.splitlines()[1:] == [f"branched at turn 2: trees.0.2, completed, reward {samples[2].reward:g}"]
 
 
 @pytest.mark.parametrize(

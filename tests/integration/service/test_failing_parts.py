@@ -96,9 +96,7 @@ def test_a_part_that_fails_ends_the_process_with_its_reason(folder, engine):
     database.close()
     with service(folder, engine, "[pipeline]\ndrain_seconds = 1\n") as server:
         assert server.ended(30) == FAILED
-        reasons = [
-            line for line in server.log.splitlines() if "a part of the service failed; shutting down" in line
-        ]
+        reasons = [line for line in server.log.splitlines() if "a part of the service failed; shutting down" in line]
         assert len(reasons) == 1, server.log
         assert "ValidationError" in reasons[0]
 

@@ -60,9 +60,7 @@ class Member:
             yield membership
 
     async def until(self, state: NodeState, *, drops: int = 0) -> None:
-        await until(
-            lambda: self.beats[-1].state is state and self.beats[-1].is_member and self.drops == drops, 15
-        )
+        await until(lambda: self.beats[-1].state is state and self.beats[-1].is_member and self.drops == drops, 15)
 
 
 async def names(cluster: ClusterStore) -> list[str]:

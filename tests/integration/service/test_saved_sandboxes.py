@@ -51,9 +51,7 @@ def test_a_rollout_goes_on_in_copies_of_its_sandbox(tmp_path: Path, shared: bool
         tmp_path, call(f"{FIRST}; (exit 3)"), *[call(f"{step} # {n}") for n in range(TURNS)], delay=0.4
     ) as engine:
         for crashes in range(3):
-            with service(
-                tmp_path, engine.url, CONFIG, turns=TURNS, sandbox="apptainer", init=init
-            ) as running:
+            with service(tmp_path, engine.url, CONFIG, turns=TURNS, sandbox="apptainer", init=init) as running:
                 if crashes < 2:
                     if not crashes:
                         running.submit("r1").raise_for_status()
@@ -69,9 +67,7 @@ def test_a_rollout_goes_on_in_copies_of_its_sandbox(tmp_path: Path, shared: bool
                 assert list(folder.iterdir()) == []
 
 
-def test_a_rollout_of_a_lost_node_goes_on_in_a_copy_on_another(
-    tmp_path: Path, own_redis: RedisServer
-) -> None:
+def test_a_rollout_of_a_lost_node_goes_on_in_a_copy_on_another(tmp_path: Path, own_redis: RedisServer) -> None:
     saved = tmp_path / "saved"
     config = f"[store]\nurl = '{own_redis.url}'\n{CONFIG}save_folder = '{saved}'\n[cluster]\nname = "
     for name in ("one", "two"):

@@ -127,8 +127,7 @@ def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     environment.mkdir()
     keys.mkdir()
     tables = {
-        name: ", ".join(source(number) for number, stage in enumerate(STAGES) if stage == name)
-        for name in set(STAGES)
+        name: ", ".join(source(number) for number, stage in enumerate(STAGES) if stage == name) for name in set(STAGES)
     }
     (environment / "environment.toml").write_text(ENVIRONMENT.format(**tables))
     (environment / "init").write_text(INIT)

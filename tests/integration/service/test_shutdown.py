@@ -133,9 +133,7 @@ def assert_refused(answer: httpx.Response) -> None:
 def test_a_second_signal_ends_the_drain(tmp_path, slow_engine):
     with service(tmp_path, slow_engine, "[pipeline]\ndrain_seconds = 600\n", turns=1_000) as server:
         httpx.post(f"{server.url}/v1/rollouts", json=order("a")).raise_for_status()
-        eventually(
-            lambda: httpx.get(f"{server.url}/v1/rollouts/a").json()["state"] == "rollout", server.log_file
-        )
+        eventually(lambda: httpx.get(f"{server.url}/v1/rollouts/a").json()["state"] == "rollout", server.log_file)
         server.stop()
         eventually(lambda: "shutting down" in server.log, server.log_file)
         server.stop()

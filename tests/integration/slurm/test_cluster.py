@@ -26,9 +26,7 @@ def cluster() -> Iterator[SlurmCluster]:
 
 
 def test_nodes_have_their_own_addresses_names_and_processes(cluster):
-    said = cluster.run(
-        "srun", "-N3", "sh", "-c", "echo $(hostname) $(hostname -i) $(readlink /proc/self/ns/pid)"
-    )
+    said = cluster.run("srun", "-N3", "sh", "-c", "echo $(hostname) $(hostname -i) $(readlink /proc/self/ns/pid)")
     seen = [line.split() for line in said.stdout.splitlines()]
     assert sorted((name, address) for name, address, _ in seen) == [
         ("n1", "10.77.0.1"),
@@ -61,7 +59,5 @@ def test_jobs_run_as_the_user_who_submitted_them(cluster):
 def test_an_ordinary_user_has_such_a_cluster_too_and_leaves_nothing():
     with ordinary_user() as user:
         done = user.run([str(REPOSITORY / ".venv/bin/python"), "-c", AS_A_USER])
-        assert (done.returncode, done.stdout.split()) == (0, ["10.77.0.1", "10.77.0.2", "10.77.0.3"]), (
-            done.stdout
-        )
+        assert (done.returncode, done.stdout.split()) == (0, ["10.77.0.1", "10.77.0.2", "10.77.0.3"]), done.stdout
         assert user.remaining_processes() == []

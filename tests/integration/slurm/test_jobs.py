@@ -101,9 +101,7 @@ def test_a_preempted_job_drains_is_requeued_and_resumes_with_its_work(cluster, j
 
 
 def test_engines_have_nodes_of_their_own_in_a_heterogeneous_job(cluster, jobs):
-    jobs.submit(
-        "apart", "--engine-nodes", "1", "--engine-cpus", "4", "--engine-gpus", "2", "--engines-per-node", "2"
-    )
+    jobs.submit("apart", "--engine-nodes", "1", "--engine-cpus", "4", "--engine-gpus", "2", "--engines-per-node", "2")
     check_rewards(jobs.roll_out("apart", 4), 4)
     found = jobs.ready("apart")
     cluster.wait_for(lambda: len(jobs.status("apart")["engines"]) == 2)

@@ -57,9 +57,7 @@ def segments(server: ObjectServer, address: str) -> set[str]:
     return server.objects(address).keys() - {MARK_FILE}
 
 
-async def test_each_shard_has_its_trajectories_under_a_prefix_of_its_own(
-    shared_shards, shared_objects, address
-):
+async def test_each_shard_has_its_trajectories_under_a_prefix_of_its_own(shared_shards, shared_objects, address):
     settings = StoreSettings(
         url=["redis://one", "redis://two"], objects=address, objects_endpoint=shared_objects.endpoint
     )
@@ -70,9 +68,7 @@ async def test_each_shard_has_its_trajectories_under_a_prefix_of_its_own(
         assert {store.shard_of(name) for name in names} == {0, 1}
         for name in names:
             assert await store.trajectory(name) == TRAJECTORY
-    kept = Counter(
-        name.partition("/")[0] for name in shared_objects.objects(address) if MARK_FILE not in name
-    )
+    kept = Counter(name.partition("/")[0] for name in shared_objects.objects(address) if MARK_FILE not in name)
     assert kept == Counter(f"shard-{store.shard_of(name)}" for name in names)
 
 

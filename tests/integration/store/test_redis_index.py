@@ -33,11 +33,7 @@ async def found(store: RedisStore, which: SummaryFilter) -> list[str]:
 
 def keys(server: RedisServer, root: str, *names: str) -> set[str]:
     """Return the names of the keys of the index."""
-    every = {
-        key.decode().removeprefix(f"{root}:")
-        for key in server.do("KEYS", "*")
-        if key.decode().startswith(root)
-    }
+    every = {key.decode().removeprefix(f"{root}:") for key in server.do("KEYS", "*") if key.decode().startswith(root)}
     return {key for key in every if key.startswith(names or ("bits:", "ids"))}
 
 

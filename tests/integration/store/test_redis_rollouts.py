@@ -194,9 +194,7 @@ async def test_claims_whose_answers_were_lost_are_found_again():
                 with server.paused(), pytest.raises(StoreError):
                     await store.claim("a", limit=9, lease_seconds=1_000)
                 # Redis has the call, and takes the lease for an answer that nobody waits for.
-                await until(
-                    lambda least=lost: server.do("SCARD", store.connection.key("held:1")) >= least, 20
-                )
+                await until(lambda least=lost: server.do("SCARD", store.connection.key("held:1")) >= least, 20)
             server.kill()
             with pytest.raises(StoreError):
                 await store.claim("a", limit=9, lease_seconds=1_000)

@@ -29,11 +29,7 @@ PATIENCE_SECONDS = 30.0
 
 @given(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", fullmatch=True), st.integers(1, 16), st.integers(0))
 def test_the_rollouts_of_a_run_are_in_its_shard(run, shards, number):
-    assert (
-        shard_of(f"{run}.{number}.0", shards)
-        == shard_of(f"{run}.{number}.3.1", shards)
-        == shard_of(run, shards)
-    )
+    assert shard_of(f"{run}.{number}.0", shards) == shard_of(f"{run}.{number}.3.1", shards) == shard_of(run, shards)
     assert 0 <= shard_of(run, shards) < shards
 
 
@@ -139,9 +135,7 @@ async def test_a_store_opens_while_a_shard_is_away(servers, tmp_path, is_new):
             expected = {names_of_shard(0, 1)[0], *names_there[is_new:]}
             assert {lease.rollout_id for lease in leases} == expected
             for lease in leases:
-                assert await persistently(
-                    lambda lease=lease: store.finish(lease, "a", completed(lease, TRAJECTORY))
-                )
+                assert await persistently(lambda lease=lease: store.finish(lease, "a", completed(lease, TRAJECTORY)))
             with anyio.fail_after(PATIENCE_SECONDS):
                 assert (await store.wait_for_result(names_there[1])).state is RolloutState.COMPLETED
             tasks.cancel_scope.cancel()
@@ -169,9 +163,7 @@ async def test_a_store_does_not_open_without_its_home(servers):
 
 async def test_pages_go_on_with_a_shard_once_it_is_back(servers):
     async with opened_shards(shard_configs(*servers)) as store:
-        every = [
-            name for pair in zip(names_of_shard(0, 6), names_of_shard(1, 6), strict=True) for name in pair
-        ]
+        every = [name for pair in zip(names_of_shard(0, 6), names_of_shard(1, 6), strict=True) for name in pair]
         for name in every:
             await store.submit(order(name))
         page = await store.list(limit=4)
@@ -279,9 +271,7 @@ async def test_whoever_waits_is_woken_by_any_shard(shared_shards):
                 await store.submit(order(name))
             with anyio.fail_after(PATIENCE_SECONDS):
                 await store.wait_for_work()
-            assert [lease.rollout_id for lease in await store.claim("a", limit=5, lease_seconds=1_000)] == [
-                name
-            ]
+            assert [lease.rollout_id for lease in await store.claim("a", limit=5, lease_seconds=1_000)] == [name]
 
 
 async def test_the_shards_of_a_cluster_of_redis_have_slots_of_their_own():

@@ -21,12 +21,8 @@ from tests.support.store.servers import PLACES, files_of
 pytestmark = pytest.mark.redis
 
 
-async def opened(
-    config: RedisConfig, files: SegmentFiles, owner: str, clock: ManualClock | None = None
-) -> RedisStore:
-    return await RedisStore.open(
-        config, is_gone=lambda other: other != owner, files=files, owner=owner, clock=clock
-    )
+async def opened(config: RedisConfig, files: SegmentFiles, owner: str, clock: ManualClock | None = None) -> RedisStore:
+    return await RedisStore.open(config, is_gone=lambda other: other != owner, files=files, owner=owner, clock=clock)
 
 
 def report(name: str) -> NodeReport:
@@ -96,9 +92,7 @@ async def test_a_trajectory_whose_file_is_gone_is_lost_and_nothing_else_is(store
         await two.trajectory("r1")
     assert (await two.get("r1")).reward == 1.0
     assert await two.trajectory("r2") == TRAJECTORY
-    assert [(each.rollout_id, each.file) for each in (await look(two.connection, files)).lost] == [
-        ("r1", gone)
-    ]
+    assert [(each.rollout_id, each.file) for each in (await look(two.connection, files)).lost] == [("r1", gone)]
 
 
 async def test_a_service_with_another_place_is_refused(stores, config, request):
@@ -116,14 +110,10 @@ async def test_files_that_the_store_does_not_know_are_told_apart(stores, files):
     one, _ = stores
     await finish(one, "r1")
     ledger = one.segments.ledger
-    assert await ledger.unknown([*segment_files(files), "cccccccccccc-1.segment"]) == [
-        "cccccccccccc-1.segment"
-    ]
+    assert await ledger.unknown([*segment_files(files), "cccccccccccc-1.segment"]) == ["cccccccccccc-1.segment"]
 
 
-async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletion_of_what_expired(
-    config, tmp_path
-):
+async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletion_of_what_expired(config, tmp_path):
     clock, files = ManualClock(), SharedFiles(tmp_path)
     dead = await opened(config, files, "one", clock)
     async with await opened(config, files, "two", clock) as leader:

@@ -37,9 +37,7 @@ async def test_heads_are_made_anew_for_other_wire_models_and_kept_while_they_are
     await make_ready(store, 0, 1)
     assert await stored_heads(store) == 2
     heads = await store.runs.group_heads("a", [1, 0])
-    await store._thread.write(
-        lambda db: db.execute("UPDATE group_heads SET form = x'00', json = x'' WHERE seq = 1")
-    )
+    await store._thread.write(lambda db: db.execute("UPDATE group_heads SET form = x'00', json = x'' WHERE seq = 1"))
     assert await store.runs.group_heads("a", [1, 0]) == heads, "one of other wire models is made anew"
     await store._thread.write(lambda db: db.execute("UPDATE group_heads SET tokens = '[[9]]' WHERE seq = 2"))
     assert [head.tokens for head in await store.runs.group_heads("a", [1, 0])] == [[[9]], [[3], [3]]]

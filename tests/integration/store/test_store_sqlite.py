@@ -300,9 +300,7 @@ async def test_old_events_and_tombstones_are_dropped(path):
         assert events[0].event_id == 2_001
         assert events[-1].event_id == await store.last_event() == 102_500
         await store.cancel("first")
-        await store._thread.write(
-            lambda db: db.execute("INSERT INTO tombstones VALUES (100001, 'newest')").rowcount
-        )
+        await store._thread.write(lambda db: db.execute("INSERT INTO tombstones VALUES (100001, 'newest')").rowcount)
         rows = await store._thread.read(lambda db: db.execute("SELECT rollout_id FROM tombstones").fetchall())
         assert [tuple(row) for row in rows] == [("newest",)]
 

@@ -27,9 +27,7 @@ def engine() -> Iterator[ScriptedEngine]:
     """Run an engine in this process, beside the event loop of the test."""
     model = policy_folder("calc-tuned")
     vocabulary = json.loads((model / "config.json").read_bytes())["vocab_size"]
-    scripted = ScriptedEngine(
-        Replies.from_texts([GREETING], model), vocab_size=vocabulary, model_path=model.resolve()
-    )
+    scripted = ScriptedEngine(Replies.from_texts([GREETING], model), vocab_size=vocabulary, model_path=model.resolve())
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(scripted):
         yield scripted
 

@@ -156,9 +156,7 @@ def compare(results: list[dict[str, Any]], client: SyncRolloutClient, joined: st
         else:
             wrong_calls += calls_of(result) != [
                 sum(
-                    bool(call.error) is broken
-                    for message in rollout.trajectory.messages
-                    for call in message.tool_calls
+                    bool(call.error) is broken for message in rollout.trajectory.messages for call in message.tool_calls
                 )
                 for broken in (False, True)
             ]
@@ -195,14 +193,10 @@ def text_of(result: dict[str, Any]) -> str:
     return "".join(one["content"][0]["text"] for one in items if one["type"] == "message")
 
 
-async def run(
-    head: BaseServerConfig, tasks: list[dict[str, Any]], client: SyncRolloutClient
-) -> dict[str, Any]:
+async def run(head: BaseServerConfig, tasks: list[dict[str, Any]], client: SyncRolloutClient) -> dict[str, Any]:
     """Return the figures of two groups, an evaluation and the rows that have no answer."""
     training = [
-        row_of(task, at, again, temperature=1.0)
-        for at, task in enumerate(tasks[:2])
-        for again in range(GROUP_SIZE)
+        row_of(task, at, again, temperature=1.0) for at, task in enumerate(tasks[:2]) for again in range(GROUP_SIZE)
     ]
     trained = await collect(head, training)
     failed = await collect(head, [row_of(tasks[2], 2)])
@@ -212,14 +206,10 @@ async def run(
         {"environment": "calc", "instance": {"question": "1 + 1"}},
     ]
     refused = [(await collect(head, [row_of(one, 3)]))[0] for one in bad]
-    evaluation = [
-        row_of(task, at, again, temperature=0.0) for at, task in enumerate(tasks[3:]) for again in range(2)
-    ]
+    evaluation = [row_of(task, at, again, temperature=0.0) for at, task in enumerate(tasks[3:]) for again in range(2)]
     evaluated = await collect(head, evaluation)
     server = RolloutCollectionHelper().setup_server_client(head)
-    response = await server.post(
-        server_name=AGENT, url_path="/aggregate_metrics", json={"verify_responses": evaluated}
-    )
+    response = await server.post(server_name=AGENT, url_path="/aggregate_metrics", json={"verify_responses": evaluated})
     metrics = await get_response_json(response)
     answers = {(one["_ng_task_index"], text_of(one)) for one in evaluated}
     return {

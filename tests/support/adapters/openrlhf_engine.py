@@ -51,18 +51,14 @@ class Actor:
         self.llm = AsyncLLMEngine.from_engine_args(arguments)
         self.executor = Executor()
         submitter = RolloutSubmitter.from_environment(retries=0)
-        self.executor.engines = TrainerEngines(
-            "openrlhf", submitter, kind="sglang", lease_seconds=LEASE_SECONDS
-        )
+        self.executor.engines = TrainerEngines("openrlhf", submitter, kind="sglang", lease_seconds=LEASE_SECONDS)
         self.held: asyncio.Task[Any] | None = None
 
     async def update_weight(self, name: str, dtype: str, shape: list[int], empty_cache: bool = False) -> Any:
         return await self.llm.collective_rpc("update_weight", args=(name, dtype, shape, empty_cache))
 
     async def rollouts(self, task: str, count: int) -> list[dict[str, Any]]:
-        params = SamplingParams(
-            temperature=1.0, top_p=1.0, top_k=-1, max_tokens=256, min_tokens=1, logprobs=1
-        )
+        params = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=256, min_tokens=1, logprobs=1)
         one = (task, None, params, 2048, None, self, None)
         return await asyncio.gather(*[self.executor.execute(*one) for _ in range(count)])
 

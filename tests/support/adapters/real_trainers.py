@@ -33,9 +33,7 @@ def figures_of(
     with api_server(folder, "--model", "calc-base", engine="embedded", sandbox=sandbox) as server:
         done = subprocess.run(
             command,
-            env=os.environ
-            | QUIET
-            | {"ROLLOUT_URL": server.url, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+            env=os.environ | QUIET | {"ROLLOUT_URL": server.url, "PYTHONPATH": os.pathsep.join(map(str, paths))},
             cwd=folder,
             capture_output=True,
             text=True,

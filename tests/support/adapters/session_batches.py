@@ -74,9 +74,7 @@ def _masks(parts: Sequence[PlayedPart]) -> np.ndarray:
 
 
 def _reward(part: PlayedPart) -> float:
-    return float(
-        np.mean([mark.value for mark in part.marks if mark.usable and mark.value is not None] or [0.0])
-    )
+    return float(np.mean([mark.value for mark in part.marks if mark.usable and mark.value is not None] or [0.0]))
 
 
 def _group(number: int, part: PlayedPart, reward: float) -> Group:
@@ -93,9 +91,7 @@ def _group(number: int, part: PlayedPart, reward: float) -> Group:
         session=session,
         turn_marks=list(part.marks),
     )
-    sample = GroupSample(
-        sample=0, rollout=rollout, usable=part.usable, reward=reward if part.usable else None
-    )
+    sample = GroupSample(sample=0, rollout=rollout, usable=part.usable, reward=reward if part.usable else None)
     return Group(
         group_id=f"live.{number}",
         number=number,

@@ -92,9 +92,7 @@ def compare(recorder: Recorder) -> dict[str, Any]:
             theirs.append((context, int(ids[row, at]), float(grpo.rollout_per_token_logps[row, place])))
         advantage = grpo.advantages[row]
         wrong += bool(((advantage - expected[sample.rollout_infos["rollout_id"]]).abs() > 1e-3).any())
-    ours = [
-        token for each in groups for one in each if one.reward is not None for token in sampled_tokens(one)
-    ]
+    ours = [token for each in groups for one in each if one.reward is not None for token in sampled_tokens(one)]
     gaps = (grpo.old_per_token_logps - grpo.rollout_per_token_logps)[grpo.completion_mask.bool()]
     pairs = zip(sorted(ours), sorted(theirs), strict=False)
     return {
@@ -182,9 +180,7 @@ def main() -> None:
         "modes": recorder.modes,
         "eval_reward": history["eval_reward"],
         "evaluated": evaluated,
-        "versions": sorted(
-            {v for one in recorder.rollouts[1][0] for s in one.trajectory.segments for v in s.versions}
-        ),
+        "versions": sorted({v for one in recorder.rollouts[1][0] for s in one.trajectory.segments for v in s.versions}),
         "weight_version": backend.weight_version,
         "refused": refused(served(submitter), submitter, tasks),
     }

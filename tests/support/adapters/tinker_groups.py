@@ -147,13 +147,9 @@ def main() -> None:
     model = policy()
     gap, loss = loss_of(data, model)
     loss.backward()
-    rewards = [
-        [trajectory.transitions[-1].reward for trajectory in one.trajectories_G] for one in trajectories
-    ]
+    rewards = [[trajectory.transitions[-1].reward for trajectory in one.trajectories_G] for one in trajectories]
     for (group, _), got in zip(kept, rewards, strict=True):
-        ours = [
-            one.reward for one in submitter.seen[group.task.instance["question"]] if one.reward is not None
-        ]
+        ours = [one.reward for one in submitter.seen[group.task.instance["question"]] if one.reward is not None]
         assert sorted(got) == sorted(ours)
     expected = [centered(one) for one in rewards]
     figures = {

@@ -71,9 +71,7 @@ def assign(group: list[Any]) -> list[float]:
 def trained_tokens(branch: Any) -> list[tuple[tuple[int, ...], int, float]]:
     """Return each sampled token of a branch, in the form of `sampled_tokens`."""
     ids, logprobs = branch.token_ids, branch.logprobs
-    return [
-        (tuple(ids[:at]), ids[at], logprobs[at]) for at, sampled in enumerate(branch.sampled_mask) if sampled
-    ]
+    return [(tuple(ids[:at]), ids[at], logprobs[at]) for at, sampled in enumerate(branch.sampled_mask) if sampled]
 
 
 def loss_of(branches: list[Any], model: Any) -> tuple[float, torch.Tensor]:
@@ -97,21 +95,15 @@ def compare(groups: dict[str, list[Any]], submitter: PlannedSubmitter) -> dict[s
     for question, group in groups.items():
         kept = [one for one in submitter.seen[question] if one.reward is not None]
         traces = [trace for episode in group for trace in episode.traces if trace.ok]
-        expected = dict(
-            zip((one.rollout_id for one in kept), centered([one.reward for one in kept]), strict=True)
-        )
+        expected = dict(zip((one.rollout_id for one in kept), centered([one.reward for one in kept]), strict=True))
         assign(group)
         for trace in traces:
             for branch in trace.branches:
-                got = {
-                    value for value, mask in zip(branch.advantages, branch.sampled_mask, strict=True) if mask
-                }
+                got = {value for value, mask in zip(branch.advantages, branch.sampled_mask, strict=True) if mask}
                 wrong_advantages += any(abs(one - expected[trace.info["rollout_id"]]) > 1e-6 for one in got)
             branches += trace.branches
         ours = sorted(token for one in kept for token in sampled_tokens(one))
-        theirs = sorted(
-            token for trace in traces for branch in trace.branches for token in trained_tokens(branch)
-        )
+        theirs = sorted(token for trace in traces for branch in trace.branches for token in trained_tokens(branch))
         wrong_tokens += abs(len(ours) - len(theirs)) + sum(
             one != other for one, other in zip(ours, theirs, strict=False)
         )

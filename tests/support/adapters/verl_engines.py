@@ -37,9 +37,7 @@ async def main(engine: str) -> None:
     server = Server.remote()
     balancer = get_router_handle({address: server}, load_balancer_cls=GlobalRequestLoadBalancer)
     rollout = SimpleNamespace(prompt_length=512, response_length=512, name=None, full_determinism=False)
-    config = SimpleNamespace(
-        actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(use_v1=True)
-    )
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(use_v1=True))
     loop = verl.RolloutAgentLoop(SimpleNamespace(config=config), LLMServerClient(config, balancer))
     steps = []
     for step in (7, 8):

@@ -224,11 +224,7 @@ async def two_lengths(target: Target) -> None:
         (["Content-Length: -1"], b"0"),
         (["Transfer-Encoding : chunked"], b"0"),
     ):
-        data = (
-            keyed(target, "POST /v1/rollouts HTTP/1.1", *lines)
-            + body
-            + b"\r\n\r\nGET /v1/runs HTTP/1.1\r\n\r\n"
-        )
+        data = keyed(target, "POST /v1/rollouts HTTP/1.1", *lines) + body + b"\r\n\r\nGET /v1/runs HTTP/1.1\r\n\r\n"
         await refuses(target, data, 400)
 
 
@@ -327,9 +323,7 @@ async def escalation_by_the_path(target: Target) -> None:
         "//v1/weights",
         "/v1/runs/..;/weights",
     ):
-        data = head(
-            target, f"POST {path} HTTP/1.1", f"Authorization: Bearer {target.submit}", "Connection: close"
-        )
+        data = head(target, f"POST {path} HTTP/1.1", f"Authorization: Bearer {target.submit}", "Connection: close")
         assert statuses(await raw(target, data))[0] in {400, 403, 404, 405, 422}, path
 
 
@@ -394,9 +388,7 @@ async def deep_nesting(target: Target) -> None:
             for opening, closing in (("[", "]"), ('{"a":', "}")):
                 inner = opening * depth + "1" + closing * depth
                 body = f'{{"task": {{"environment": "calc", "instance": {{"x": {inner}}}}}}}'
-                answer = await http.post(
-                    "/v1/rollouts", content=body, headers={"content-type": "application/json"}
-                )
+                answer = await http.post("/v1/rollouts", content=body, headers={"content-type": "application/json"})
                 assert 400 <= answer.status_code < 500 or answer.status_code == 503, (
                     depth,
                     answer.text[:200],
@@ -410,9 +402,7 @@ async def huge_numbers(target: Target) -> None:
     async with client(target, target.admin) as http:
         for value in (HUGE, "1e400", "-1e400", "NaN", "Infinity", "true"):
             body = f'{{"task": {{"environment": "calc"}}, "sampling": {{"temperature": {value}, "top_k": {value}}}}}'
-            answer = await http.post(
-                "/v1/rollouts", content=body, headers={"content-type": "application/json"}
-            )
+            answer = await http.post("/v1/rollouts", content=body, headers={"content-type": "application/json"})
             assert answer.status_code in {400, 422}, (value, answer.text[:200])
         for query in (f"limit={HUGE}", f"limit=-{HUGE}", "limit=1e9"):
             assert (await http.get(f"/v1/rollouts?{query}")).status_code == 422

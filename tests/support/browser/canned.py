@@ -59,9 +59,7 @@ def stages() -> list[StageOverview]:
             oldest_seconds=oldest,
             waits_for=waits_for,
         )
-        for stage, (working, workers, waiting, places, oldest), waits_for in zip(
-            Stage, numbers, waits, strict=True
-        )
+        for stage, (working, workers, waiting, places, oldest), waits_for in zip(Stage, numbers, waits, strict=True)
     ]
 
 

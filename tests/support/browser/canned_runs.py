@@ -63,10 +63,7 @@ def history(points: int = 120) -> RunHistory:
     """Return a run that learns, with one interval in which nothing is known."""
 
     def curve(low: float, high: float, wave: float = 0.0) -> list[float | None]:
-        values = [
-            low + (high - low) * (1 - math.exp(-3 * n / points)) + wave * math.sin(n / 4)
-            for n in range(points)
-        ]
+        values = [low + (high - low) * (1 - math.exp(-3 * n / points)) + wave * math.sin(n / 4) for n in range(points)]
         return [None if n == points // 2 else value for n, value in enumerate(values)]
 
     shares = {"queued": 0.12, "init": 0.08, "engine": 0.5, "tool": 0.17, "rollout": 0.05, "evaluate": 0.08}
@@ -141,9 +138,7 @@ def session(name: str = "s-4711", state: SessionState = SessionState.OPEN) -> Li
         opened_at=now() - timedelta(minutes=42),
         used_at=now() - timedelta(seconds=20),
         parts=2,
-        counts=SessionCounts(
-            served=31, recorded=31, judged=24, delivered=18, waiting=5, dropped={MaskReason.SIDE: 8}
-        ),
+        counts=SessionCounts(served=31, recorded=31, judged=24, delivered=18, waiting=5, dropped={MaskReason.SIDE: 8}),
     )
 
 

@@ -274,9 +274,7 @@ def spans() -> list[Span]:
     ]
 
 
-def step(
-    kind: StepKind, at: float, seconds: float, name: str = "", lane: str = "", **detail: str | int
-) -> RolloutStep:
+def step(kind: StepKind, at: float, seconds: float, name: str = "", lane: str = "", **detail: str | int) -> RolloutStep:
     """Return a step that began `at` seconds after the rollout."""
     return RolloutStep(
         kind=kind,
@@ -304,9 +302,7 @@ SYSTEM = "You are an engineer. Use the tools to mend the program, and call finis
 TASK = "The test `test_parse` fails since the last release. Find the cause and mend it.\n"
 THOUGHT = "The parser cuts the last character. First look at the file, then run the tests.\n"
 ANSWER = "The slice ended one short; it is mended, and all 42 tests pass.\n"
-RESULT = "".join(
-    f"tests/test_parse.py::test_{name} PASSED\n" for name in ("empty", "one", "many", "nested", "bytes")
-)
+RESULT = "".join(f"tests/test_parse.py::test_{name} PASSED\n" for name in ("empty", "one", "many", "nested", "bytes"))
 
 
 def coding_rollout(rollout_id: str = "math-7.g12.s3", answer: str = ANSWER) -> CannedRollout:

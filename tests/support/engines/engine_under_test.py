@@ -53,9 +53,7 @@ class EngineUnderTest:
         """Whether logprobs are renormalized over what top_p leaves; requests with top_p are then refused."""
         return isinstance(self.backend, VllmBackend)
 
-    def request(
-        self, prompt: Sequence[int], extras: RequestedExtras | None = None, **sampling: Any
-    ) -> GenerateRequest:
+    def request(self, prompt: Sequence[int], extras: RequestedExtras | None = None, **sampling: Any) -> GenerateRequest:
         """Return a request, greedy unless told otherwise."""
         settings = SamplingOptions(**{"temperature": 0.0, **sampling})
         return GenerateRequest(new_request_id(), prompt, settings, extras or RequestedExtras())

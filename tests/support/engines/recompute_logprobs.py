@@ -22,9 +22,7 @@ def main() -> None:
 
 
 def answer(order: dict) -> list[list[float]]:
-    model = AutoModelForCausalLM.from_pretrained(
-        order["model"], dtype=torch.float32, attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_pretrained(order["model"], dtype=torch.float32, attn_implementation="eager")
     model.eval()
     with torch.inference_mode():
         return [recompute(model, **sequence) for sequence in order["sequences"]]

@@ -55,11 +55,7 @@ def answer(
 
 def full_answer() -> list[AnswerEvent]:
     """Return an answer with a thought, a text and two calls."""
-    calls = [
-        event
-        for index, (call_id, name, text) in enumerate(CALLS)
-        for event in call(index, call_id, name, text)
-    ]
+    calls = [event for index, (call_id, name, text) in enumerate(CALLS) for event in call(index, call_id, name, text)]
     return answer(pieces(ReasoningDelta, REASONING), pieces(TextDelta, TEXT), calls)
 
 

@@ -58,9 +58,7 @@ class ReadyEngine:
         await anyio.lowlevel.checkpoint()
         ids = self.ids[: request.sampling.max_new_tokens]
         finish = FinishReason.STOP if len(ids) == len(self.ids) else FinishReason.LENGTH
-        return generation(
-            ids, versions=[0] * len(ids), finish_reason=finish, prompt_tokens=len(request.input_ids)
-        )
+        return generation(ids, versions=[0] * len(ids), finish_reason=finish, prompt_tokens=len(request.input_ids))
 
     def release(self, affinity: str) -> None:
         """Free nothing."""

@@ -205,9 +205,7 @@ class EchoingClient:
             text=habits.text(message.text),
             reasoning=message.reasoning if habits.keeps_reasoning else None,
             calls=tuple(
-                replace(
-                    call, id=call.id if habits.keeps_ids else None, arguments=habits.arguments(call.arguments)
-                )
+                replace(call, id=call.id if habits.keeps_ids else None, arguments=habits.arguments(call.arguments))
                 for call in message.calls
             ),
             turn_key=message.turn_key if habits.carries_key else None,
@@ -219,9 +217,7 @@ def write(
 ) -> list[int]:
     """Return the ids of an answer as a policy of this format writes it; calls have a name and JSON arguments."""
     # Formats that begin inside their reasoning write only its end.
-    thought = (
-        f"{reasoning}\n</think>\n\n" if renderer.name == "qwen3.5" else f"<think>\n{reasoning}\n</think>\n\n"
-    )
+    thought = f"{reasoning}\n</think>\n\n" if renderer.name == "qwen3.5" else f"<think>\n{reasoning}\n</think>\n\n"
     thought = thought if reasoning or renderer.name == "qwen3.5" else ""
     block = _xml_call if renderer.name == "qwen3.5" else _json_call
     written = thought + text + "".join("\n" + block(*call) for call in calls)

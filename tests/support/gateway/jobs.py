@@ -130,9 +130,7 @@ class Job:
         """Return an answer as the model writes it: a step's call, or the end."""
         check = get_harness(self.harness).check
         command = self.command(number) if number < self.steps else check.end
-        call = (
-            None if command is None else {"name": check.tool, "arguments": _filled(check.arguments, command)}
-        )
+        call = None if command is None else {"name": check.tool, "arguments": _filled(check.arguments, command)}
         written = "" if call is None else f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
         thought = " and on" * (HELD_WORDS if number == self.held else 1)
         return f"<think>\nOn{thought}.\n</think>\n\n{self.said(number)}{written}{END}"

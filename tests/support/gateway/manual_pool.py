@@ -82,9 +82,7 @@ class ManualPool:
             raise call.error
         ids = [ord(character) for character in call.said]
         prompt_tokens = len(request.input_ids)
-        return generation(
-            ids, logprobs=[LOGPROB] * len(ids), versions=[0] * len(ids), prompt_tokens=prompt_tokens
-        )
+        return generation(ids, logprobs=[LOGPROB] * len(ids), versions=[0] * len(ids), prompt_tokens=prompt_tokens)
 
     def release(self, affinity: str) -> None:
         """Note that a rollout has ended."""

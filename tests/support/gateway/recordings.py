@@ -85,9 +85,7 @@ def expand(body: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     whole = {name: before[name] if value == PREVIOUS else value for name, value in body.items()}
     for name in LISTS:
         if isinstance(whole.get(name), list):
-            whole[name] = [
-                before[name][index] if item == SAME else item for index, item in enumerate(whole[name])
-            ]
+            whole[name] = [before[name][index] if item == SAME else item for index, item in enumerate(whole[name])]
     return whole
 
 

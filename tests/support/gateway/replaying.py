@@ -32,9 +32,7 @@ def said(recorded: Recorded) -> tuple[str, str]:
                 "".join(block["thinking"] for block in blocks if block["type"] == "thinking"),
             )
         case Dialect.GOOGLE:
-            parts = [
-                p for one in answer.get("candidates", ()) for p in one["content"]["parts"] if "text" in p
-            ]
+            parts = [p for one in answer.get("candidates", ()) for p in one["content"]["parts"] if "text" in p]
             return (
                 "".join(part["text"] for part in parts if not part.get("thought")),
                 "".join(part["text"] for part in parts if part.get("thought")),

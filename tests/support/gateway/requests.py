@@ -69,9 +69,7 @@ def rendered(tokenizer: Any, call: ModelCall) -> list[int]:
     """Return the prompt of a call as the chat template of a tokenizer of transformers writes it."""
     wire = [as_openai(message) for message in map_roles(call.messages)]
     tools = [dict(tool) for tool in call.tools] or None
-    return list(
-        tokenizer.apply_chat_template(wire, tools=tools, add_generation_prompt=True, return_dict=False)
-    )
+    return list(tokenizer.apply_chat_template(wire, tools=tools, add_generation_prompt=True, return_dict=False))
 
 
 def as_openai(message: ClientMessage) -> dict[str, Any]:

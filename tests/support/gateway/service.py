@@ -42,9 +42,7 @@ class OneAnswer:
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
         """Return what the prompt lacks of the text."""
         _ = budget
-        done = next(
-            n for n in range(len(self._ids), -1, -1) if list(input_ids[len(input_ids) - n :]) == self._ids[:n]
-        )
+        done = next(n for n in range(len(self._ids), -1, -1) if list(input_ids[len(input_ids) - n :]) == self._ids[:n])
         return Reply(self._ids[done:])
 
 
@@ -66,9 +64,7 @@ class GatewayService:
 
     async def begin(self, **fields: Any) -> RolloutAccess:
         """Submit a rollout for an external agent, and return its access."""
-        request = RolloutRequest.model_validate(
-            {"task": CALC, "agent": "external", "rollout_id": "r"} | fields
-        )
+        request = RolloutRequest.model_validate({"task": CALC, "agent": "external", "rollout_id": "r"} | fields)
         rollout = await self.client.submit(request)
         async with self.http() as http:
             query = {"wait": 20, "until": "access"}

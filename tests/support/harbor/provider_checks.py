@@ -136,9 +136,7 @@ async def users(folder: Path) -> dict[str, Any]:
     await env.start(force_build=False)
     try:
         env.default_user = "nobody"
-        found = {
-            str(user): await env.exec("id -un; id -gn", user=user) for user in (None, "root", 65534, "none")
-        }
+        found = {str(user): await env.exec("id -un; id -gn", user=user) for user in (None, "root", 65534, "none")}
     finally:
         await env.stop(delete=True)
     return {user: said.stdout.split() or said.stderr for user, said in found.items()}

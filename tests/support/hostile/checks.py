@@ -188,16 +188,12 @@ async def every_place_that_can_be_filled(provider: SandboxProvider) -> None:
     async with attacked(provider, disk_bytes=64 * MIB, memory_bytes=512 * MIB) as sandbox:
         await limits_of(sandbox, fill)
         try:
-            said = await sandbox.exec(
-                ["bash", "-c", f"cd / && du -cm {places} | tail -n 1"], timeout=PATIENCE
-            )
+            said = await sandbox.exec(["bash", "-c", f"cd / && du -cm {places} | tail -n 1"], timeout=PATIENCE)
         except SandboxError:
             await recovers(sandbox)
             return
         if "disk" in provider.enforced:
-            assert int(said.stdout.split()[0]) <= 2 * 64 + 64, (
-                said
-            )  # the overlay, and Apptainer's 64 MiB of /dev
+            assert int(said.stdout.split()[0]) <= 2 * 64 + 64, said  # the overlay, and Apptainer's 64 MiB of /dev
 
 
 @check
@@ -474,9 +470,7 @@ async def answers_that_swell(provider: SandboxProvider) -> None:
         shell = await sandbox.bash()
         name = "n" * 200
         await shell.run("truncate -s 100G sparse; mkdir many deep; ln -s sparse link", timeout=PATIENCE)
-        await shell.run(
-            f"python3 -c \"for i in range(30000): open(f'many/{name}{{i}}', 'w')\"", timeout=PATIENCE
-        )
+        await shell.run(f"python3 -c \"for i in range(30000): open(f'many/{name}{{i}}', 'w')\"", timeout=PATIENCE)
         for attempt in (
             lambda: sandbox.read_file("sparse"),
             lambda: sandbox.read_file("link"),

@@ -130,9 +130,7 @@ class LiveNode(LiveBench):
                     changed=lambda: changed.next,
                     url="http://gateway",
                 ),
-                recording=RecordingParts(
-                    self.live, Detectors({}), hashes, metrics, tasks, clock=lambda: self.now
-                ),
+                recording=RecordingParts(self.live, Detectors({}), hashes, metrics, tasks, clock=lambda: self.now),
                 deletion=self.deletion,
                 choose_pool=lambda pool, _: pool,
                 clock=lambda: self.now,

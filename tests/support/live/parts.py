@@ -55,9 +55,7 @@ class LiveBench:
         self.environment = SessionEnvironment(SessionParts(live, store.runs, lambda _: RENDERER, node=node))
         environments = EnvironmentRegistry()
         environments.add(self.environment, "tests")
-        context = attempt_context(
-            store, cast(Any, None), environments, cast(Any, NoEngines()), PipelineSettings()
-        )
+        context = attempt_context(store, cast(Any, None), environments, cast(Any, NoEngines()), PipelineSettings())
         self.context = replace(context, owner=node or context.owner)
         self.manager = run_manager(store)
         self.batches = Delivery(store.runs, lambda _: self.manager)
@@ -75,9 +73,7 @@ class LiveBench:
         self.environment.recorded = SessionParts(live, self.store.runs, lambda _: RENDERER)
         self.restart()
 
-    async def create_run(
-        self, run_id: str = "run", live: dict[str, Any] | None = None, **fields: Any
-    ) -> None:
+    async def create_run(self, run_id: str = "run", live: dict[str, Any] | None = None, **fields: Any) -> None:
         given: dict[str, Any] = {
             "run_id": run_id,
             "source": InlineTasks(open=True),
@@ -158,9 +154,7 @@ def _stored(seed: str, turns: int) -> Stored:
 
 
 @asynccontextmanager
-async def live_bench(
-    folder: Path | None = None, *, redis: RedisConfig | None = None
-) -> AsyncIterator[LiveBench]:
+async def live_bench(folder: Path | None = None, *, redis: RedisConfig | None = None) -> AsyncIterator[LiveBench]:
     """Open both stores, in a folder or in memory; that of runs in a Redis, if one is given."""
     main = ":memory:" if folder is None else folder / "store.sqlite3"
     live = ":memory:" if folder is None else folder / "live.sqlite3"

@@ -45,9 +45,7 @@ class FunctionEngines:
 class FunctionModels:
     """What pools serve, by their names."""
 
-    def __init__(
-        self, renderer: ChatRenderer, *, context_length: int = 4_096, **pools: FunctionEngines
-    ) -> None:
+    def __init__(self, renderer: ChatRenderer, *, context_length: int = 4_096, **pools: FunctionEngines) -> None:
         self.pools = pools
         self.served = dict.fromkeys(pools, PoolModel(renderer, context_length))
 

@@ -36,9 +36,7 @@ class RealOpenEnv:
 def real_openenv() -> Iterator[RealOpenEnv]:
     """Run the process within the block."""
     program = Path(__file__).with_name("servers.py")
-    with subprocess.Popen(
-        [PYTHON, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([PYTHON, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield RealOpenEnv(process)
         finally:

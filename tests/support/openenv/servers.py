@@ -46,9 +46,7 @@ class HigherLower(Environment[Guess, Answer, State]):
         self._state = State()
         self._secret = 0
 
-    def reset(
-        self, seed: int | None = None, episode_id: str | None = None, most: int = 100, **_: Any
-    ) -> Answer:
+    def reset(self, seed: int | None = None, episode_id: str | None = None, most: int = 100, **_: Any) -> Answer:
         self._secret = random.Random(seed).randint(1, max(most, 1))
         self._state = State(episode_id=episode_id, step_count=0)
         return Answer(text=f"A number from 1 to {most}.", done=most < 1)
@@ -79,9 +77,7 @@ class Talk(Environment[Say, Heard, State]):
 
     REWARDS = {"please": 0.75, "no": -0.5}
 
-    def reset(
-        self, seed: int | None = None, episode_id: str | None = None, turns: int = 3, **_: Any
-    ) -> Heard:
+    def reset(self, seed: int | None = None, episode_id: str | None = None, turns: int = 3, **_: Any) -> Heard:
         self._left = turns
         return Heard(words=[], left=turns)
 
@@ -93,9 +89,7 @@ class Talk(Environment[Say, Heard, State]):
             threading.Event().wait(3)
         self._left -= 1
         reward = None if "mute" in words else sum(self.REWARDS.get(word, 0.0) for word in words)
-        return Heard(
-            words=words, left=self._left, done=self._left == 0, reward=reward, metadata={"secret": "x"}
-        )
+        return Heard(words=words, left=self._left, done=self._left == 0, reward=reward, metadata={"secret": "x"})
 
     @property
     def state(self) -> State:
@@ -105,9 +99,7 @@ class Talk(Environment[Say, Heard, State]):
 def servers() -> FastAPI:
     """Return both servers, and some that are none."""
     app = FastAPI()
-    app.mount(
-        "/guess", create_fastapi_app(HigherLower, Guess, Answer, max_concurrent_envs=4, env_name="guess")
-    )
+    app.mount("/guess", create_fastapi_app(HigherLower, Guess, Answer, max_concurrent_envs=4, env_name="guess"))
     app.mount("/talk", create_fastapi_app(Talk, Say, Heard, env_name="talk"))
     rude = FastAPI()
 
@@ -154,9 +146,7 @@ def tell(value: dict[str, Any]) -> None:
 
 def main() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        servers(), log_level="error", ws_ping_interval=PING_SECONDS, ws_ping_timeout=PING_SECONDS
-    )
+    config = uvicorn.Config(servers(), log_level="error", ws_ping_interval=PING_SECONDS, ws_ping_timeout=PING_SECONDS)
     server = uvicorn.Server(config)
     threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True).start()
     tell({"url": f"http://127.0.0.1:{listener.getsockname()[1]}"})

@@ -25,9 +25,7 @@ class Collector:
         is_packed = asked.headers.get("Content-Encoding") == "gzip"
         body = gzip.decompress(asked.body) if is_packed else asked.body
         for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            self.resources.append(
-                {one.key: one.value.string_value for one in of_resource.resource.attributes}
-            )
+            self.resources.append({one.key: one.value.string_value for one in of_resource.resource.attributes})
             for of_scope in of_resource.scope_spans:
                 self.spans.extend(of_scope.spans)
         return 200, {}, b""

@@ -67,9 +67,7 @@ class Environment:
         done = subprocess.run(
             [str(self.folder / "bin" / arguments[0]), *(str(argument) for argument in arguments[1:])],
             cwd=self.folder,
-            env={
-                name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
-            },
+            env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")},
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -79,9 +77,7 @@ class Environment:
         return done.stdout
 
 
-def make_environment(
-    folder: Path, *requirements: str | Path, python: Path | str = sys.executable
-) -> Environment:
+def make_environment(folder: Path, *requirements: str | Path, python: Path | str = sys.executable) -> Environment:
     """Install these packages in an empty environment."""
     uv("venv", "--python", python, folder)
     environment = Environment(folder)

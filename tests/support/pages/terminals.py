@@ -89,9 +89,7 @@ def run_blocks(blocks: list[ShellBlock], folder: Path) -> None:
     checkout = folder / "checkout"
     _fill(checkout)
     environment = _environment(folder)
-    texts = [
-        (text, f"{block.page}:{block.line}") for block in blocks for text in (block.after, block.text) if text
-    ]
+    texts = [(text, f"{block.page}:{block.line}") for block in blocks for text in (block.after, block.text) if text]
     own_network = any(SERVES.search(text) for text, _ in texts)
     with ExitStack() as terminals, _namespaces(own_network=own_network) as enter:
         terminal: Terminal | None = None
@@ -113,9 +111,7 @@ def _namespaces(*, own_network: bool) -> Iterator[list[str]]:
     network = ["--net"] if own_network else []
     flags = ["--pid", "--mount-proc", "--fork", "--kill-child=KILL", *network]
     line = f"{'ip link set lo up; ' if own_network else ''}echo ready; exec sleep infinity"
-    with subprocess.Popen(
-        ["unshare", *flags, "sh", "-c", line], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(["unshare", *flags, "sh", "-c", line], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "ready\n"
             (child,) = psutil.Process(process.pid).children()

@@ -56,9 +56,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Settings) -> Generator
         _log_stacks(item)
         if cancel := item.stash.get(_CANCEL, None):
             item.stash[_CANCEL] = None
-            signal.setitimer(
-                signal.ITIMER_REAL, CLOSING_SECONDS / 2
-            )  # for a test that ignores the cancellation
+            signal.setitimer(signal.ITIMER_REAL, CLOSING_SECONDS / 2)  # for a test that ignores the cancellation
             cancel()
         elif callable(fail):
             fail(number, frame)

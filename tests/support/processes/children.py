@@ -40,9 +40,7 @@ def held(pid: int) -> Iterator[None]:
     The block traces the process: if it is killed, it belongs to its tracer until the tracer releases it.
     """
     pipe = subprocess.PIPE
-    with killed(
-        subprocess.Popen([sys.executable, "-c", TRACER, str(pid)], stdin=pipe, stdout=pipe)
-    ) as tracer:
+    with killed(subprocess.Popen([sys.executable, "-c", TRACER, str(pid)], stdin=pipe, stdout=pipe)) as tracer:
         assert tracer.stdout.readline() == b"held\n"
         yield
 

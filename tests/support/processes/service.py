@@ -84,9 +84,7 @@ class Running:
 
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
-        return next(
-            (float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} ")), 0.0
-        )
+        return next((float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} ")), 0.0)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Send it a signal."""
@@ -122,9 +120,7 @@ def running(
         process.wait(30)
 
 
-def scripted_engine(
-    folder: Path, *turns: str, delay: float = 0.0, name: str = "engine", model: str | Path = SHIPPED
-):
+def scripted_engine(folder: Path, *turns: str, delay: float = 0.0, name: str = "engine", model: str | Path = SHIPPED):
     """Run an engine whose turns take `delay` seconds."""
     arguments = ["rollout_service.testing", "--delay", f"{delay:g}", "--model", str(model)]
     arguments += [part for turn in turns or (GREETING,) for part in ("--turn", turn)]

@@ -101,9 +101,7 @@ class SlurmCluster:
         fields = dict(part.partition("=")[::2] for part in done.stdout.split())
         return fields.get("JobState", "")
 
-    def wait_for(
-        self, condition: Callable[[], object], seconds: float = WAIT_SECONDS, show: str = ""
-    ) -> None:
+    def wait_for(self, condition: Callable[[], object], seconds: float = WAIT_SECONDS, show: str = "") -> None:
         """Wait until a condition holds, or fail with what the daemons logged last."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -153,9 +151,7 @@ def _configure(root: Path, nodes: Sequence[str]) -> None:
     (root / "shared").chmod(0o1777)
     lines = [f"NodeName={name} CPUs=4 CoresPerSocket=4 RealMemory=4000 Gres=gpu:2" for name in nodes]
     user = "root" if os.geteuid() == 0 else getpass.getuser()
-    text = CONFIGURATION.format(
-        user=user, plugins=_library() / "slurm-wlm", root=root, nodes="\n".join(lines)
-    )
+    text = CONFIGURATION.format(user=user, plugins=_library() / "slurm-wlm", root=root, nodes="\n".join(lines))
     (root / "slurm.conf").write_text(text)
     # Slurm wants character devices for GPUs.
     gpus = [f"NodeName={name} Name=gpu File=/dev/tty[1-2]\n" for name in nodes]

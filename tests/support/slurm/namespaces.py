@@ -157,9 +157,7 @@ class Network:
 
 
 @contextmanager
-def network(
-    root: Path, users: Mapping[str, int], names: Sequence[str], env: Mapping[str, str]
-) -> Iterator[Network]:
+def network(root: Path, users: Mapping[str, int], names: Sequence[str], env: Mapping[str, str]) -> Iterator[Network]:
     """Make a network in which some names have addresses, from 1 up, and some users exist.
 
     The shell that keeps it runs with these variables, by which it finds `ip`.

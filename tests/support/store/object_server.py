@@ -106,9 +106,7 @@ class ObjectServer(ServerProcess):
         # It would take keys in its variables for those of an administrator.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         with (self.folder / "weed.log").open("ab") as log:
-            self.process = psutil.Popen(
-                self.command(), stdout=log, stderr=log, cwd=self.folder, env=environment
-            )
+            self.process = psutil.Popen(self.command(), stdout=log, stderr=log, cwd=self.folder, env=environment)
         self.wait_until_ready()
 
     def prepare(self) -> None:
@@ -145,9 +143,7 @@ class ObjectServer(ServerProcess):
             assert self.process is None or self.process.poll() is None, self.log
             try:
                 client = self.client()
-                with suppress(
-                    client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists
-                ):
+                with suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
                     client.create_bucket(Bucket=BUCKET)
                 client.put_object(Bucket=BUCKET, Key="started", Body=b"")
             except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):

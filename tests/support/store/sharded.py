@@ -23,8 +23,7 @@ def shard_configs(*servers: RedisServer | RedisCluster) -> list[RedisConfig]:
     """Return the configurations of new shards, as many as there are servers."""
     first = servers[0].config()
     return [
-        replace(server.config(first.prefix), shard=number, shards=len(servers))
-        for number, server in enumerate(servers)
+        replace(server.config(first.prefix), shard=number, shards=len(servers)) for number, server in enumerate(servers)
     ]
 
 

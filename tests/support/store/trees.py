@@ -107,9 +107,7 @@ def nodes(draw: st.DrawFn, rollout_id: str = "r1") -> list[AgentNode]:
             node(
                 rollout_id,
                 number,
-                parent=NodeParent(
-                    node_id=draw(parents), turn=draw(COUNTS), call_id=draw(NAMES), wave=draw(COUNTS)
-                ),
+                parent=NodeParent(node_id=draw(parents), turn=draw(COUNTS), call_id=draw(NAMES), wave=draw(COUNTS)),
                 agent=draw(NAMES),
                 prompt=NodePrompt(system=draw(NAMES), user=draw(NAMES)),
                 result=draw(NAMES),
@@ -117,9 +115,7 @@ def nodes(draw: st.DrawFn, rollout_id: str = "r1") -> list[AgentNode]:
                 invalid_because=why,
                 versions=draw(st.lists(COUNTS, max_size=2)),
                 seconds=NodeSeconds(queued=draw(SECONDS), worked=draw(SECONDS)),
-                trajectory=draw(
-                    st.none() | st.builds(conversation, st.integers(0, 4), mask=st.just(0), text=NAMES)
-                ),
+                trajectory=draw(st.none() | st.builds(conversation, st.integers(0, 4), mask=st.just(0), text=NAMES)),
             )
         )
     return made

@@ -106,9 +106,7 @@ class Terminal:
 
 
 @contextmanager
-def terminal(
-    command: Sequence[str], *, size: tuple[int, int] = (120, 40), **environ: str
-) -> Iterator[Terminal]:
+def terminal(command: Sequence[str], *, size: tuple[int, int] = (120, 40), **environ: str) -> Iterator[Terminal]:
     """Run a command on a terminal; end it with the block."""
     running = Terminal(command, size=size, environ=environ)
     try:

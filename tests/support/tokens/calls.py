@@ -38,8 +38,7 @@ _LEAVE_REASONING = {"deepseek-r1": "</think>", "gpt-oss": "<|end|><|start|>assis
 def written(renderer: ChatRenderer, *calls: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """Return a prompt, and a turn that calls the tool with each of these arguments as the format writes it."""
     made = [
-        ToolCall(id=f"functions.write:{i}", name="write", arguments=dict(one), raw="")
-        for i, one in enumerate(calls)
+        ToolCall(id=f"functions.write:{i}", name="write", arguments=dict(one), raw="") for i, one in enumerate(calls)
     ]
     prompt = renderer.render([USER], [TOOL])
     whole = renderer.render([USER, Message(role="assistant", content="", tool_calls=made)], [TOOL])
@@ -56,9 +55,7 @@ def _xml(arguments: Mapping[str, str]) -> str:
 
 
 def _tagged(arguments: Mapping[str, str]) -> str:
-    values = "".join(
-        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items()
-    )
+    values = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items())
     return f"<tool_call>write\n{values}</tool_call>"
 
 

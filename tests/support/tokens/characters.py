@@ -32,9 +32,7 @@ class CharRenderer:
     ) -> list[int] | None:
         return [*prompt, *output, *self.render(messages)]
 
-    def parse(
-        self, output: Sequence[int], prompt: Sequence[int], tools: Sequence[Any], prefix: str
-    ) -> ParsedTurn:
+    def parse(self, output: Sequence[int], prompt: Sequence[int], tools: Sequence[Any], prefix: str) -> ParsedTurn:
         return ParsedTurn("".join(chr(i) for i in output if i > 1), None, (), closed=STOP in output)
 
 

@@ -96,9 +96,7 @@ def _trained() -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=450, min_frequency=1, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=450, min_frequency=1, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(_CORPUS * 3, trainer)
     return tokenizer.to_str()
 

@@ -135,9 +135,7 @@ def hold(chat: Format, seed: int) -> Counter[str]:
             break
         assert prompt == conversation.prompt()
         turn = _Turn(prompt, *_sampled(random, chat, number))
-        recorded = conversation.record(
-            turn.output, turn.logprobs, turn.versions, random.choice(list(FinishReason))
-        )
+        recorded = conversation.record(turn.output, turn.logprobs, turn.versions, random.choice(list(FinishReason)))
         if recorded.fork_reason is None:
             last = chains[-1][-1]
             before = last.prompt + last.output

@@ -41,14 +41,10 @@ class NewUser:
         """The clone."""
         return self.home / "rollout-service"
 
-    def run(
-        self, command: str, *, timeout: float = 300.0, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, command: str, *, timeout: float = 300.0, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a line of shell in the clone, as after a login; `stdout` of the result has all its output."""
         handed = {name: value for name, value in os.environ.items() if name.upper().startswith(HANDED_ON)}
-        given = " ".join(
-            f"{name}={shlex.quote(value)}" for name, value in (handed | UNKEPT | variables).items()
-        )
+        given = " ".join(f"{name}={shlex.quote(value)}" for name, value in (handed | UNKEPT | variables).items())
         line = f"cd {shlex.quote(str(self.checkout))} && export {given} COLUMNS=200 && {{ {command}\n}}"
         return subprocess.run(
             ["su", "-", self.name, "-c", line],

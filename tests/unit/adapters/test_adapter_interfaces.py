@@ -33,9 +33,7 @@ ROW = TASK.model_dump(mode="json")
 INTERFACES = {
     "verl 0.9.1": {
         "hook": "self sampling_params row",
-        "made with": (
-            "trainer_config server_manager tokenizer processor hf_model_type dataset_cls data_config tools"
-        ),
+        "made with": ("trainer_config server_manager tokenizer processor hf_model_type dataset_cls data_config tools"),
         "required": "prompt_ids response_ids response_mask metrics",
         "fields": (
             "prompt_ids response_ids response_mask response_logprobs routed_experts multi_modal_data "
@@ -102,9 +100,7 @@ def agent_loop(monkeypatch):
     numbers: dict[str, Any] = dict.fromkeys(names("verl 0.9.1", "metrics"), (float, 0.0))
     metrics = create_model("AgentLoopMetrics", __config__=strict, **numbers)
     required = names("verl 0.9.1", "required")
-    fields: dict[str, Any] = {
-        name: (Any, ... if name in required else None) for name in names("verl 0.9.1", "fields")
-    }
+    fields: dict[str, Any] = {name: (Any, ... if name in required else None) for name in names("verl 0.9.1", "fields")}
     output = create_model("AgentLoopOutput", __config__=strict, **fields)
     modules(
         monkeypatch,
@@ -123,9 +119,7 @@ def agent_loop(monkeypatch):
         lengths = SimpleNamespace(response_length=response_length, prompt_length=prompt_length)
         actor, trainer = SimpleNamespace(rollout=lengths), SimpleNamespace(use_v1=use_v1)
         config = SimpleNamespace(actor_rollout_ref=actor, trainer=trainer)
-        made_with = dict.fromkeys(names("verl 0.9.1", "made with")) | {
-            "trainer_config": SimpleNamespace(config=config)
-        }
+        made_with = dict.fromkeys(names("verl 0.9.1", "made with")) | {"trainer_config": SimpleNamespace(config=config)}
         loop = verl.RolloutAgentLoop(**made_with, url="http://node-3:1")
         assert loop.engines.submitter.url == "http://node-3:1"
         loop.engines = TrainerEngines("verl", client.submitter(**given))
@@ -268,9 +262,7 @@ async def test_slime_normalizes_each_rollout_once_in_its_group():
         return SlimeSample(group_index=group, index=number, rollout_id=number, reward=reward)
 
     samples = [sample(0, 0, 1.0), sample(0, 1, 1.0), sample(0, 1, 1.0), sample(1, 2, 1.0), sample(1, 3, 0.0)]
-    args = SimpleNamespace(
-        advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True
-    )
+    args = SimpleNamespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True)
     raw, rewards = slime.normalized(args, samples)
     assert raw == [1.0, 1.0, 1.0, 1.0, 0.0]
     assert rewards == pytest.approx([0.0, 0.0, 0.0, 0.5 / 0.5**0.5, -0.5 / 0.5**0.5], abs=1e-4)
@@ -323,9 +315,7 @@ async def test_skyrl_step_by_step_gets_each_segment():
     assert output["is_last_step"] == [False, True, True]
     assert output["trajectory_ids"] == ["t0", "t0", "t1"]
     assert output["rewards"] == [[0.0, 0.0, 0.0], [0.5], [0.0, 0.0, 0.0, 0.0, 1.0]]
-    first, second, _ = output[
-        "trajectory_generation_times"
-    ]  # one for each row, as SkyRL's evaluation counts them
+    first, second, _ = output["trajectory_generation_times"]  # one for each row, as SkyRL's evaluation counts them
     assert first == second
 
 

@@ -130,9 +130,7 @@ def test_a_bad_row_is_named_by_its_field(row, says):
 
 
 def test_sampling_in_the_services_terms():
-    sampling = read_sampling(
-        {"temperature": 0.7, "top_k": 0, "top_p": None, "stop": "END", "repetition_penalty": 2}
-    )
+    sampling = read_sampling({"temperature": 0.7, "top_k": 0, "top_p": None, "stop": "END", "repetition_penalty": 2})
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.stop) == (0.7, -1, 1.0, ["END"])
 
 
@@ -208,9 +206,7 @@ class FakeOrders(RolloutSubmitter):
         if ok and not self.partly:
             return outcome
         context = {"outcome": outcome.model_dump(mode="json")}
-        raise WeightsError(
-            Problem(title="no", status=422, detail="no such folder", code="c", context=context)
-        )
+        raise WeightsError(Problem(title="no", status=422, detail="no such folder", code="c", context=context))
 
 
 def test_weights_go_up_from_what_is_served_and_one_folder_stays(tmp_path):

@@ -27,9 +27,7 @@ def ask(client: FakeClient, *requests: dict[str, Any], **given: Any) -> Any:
 
 
 def test_each_segment_is_a_sample_of_its_request():
-    client = FakeClient(
-        rollout(TWO_TURNS, OTHER, stop_reason=StopReason.MAX_TOKENS), rollout(TWO_TURNS, reward=0.0)
-    )
+    client = FakeClient(rollout(TWO_TURNS, OTHER, stop_reason=StopReason.MAX_TOKENS), rollout(TWO_TURNS, reward=0.0))
     first, second, third = ask(client, ROW | {"uuid": "a"}, ROW | {"uuid": "b"}, concurrency=1).json()
     assert [one["response"]["id"] for one in (first, second, third)] == ["a", "a", "b"]
     assert first["response_token_ids"] == [[1, 2], [3, 4, 5, 6, 7]]

@@ -42,9 +42,7 @@ class Transition:
 def cookbook(monkeypatch):
     """Install stand-ins of the classes of the cookbook that the adapter uses; they refuse unknown fields."""
     base = type("Base", (ABC,), {})
-    tokens = dataclass(
-        type("T", (), {"__annotations__": {"tokens": list, "maybe_logprobs": list, "stop_reason": str}})
-    )
+    tokens = dataclass(type("T", (), {"__annotations__": {"tokens": list, "maybe_logprobs": list, "stop_reason": str}}))
     trajectory = {"transitions": list, "final_ob": Any, "stop_reason": Any}
     result = {"trajectories": list, "envs": list, "errors": list}
     error = {"error_type": str, "error_message": str}
@@ -63,11 +61,7 @@ def cookbook(monkeypatch):
 
 def test_each_turn_has_the_prompt_that_the_engine_read():
     one = rollout(TWO_TURNS, segment([1, 9, 5], [0, 0, 1], parent=0))
-    turns = [
-        (turn.prompt_ids, turn.sampled_ids, turn.logprobs)
-        for row in samples_of(one)
-        for turn in turns_of(row)
-    ]
+    turns = [(turn.prompt_ids, turn.sampled_ids, turn.logprobs) for row in samples_of(one) for turn in turns_of(row)]
     assert turns == [
         ([1, 2], [3, 4], [-0.3, -0.4]),
         ([1, 2, 3, 4, 5, 6], [7], [-0.7]),
@@ -83,9 +77,7 @@ async def test_a_group_is_run_at_the_service(cookbook):
         [0.0, 1.0],
         [0.0, 0.0],
     ]
-    assert [[one.episode_done for one in each.transitions] for each in result.trajectories] == [
-        [False, True]
-    ] * 2
+    assert [[one.episode_done for one in each.transitions] for each in result.trajectories] == [[False, True]] * 2
     assert [each.stop_reason for each in result.trajectories] == ["completed", "max_turns"]
     assert result.trajectories[1].transitions[-1].metrics == {"stop/max_turns": 1.0}
     assert result.errors == []

@@ -85,9 +85,7 @@ class EnvConfig(BaseModel):
 @pytest.fixture
 def library(monkeypatch):
     """Install stand-ins of the parts of verifiers that the adapter uses."""
-    plain = dict.fromkeys(
-        ("MessageNode", "ModelCall", "TraceTask", "EnvInfo", "AgentInfo", "Error"), SimpleNamespace
-    )
+    plain = dict.fromkeys(("MessageNode", "ModelCall", "TraceTask", "EnvInfo", "AgentInfo", "Error"), SimpleNamespace)
     episode = type("Episode", (SimpleNamespace,), {"traces": None, "ok": False})
     parts = {"Taskset": Taskset, "Env": Env, "Task": Task, "TaskData": TaskData, "Trace": Trace}
     configs = {"AgentConfig": AgentConfig, "EnvConfig": EnvConfig, "TasksetConfig": BaseModel}

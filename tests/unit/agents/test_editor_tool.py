@@ -41,9 +41,7 @@ def edit(local_sandbox):
 def test_its_definition_names_every_argument_without_null():
     parameters = EDITOR.definition["function"]["parameters"]
     assert parameters["required"] == ["command", "path"]
-    assert parameters["properties"]["command"]["enum"] == [
-        *("view", "create", "str_replace", "insert", "undo_edit")
-    ]
+    assert parameters["properties"]["command"]["enum"] == [*("view", "create", "str_replace", "insert", "undo_edit")]
     assert parameters["properties"]["old_str"] == {
         "description": "for str_replace; must occur exactly once",
         "type": "string",

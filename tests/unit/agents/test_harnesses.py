@@ -120,9 +120,7 @@ async def test_a_program_that_fails_after_its_calls_is_scored(sandbox):
 
 
 async def test_a_program_without_a_call_is_a_failure(sandbox):
-    with pytest.raises(
-        EnvironmentFailedError, match=r"exit code 3 and asked the model nothing.*no key"
-    ) as caught:
+    with pytest.raises(EnvironmentFailedError, match=r"exit code 3 and asked the model nothing.*no key") as caught:
         await harness("bash", "-c", "echo no key; exit 3").run(episode(sandbox), asked())
     assert "harness check command" in caught.value.hint
 
@@ -149,9 +147,7 @@ async def test_a_call_without_an_answer_fails_the_rollout(sandbox):
 
 async def test_a_missing_program_names_the_image_to_build(sandbox):
     with pytest.raises(EnvironmentFailedError, match="no program 'codex-of-nowhere'") as caught:
-        await HarnessAgent(HarnessSettings(name="codex", command=["codex-of-nowhere"])).prepare(
-            episode(sandbox)
-        )
+        await HarnessAgent(HarnessSettings(name="codex", command=["codex-of-nowhere"])).prepare(episode(sandbox))
     assert "image build codex" in caught.value.hint
 
 
@@ -247,9 +243,7 @@ async def test_a_harness_that_cannot_be_is_refused(tmp_path, more, said):
 
 
 SERVERS = [
-    McpSettings(
-        name="notes", command=["python3", "a $b.py", 'say "x"\x7f'], env={"A": "5$"}, call_seconds=2.5
-    ),
+    McpSettings(name="notes", command=["python3", "a $b.py", 'say "x"\x7f'], env={"A": "5$"}, call_seconds=2.5),
     McpSettings(name="far", url="https://mcp.example.com/$x", headers={"authorization": "Bearer a$b"}),
 ]
 

@@ -66,9 +66,7 @@ async def test_results_become_text(local_sandbox):
             await call(tools["notes__add"], a=1)
 
 
-@pytest.mark.parametrize(
-    "content", [None, 3, [None, 4, {}, {"type": "text"}, {"type": "resource", "resource": 5}]]
-)
+@pytest.mark.parametrize("content", [None, 3, [None, 4, {}, {"type": "text"}, {"type": "resource", "resource": 5}]])
 def test_a_result_may_hold_anything(content):
     assert isinstance(result_text({"content": content}, 500), str)
 
@@ -143,9 +141,7 @@ async def test_a_server_is_reached_over_http(local_sandbox, streamed):
             return 202, {}, b""
         data = json.dumps(found)
         if streamed:
-            events = (
-                f'event: message\r\ndata: {{"method": "ping", "id": 9}}\r\n\r\ndata: {data}\r\n\r\n: more'
-            )
+            events = f'event: message\r\ndata: {{"method": "ping", "id": 9}}\r\n\r\ndata: {data}\r\n\r\n: more'
             return 200, {"content-type": "text/event-stream"}, events.encode()
         return 200, {"content-type": "application/json", "mcp-session-id": "s-1"}, data.encode()
 

@@ -68,9 +68,7 @@ class ScriptedPool:
             raise answer
         ids = [*map(ord, answer), STOP][: request.sampling.max_new_tokens]
         reason = FinishReason.STOP if ids[-1] == STOP else FinishReason.LENGTH
-        return samples.generation(
-            ids, finish_reason=reason, prompt_tokens=len(request.input_ids), cached_tokens=2
-        )
+        return samples.generation(ids, finish_reason=reason, prompt_tokens=len(request.input_ids), cached_tokens=2)
 
 
 def session(answers, context_length=1_000, renderer=None, **sampling):
@@ -182,8 +180,7 @@ CALLS = st.builds(
     ToolCall,
     id=st.text(max_size=5),
     name=st.none() | st.just("bash"),
-    arguments=st.none()
-    | st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=5), max_size=2),
+    arguments=st.none() | st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=5), max_size=2),
     raw=st.text(max_size=9),
 )
 MESSAGES = st.builds(
@@ -193,9 +190,7 @@ MESSAGES = st.builds(
     tool_calls=st.lists(CALLS, max_size=2),
     tool_call_id=st.none() | st.just("call-0"),
 )
-GIVEN = st.builds(
-    GivenMessages, st.lists(MESSAGES, max_size=2), st.none() | st.sampled_from([ForkReason.COMPACTION])
-)
+GIVEN = st.builds(GivenMessages, st.lists(MESSAGES, max_size=2), st.none() | st.sampled_from([ForkReason.COMPACTION]))
 
 
 @st.composite
@@ -220,9 +215,7 @@ def turns(draw: st.DrawFn) -> SavedTurn:
         engine_seconds=draw(LOGPROBS),
         extras=extras,
     )
-    return SavedTurn(
-        draw(st.lists(GIVEN, max_size=2)), draw(st.lists(IDS, max_size=5)), generation, draw(LOGPROBS)
-    )
+    return SavedTurn(draw(st.lists(GIVEN, max_size=2)), draw(st.lists(IDS, max_size=5)), generation, draw(LOGPROBS))
 
 
 @given(turns())

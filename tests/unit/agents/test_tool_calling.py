@@ -123,9 +123,7 @@ async def test_the_policy_sees_its_mistakes():
     assert right == "did right"
 
 
-@given(
-    st.lists(st.lists(st.sampled_from(["right", "wrong", "unknown", "malformed"]), min_size=1), max_size=5)
-)
+@given(st.lists(st.lists(st.sampled_from(["right", "wrong", "unknown", "malformed"]), min_size=1), max_size=5))
 @settings(deadline=None)
 async def test_turns_with_a_failed_call_are_noted(turns):
     calls = {
@@ -232,8 +230,7 @@ async def test_a_script_that_is_too_short_says_so():
 @given(st.lists(st.sampled_from(["log", "look", "malformed", "unknown"]), max_size=12))
 def test_every_call_is_answered_in_its_place(names):
     calls = [
-        malformed_call() if name == "malformed" else call(name, text=str(index))
-        for index, name in enumerate(names)
+        malformed_call() if name == "malformed" else call(name, text=str(index)) for index, name in enumerate(names)
     ]
 
     async def main():

@@ -91,9 +91,7 @@ async def test_a_proxy_that_cannot_be_used_is_a_failure_of_the_search(monkeypatc
 
 
 async def test_keys_of_other_services_are_named(service):
-    service.answers = [
-        answer({"web": {"hits": [{"name": "N", "link": "https://n.example/", "snippet": "S"}]}})
-    ]
+    service.answers = [answer({"web": {"hits": [{"name": "N", "link": "https://n.example/", "snippet": "S"}]}})]
     keys = {"results": "web.hits", "title": "name", "link": "link", "text": "snippet", "query": "query"}
     assert await ask(service, **keys) == "N\nhttps://n.example/\nS"
     assert service.asked == [{"query": ["what"]}]
@@ -104,9 +102,7 @@ async def test_a_list_may_be_the_whole_answer_and_empty(service):
     assert await ask(service, results="") == "no results"
 
 
-@pytest.mark.parametrize(
-    ("header", "sent"), [("Authorization", "Bearer se-cret"), ("X-Subscription-Token", "se-cret")]
-)
+@pytest.mark.parametrize(("header", "sent"), [("Authorization", "Bearer se-cret"), ("X-Subscription-Token", "se-cret")])
 async def test_the_key_is_read_from_its_file(tmp_path, header, sent):
     key = tmp_path / "key"
     key.write_text("se-cret\n")

@@ -22,9 +22,7 @@ NEAR = st.sampled_from([b"\r", b"\n", b"-", b"\r\n", b"\r\n--", b"\r\n--b0undar"
 CONTENT = st.one_of(st.binary(max_size=200), st.lists(NEAR, max_size=20).map(b"".join)).filter(
     lambda data: b"\r\n--" + BOUNDARY not in b"\r\n" + data + b"\r\n"
 )
-NAME = st.text(
-    st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="%"), min_size=1, max_size=40
-)
+NAME = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="%"), min_size=1, max_size=40)
 
 
 async def pieces_of(data: bytes, sizes: Iterable[int]) -> AsyncIterator[bytes]:

@@ -60,9 +60,7 @@ def test_the_ids_of_the_messages_are_the_segment(messages):
         ([3, 4], [1, 2]),
         ([7], [1, 2, 3, 4, 5, 6]),
     ]
-    assert all(
-        each["input_ids"] is each["logprobs"] is None for each in given["messages"] if each not in sampled
-    )
+    assert all(each["input_ids"] is each["logprobs"] is None for each in given["messages"] if each not in sampled)
 
 
 def test_any_conversation_becomes_its_row():
@@ -172,9 +170,7 @@ def test_sampling_parameters_are_read_as_that_server_reads_them():
         32_768,
         32_768,
     )
-    text = ProcessSampling.model_validate(
-        SAMPLING | {"token_level_generation": False, "stop": ["\n"], "seed": 3}
-    )
+    text = ProcessSampling.model_validate(SAMPLING | {"token_level_generation": False, "stop": ["\n"], "seed": 3})
     assert (text.limits().max_turn_tokens, text.limits().max_tokens) == (1_536, None)
     assert (text.sampling().temperature, text.sampling().stop, text.sampling().seed) == (1.0, ["\n"], 3)
     plain = ProcessSampling()

@@ -190,9 +190,7 @@ EVERYTHING = EnvironmentSpec(
     image="base",
     system="Be brief.",
     tools=["bash", "python"],
-    sandbox=SandboxSettings(
-        network=("example.org:443",), cpus=0.5, disk="1G", lifetime=60.0, env={"LANG": "C.UTF-8"}
-    ),
+    sandbox=SandboxSettings(network=("example.org:443",), cpus=0.5, disk="1G", lifetime=60.0, env={"LANG": "C.UTF-8"}),
     evaluate_in=EvaluateIn.FRESH,
     artifacts=["/workspace"],
     artifacts_size="1M",

@@ -62,9 +62,7 @@ def test_a_hint_follows_the_end_of_a_sentence(message, said):
 def bodies() -> set[Any]:
     modules = [import_module(f"{routes.__name__}.{found.name}") for found in iter_modules(routes.__path__)]
     routers = [module.router for module in modules if hasattr(module, "router")]
-    fields = [
-        route.body_field for router in routers for route in router.routes if isinstance(route, APIRoute)
-    ]
+    fields = [route.body_field for router in routers for route in router.routes if isinstance(route, APIRoute)]
     return {field.field_info.annotation for field in fields if field}
 
 
@@ -80,9 +78,7 @@ def lax_fields(annotation: Any, metadata: tuple[Any, ...], where: str, seen: set
         if annotation not in seen:
             seen.add(annotation)
             for name, field in annotation.model_fields.items():
-                yield from lax_fields(
-                    field.annotation, tuple(field.metadata), f"{annotation.__name__}.{name}", seen
-                )
+                yield from lax_fields(field.annotation, tuple(field.metadata), f"{annotation.__name__}.{name}", seen)
     elif origin is not Literal:
         kept = metadata if origin in (Union, types.UnionType) else ()
         for each in inner:
@@ -95,9 +91,7 @@ def test_scalars_of_requests_are_not_converted():
     assert len(seen) > 20
 
 
-SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
 

@@ -137,9 +137,7 @@ def test_texts_are_searched_for_if_they_can_tell():
 def test_a_pass_rate_leaves_failures_out_and_the_table_shows_it(capsys):
     from rollout_service.cli import common
 
-    one = InstanceAudit(
-        0, idle=[TrialRecord(0.0)], solved=[TrialRecord(2.0)], policy_rewards=[2.0, None, 1.0, 1.9]
-    )
+    one = InstanceAudit(0, idle=[TrialRecord(0.0)], solved=[TrialRecord(2.0)], policy_rewards=[2.0, None, 1.0, 1.9])
     assert one.pass_rate == pytest.approx(1 / 3)
     failed = InstanceAudit(1, idle=[TrialRecord(error="no")], policy_rewards=[None])
     assert failed.pass_rate is None

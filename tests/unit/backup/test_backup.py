@@ -113,8 +113,7 @@ async def test_databases_are_copied_as_they_all_were_at_one_moment(tmp_path):
 def count_in_turn(paths: list[Path], done: threading.Event) -> None:
     with ExitStack() as stack:
         connections = [
-            stack.enter_context(closing(sqlite3.connect(path, isolation_level=None, timeout=60)))
-            for path in paths
+            stack.enter_context(closing(sqlite3.connect(path, isolation_level=None, timeout=60))) for path in paths
         ]
         for connection in connections:
             connection.execute("PRAGMA synchronous = OFF")
@@ -163,9 +162,7 @@ async def test_nothing_is_restored_from_a_backup_with(backup, tmp_path, damage):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    "name", [*private_files.DATABASES, *private_files.DOCUMENTS, f"{private_files.STORE}-wal"]
-)
+@pytest.mark.parametrize("name", [*private_files.DATABASES, *private_files.DOCUMENTS, f"{private_files.STORE}-wal"])
 async def test_nothing_is_restored_over_data(backup, tmp_path, name):
     state = tmp_path / "new"
     state.mkdir()

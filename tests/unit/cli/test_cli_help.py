@@ -26,9 +26,7 @@ GROUPS = {
     "env": "list new add build prepare check attack audit install run serve shell",
 }
 ALONE = ["serve", "demo", "submit", "show", "watch", "trace", "doctor", "backup", "restore"]
-COMMANDS = {(name,) for name in ALONE} | {
-    (group, name) for group, names in GROUPS.items() for name in names.split()
-}
+COMMANDS = {(name,) for name in ALONE} | {(group, name) for group, names in GROUPS.items() for name in names.split()}
 COMMANDS_AND_GROUPS = {*ALONE, *GROUPS}
 WITHOUT_JSON = {
     "serves": "serve, env serve, slurm scale, slurm run, slurm node, slurm engine",

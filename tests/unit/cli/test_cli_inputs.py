@@ -104,9 +104,7 @@ def script(tmp_path):
 
 def test_turns_are_written_as_a_policy_writes_them(script):
     call = '{"name": "bash", "arguments": {"command": "ls"}}'
-    turns = read_turns(
-        script(f'{{"content": "So.", "tool_calls": [{call}, {call}]}}\n\n{{"content": "42"}}\n')
-    )
+    turns = read_turns(script(f'{{"content": "So.", "tool_calls": [{call}, {call}]}}\n\n{{"content": "42"}}\n'))
     wrapped = f"<tool_call>\n{call}\n</tool_call>"
     assert turns == [f"So.\n{wrapped}\n{wrapped}<|im_end|>", "42<|im_end|>"]
 
@@ -188,9 +186,7 @@ def test_lines_may_be_instances(read):
     assert requests[0].task == Task(environment="calc", instance={"question": "2*3"})
 
 
-@given(
-    stem=st.text(st.characters(exclude_characters="/\0", exclude_categories=("Cs",)), min_size=1, max_size=60)
-)
+@given(stem=st.text(st.characters(exclude_characters="/\0", exclude_categories=("Cs",)), min_size=1, max_size=60))
 def test_any_name_of_a_file_gives_a_valid_id(stem):
     file = RequestFile(Path("tasks"), stem, lambda number, why: pytest.fail(f"line {number}: {why}"))
     assert len(list(file._request(1, LINE.encode()))) == 1

@@ -99,9 +99,7 @@ def test_a_list_shows_the_funnel_of_each_session_and_stops_at_its_limit(server):
         *("1", "opted_out,", "1", "side"),
     ]
     assert len(server) == 2
-    assert [one["session_id"] for one in json.loads(invoke("list", "--limit", "1", "--json").stdout)] == [
-        "s-1"
-    ]
+    assert [one["session_id"] for one in json.loads(invoke("list", "--limit", "1", "--json").stdout)] == ["s-1"]
 
 
 def test_a_session_is_shown_with_its_turns(server):
@@ -120,9 +118,7 @@ def test_judging_sends_value_and_text_and_says_that_it_is_late(server):
     assert invoke("judge", "s-1", "--value", "2").exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "path"), [(("s-1",), "/v1/sessions/s-1"), (("--user", "u"), "/v1/sessions")]
-)
+@pytest.mark.parametrize(("arguments", "path"), [(("s-1",), "/v1/sessions/s-1"), (("--user", "u"), "/v1/sessions")])
 def test_deleting_names_the_batches_that_a_trainer_holds(server, arguments, path):
     said = invoke("delete", *arguments)
     assert said.stdout.splitlines()[0] == "deleted 1 session with 3 turns; 2 parts had not been leased"

@@ -116,9 +116,7 @@ def head_of(group: Group, columns: Sequence[Sequence[Columns]]) -> GroupHead:
     return GroupHead(group.number, group_json(group), samples, tokens, None, None)
 
 
-def file_of(
-    batch: Batch, groups: Sequence[Sequence[Sequence[Columns]]], *, compressed: bool = False
-) -> BatchFile:
+def file_of(batch: Batch, groups: Sequence[Sequence[Sequence[Columns]]], *, compressed: bool = False) -> BatchFile:
     """Return the file of a batch without tokens, reading them from the columns of each group's samples."""
 
     async def read(number: int) -> list[Columns]:

@@ -68,9 +68,7 @@ def test_each_turn_has_its_prompt_and_its_tokens(turns, cut):
     for step in steps:
         metrics = step["metrics"]
         assert metrics["prompt_tokens"] == len(metrics["prompt_token_ids"])
-        assert (
-            metrics["completion_tokens"] == len(metrics["logprobs"]) == len(metrics["completion_token_ids"])
-        )
+        assert metrics["completion_tokens"] == len(metrics["logprobs"]) == len(metrics["completion_token_ids"])
     for number, (one, after) in enumerate(pairwise(steps), start=1):
         if number != cut:  # within a segment, a prompt begins with the last prompt and what was sampled
             before = one["metrics"]["prompt_token_ids"] + one["metrics"]["completion_token_ids"]
@@ -88,18 +86,14 @@ def test_a_conversation_with_tools():
         Message(role="tool", content="of nobody", tool_call_id="c9"),
         Message(role="assistant", content="done"),
     ]
-    document = to_atif(
-        rollout(messages, segment([([1], [2]), ([3], [4]), ([5], [6])])), version="1", model="m"
-    )
+    document = to_atif(rollout(messages, segment([([1], [2]), ([3], [4]), ([5], [6])])), version="1", model="m")
     assert json.loads(json.dumps(document)) == document
     assert (document["schema_version"], document["agent"]["model_name"]) == ("ATIF-v1.8", "m")
     assert [step["step_id"] for step in document["steps"]] == [1, 2, 3, 4, 5]
     assert [step["source"] for step in document["steps"]] == ["system", "user", "agent", "agent", "agent"]
     first, second = document["steps"][2:4]
     assert first["reasoning_content"] == "why"
-    assert first["tool_calls"] == [
-        {"tool_call_id": "c1", "function_name": "bash", "arguments": {"command": "ls"}}
-    ]
+    assert first["tool_calls"] == [{"tool_call_id": "c1", "function_name": "bash", "arguments": {"command": "ls"}}]
     assert first["observation"] == {"results": [{"source_call_id": "c1", "content": "out"}]}
     assert second["tool_calls"][0]["arguments"] == {"raw": "<x"}
     assert second["observation"]["results"][1] == {"content": "of nobody"}

@@ -156,9 +156,7 @@ async def test_an_answer_of_another_program_is_a_protocol_error():
 async def test_a_server_that_shuts_down_is_left_alone_for_as_long_as_it_asks():
     refusal = problem(503, "shutting_down")
     refusal.headers["retry-after"] = "1"
-    client, seen = answering(
-        refusal, httpx.Response(503, headers={"retry-after": "soon"}), ok(rollout("r-1"))
-    )
+    client, seen = answering(refusal, httpx.Response(503, headers={"retry-after": "soon"}), ok(rollout("r-1")))
     client.patience_seconds = 10.0
     began = anyio.current_time()
     async with client:
@@ -319,9 +317,7 @@ async def test_run_all_raises_an_error_of_the_requests_themselves():
 async def test_run_all_may_be_left_early():
     server = Flaky()
     async with RolloutClient(URL, transport=httpx.MockTransport(server)) as client:
-        async with aclosing(
-            client.run_all((request(f"r-{n}") for n in range(1_000)), concurrency=4)
-        ) as batch:
+        async with aclosing(client.run_all((request(f"r-{n}") for n in range(1_000)), concurrency=4)) as batch:
             async for _ in batch:
                 break
         await anyio.wait_all_tasks_blocked()
@@ -423,9 +419,7 @@ async def test_a_stream_that_breaks_off_without_events_is_resumed():
 
 async def test_pages_are_followed_to_the_last():
     pages = [
-        httpx.Response(
-            200, json={"rollouts": [orjson.loads(rollout("r-1").model_dump_json())], "next_cursor": "1"}
-        ),
+        httpx.Response(200, json={"rollouts": [orjson.loads(rollout("r-1").model_dump_json())], "next_cursor": "1"}),
         httpx.Response(200, json={"rollouts": [orjson.loads(rollout("r-2").model_dump_json())]}),
     ]
     client, seen = answering(*pages)

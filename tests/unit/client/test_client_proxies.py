@@ -67,9 +67,7 @@ async def test_a_proxy_that_does_not_answer_is_named_without_its_password(monkey
     monkeypatch.setenv("http_proxy", NOWHERE)
     async with RolloutClient("http://rollouts.example:8080", patience_seconds=0) as client:
         for call in (client.runs, client.ready):
-            with pytest.raises(
-                UnreachableError, match=r"through the proxy 127\.0\.0\.1:9 .*NO_PROXY"
-            ) as refused:
+            with pytest.raises(UnreachableError, match=r"through the proxy 127\.0\.0\.1:9 .*NO_PROXY") as refused:
                 await call()
             assert "secret" not in str(refused.value)
 

@@ -50,9 +50,7 @@ async def fetch(url: str, *, seconds: float = 10.0) -> tuple[httpx.Response, byt
     body = LargeBody()
     headers = {"authorization": "Bearer k", "accept-encoding": "gzip", "accept": BINARY_MEDIA_TYPE}
     request = httpx.Request("POST", f"{url}/lease?key=1", headers=headers)
-    response = await body.fetch(
-        request, connect_seconds=5.0, seconds=seconds, context=httpx.create_ssl_context()
-    )
+    response = await body.fetch(request, connect_seconds=5.0, seconds=seconds, context=httpx.create_ssl_context())
     return response, body.content
 
 

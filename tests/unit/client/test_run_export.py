@@ -45,9 +45,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 @st.composite
 def samples(draw: st.DrawFn) -> ExportedSample:
     number = draw(st.integers(0, 10**6))
-    instance = draw(
-        st.dictionaries(st.text(max_size=5), st.none() | st.integers() | FINITE | st.text(max_size=9))
-    )
+    instance = draw(st.dictionaries(st.text(max_size=5), st.none() | st.integers() | FINITE | st.text(max_size=9)))
     task, reward = Task(environment="calc", instance=instance), draw(MAYBE)
     rollout = Rollout(
         rollout_id=f"a.{number}.0",
@@ -70,9 +68,7 @@ def samples(draw: st.DrawFn) -> ExportedSample:
         reward_mean=draw(MAYBE),
         reward_std=draw(MAYBE),
         request=RolloutRequest(rollout_id=f"a.{number}.0", task=task),
-        sample=GroupSample(
-            sample=0, rollout=rollout, usable=reward is not None, reward=reward, advantage=draw(MAYBE)
-        ),
+        sample=GroupSample(sample=0, rollout=rollout, usable=reward is not None, reward=reward, advantage=draw(MAYBE)),
         oldest_version=draw(st.none() | st.integers(0, 9)),
         newest_version=None,
     )

@@ -63,9 +63,7 @@ def test_an_identity_survives_its_text(identity):
     assert ServiceIdentity.parse(str(identity)) == identity
 
 
-@given(
-    st.text() | identities.map(str).flatmap(lambda text: st.sampled_from([text[1:], text + "0", "0" + text]))
-)
+@given(st.text() | identities.map(str).flatmap(lambda text: st.sampled_from([text[1:], text + "0", "0" + text])))
 def test_nothing_else_parses(text):
     try:
         identity = ServiceIdentity.parse(text)
@@ -168,9 +166,7 @@ async def test_a_rollout_without_an_image_anywhere_waits_for_a_node_to_come_back
     clock(IMAGE_WAIT_SECONDS - 1)
     assert node.waits(others_have(code=0)) == {}, "the node may return"
     clock(1)
-    assert node.waits(others_have(code=0)) == {"code": IMAGE_WAIT_SECONDS}, (
-        "to fail, which says what is missing"
-    )
+    assert node.waits(others_have(code=0)) == {"code": IMAGE_WAIT_SECONDS}, "to fail, which says what is missing"
     assert node.waits(others_have(code=1)) == {}
 
 

@@ -30,9 +30,7 @@ EXAMPLES = Path(__file__).parents[3] / "deploy/slurm"
 PYTHON = "/shared/rollout-service/.venv/bin/python"
 ENGINE = "python -m sglang.launch_server --model-path MODEL --host {host} --port {port}"
 SPECS = {
-    "one-node": JobSpec(
-        name="one-node", resources=Resources(gpus=1), engines={"command": ENGINE}, python=PYTHON
-    ),
+    "one-node": JobSpec(name="one-node", resources=Resources(gpus=1), engines={"command": ENGINE}, python=PYTHON),
     "engines-apart": JobSpec(
         name="engines-apart",
         resources=Resources(partition="cpu", cpus=32, memory="128G"),
@@ -195,9 +193,7 @@ async def test_a_child_that_fails_is_started_again_and_ends_when_asked(tmp_path)
     child = KeptProcess("a", ["sh", "-c", script], tmp_path / "log", 5.0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(child.keep_running)
-        await until(
-            lambda: (tmp_path / "runs").exists() and (tmp_path / "runs").read_text().count("run") >= 2, 30
-        )
+        await until(lambda: (tmp_path / "runs").exists() and (tmp_path / "runs").read_text().count("run") >= 2, 30)
         child.stopping.set()
 
 
@@ -245,9 +241,7 @@ async def test_the_end_of_its_input_asks_a_part_to_end_and_no_signal_is_sent(tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_part_also_ends_when_slurm_signals_its_step(number):
-    with subprocess.Popen(
-        [sys.executable, "-c", PART], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", PART], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"listening\n"
         process.send_signal(number)
         process.send_signal(number)

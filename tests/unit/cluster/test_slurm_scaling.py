@@ -20,9 +20,7 @@ from rollout_service.cluster.slurm.scaling import (
     Scaling,
 )
 
-OPTIONS = ScaleOptions(
-    most=3, grow_after=60, shrink_after=300, start_seconds=900, ahead_seconds=600, end_seconds=100
-)
+OPTIONS = ScaleOptions(most=3, grow_after=60, shrink_after=300, start_seconds=900, ahead_seconds=600, end_seconds=100)
 
 
 @dataclass

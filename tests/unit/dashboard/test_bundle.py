@@ -49,9 +49,7 @@ def test_what_a_module_exports_is_returned(exports, returned):
     assert "const {it: mine} = it_js;" in text
 
 
-@pytest.mark.parametrize(
-    "form", ["let t;export default function(s){return s}", "const t = 1;\nexport default t;"]
-)
+@pytest.mark.parametrize("form", ["let t;export default function(s){return s}", "const t = 1;\nexport default t;"])
 def test_a_default_is_taken_under_any_name(form):
     text = joined('import mine from "./it.js";', it=form)
     assert "return {default: default_export};" in text
@@ -104,9 +102,7 @@ def test_other_texts_may_be_in_an_element():
 
 ATTACK = "</script><script>alert(1)</script><!-- <script> \u2028 \x00 ]]> &lt;/script&gt;"
 HOSTILE = st.lists(
-    st.sampled_from(
-        ["</script", "</SCRIPT>", "<!--", "-->", "<script>", '"', "'", "&lt;", "\\", "\u2028", "a"]
-    ),
+    st.sampled_from(["</script", "</SCRIPT>", "<!--", "-->", "<script>", '"', "'", "&lt;", "\\", "\u2028", "a"]),
     max_size=8,
 ).map("".join)
 TEXTS = st.one_of(st.text(max_size=30), HOSTILE)
@@ -180,9 +176,7 @@ def test_the_policy_allows_the_one_script_and_style_and_nothing_else():
     [policy] = [meta["content"] for meta in page.metas if meta.get("http-equiv") == "Content-Security-Policy"]
     parts = dict(part.strip().split(" ", 1) for part in policy.split(";"))
     texts = {tag: text for tag, _, text in page.found}
-    hashes = {
-        tag: f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for tag, text in texts.items()
-    }
+    hashes = {tag: f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for tag, text in texts.items()}
     assert parts == {
         "default-src": "'none'",
         "script-src": hashes["script"],

@@ -316,13 +316,9 @@ def test_keys_that_contradict_each_other_are_told_without_a_path():
         read_table(Either, {}, where="here")
 
 
-@pytest.mark.parametrize(
-    "keys", ["", 'sandbox = "same"\n[evaluate.run]\ncommand = "true"\n'], ids=["fresh", "run"]
-)
+@pytest.mark.parametrize("keys", ["", 'sandbox = "same"\n[evaluate.run]\ncommand = "true"\n'], ids=["fresh", "run"])
 def test_processes_can_be_kept_only_where_they_are(keys):
     kept = MINIMAL + 'agent_processes = "keep"\n'
     assert read_declaration(kept + 'sandbox = "same"\n', where="here").evaluate.agent_processes == "keep"
-    with pytest.raises(
-        ConfigurationError, match=r'evaluate: .*agent_processes = "keep" needs sandbox = "same"'
-    ):
+    with pytest.raises(ConfigurationError, match=r'evaluate: .*agent_processes = "keep" needs sandbox = "same"'):
         read_declaration(kept + keys, where="here")

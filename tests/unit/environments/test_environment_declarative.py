@@ -36,9 +36,7 @@ def bash(command):
 
 
 async def run(env, sandboxes, *commands, instance=None):
-    policy = ScriptedPolicy(
-        [*(bash(command) for command in commands), turn("", call("finish", answer="done"))]
-    )
+    policy = ScriptedPolicy([*(bash(command) for command in commands), turn("", call("finish", answer="done"))])
     return await play(env, instance or {"secret": "s3cr3t"}, policy, sandboxes)
 
 
@@ -188,9 +186,7 @@ async def test_a_failed_grader_is_not_a_zero(tmp_path, sandboxes, evaluate, mess
 async def test_sessions_are_in_the_working_folder_that_init_made(tmp_path, sandboxes):
     init = 'here=$PWD; cd ..; rm -rf "$here"; mkdir "$here"; echo new > "$here/made"'
     env = environment(tmp_path / "e", "true", init, tools=["bash", "python"])
-    policy = ScriptedPolicy(
-        [bash("cat made"), turn("", call("python", code="print(open('made').read())")), "."]
-    )
+    policy = ScriptedPolicy([bash("cat made"), turn("", call("python", code="print(open('made').read())")), "."])
     async with await sandboxes.start(env.spec, "e") as sandbox:
         await open_sessions(sandbox, env.spec.sessions)
         episode = episode_of(env, {}, policy=policy, sandbox=sandbox)

@@ -258,9 +258,7 @@ def test_a_newer_python_is_found_past_one_that_does_not_start(no_python, where):
 
 
 def test_without_a_newer_python_the_error_says_how_to_get_one(no_python):
-    with pytest.raises(
-        ConfigurationError, match=f"'small' needs Python {NEWER[0]}.{NEWER[1]} or newer"
-    ) as caught:
+    with pytest.raises(ConfigurationError, match=f"'small' needs Python {NEWER[0]}.{NEWER[1]} or newer") as caught:
         find_interpreter("small", NEWER)
     assert f"uv python install {NEWER[0]}.{NEWER[1]}" in caught.value.hint
 
@@ -277,9 +275,7 @@ def test_every_lock_of_an_environment_is_a_library_of_its_name():
     assert {library.requirements for library in declared.values()} == locks
 
 
-@pytest.mark.parametrize(
-    ("value", "problem"), [("nowhere:x", "ModuleNotFoundError"), ("json:loads", "not a Library")]
-)
+@pytest.mark.parametrize(("value", "problem"), [("nowhere:x", "ModuleNotFoundError"), ("json:loads", "not a Library")])
 def test_a_plug_in_that_is_no_library_is_named(value, problem):
     plugin = EntryPoint("mine", value, LIBRARIES)
     with pytest.raises(ConfigurationError, match=rf"the plug-in 'mine' \({value}\) .*{problem}"):

@@ -119,9 +119,7 @@ def test_a_missing_source_is_named_with_the_environment_and_the_key(source, said
 
 def test_what_environments_lack_is_known_at_the_start():
     secrets = HostSecrets(ALLOWED, HOST)
-    secrets.note_lacking(
-        [spec_with(SecretSource(variable="AGENT_KEY")), spec_with(SecretSource(variable="UNSET"))]
-    )
+    secrets.note_lacking([spec_with(SecretSource(variable="AGENT_KEY")), spec_with(SecretSource(variable="UNSET"))])
     assert secrets.lacking == [
         "environment 'e': [sandbox] secrets.KEY: the variable UNSET is not set, as this node started"
     ]

@@ -50,9 +50,7 @@ def test_a_missing_field_is_named(source, path):
 
 
 def test_a_field_may_be_left_to_the_instance():
-    source = (
-        "{% if instance.hint is defined %}Hint: {{ instance.hint }}{% endif %}{{ instance.n | default(3) }}"
-    )
+    source = "{% if instance.hint is defined %}Hint: {{ instance.hint }}{% endif %}{{ instance.n | default(3) }}"
     assert render(source, {}) == "3"
     assert render(source, {"hint": "h", "n": 1}) == "Hint: h1"
 
@@ -80,9 +78,7 @@ def test_a_forbidden_template_operation_is_an_error_of_the_field(source):
     assert instance == {"n": 1}
 
 
-@pytest.mark.parametrize(
-    "source", ["{{ instance", "{% for %}", "{{ question }}", "{{ instance.a | nonsense }}"]
-)
+@pytest.mark.parametrize("source", ["{{ instance", "{% for %}", "{{ question }}", "{{ instance.a | nonsense }}"])
 def test_a_template_that_cannot_work_is_refused_at_once(source):
     with pytest.raises(ConfigurationError, match="the prompt"):
         PromptTemplate(source, where="the prompt")
@@ -188,9 +184,7 @@ async def test_replies_are_messages_and_rewards_add_up():
 )
 async def test_a_limit_keeps_what_was_earned(script, limits, why):
     played = episode(script, **limits)
-    partner = Scripted(
-        [Consequence(text="go on", reward=0.25), Consequence(text="never reached", reward=100.0)]
-    )
+    partner = Scripted([Consequence(text="go on", reward=0.25), Consequence(text="never reached", reward=100.0)])
     assert await take_turns(played, BEGIN, partner) is why
     assert score_turns(played).reward == 0.25
     assert score_turns(played).parts["finished"] == 0.0
@@ -204,8 +198,7 @@ async def test_a_failure_of_the_other_side_is_no_reward():
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=100))
 async def test_the_reward_is_the_sum_whatever_is_shown(rewards):
     replies = [
-        Consequence(text="", reward=reward, done=number == len(rewards))
-        for number, reward in enumerate(rewards, 1)
+        Consequence(text="", reward=reward, done=number == len(rewards)) for number, reward in enumerate(rewards, 1)
     ]
     played = episode(["x"] * len(rewards), max_turns=len(rewards))
     await take_turns(played, BEGIN, Scripted(replies))

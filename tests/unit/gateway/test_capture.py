@@ -130,9 +130,7 @@ def test_a_segment_begins_with_what_the_models_own_template_writes(renderers, na
 def test_parallel_calls_of_one_prompt_are_branches(capture, client, renderer):
     client.turn(write(renderer, "", ("bash", "{}")), "a file")
     planned = [capture.plan(client.call()) for _ in range(3)]
-    answered = [
-        answer(capture, one, write(renderer, f"Answer {n}."), client.random) for n, one in enumerate(planned)
-    ]
+    answered = [answer(capture, one, write(renderer, f"Answer {n}."), client.random) for n, one in enumerate(planned)]
     trajectory = check(capture, [*client.turns, *answered])
     assert [len(set(segment.turn_ids) - {-1}) for segment in trajectory.segments] == [2, 1, 1]
     assert {segment.fork_reason for segment in trajectory.segments[1:]} == {ForkReason.BRANCH}
@@ -170,9 +168,7 @@ def test_a_title_is_a_side_call_whenever_it_comes(capture, client, renderer, fir
 
 def test_a_turn_that_had_to_fit_a_schema_is_not_trained_on(capture, client, renderer):
     first = client.turn(write(renderer, "Reading.", ("bash", '{"command": "ls"}')), "a.py")
-    shaped = ask(
-        capture, client.call(json_schema={"type": "object"}), write(renderer, '{"a": 1}'), client.random
-    )
+    shaped = ask(capture, client.call(json_schema={"type": "object"}), write(renderer, '{"a": 1}'), client.random)
     client.keep(shaped)
     client.messages.append(ClientMessage("user", "And now?"))
     last = client.turn(write(renderer, "Done."))
@@ -210,9 +206,7 @@ def test_an_agent_that_the_agent_started_is_trained_on_only_if_asked(renderer):
 def test_a_compaction_goes_on_from_its_summary(capture, client, renderer):
     client.turn(write(renderer, "", ("bash", "{}")), "a file")
     summary = "The folder has one file, which was listed already.\nNothing else is to be done but to read it."
-    asked = replace(
-        client.call(), messages=(ClientMessage("user", "Sum up: list the files, a file"),), tools=()
-    )
+    asked = replace(client.call(), messages=(ClientMessage("user", "Sum up: list the files, a file"),), tools=())
     compacted = ask(capture, asked, write(renderer, summary), client.random)
     client.messages = [TASK[0], ClientMessage("user", f"So far:\n{compacted.message.text}\nGo on.")]
     last = client.turn(write(renderer, "Done."))
@@ -309,9 +303,7 @@ def test_random_interleavings_keep_every_token_once(renderers, seed):
     random = Random(seed)
     renderer = renderers[random.choice(["qwen3", "qwen3.5"])]
     capture = TurnCapture(renderer)
-    clients = [
-        EchoingClient(capture, random.choice(list(CLIENTS.values())), random, list(TASK)) for _ in range(3)
-    ]
+    clients = [EchoingClient(capture, random.choice(list(CLIENTS.values())), random, list(TASK)) for _ in range(3)]
     for number, client in enumerate(clients):
         client.lane = Lane(agent="" if number < 2 else f"agent-{number}")
     flying, answered, lost = [], [], set()
@@ -322,13 +314,9 @@ def test_random_interleavings_keep_every_token_once(renderers, seed):
             flying.append((client, capture.plan(client.call())))
         elif flying:
             client, planned = flying.pop(random.randrange(len(flying)))
-            calls = [("bash", random.choice([ODD, "{}", "oops", '{"command": "a"}']))] * random.choice(
-                [0, 1, 1, 2]
-            )
+            calls = [("bash", random.choice([ODD, "{}", "oops", '{"command": "a"}']))] * random.choice([0, 1, 1, 2])
             text = random.choice(["", "Hm.", "é🙂", "  "])
-            ids = write(
-                renderer, text, *calls, reasoning=random.choice(["", "So."]), stop=random.random() < 0.9
-            )
+            ids = write(renderer, text, *calls, reasoning=random.choice(["", "So."]), stop=random.random() < 0.9)
             delivered = random.random() < 0.9
             one = answer(capture, planned, ids, random, delivered=delivered)
             lost |= set() if delivered else {len(answered)}

@@ -38,9 +38,7 @@ def request(dialect: Dialect, stream: bool) -> ModelCall:
         case Dialect.GOOGLE:
             declared = {"functionDeclarations": [{"parametersJsonSchema": PARAMETERS, **FUNCTION}]}
             body = {"contents": [{"parts": [{"text": "go"}]}], "tools": [declared]}
-            return answers.read(
-                dialect, body, path=GOOGLE_STREAM if stream else "/v1beta/models/m:generateContent"
-            )
+            return answers.read(dialect, body, path=GOOGLE_STREAM if stream else "/v1beta/models/m:generateContent")
     return answers.read(dialect, {"model": "m", "stream": stream, **body})
 
 

@@ -16,9 +16,7 @@ def test_names_that_a_program_makes_up_are_counted_together():
     metrics = GatewayMetrics(registry)
     for number in range(300):
         made_up = (f"junk{number}", f"tools[type=junk{number}]", f"junk{number}[type=x]")
-        call = ModelCall(
-            dialect=Dialect.CHAT, model="m", messages=(), ignored=made_up, lane=Lane(f"c{number}")
-        )
+        call = ModelCall(dialect=Dialect.CHAT, model="m", messages=(), ignored=made_up, lane=Lane(f"c{number}"))
         metrics.count_call(call, CallOutcome.ANSWERED)
     real = ModelCall(
         dialect=Dialect.ANTHROPIC,

@@ -140,9 +140,7 @@ def test_any_ids_in_any_pieces_give_what_the_parser_finds(formats, family, data)
     first = renderer.vocab_size - len(control_tokens(family))
     control = st.integers(first, renderer.vocab_size - 1)
     token = (st.integers(0, renderer.vocab_size - 1) | control).map(lambda token: [token])
-    text = st.sampled_from(["日本🙂", "é", "</think>", "</thi", " \n", *WRITTEN, *XML, *NESTED]).map(
-        renderer.encode
-    )
+    text = st.sampled_from(["日本🙂", "é", "</think>", "</thi", " \n", *WRITTEN, *XML, *NESTED]).map(renderer.encode)
     pieces = data.draw(st.lists(token | text.filter(lambda ids: len(ids) < 1000), max_size=25))
     ids = [token for piece in pieces for token in piece]
     sizes = data.draw(st.lists(st.integers(0, 5), max_size=80))
@@ -216,6 +214,4 @@ def test_the_text_ends_before_the_first_stop_string(formats, text, stops, sizes,
     cut = min([text.find(stop) for stop in stops if stop in text], default=len(text))
     said = joined(events)[1].removeprefix("</think>") or joined(events)[0]
     assert said == text[:cut].rstrip()
-    assert splitter.stopped_by in (
-        [None] if cut == len(text) else [s for s in stops if text.startswith(s, cut)]
-    )
+    assert splitter.stopped_by in ([None] if cut == len(text) else [s for s in stops if text.startswith(s, cut)])

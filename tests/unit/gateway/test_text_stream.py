@@ -36,9 +36,7 @@ def test_no_more_waits_than_may_begin_a_stop_string(stops, pieces):
         if filtered.found is None:
             waiting = text[len(returned) :]
             assert (
-                not waiting
-                or any(stop.startswith(waiting) for stop in stops)
-                or any(stop in waiting for stop in stops)
+                not waiting or any(stop.startswith(waiting) for stop in stops) or any(stop in waiting for stop in stops)
             )
 
 

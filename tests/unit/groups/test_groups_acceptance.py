@@ -52,10 +52,7 @@ def test_begins_as_many_as_are_needed_with_this_confidence_and_no_more(need, und
     def suffices(more):
         mean, variance = expected(under_way, acceptance)
         rate = acceptance.rate
-        return (
-            mean + more * rate - need >= z * math.sqrt(variance + more * rate * (1 - rate)) - 1e-6
-            or need <= 0
-        )
+        return mean + more * rate - need >= z * math.sqrt(variance + more * rate * (1 - rate)) - 1e-6 or need <= 0
 
     more = groups_needed(need=need, under_way=under_way, acceptance=acceptance, confidence=confidence)
     assert suffices(more)

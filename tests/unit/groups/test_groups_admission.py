@@ -21,9 +21,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     at most `eta` steps after the trainer's current one.
     """
 
-    @initialize(
-        size=st.integers(1, 5), eta=st.integers(0, 4), most=st.integers(1, 30), version=st.integers(0, 6)
-    )
+    @initialize(size=st.integers(1, 5), eta=st.integers(0, 4), most=st.integers(1, 30), version=st.integers(0, 6))
     def start(self, size, eta, most, version):
         """Start at a version, as after a restart without a record of what was trained on."""
         self.size, self.eta, self.most = size, eta, most
@@ -107,9 +105,7 @@ count = st.integers(0, 50)
 
 @given(st.integers(-3, 50), st.integers(1, 20), count, count, count, count, count)
 def test_the_formula(most, size, eta, version, ready, acknowledged, running):
-    state = AdmissionState(
-        size, most, eta, 1, version, running=running, ready=ready, acknowledged=acknowledged
-    )
+    state = AdmissionState(size, most, eta, 1, version, running=running, ready=ready, acknowledged=acknowledged)
     allowed = (eta + version + 1) * size - (state.accepted + running)
     assert admission_capacity(state) == min(max(1, most) - running, allowed)
 

@@ -93,9 +93,7 @@ def test_every_reward_is_a_share(data, max_assigns, max_width):
         width=done.width_max,
     )
     again = raw_parts(repeated, max_assigns=max_assigns, max_width=max_width)
-    assert (again["parallel"], again["width"]) == (parts["parallel"], parts["width"]), (
-        "repeating earns nothing"
-    )
+    assert (again["parallel"], again["width"]) == (parts["parallel"], parts["width"]), "repeating earns nothing"
 
 
 # -- forms ----------------------------------------------------------------------

@@ -39,9 +39,7 @@ def group(*rewards, **facts):
 
 
 def mixed(name, values):
-    samples = [
-        SampleOutcome(number, float(number % 2), **{name: value}) for number, value in enumerate(values)
-    ]
+    samples = [SampleOutcome(number, float(number % 2), **{name: value}) for number, value in enumerate(values)]
     return GroupOutcome(7, tuple(samples))
 
 
@@ -198,9 +196,7 @@ def test_a_plug_in_cannot_take_a_built_in_name():
 
 
 SAMPLES = st.builds(
-    lambda reward, oldest: SampleOutcome(
-        0, reward, None if reward is not None else "gone", oldest_version=oldest
-    ),
+    lambda reward, oldest: SampleOutcome(0, reward, None if reward is not None else "gone", oldest_version=oldest),
     st.none() | st.floats(0, 1),
     st.none() | st.integers(0, 6),
 )

@@ -46,9 +46,7 @@ def test_leave_one_out_is_the_reward_less_the_mean_of_the_others(given_rewards):
 def test_group_norm_is_a_standard_score_over_the_rewards_present(given_rewards):
     present = there(given_rewards)
     advantages = group_normalized(given_rewards)
-    assert [value is None for value in advantages] == [
-        value is None or len(present) < 2 for value in given_rewards
-    ]
+    assert [value is None for value in advantages] == [value is None or len(present) < 2 for value in given_rewards]
     if len(present) > 1 and len(set(present)) > 1:
         mean, std = statistics.fmean(present), statistics.pstdev(present)
         expected = [(value - mean) / std for value in present]
@@ -110,9 +108,7 @@ def test_statistics_count_only_what_is_usable(given_rewards):
     found = group_statistics(GroupOutcome(0, samples))
     present = there(given_rewards)
     assert (found.size, found.usable) == (len(given_rewards), len(present))
-    assert dict(found.masked) == (
-        {"sandbox_lost": len(given_rewards) - len(present)} if None in given_rewards else {}
-    )
+    assert dict(found.masked) == ({"sandbox_lost": len(given_rewards) - len(present)} if None in given_rewards else {})
     if present:
         assert found.mean == pytest.approx(statistics.fmean(present))
         assert found.std == pytest.approx(statistics.pstdev(present), abs=1e-9)

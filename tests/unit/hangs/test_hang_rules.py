@@ -40,9 +40,7 @@ LIMITS = st.none() | st.floats(0.1, 1e4)
 def test_nothing_is_remarkable_before_its_floor_unless_it_is_proven(kind, seconds, usual, limit, own, signs):
     earliest = min(FLOORS[kind], GONE_SECONDS, *([own + OVERRUN_SECONDS] if own else []))
     if seconds < earliest:
-        verdict = judge(
-            kind, seconds=seconds, quiet=seconds, usual=usual, limit=limit, own_limit=own, signs=signs
-        )
+        verdict = judge(kind, seconds=seconds, quiet=seconds, usual=usual, limit=limit, own_limit=own, signs=signs)
         assert verdict is None
 
 
@@ -123,9 +121,7 @@ def test_every_verdict_is_printed_in_a_style():
     ("still", "usual", "verdict"), [(31.0, None, HangVerdict.IDLE), (29.0, None, None), (31.0, LONG, None)]
 )
 def test_a_grader_at_rest_is_idle_long_before_its_stage_ends_it(still, usual, verdict):
-    found = judge(
-        StepKind.GRADER, seconds=40.0, quiet=40.0, limit=600.0, usual=usual, signs=Signs(True, still)
-    )
+    found = judge(StepKind.GRADER, seconds=40.0, quiet=40.0, limit=600.0, usual=usual, signs=Signs(True, still))
     assert found is verdict
 
 

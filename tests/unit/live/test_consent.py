@@ -56,9 +56,7 @@ def test_instructions_and_what_says_nothing_are_not_remembered():
 
 
 def test_hashes_say_nothing_without_their_key():
-    assert not HASHES.of_messages([said("user", "yes")]) & MessageHashes(b"l" * 32).of_messages(
-        [said("user", "yes")]
-    )
+    assert not HASHES.of_messages([said("user", "yes")]) & MessageHashes(b"l" * 32).of_messages([said("user", "yes")])
 
 
 async def test_where_not_all_is_known_only_what_begins_anew_is_stored():

@@ -145,11 +145,7 @@ ENDS = [
 ]
 
 
-@given(
-    st.lists(
-        st.sampled_from([*PIECES, *(text[:half] for text in PIECES for half in (9, 17)), *ENDS]), max_size=8
-    )
-)
+@given(st.lists(st.sampled_from([*PIECES, *(text[:half] for text in PIECES for half in (9, 17)), *ENDS]), max_size=8))
 def test_texts_that_are_searched_together_are_searched_as_they_are(texts):
     found = Detectors.load(BUILT_IN)
     alone = sum((Counter(found.find([text])) for text in texts), Counter())

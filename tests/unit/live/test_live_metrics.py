@@ -69,16 +69,11 @@ def funnel(store: Figures, registry: CollectorRegistry, now: float = 100.0) -> L
 
 def samples(registry: CollectorRegistry) -> dict[tuple[str, ...], float]:
     """Return all values by name and labels."""
-    return {
-        (one.name, *one.labels.values()): one.value for family in registry.collect() for one in family.samples
-    }
+    return {(one.name, *one.labels.values()): one.value for family in registry.collect() for one in family.samples}
 
 
 counts_of_turns = st.fixed_dictionaries(
-    {
-        name: st.integers(0, 10**6)
-        for name in ("delivered", "waiting", *(f"dropped:{one}" for one in MaskReason))
-    }
+    {name: st.integers(0, 10**6) for name in ("delivered", "waiting", *(f"dropped:{one}" for one in MaskReason))}
 )
 
 

@@ -150,9 +150,7 @@ def test_a_long_session_is_stored_in_its_own_size():
     history = [SYSTEM]
     for number in range(60):
         history.append(ClientMessage("user", f"question {number}, {session.random.randbytes(40).hex()}"))
-        answer = session.turn(
-            ModelCall(dialect=Dialect.CHAT, model="p", messages=tuple(history), tools=(BASH,))
-        )
+        answer = session.turn(ModelCall(dialect=Dialect.CHAT, model="p", messages=tuple(history), tools=(BASH,)))
         history.append(answer)
     sizes = [len(each.body) for each in session.records]
     assert max(sizes[1:]) < 1_500
@@ -164,9 +162,7 @@ def test_a_prompt_is_given_with_its_messages_and_exact_ids():
     history = [SYSTEM, ClientMessage("user", "one")]
     answer = session.turn(ModelCall(dialect=Dialect.CHAT, model="p", messages=tuple(history), tools=(BASH,)))
     history += [answer, ClientMessage("user", "two")]
-    planned = session.capture.plan(
-        ModelCall(dialect=Dialect.CHAT, model="p", messages=tuple(history), tools=(BASH,))
-    )
+    planned = session.capture.plan(ModelCall(dialect=Dialect.CHAT, model="p", messages=tuple(history), tools=(BASH,)))
     session.turn(ModelCall(dialect=Dialect.CHAT, model="p", messages=tuple(history), tools=(BASH,)))
     prompt = prompt_of(RENDERER, session.records, 1)
     assert prompt.prompt_ids == list(planned.prompt_ids)

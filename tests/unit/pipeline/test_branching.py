@@ -247,9 +247,7 @@ async def test_results_are_reused_of_their_own_turns_if_others_have_no_calls(tur
     async with bench() as b:
         await b.submit("source", max_turns=TURNS)
         await b.finish(dialogue, "source", renderer=Calling())
-        await b.submit(
-            branch_of=BranchPoint(rollout_id="source", turn=turn, reuse_results=True), max_turns=TURNS
-        )
+        await b.submit(branch_of=BranchPoint(rollout_id="source", turn=turn, reuse_results=True), max_turns=TURNS)
         branch = await b.finish(dialogue, renderer=Calling())
     assert branch.state is RolloutState.COMPLETED, branch.error
     shown = [message.content for message in branch.trajectory.messages if message.role == "tool"]

@@ -82,9 +82,7 @@ async def test_a_slot_that_is_lent_lets_others_work_and_comes_back():
     assert slots.held == 0
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans()), max_size=30), st.integers(1, 4)
-)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans()), max_size=30), st.integers(1, 4))
 def test_no_slot_is_lost_whoever_gives_up(workers, total):
     async def main():
         slots, most = FairSlots(total), 0

@@ -43,9 +43,7 @@ class Host:
 
     def __init__(self, seconds=SOON):
         self.metrics = Metrics()
-        self.admission = AdmissionController(
-            PressureController(PressureConfig(), 4, 2), HostMetrics, ceiling=4
-        )
+        self.admission = AdmissionController(PressureController(PressureConfig(), 4, 2), HostMetrics, ceiling=4)
         self.pauser = Pauser(seconds, self.admission, self.metrics)
 
     def has(self, free):
@@ -108,9 +106,7 @@ async def test_what_is_impossible_is_logged_once(host, pausing):
     with structlog.testing.capture_logs() as logs:
         async with host.pauser.running(pausing) as pauser:
             assert (pauser is None) == (pausing == "none")
-    assert [line["event"] for line in logs] == ["sandboxes are not paused, or keep memory"] * (
-        pausing != "memory"
-    )
+    assert [line["event"] for line in logs] == ["sandboxes are not paused, or keep memory"] * (pausing != "memory")
 
 
 async def test_memory_is_taken_once_the_host_has_too_little_and_from_one_after_another(host):

@@ -240,9 +240,7 @@ async def test_the_parts_of_a_reward_say_how_the_work_was_divided():
         parts = {"perf": 0.5, "parallel": 0.25, "width": 0.5, "finish": 0.75}
         assert rollout.reward_parts == parts | {"tests": 2.0}
     async with bench(Played(run=delegate, evaluate=score, parallel=ParallelSettings())) as b:
-        assert (await b.run()).reward_parts["width"] == 2 / 7, (
-            "without max_width, a turn's limit is the width"
-        )
+        assert (await b.run()).reward_parts["width"] == 2 / 7, "without max_width, a turn's limit is the width"
     async with bench(Played(run=delegate, evaluate=fail, parallel=parallel)) as b:
         assert ((failed := await b.run()).reward, failed.reward_parts) == (None, {})
     async with bench(Played(run=answer, evaluate=score)) as b:
@@ -854,11 +852,7 @@ async def test_a_stage_grows_and_shrinks_while_it_works():
         await b.idle()
 
 
-@given(
-    st.lists(
-        st.one_of(st.integers(1, 6).map(lambda n: ("resize", n)), st.just(("take", 0)), st.just(("give", 0)))
-    )
-)
+@given(st.lists(st.one_of(st.integers(1, 6).map(lambda n: ("resize", n)), st.just(("take", 0)), st.just(("give", 0)))))
 def test_seats_are_counted_right_through_any_change(steps):
     async def main() -> None:
         semaphore, held, size = ResizableSemaphore(3), 0, 3

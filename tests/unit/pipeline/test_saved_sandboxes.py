@@ -181,9 +181,7 @@ def paths(folder: Path) -> dict[str, Path]:
     return {saved_sandboxes._read_head(path).rollout_id: path for path in folder.glob("*/*")}
 
 
-async def test_a_rollout_goes_on_from_the_latest_file_of_any_node(
-    tmp_path: Path, nodes: list[SavedSandboxes]
-) -> None:
+async def test_a_rollout_goes_on_from_the_latest_file_of_any_node(tmp_path: Path, nodes: list[SavedSandboxes]) -> None:
     one, two, three = nodes
     late = {"turns": 3, "digest": digest_of([turn.generation.output_ids for turn in TURN[:3]])}
     await save(one)
@@ -203,9 +201,7 @@ async def test_a_rollout_goes_on_from_the_latest_file_of_any_node(
     assert names(tmp_path) == ["a"]
 
 
-async def test_what_a_lost_node_left_is_removed_by_another(
-    tmp_path: Path, nodes: list[SavedSandboxes]
-) -> None:
+async def test_what_a_lost_node_left_is_removed_by_another(tmp_path: Path, nodes: list[SavedSandboxes]) -> None:
     one, two, _ = nodes
     for name in ("ended", "under-way", "new"):
         await save(one, WORK.model_copy(update={"rollout_id": name}))
@@ -225,9 +221,7 @@ async def test_what_a_lost_node_left_is_removed_by_another(
         (OSError("no space"), "failed"),
     ],
 )
-async def test_a_sandbox_that_is_not_saved_leaves_the_last_file(
-    saved: SavedSandboxes, error, outcome
-) -> None:
+async def test_a_sandbox_that_is_not_saved_leaves_the_last_file(saved: SavedSandboxes, error, outcome) -> None:
     await save(saved)
     await save(saved, WORK.model_copy(update={"turns": 3}), Saves(error))
     found = await saved.find("r", TURN, "identity of base")

@@ -98,9 +98,7 @@ def imported(*packages: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found.add(node.module.split(".")[0])
     known = packages_distributions()
-    others = (
-        found - {"api_schemas", "rollout_client", "rollout_service", "sandboxes"} - sys.stdlib_module_names
-    )
+    others = found - {"api_schemas", "rollout_client", "rollout_service", "sandboxes"} - sys.stdlib_module_names
     return {plain(known.get(module, [module])[0]) for module in others}
 
 

@@ -81,9 +81,7 @@ def test_every_relative_link_and_its_anchor_exist(page):
 @pytest.mark.slow
 def test_every_page_named_outside_of_links_exists():
     missing = []
-    for name in tracked(
-        "*.py", "*.md", "*.sh", "*.toml", "*.def", "*.service", "*.yaml", "scripts/*", "deploy/*"
-    ):
+    for name in tracked("*.py", "*.md", "*.sh", "*.toml", "*.def", "*.service", "*.yaml", "scripts/*", "deploy/*"):
         for named in PAGE.findall((ROOT / name).read_text(errors="replace")):
             path, _, anchor = named.partition("#")
             if not (ROOT / path).is_file() or (anchor and anchor not in anchors(path)):
@@ -118,9 +116,7 @@ def test_the_table_of_contents_names_every_page():
 def test_the_page_on_errors_lists_every_code():
     page = (ROOT / "docs/reference/errors.md").read_text()
     codes = set()
-    for name in tracked(
-        "rollout_service/**/*.py", "rollout_service/*.py", "sandboxes/**/*.py", "sandboxes/*.py"
-    ):
+    for name in tracked("rollout_service/**/*.py", "rollout_service/*.py", "sandboxes/**/*.py", "sandboxes/*.py"):
         for node in ast.walk(parse(ROOT / name)):
             if isinstance(node, ast.ClassDef) and "testing" not in name:
                 codes |= set(_class_codes(node))
@@ -131,11 +127,7 @@ def test_the_page_on_errors_lists_every_code():
 def _class_codes(node: ast.ClassDef) -> Iterator[str]:
     for line in node.body:
         targets = (
-            line.targets
-            if isinstance(line, ast.Assign)
-            else [line.target]
-            if isinstance(line, ast.AnnAssign)
-            else []
+            line.targets if isinstance(line, ast.Assign) else [line.target] if isinstance(line, ast.AnnAssign) else []
         )
         if any(isinstance(target, ast.Name) and target.id == "code" for target in targets):
             value = line.value
@@ -154,12 +146,8 @@ def test_the_page_on_the_api_lists_every_route():
 
 def test_the_page_on_metrics_lists_every_metric_and_only_log_lines_that_exist():
     page = (ROOT / "docs/reference/metrics-and-log.md").read_text()
-    code = "".join(
-        (ROOT / name).read_text() for name in tracked("rollout_service/**/*.py", "sandboxes/**/*.py")
-    )
-    telemetry = "".join(
-        (ROOT / name).read_text() for name in tracked("rollout_service/observability/telemetry/*.py")
-    )
+    code = "".join((ROOT / name).read_text() for name in tracked("rollout_service/**/*.py", "sandboxes/**/*.py"))
+    telemetry = "".join((ROOT / name).read_text() for name in tracked("rollout_service/observability/telemetry/*.py"))
     metrics = set(re.findall(r'"(rollout_\w+)"', telemetry)) - {"rollout_id", "rollout_ids"}
     assert len(metrics) > 30
     assert not {name for name in metrics if not re.search(rf"`{name}(_total)?\b", page)}
@@ -217,9 +205,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_a_link_out_of_the_folder_leads_to_a_copy_in_the_site(checkout, tmp_path):
     (checkout / "code" / "part.py").write_text("print(1)\n")
     (checkout / "code" / "README.md").write_text("See [the part](part.py).\n")
-    (checkout / "docs" / "how-to" / "work.md").write_text(
-        "[code](../../code/README.md#top) [x](https://a.b/c)\n"
-    )
+    (checkout / "docs" / "how-to" / "work.md").write_text("[code](../../code/README.md#top) [x](https://a.b/c)\n")
     stage_pages(checkout, tmp_path / "site")
     page = (tmp_path / "site" / "how-to" / "work.md").read_text()
     assert page == "[code](../repository/code/README.md#top) [x](https://a.b/c)\n"

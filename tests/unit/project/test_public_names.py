@@ -48,9 +48,7 @@ def test_type_checkers_find_each_name_where_it_is_loaded_from(module: ModuleType
 def sources() -> list[Path]:
     folders = [ROOT / "examples" / "environments", ROOT / "examples" / "plugins", ROOT / "docs"]
     templates = ROOT / "rollout_service" / "cli" / "env" / "templates"
-    return [
-        path for folder in [*folders, templates] for end in ("py", "md") for path in folder.rglob(f"*.{end}")
-    ]
+    return [path for folder in [*folders, templates] for end in ("py", "md") for path in folder.rglob(f"*.{end}")]
 
 
 def test_pages_and_examples_use_no_other_names_of_the_service() -> None:

@@ -19,9 +19,7 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run code after `lib.sh`, with its log in the given folder."""
-    prelude = (
-        f"set -euo pipefail; source {SCRIPTS / 'lib.sh'}; cache={folder}; setup_log={folder}/setup.log\n"
-    )
+    prelude = f"set -euo pipefail; source {SCRIPTS / 'lib.sh'}; cache={folder}; setup_log={folder}/setup.log\n"
     variables = {"PATH": "/usr/bin:/bin", "HOME": str(folder)} | environ
     return subprocess.run(
         ["bash", "-c", prelude + code], capture_output=True, text=True, env=variables, cwd=folder, check=False
@@ -78,9 +76,7 @@ def test_the_second_tier_adds_what_takes_long_to_install():
 
 def test_the_markers_of_the_chosen_tests_decide_what_is_installed():
     chosen = ["tests/conformance/engines/test_engine_kv.py", "-k", "embedded or vllm"]
-    done = subprocess.run(
-        [SCRIPTS / "test", "--dry-run", *chosen], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([SCRIPTS / "test", "--dry-run", *chosen], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["trainer", "systemd", "vllm"]
 
 
@@ -107,9 +103,7 @@ def test_an_ordinary_user_sees_what_to_install(tmp_path, code, says):
 
 
 def test_a_step_that_fails_shows_the_end_of_its_output_and_ends_the_script(tmp_path):
-    result = bash(
-        "broken() { echo first; echo the reason >&2; return 3; }; step 'do it' broken; echo on", tmp_path
-    )
+    result = bash("broken() { echo first; echo the reason >&2; return 3; }; step 'do it' broken; echo on", tmp_path)
     assert result.returncode == 1
     assert "==> do it ... failed" in result.stderr
     assert "the reason" in result.stderr
@@ -210,9 +204,7 @@ def test_tests_that_failed_can_be_run_again_with_or_without_a_group(tmp_path):
     pytest_here = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "-p", "xdist"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    first = subprocess.run(
-        [*pytest_here, "-n", "1", "--dist", "loadgroup"], cwd=tmp_path, env=environ, check=False
-    )
+    first = subprocess.run([*pytest_here, "-n", "1", "--dist", "loadgroup"], cwd=tmp_path, env=environ, check=False)
     assert first.returncode == 1
     failed = bash("last_failed", tmp_path).stdout.splitlines()
     assert sorted(failed) == ["test_failing.py::test_alone[a@b]", "test_failing.py::test_grouped[a@b]"]

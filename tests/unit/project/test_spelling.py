@@ -40,9 +40,7 @@ def british(text: str) -> list[str]:
 @pytest.mark.slow
 def test_no_file_has_british_spelling():
     patterns = ["*.py", "*.md", "*.toml", "*.sh", "scripts/*"]
-    listed = subprocess.run(
-        ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     paths = set(listed.stdout.splitlines()) - KEPT
     found = {path: british(path + "\n" + (ROOT / path).read_text()) for path in sorted(paths)}
     assert not {path: words for path, words in found.items() if words}
@@ -64,8 +62,6 @@ def test_a_british_word_is_found(word):
     assert british(f"see {word} there")
 
 
-@pytest.mark.parametrize(
-    "word", ["cancelled", "aria-labelledby", "color", "pairwise", "promise", "four hours"]
-)
+@pytest.mark.parametrize("word", ["cancelled", "aria-labelledby", "color", "pairwise", "promise", "four hours"])
 def test_other_words_are_not(word):
     assert not british(f"see {word} there")

@@ -54,9 +54,7 @@ def run(folder: Path, *arguments: str) -> tuple[list[str], str]:
     command = [sys.executable, "-m", "pytest", "-v", "-p", "xdist", "-p", "no:cacheprovider"]
     command += ["-p", "tests.support.plugins.tiers", "-o", "markers=extended", *arguments]
     own = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | own, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=folder, env=os.environ | own, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 5), done.stdout + done.stderr
     outcomes = re.findall(r"PASSED (test_\S+)|(test_\S+) PASSED", done.stdout)
     return ["".join(names).replace(".py::test", "") for names in outcomes], done.stdout
@@ -96,9 +94,7 @@ def test_a_tier_leaves_the_other_out(suite, tier, names):
     assert len(ran) == 2 * len(names)
 
 
-STUBBORN = (
-    "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('ready', flush=True); time.sleep(99)"
-)
+STUBBORN = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('ready', flush=True); time.sleep(99)"
 
 
 @pytest.mark.slow

@@ -37,9 +37,7 @@ def service(it: Bench) -> RunService:
     async def environment(_: str) -> None:
         raise AssertionError("no run is created through it")
 
-    return RunService(
-        it.store.runs, lambda _: it.manager, check_environment=environment, check_pool=lambda _: None
-    )
+    return RunService(it.store.runs, lambda _: it.manager, check_environment=environment, check_pool=lambda _: None)
 
 
 async def with_problem(it: Bench) -> RunRecord:
@@ -102,9 +100,7 @@ async def test_equal_rewards_are_a_problem_that_does_not_stop_the_run():
         await until(lambda: it.manager.troubled)
         assert "rollout_run_dropped_in_a_row" in it.metrics.render().decode()
         changed = [
-            event.subject
-            for event in await it.store.events(after=0, limit=10_000)
-            if event.kind == "run.changed"
+            event.subject for event in await it.store.events(after=0, limit=10_000) if event.kind == "run.changed"
         ]
         assert changed == ["a"]
 
@@ -136,9 +132,7 @@ async def test_failures_that_may_pass_pause_no_run_by_default():
 async def test_a_run_that_took_all_tasks_and_delivered_nothing_does_not_end_as_if_it_had():
     async with bench(Grader(1.0)) as it:
         await it.create(tasks=3)
-        with pytest.raises(
-            RunWithoutBatchesError, match=r"no group was kept of 3 \(3 zero_variance\)"
-        ) as over:
+        with pytest.raises(RunWithoutBatchesError, match=r"no group was kept of 3 \(3 zero_variance\)") as over:
             await it.lease()
         assert over.value.code == "run_without_batches"
         view = await service(it).get("a")

@@ -68,9 +68,7 @@ def test_types_and_nested_columns(tmp_path):
 def test_rows_beyond_one_group_are_read_by_position(tmp_path):
     path = write(tmp_path / "many.parquet", n=list(range(3_000)))
     rows = opened(path)
-    assert [rows.read(n) for n in (0, 699, 700, 1_024, 2_999)] == [
-        {"n": n} for n in (0, 699, 700, 1_024, 2_999)
-    ]
+    assert [rows.read(n) for n in (0, 699, 700, 1_024, 2_999)] == [{"n": n} for n in (0, 699, 700, 1_024, 2_999)]
 
 
 @pytest.mark.parametrize(

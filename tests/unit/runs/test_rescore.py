@@ -91,9 +91,7 @@ class Bench:
         self.checked.append(name)
         self._context.environments.get(name)
 
-    async def roll_out(
-        self, environment: str, instance: dict, script: Iterable[ScriptedTurn]
-    ) -> RecordedRollout:
+    async def roll_out(self, environment: str, instance: dict, script: Iterable[ScriptedTurn]) -> RecordedRollout:
         self._policies.opens = lambda *_: ScriptedPolicy(script)
         request = RolloutRequest(rollout_id="r", task=Task(environment=environment, instance=instance))
         await self._context.store.submit(request)
@@ -163,9 +161,7 @@ async def test_another_version_is_scored_next_to_the_old_reward(bench):
 async def test_rewards_for_handing_on_work_stay_as_they_were(bench):
     recorded = await bench.roll_out("code", SQUARE, RIGHT)
     parts = {"perf": 1.0, "parallel": 0.5, "width": 1.0, "finish": 0.75}
-    rollout = recorded.rollout.model_copy(
-        update={"reward_parts": recorded.rollout.reward_parts | parts, "reward": 1.0}
-    )
+    rollout = recorded.rollout.model_copy(update={"reward_parts": recorded.rollout.reward_parts | parts, "reward": 1.0})
     result = await bench.rescore(recorded.model_copy(update={"rollout": rollout}), environment="code-v2")
     assert result.reward_parts == rollout.reward_parts | {"perf": 0.5}
 
@@ -275,8 +271,6 @@ async def test_a_record_without_its_sub_agents_tells_by_its_calls_that_there_wer
     assert (await bench.rescore(recorded)).reward == 1.0
     refused = await bench.rescore(recorded, replay="always")
     assert refused.error.code == "not_replayable"
-    idle = recorded.rollout.model_copy(
-        update={"work": WORK.model_copy(update={"assigns": Assigns(refused=1)})}
-    )
+    idle = recorded.rollout.model_copy(update={"work": WORK.model_copy(update={"assigns": Assigns(refused=1)})})
     replayed = await bench.rescore(recorded.model_copy(update={"rollout": idle}), replay="always")
     assert (replayed.reward, replayed.replayed) == (1.0, True)

@@ -100,9 +100,7 @@ async def test_a_group_branches_once_its_roots_have_ended() -> None:
     async with bench(play) as it:
         it.turns = 3
         branching = Branching(roots=2)
-        await it.create(
-            tasks=1, batch_size=1, group_size=5, branching=branching, advantages=Advantages.LEAVE_ONE_OUT
-        )
+        await it.create(tasks=1, batch_size=1, group_size=5, branching=branching, advantages=Advantages.LEAVE_ONE_OUT)
         (batch,) = await it.all()
     (group,) = batch.groups
     at = [BranchPoint(rollout_id="a.0.0", turn=turn) for turn in (2, 1, 2)]  # of the root that has a reward

@@ -28,9 +28,7 @@ REQUEST = RunRequest(source=InlineTasks(), batch_size=1)
 
 def closed(*rollouts: Rollout, bound: int | None = None, request: RunRequest = REQUEST) -> GroupClosure:
     members = [
-        GroupMember(
-            number, one.rollout_id, RolloutState.COMPLETED, one.reward, None, 0, 0, is_straggler=False
-        )
+        GroupMember(number, one.rollout_id, RolloutState.COMPLETED, one.reward, None, 0, 0, is_straggler=False)
         for number, one in enumerate(rollouts)
     ]
     samples = list(zip(members, rollouts, strict=True))
@@ -107,9 +105,7 @@ async def test_a_restart_loses_nothing_of_the_whole_run_and_begins_the_recent_fi
             before = await first.figures()
             assert before.total.rollouts == 2
             assert (
-                before.total
-                == before.recent
-                == parallel_figures(work_sums([rollout(WIDE, 0.0), rollout(SERIAL, 0.0)]))
+                before.total == before.recent == parallel_figures(work_sums([rollout(WIDE, 0.0), rollout(SERIAL, 0.0)]))
             )
             assert (await store.runs.get("a")).count("dropped:zero_variance") == 1
             service = RunService(

@@ -39,9 +39,7 @@ class Bench:
     async def roll_out(self, detail: NodeDetail) -> None:
         """Create the run and complete its rollouts."""
         source = InlineTasks(tasks=[Task(environment="calc")])
-        request = RunRequest(
-            run_id="a", source=source, batch_size=1, group_size=2, filters=[], nodes=detail, version=3
-        )
+        request = RunRequest(run_id="a", source=source, batch_size=1, group_size=2, filters=[], nodes=detail, version=3)
         await self.store.runs.create(request, tasks=1, digest=None, version=3)
         left = 2
         while left:

@@ -186,9 +186,7 @@ async def test_auxiliary_rewards_fade_with_the_trainer_s_version():
                     total = sample.rollout.reward + weights.parallel * parts["parallel"]
                     assert sample.reward == total + weights.finish * parts["finish"]
                 seen.append((weights.at_version, weights.parallel))
-        assert seen == [
-            (version, pytest.approx(0.4 * (1 - version / 4))) for version in (0, 0, 1, 1, 2, 2, 3, 3)
-        ]
+        assert seen == [(version, pytest.approx(0.4 * (1 - version / 4))) for version in (0, 0, 1, 1, 2, 2, 3, 3)]
 
 
 async def test_weights_stay_as_they_were_when_the_group_closed(tmp_path):
@@ -282,9 +280,7 @@ async def test_a_trainer_that_accepts_stale_samples_gets_all_of_them():
         await it.create(tasks=4, max_staleness=0)
         await until_ready(it, 2)
         it.version = 5
-        leased = await it.delivery.lease(
-            BatchLeaseRequest("a", "k", 60, allow_stale=True), version=None, timeout=10
-        )
+        leased = await it.delivery.lease(BatchLeaseRequest("a", "k", 60, allow_stale=True), version=None, timeout=10)
         groups = [await it.store.runs.group("a", number) for number in leased.groups]
         assert [(group.usable, group.oldest_version) for group in groups] == [(4, 0), (4, 0)]
         assert all(sample.rollout.trajectory for group in groups for sample in group.samples)
@@ -523,9 +519,7 @@ async def test_a_lost_record_pauses_only_its_own_run_until_it_is_restored(tmp_pa
 @pytest.mark.parametrize("lost", ["= 'a.0.1'", "LIKE 'a.0.%'"], ids=["one", "all of a group"])
 async def test_a_run_that_lost_rollouts_can_be_ended(tmp_path, lost):
     async with two_runs(tmp_path) as (it, may_end):
-        await it.store._thread.write(
-            lambda db: db.execute(f"DELETE FROM rollouts WHERE rollout_id {lost}").rowcount
-        )
+        await it.store._thread.write(lambda db: db.execute(f"DELETE FROM rollouts WHERE rollout_id {lost}").rowcount)
         may_end.set()
         await stopped(it, "record_lost")
         await it.store.runs.update("a", state=RunState.ENDED)
@@ -534,10 +528,7 @@ async def test_a_run_that_lost_rollouts_can_be_ended(tmp_path, lost):
         run = await it.store.runs.get("a")
         assert (run.count("open"), run.count("dropped:cancelled")) == (0, 2 - len(groups))
         for number in await it.store.runs.closed_groups("a"):
-            left = {
-                sample.sample.rollout.rollout_id
-                for sample in await it.store.runs.exported_samples("a", number)
-            }
+            left = {sample.sample.rollout.rollout_id for sample in await it.store.runs.exported_samples("a", number)}
             assert "a.0.1" not in left
 
 
@@ -558,9 +549,7 @@ async def test_a_damaged_part_of_the_file_stops_only_runs_that_need_it(tmp_path)
     async with two_runs(tmp_path, source=InlineTasks(tasks=tasks)) as (it, may_end):
         while not damage_padding(tmp_path / "store.sqlite3"):
             with suppress(StoreError):  # a write in the same transaction may fail
-                await it.store._thread.read(
-                    lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-                )
+                await it.store._thread.read(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
         await it.store._thread.read(lambda db: db.execute("PRAGMA shrink_memory").fetchall())
         may_end.set()
         while it.store.problem is None:
@@ -574,9 +563,7 @@ async def test_a_batch_with_a_lost_rollout_says_so(tmp_path):
     async with bench(by_sample, path=tmp_path / "store.sqlite3") as it:
         await it.create(tasks=2)
         await until_ready(it, 2)
-        await it.store._thread.write(
-            lambda db: db.execute("DELETE FROM rollouts WHERE rollout_id = 'a.0.1'").rowcount
-        )
+        await it.store._thread.write(lambda db: db.execute("DELETE FROM rollouts WHERE rollout_id = 'a.0.1'").rowcount)
         with pytest.raises(RecordLostError, match=r"a\.0\.1") as caught:
             await it.lease()
         assert "Restore a backup" in caught.value.hint

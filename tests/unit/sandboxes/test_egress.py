@@ -244,9 +244,7 @@ async def ask(port: int, request: str) -> bytes:
 async def test_a_tunnel_carries_bytes_both_ways_and_counts_them():
     async with upstream() as server:
         names = Names({"data.example": ["127.0.0.1"]})
-        proxy = EgressProxy(
-            "a", AllowList([f"data.example:{server.port}", f"127.0.0.1:{server.port}"]), resolve=names
-        )
+        proxy = EgressProxy("a", AllowList([f"data.example:{server.port}", f"127.0.0.1:{server.port}"]), resolve=names)
         async with serving(proxy) as port:
             answer = await ask(port, f"CONNECT DATA.example.:{server.port} HTTP/1.1\r\nHost: x\r\n\r\nearly")
     head, _, rest = answer.partition(b"\r\n\r\n")

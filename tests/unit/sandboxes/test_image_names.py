@@ -133,9 +133,7 @@ def test_a_dockerfile_has_no_base_of_the_host_but_those_that_are_given(tmp_path,
         find_bases(ImageStore(tmp_path / "images"), dockerfile_at(file), given)
     assert "--base" in caught.value.hint
     path = str(caught.value).split("'")[1]
-    assert (
-        own in find_bases(ImageStore(tmp_path), dockerfile_at(file), {**given, path: str(own)}).bases.values()
-    )
+    assert own in find_bases(ImageStore(tmp_path), dockerfile_at(file), {**given, path: str(own)}).bases.values()
 
 
 def test_the_public_names_are_importable_from_the_package():

@@ -58,9 +58,7 @@ RUN = RunOverview(
     ready_groups=7,
     acknowledged_groups=0,
 )
-ENGINE = BackendOverview(
-    backend=BackendView.model_construct(state=BackendState.READY, in_flight=40, queued=0)
-)
+ENGINE = BackendOverview(backend=BackendView.model_construct(state=BackendState.READY, in_flight=40, queued=0))
 FULL = BackendOverview(backend=BackendView.model_construct(state=BackendState.READY, in_flight=40, queued=9))
 BUSY = stage(Stage.ROLLOUT, 64, 2, engine=40, tool=24)
 QUEUED = {"counts": {RolloutState.QUEUED: 900, RolloutState.ROLLOUT: 64}}

@@ -299,8 +299,6 @@ def test_no_code_writes_an_event_of_another_kind():
     root = Path(__file__).parents[3] / "rollout_service" / "store"
     written = set()
     for path in [*root.rglob("*.py"), *root.rglob("*.lua")]:
-        written |= set(
-            re.findall(r"""['"]((?:rollout|run|group|backend|pool|node)\.[a-z_]+)['"]""", path.read_text())
-        )
+        written |= set(re.findall(r"""['"]((?:rollout|run|group|backend|pool|node)\.[a-z_]+)['"]""", path.read_text()))
     assert written
     assert written - {"rollout.trajectory"} <= set(map(str, EventKind))

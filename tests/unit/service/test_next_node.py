@@ -93,15 +93,11 @@ def test_it_says_how_many_wait_or_why_nothing_comes_of_it():
         message="a hangs",
         hint="",
     )
-    assert (
-        "something is stuck: a hangs" in next_node(overview(12, [node(8)], findings=[finding]), None).message
-    )
+    assert "something is stuck: a hangs" in next_node(overview(12, [node(8)], findings=[finding]), None).message
 
 
 def test_stages_of_several_nodes_are_added_up():
-    init, rollout, evaluate = stages_of_all(
-        [node(8), node(3, workers=16), node(1).model_copy(update={"stages": []})]
-    )
+    init, rollout, evaluate = stages_of_all([node(8), node(3, workers=16), node(1).model_copy(update={"stages": []})])
     assert [one.workers for one in (init, rollout, evaluate)] == [4, 24, 8]
     assert stages_of_all([]) == []
 

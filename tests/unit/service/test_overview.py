@@ -34,14 +34,10 @@ def overview() -> Overview:
     )
 
 
-def rollout(
-    rollout_id: str, state: RolloutState, code: str | None = None, environment: str = "calc"
-) -> Rollout:
+def rollout(rollout_id: str, state: RolloutState, code: str | None = None, environment: str = "calc") -> Rollout:
     error = None
     if code is not None:
-        error = ErrorInfo(
-            code=code, boundary=Boundary.SANDBOX, message=f"{rollout_id} broke", stage="rollout"
-        )
+        error = ErrorInfo(code=code, boundary=Boundary.SANDBOX, message=f"{rollout_id} broke", stage="rollout")
     task = Task(environment=environment, instance={})
     return samples.rollout(rollout_id, state, task=task, error=error, created_at=NOW)
 

@@ -71,9 +71,7 @@ WITHOUT = "import sys; sys.modules['redis'] = None\n"
 
 
 def run(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT + code], capture_output=True, text=True, check=True
-    ).stdout
+    return subprocess.run([sys.executable, "-c", WITHOUT + code], capture_output=True, text=True, check=True).stdout
 
 
 def test_a_store_in_redis_names_the_extra():

@@ -15,9 +15,7 @@ from rollout_service.engines.serving.subagent_pools import (
 from rollout_service.environments.contract import EnvironmentSpec
 
 ALONE = EnvironmentSpec(name="alone")
-TOGETHER = EnvironmentSpec(
-    name="together", parallel=ParallelSettings(subagent=SubagentSettings(pool="frozen-2"))
-)
+TOGETHER = EnvironmentSpec(name="together", parallel=ParallelSettings(subagent=SubagentSettings(pool="frozen-2")))
 
 
 def fields_of(error: InvalidFieldError) -> list[str]:

@@ -116,9 +116,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
     names = ["<unk>", "<s>", *[f"<0x{byte:02X}>" for byte in range(256)], *words]
     model = models.BPE({name: n for n, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
     tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens([AddedToken("<|end▁of▁turn|>", special=True)])
     return tokenizer
 
@@ -199,9 +197,7 @@ def test_the_outline_has_turns_and_where_a_segment_leaves_its_parent():
     )
     fork = segment([1, 2, 3, 9], fork_reason=ForkReason.HISTORY_EDITED, parent=0, shared_prefix=3)
     side = segment([1, 2], fork_reason=ForkReason.NEW_ROOT)
-    trajectory = Trajectory(
-        segments=[first, fork], messages=[], finish_reasons=[], fork_counts={}, untrained=[side]
-    )
+    trajectory = Trajectory(segments=[first, fork], messages=[], finish_reasons=[], fork_counts={}, untrained=[side])
     shown = outline(trajectory, "r", None, has_text=True)
     assert [each.trained for each in shown.segments] == [True, True, False]
     assert [(each.tokens, each.sampled) for each in shown.segments] == [(6, 3), (4, 0), (2, 0)]

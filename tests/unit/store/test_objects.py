@@ -130,9 +130,7 @@ def test_a_server_that_ignores_conditions_is_refused(files, monkeypatch):
     assert not files.sizes()
 
 
-ANSWER = (
-    f"status code: 403 Forbidden: <Error><Code>%s</Code><AWSAccessKeyId>{SECRET}</AWSAccessKeyId></Error>"
-)
+ANSWER = f"status code: 403 Forbidden: <Error><Code>%s</Code><AWSAccessKeyId>{SECRET}</AWSAccessKeyId></Error>"
 
 
 @pytest.mark.parametrize(

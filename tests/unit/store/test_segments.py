@@ -61,9 +61,7 @@ async def test_writes_at_the_same_time_share_flushes(tmp_path):
         async with anyio.create_task_group() as group:
             for number in range(64):
                 group.start_soon(keep, segments, ledger, b"%d" % number)
-        assert (
-            files.flushes - before <= 4
-        )  # the new file's header, the first record, and those that came meanwhile
+        assert files.flushes - before <= 4  # the new file's header, the first record, and those that came meanwhile
         assert (await segments.totals()).records == 64
 
 

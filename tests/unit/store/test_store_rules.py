@@ -141,9 +141,7 @@ def test_a_run_has_no_further_batch_only_when_nothing_can_become_one(run, ready)
 def test_a_group_is_stale_when_it_lags_by_more_than_the_run_allows(version, max_staleness, oldest):
     bound = rules.oldest_allowed(run_of(version=version, max_staleness=max_staleness))
     lags = None if oldest is None else version - oldest
-    assert rules.is_stale(oldest, bound) == (
-        max_staleness is not None and lags is not None and lags > max_staleness
-    )
+    assert rules.is_stale(oldest, bound) == (max_staleness is not None and lags is not None and lags > max_staleness)
 
 
 names = st.sampled_from(["dropped:stale", "dropped:too_long", "ready", "masked"])
@@ -257,8 +255,7 @@ def test_a_batch_is_returned_unless_it_is_acknowledged():
 
 settled_groups = st.lists(st.tuples(counts, st.integers(0, 20)), max_size=8).map(
     lambda rows: [
-        SettledGroup(number, size, at)
-        for number, (size, at) in enumerate(sorted(rows, key=lambda row: -row[1]))
+        SettledGroup(number, size, at) for number, (size, at) in enumerate(sorted(rows, key=lambda row: -row[1]))
     ]
 )
 

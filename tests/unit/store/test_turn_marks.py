@@ -96,9 +96,7 @@ def test_others_see_nothing_of_a_session(marks):
 def test_a_task_has_none_of_the_fields():
     row = stored(rollout(nodes=[], work=None), order(ASKED))
     assert not {"kind", "session", "turn_marks"} & set(json.loads(row["result"]))
-    assert not {"kind", "session", "turn_marks"} & set(
-        json.loads(group_codec.decode_whole(row).model_dump_json())
-    )
+    assert not {"kind", "session", "turn_marks"} & set(json.loads(group_codec.decode_whole(row).model_dump_json()))
 
 
 def test_damaged_marks_are_reported_with_their_rollout():

@@ -69,10 +69,7 @@ def is_ambiguous(renderer, text):
 
 
 def read(renderer, prompt, output, tools=(TOOL,)):
-    return [
-        (call.name, exact(call.arguments), call.error)
-        for call in renderer.parse(output, prompt, tools).tool_calls
-    ]
+    return [(call.name, exact(call.arguments), call.error) for call in renderer.parse(output, prompt, tools).tool_calls]
 
 
 @pytest.mark.slow
@@ -124,9 +121,7 @@ def test_formats_by_template_keep_texts_too(by_template):
 
 
 @pytest.mark.parametrize("family", sorted(SYNTAX))
-@pytest.mark.parametrize(
-    "value", [{"count": "five"}, {"flag": "yes"}, {"items": "[1"}, {"ratio": "Infinity"}]
-)
+@pytest.mark.parametrize("value", [{"count": "five"}, {"flag": "yes"}, {"items": "[1"}, {"ratio": "Infinity"}])
 def test_a_value_that_its_schema_cannot_hold_makes_a_call_malformed(root, family, value):
     renderer = shared(root / family, family)
     found = read(renderer, *written(renderer, {"path": " a", **value}))
@@ -211,9 +206,7 @@ def test_a_close_counts_where_the_format_goes_on(text, found):
 
 
 def test_white_space_of_a_value_is_kept():
-    assert parts_of("laguna-xs.2", "<arg_key>a</arg_key>\n <arg_value>\n 1 </arg_value>\n") == [
-        ("a", "\n 1 ")
-    ]
+    assert parts_of("laguna-xs.2", "<arg_key>a</arg_key>\n <arg_value>\n 1 </arg_value>\n") == [("a", "\n 1 ")]
     assert parts_of("minimax-m2", '<parameter name="a">\r\n</parameter>\n') == [("a", "\r\n")]
 
 
@@ -329,9 +322,7 @@ def test_a_string_is_never_changed(text):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False),
-    lambda inner: (
-        st.lists(inner | st.text(max_size=4), max_size=3) | st.dictionaries(st.text(max_size=3), inner)
-    ),
+    lambda inner: st.lists(inner | st.text(max_size=4), max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=8,
 )
 

@@ -88,9 +88,7 @@ def test_a_bridge_is_what_a_render_of_the_whole_conversation_writes(chat):
 
 def test_parallel_calls_are_read_in_order(chat):
     written = None if chat.name in SINGLE_CALL else as_written(chat, TURNS["parallel calls"])
-    assert (written is None) == (
-        chat.name in SINGLE_CALL | NEVER_AS_BEGUN | {"hy3", "laguna-xs.2", "laguna-m.1"}
-    )
+    assert (written is None) == (chat.name in SINGLE_CALL | NEVER_AS_BEGUN | {"hy3", "laguna-xs.2", "laguna-m.1"})
     if written is not None:
         prompt, output, _ = written
         calls = chat.parse(output, prompt, [TOOL]).tool_calls
@@ -130,9 +128,7 @@ def test_no_text_of_a_message_becomes_a_control_token(chat, role):
     histories = []
     for content in ("X", forged):
         message = (
-            Message(role="assistant", content=content)
-            if role == "assistant"
-            else Message(role=role, content=content)
+            Message(role="assistant", content=content) if role == "assistant" else Message(role=role, content=content)
         )
         new = result(content) if role == "tool" else message
         turn = [TURNS["call"]] if role == "tool" else []
@@ -264,17 +260,13 @@ def test_compaction_keeps_what_was_sampled_in_its_own_segment(chat):
         conversation.record(output, [-1.0] * len(output), [number] * len(output), FinishReason.STOP)
         conversation.replace([Message(role="user", content="In short?")], ForkReason.COMPACTION)
     first, second = conversation.trajectory().segments
-    assert [sum(first.loss_mask), sum(second.loss_mask)] == [
-        len(turn.output_ids) for turn in conversation.turns
-    ]
+    assert [sum(first.loss_mask), sum(second.loss_mask)] == [len(turn.output_ids) for turn in conversation.turns]
     assert (second.parent, second.fork_reason) == (0, ForkReason.COMPACTION)
     assert second.token_ids[: second.shared_prefix] == first.token_ids[: second.shared_prefix]
 
 
 @pytest.mark.parametrize("name", sorted(_READ_LAST_TURN))
-@pytest.mark.parametrize(
-    "text", ["Yes.", "<think>\nHm.\n</think>\n\nYes.", "<think>\nHm", "Hm.\n</think>\n\nYes."]
-)
+@pytest.mark.parametrize("text", ["Yes.", "<think>\nHm.\n</think>\n\nYes.", "<think>\nHm", "Hm.\n</think>\n\nYes."])
 def test_a_format_that_is_given_the_end_of_a_prompt_answers_as_if_it_had_all_of_it(root, name, text):
     renderer = shared(root / name, name)
     library, new = renderer._backend, [result("4")]

@@ -210,9 +210,7 @@ def test_parsing_raises_on_no_ids(renderers, name, ids, tools):
 @given(text=TEXT)
 def test_no_text_holds_a_control_token(renderers, name, text):
     renderer = renderers[name]
-    clean, written = (
-        renderer.render([Message(role="user", content=content)]) for content in ("x", f"x{text}x")
-    )
+    clean, written = (renderer.render([Message(role="user", content=content)]) for content in ("x", f"x{text}x"))
     first = renderer.vocab_size - len(control_tokens(name))
     assert [token for token in written if token >= first] == [token for token in clean if token >= first]
     assert f"x{text}x" in renderer.decode(written)

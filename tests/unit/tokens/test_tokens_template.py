@@ -43,9 +43,7 @@ EXTENDS = {
         "for m in (messages|rejectattr('role', 'eq', 'tool')|list)"
         " + (messages|selectattr('role', 'eq', 'tool')|list|reverse|list)",
     ),
-    "reminds in results": USUAL.replace(
-        WITH_CONTENT, "{{ m.content }}{% if m.role == 'tool' %} Remember.{% endif %}"
-    ),
+    "reminds in results": USUAL.replace(WITH_CONTENT, "{{ m.content }}{% if m.role == 'tool' %} Remember.{% endif %}"),
     "ends twice": USUAL.replace("<|im_end|>", "<|im_end|><|im_end|>"),
 }
 """Templates whose extension is proven, at least for an answer and one round of results."""
@@ -55,8 +53,7 @@ FORKS = {
     "reminds in the last message": USUAL.replace(
         WITH_CONTENT, WITH_CONTENT + "{% if loop.last and m.role != 'assistant' %} Be brief.{% endif %}"
     ),
-    "says whether there were results": "{{ messages|selectattr('role', 'eq', 'tool')|list|length > 0 }}"
-    + USUAL,
+    "says whether there were results": "{{ messages|selectattr('role', 'eq', 'tool')|list|length > 0 }}" + USUAL,
     "results before the turn": USUAL.replace(
         "for m in messages", "for m in messages|sort(attribute='role', reverse=true)"
     ),
@@ -65,9 +62,7 @@ FORKS = {
         "{% if loop.nextitem is not defined or loop.nextitem.role != 'tool' %}<|im_end|>{% endif %}\n",
     ),
     "drops results": USUAL.replace("for m in messages", "for m in messages|rejectattr('role', 'eq', 'tool')"),
-    "drops the text of calls": USUAL.replace(
-        WITH_CONTENT, "{% if not m.tool_calls %}{{ m.content }}{% endif %}"
-    ),
+    "drops the text of calls": USUAL.replace(WITH_CONTENT, "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
     "drops calls": USUAL.replace("for c in m.tool_calls or []", "for c in []"),
     "notes that results come": USUAL.replace(
         "<|im_end|>\n", "{% if loop.nextitem and loop.nextitem.role == 'tool' %} Wait.{% endif %}<|im_end|>\n"
@@ -219,11 +214,7 @@ def test_reasoning_that_is_removed_from_a_turn_before_the_last_begins_a_segment(
 def test_another_end_of_turn_than_the_template_writes_begins_a_segment(tmp_path):
     folder = write_model(tmp_path / "model", USUAL)
     tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    ends = {
-        token["id"]: token["content"]
-        for token in tokens
-        if token["content"] in ("<|im_end|>", "<|endoftext|>")
-    }
+    ends = {token["id"]: token["content"] for token in tokens if token["content"] in ("<|im_end|>", "<|endoftext|>")}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ends)}))
     renderer = ChatRenderer.load(folder, "default")
     assert renderer.stop_token_ids == tuple(ends)

@@ -173,9 +173,7 @@ def test_every_sampled_token_of_a_random_tree_is_in_one_segment(renderer, seed):
     assert all(tree.turns[turn].trained for part in trajectory.segments for turn in sampled(part))
     assert not any(tree.turns[turn].trained for part in trajectory.untrained for turn in sampled(part))
     for turn in tree.turns:
-        (segment,) = (
-            part for part in (*trajectory.segments, *trajectory.untrained) if turn.turn_id in part.turn_ids
-        )
+        (segment,) = (part for part in (*trajectory.segments, *trajectory.untrained) if turn.turn_id in part.turn_ids)
         assert segment.token_ids[: turn.end] == turn.ids()
         at = [index for index, number in enumerate(segment.turn_ids) if number == turn.turn_id]
         assert at == list(range(turn.prompt_length, turn.end))

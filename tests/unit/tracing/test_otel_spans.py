@@ -49,9 +49,7 @@ class Traced:
 
     def tree(self) -> set[tuple[str | None, str]]:
         """Return the spans with their parents, by name."""
-        names = {
-            span.context.span_id: span.name for span in self.exporter.get_finished_spans() if span.context
-        }
+        names = {span.context.span_id: span.name for span in self.exporter.get_finished_spans() if span.context}
         return {
             (names.get(span.parent.span_id, "outside") if span.parent else None, span.name)
             for span in self.exporter.get_finished_spans()
@@ -68,9 +66,7 @@ def is_sampled(traceparent: str) -> bool:
 
 
 def turn(name: str = "e1") -> str | None:
-    request = GenerateRequest(
-        new_request_id(), [1, 2], SamplingOptions(max_new_tokens=9, temperature=0.5, seed=4)
-    )
+    request = GenerateRequest(new_request_id(), [1, 2], SamplingOptions(max_new_tokens=9, temperature=0.5, seed=4))
     with waits_for(StepKind.ENGINE, name, request=request.request_id, prompt_tokens=2) as step:
         step.request = request
         traceparent = step.traceparent
@@ -85,9 +81,7 @@ def turn(name: str = "e1") -> str | None:
     return traceparent
 
 
-def play(
-    traced: Traced, rollout_id: str = "r-1", trace: TraceContext | None = None, attempt: int = 1
-) -> str | None:
+def play(traced: Traced, rollout_id: str = "r-1", trace: TraceContext | None = None, attempt: int = 1) -> str | None:
     """Play an attempt of one turn and one tool call, and return what the engine was told."""
     with traced.board.working(rollout_id, attempt=attempt, environment="calc", trace=trace) as activity:
         for stage in (Stage.INIT, Stage.ROLLOUT, Stage.EVALUATE):

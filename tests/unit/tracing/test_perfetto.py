@@ -26,9 +26,7 @@ Step = tuple[StepKind, str, str, int, int, dict[str, JsonValue]]
 
 def attempt_of(*steps: Step, at: float = 0.0, us: int = 0, **fields: Any) -> AttemptSteps:
     ordered = sorted(steps, key=lambda step: step[3])
-    kinds, names, lanes, starts, lengths, details = (
-        map(list, zip(*ordered, strict=True)) if steps else ([],) * 6
-    )
+    kinds, names, lanes, starts, lengths, details = map(list, zip(*ordered, strict=True)) if steps else ([],) * 6
     return AttemptSteps(
         attempt=fields.pop("attempt", 1),
         environment="calc",
@@ -44,9 +42,7 @@ def attempt_of(*steps: Step, at: float = 0.0, us: int = 0, **fields: Any) -> Att
     )
 
 
-def trace_of(
-    *rollouts: tuple[str, list[AttemptSteps]], updates: Sequence[Event] = ()
-) -> list[dict[str, Any]]:
+def trace_of(*rollouts: tuple[str, list[AttemptSteps]], updates: Sequence[Event] = ()) -> list[dict[str, Any]]:
     pieces: list[bytes] = []
     trace = RolloutTrace(pieces.append, began=BEGAN)
     for name, attempts in rollouts:
@@ -90,9 +86,7 @@ def check(events: list[dict[str, Any]]) -> None:
 
 def slices(events: list[dict[str, Any]], pid: int) -> list[tuple[str, int, int]]:
     return [
-        (event["name"], event["ts"], event["dur"])
-        for event in events
-        if event["ph"] == "X" and event["pid"] == pid
+        (event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X" and event["pid"] == pid
     ]
 
 

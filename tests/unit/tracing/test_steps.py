@@ -55,9 +55,7 @@ async def test_the_steps_of_an_attempt_are_read_as_they_were():
     async with parts() as (_, board, archive):
         activity = work(board)
         found = await archive.of_rollout("r1")
-    assert [
-        (step.kind, step.name, step.lane, step.stage, step.error, step.detail) for step in found.steps
-    ] == [
+    assert [(step.kind, step.name, step.lane, step.stage, step.error, step.detail) for step in found.steps] == [
         (StepKind.STORE, "before", "", None, None, {}),
         (StepKind.WORKER, "init", "", Stage.INIT, None, {}),
         (StepKind.ENGINE, "e1", "", Stage.ROLLOUT, None, {"turn": 0, "request": "q", "tokens": 7}),
@@ -165,9 +163,7 @@ VALUES = st.recursive(
 
 @given(
     st.lists(
-        st.tuples(
-            st.sampled_from(StepKind), TEXT, TEXT, st.none() | TEXT, st.dictionaries(TEXT, VALUES, max_size=3)
-        ),
+        st.tuples(st.sampled_from(StepKind), TEXT, TEXT, st.none() | TEXT, st.dictionaries(TEXT, VALUES, max_size=3)),
         max_size=8,
     )
 )

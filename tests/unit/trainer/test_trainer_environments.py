@@ -47,9 +47,7 @@ PLUG_INS = Distribution.at(FOLDER / "arithmetic_environments-1.0.dist-info").ent
 
 def load():
     """Load the plug-in's module without its folder on the path, where other tests would find its environments."""
-    spec = importlib.util.spec_from_file_location(
-        "arithmetic_environments", FOLDER / "arithmetic_environments.py"
-    )
+    spec = importlib.util.spec_from_file_location("arithmetic_environments", FOLDER / "arithmetic_environments.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -78,9 +76,7 @@ async def test_the_steps_tool_must_be_called_for_each_operation(tmp_path):
 
 
 async def test_another_expression_starts_over(tmp_path):
-    _, told = await trial(
-        tmp_path, "steps", "2+3*4", "?", "2+3*4", "9-3-1", "9-3-1", "0007", "__import__('os')"
-    )
+    _, told = await trial(tmp_path, "steps", "2+3*4", "?", "2+3*4", "9-3-1", "9-3-1", "0007", "__import__('os')")
     assert told[:4] == [arithmetic.KILLED, arithmetic.KILLED, "5", "7"]
     assert "SyntaxError" in told[4]
 
@@ -160,9 +156,7 @@ def exchanges(renderer, *, count: int = 100, seed: int = 0) -> list[tuple[str, s
     rng, found = random.Random(seed), []
     for _ in range(count):
         text = renderer.decode(session(renderer, rng.randint(1, MAX_TURNS), rng).token_ids)
-        turns = re.findall(
-            r"user\n(.*?)<\|im_end\|>\n<\|im_start\|>assistant\n(.*?)<\|im_end\|>", text, re.DOTALL
-        )
+        turns = re.findall(r"user\n(.*?)<\|im_end\|>\n<\|im_start\|>assistant\n(.*?)<\|im_end\|>", text, re.DOTALL)
         found += turns
     return found
 
@@ -257,9 +251,7 @@ def test_an_arm_without_a_good_reward_in_every_seed_has_no_median(arms):
 
 def test_the_curve_of_an_arm_goes_as_far_as_all_of_its_seeds(arms):
     trainings = [
-        arms.Training(
-            "none", seed, {}, [{"step": step, "reward": float(seed)} for step in range(1, 3 + seed)]
-        )
+        arms.Training("none", seed, {}, [{"step": step, "reward": float(seed)} for step in range(1, 3 + seed)])
         for seed in range(2)
     ]
     assert arms.mean_curve(trainings) == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.5}]

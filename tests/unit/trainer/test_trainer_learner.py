@@ -46,9 +46,7 @@ def logprobs_of(learner: Learner, samples: list[Sample]) -> torch.Tensor:
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(
-        torch.allclose(left[name], right[name], atol=1e-5) for name in left
-    )
+    return left.keys() == right.keys() and all(torch.allclose(left[name], right[name], atol=1e-5) for name in left)
 
 
 def test_recomputed_logprobs_are_the_engines(base, arrays):
@@ -98,9 +96,7 @@ def test_a_step_makes_good_samples_likelier_and_bad_ones_less(base, arrays):
 
 def test_the_size_of_portions_changes_nothing(base, arrays):
     samples = samples_of(arrays)
-    norms = [
-        Learner(base, replace(RECIPE, portion=portion)).step(samples)["gradient_norm"] for portion in (2, 8)
-    ]
+    norms = [Learner(base, replace(RECIPE, portion=portion)).step(samples)["gradient_norm"] for portion in (2, 8)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 

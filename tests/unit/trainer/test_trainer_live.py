@@ -76,9 +76,7 @@ def teacher(*logprobs: float) -> Teacher:
     return Teacher(model="policy@1", logprobs=list(logprobs))
 
 
-def part(
-    sizes: list[int], *marks: TurnMark, user: str = "u1", seed: int = 0, usable: bool = True
-) -> PlayedPart:
+def part(sizes: list[int], *marks: TurnMark, user: str = "u1", seed: int = 0, usable: bool = True) -> PlayedPart:
     return PlayedPart(trajectory(sizes, seed=seed), marks, user, usable)
 
 
@@ -175,9 +173,7 @@ def test_tokens_that_were_not_sampled_are_learned_from_a_hint(base):
     before = everywhere(learner, sample)[0]
     wanted = int(np.argsort(-before)[4])
     sampled = int(sample.token_ids[3])
-    said = Teacher(
-        model="policy@1", logprobs=[-9.0], top_ids=[[wanted, sampled]], top_logprobs=[[-0.01, -9.0]]
-    )
+    said = Teacher(model="policy@1", logprobs=[-9.0], top_ids=[[wanted, sampled]], top_logprobs=[[-0.01, -9.0]])
     [sample] = LiveLoss(DISTILLATION).samples(
         session_batch([replace(played, marks=[mark(0, -1.0, teacher=said)])]), learner.model
     )

@@ -18,8 +18,7 @@ RESULTS: Final = (
     Attack(
         "late-results",
         "a result that is written again and again while the grader could be at work",
-        DAEMON
-        + 'export W; (sleep 1; exec "$real" /tmp/daemon) >/dev/null 2>&1 & disown; detach "$real /tmp/daemon"',
+        DAEMON + 'export W; (sleep 1; exec "$real" /tmp/daemon) >/dev/null 2>&1 & disown; detach "$real /tmp/daemon"',
     ),
     Attack(
         "pipe-as-result",

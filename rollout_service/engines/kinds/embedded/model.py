@@ -103,9 +103,7 @@ class Qwen3:
         self._head = np.ascontiguousarray(head.T)
         self._cosines, self._sines = _rotations(config)
 
-    def forward(
-        self, ids: Ids, positions: Ids, store: KVStore, slot: int, *, every_position: bool = False
-    ) -> Array:
+    def forward(self, ids: Ids, positions: Ids, store: KVStore, slot: int, *, every_position: bool = False) -> Array:
         """Run `ids` of the sequences in slots `slot` to `slot + len(ids)` and store their KV.
 
         Args:
@@ -150,18 +148,14 @@ class Qwen3:
         queries, keys, values = np.split(projected, (config.heads, config.heads + config.kv_heads), axis=2)
         queries = _rotate(_rms_norm(queries, layer.query_norm, config.rms_norm_eps), *rotation)
         rows = np.arange(slot, slot + batch)[:, None]
-        store.keys[index][rows, :, positions] = _rotate(
-            _rms_norm(keys, layer.key_norm, config.rms_norm_eps), *rotation
-        )
+        store.keys[index][rows, :, positions] = _rotate(_rms_norm(keys, layer.key_norm, config.rms_norm_eps), *rotation)
         store.values[index][rows, :, positions] = values
         length = mask.shape[-1]
         past_keys = store.keys[index, slot : slot + batch, :, :length]
         past_values = store.values[index, slot : slot + batch, :, :length]
         # The query heads that share a KV head become rows of one matrix product.
         queries = queries.reshape(batch, count, config.kv_heads, groups, config.head_dim)
-        queries = queries.transpose(0, 2, 3, 1, 4).reshape(
-            batch, config.kv_heads, groups * count, config.head_dim
-        )
+        queries = queries.transpose(0, 2, 3, 1, 4).reshape(batch, config.kv_heads, groups * count, config.head_dim)
         scores = queries @ past_keys.swapaxes(-1, -2)
         scores *= np.float32(config.head_dim**-0.5)
         grouped = scores.reshape(batch, config.kv_heads, groups, count, length)
@@ -212,9 +206,7 @@ def _read_layer(tensors: _Tensors, config: ModelConfig, index: int) -> _Layer:
         key_norm=tensors.take(f"{attention}.k_norm", config.head_dim),
         output=_stack(tensors.take(f"{attention}.o_proj", hidden, queries)),
         mlp_norm=tensors.take(f"{prefix}.post_attention_layernorm", hidden),
-        gate_up=_stack(
-            tensors.take(f"{mlp}.gate_proj", inner, hidden), tensors.take(f"{mlp}.up_proj", inner, hidden)
-        ),
+        gate_up=_stack(tensors.take(f"{mlp}.gate_proj", inner, hidden), tensors.take(f"{mlp}.up_proj", inner, hidden)),
         down=_stack(tensors.take(f"{mlp}.down_proj", hidden, inner)),
     )
 

@@ -233,8 +233,7 @@ class EngineCore:
             if update.flush_cache and not is_idle:
                 update.done.set_exception(
                     EngineBusyError(
-                        "requests hold KV of the old weights: pause with abort or retract, or set flush_cache "
-                        "to false"
+                        "requests hold KV of the old weights: pause with abort or retract, or set flush_cache to false"
                     )
                 )
                 continue
@@ -334,9 +333,7 @@ class EngineCore:
         positions = np.array([[job.length - 1] for job in self._running])
         self._take_tokens(list(self._running), self._model.forward(ids, positions, self._store, 0))
 
-    def _take_tokens(
-        self, jobs: list[EngineJob], logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-    ) -> None:
+    def _take_tokens(self, jobs: list[EngineJob], logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
         tokens, logprobs = sample(logits, [job.sampler for job in jobs], [job.length for job in jobs])
         self.stats.generated_tokens += len(jobs)
         sampled = zip(jobs, tokens.tolist(), logprobs.tolist(), strict=True)

@@ -59,9 +59,7 @@ class ServerState:
         return _text(self.tokenizer, ids, skip_special_tokens=skip_special_tokens) if self.tokenizer else ""
 
 
-def create_app(
-    model_path: str, options: EngineOptions | None = None, *, weight_version: str = "default"
-) -> FastAPI:
+def create_app(model_path: str, options: EngineOptions | None = None, *, weight_version: str = "default") -> FastAPI:
     """Return an application that serves the model in `model_path`; the engine runs while the application does.
 
     Raises:
@@ -184,9 +182,7 @@ def _reading(body: GenerateBody) -> PromptReading | None:
     if start < 0 or not body.return_logprob:
         return None
     if start >= len(body.input_ids):
-        raise BadRequestError(
-            f"logprob_start_len is {start}, but the input has {len(body.input_ids)} tokens."
-        )
+        raise BadRequestError(f"logprob_start_len is {start}, but the input has {len(body.input_ids)} tokens.")
     return PromptReading(body.input_ids, start)
 
 
@@ -359,9 +355,7 @@ async def loads(state: Context) -> Response:
 
 
 def _error(message: str) -> Response:
-    return _json(
-        {"error": {"message": message, "type": "invalid_request_error", "code": _BAD_REQUEST}}, _BAD_REQUEST
-    )
+    return _json({"error": {"message": message, "type": "invalid_request_error", "code": _BAD_REQUEST}}, _BAD_REQUEST)
 
 
 async def _refuse_body(_: Request, error: Exception) -> Response:

@@ -47,9 +47,7 @@ def read_config(folder: Path) -> ModelConfig:
     raw = _read_json(folder / "config.json")
     _refuse_unsupported(raw)
     generation = folder / "generation_config.json"
-    eos = (_read_json(generation) if generation.exists() else raw).get(
-        "eos_token_id", raw.get("eos_token_id")
-    )
+    eos = (_read_json(generation) if generation.exists() else raw).get("eos_token_id", raw.get("eos_token_id"))
     rope = raw.get("rope_parameters") or {}
     try:
         return ModelConfig(
@@ -85,9 +83,7 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     }
     for name, is_unsupported in unsupported.items():
         if is_unsupported:
-            raise ModelError(
-                f"the embedded engine does not run {name} = {raw.get(name)!r}; serve it with SGLang"
-            )
+            raise ModelError(f"the embedded engine does not run {name} = {raw.get(name)!r}; serve it with SGLang")
 
 
 def read_tensors(folder: Path) -> dict[str, Array]:

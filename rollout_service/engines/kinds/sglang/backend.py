@@ -137,9 +137,7 @@ def stream_interval(request: GenerateRequest, *, is_incremental: bool) -> int:
 class SGLangStream(TokenStream):
     """The chunks of one answer of `/generate`."""
 
-    def __init__(
-        self, request: GenerateRequest, info: ModelInfo | None, backend_id: str, on_tokens: TokenSink
-    ) -> None:
+    def __init__(self, request: GenerateRequest, info: ModelInfo | None, backend_id: str, on_tokens: TokenSink) -> None:
         super().__init__(request, info, backend_id, on_tokens)
         self.is_incremental: bool | None = None
         """Whether chunks have only the new tokens; None while none has shown it."""
@@ -153,9 +151,7 @@ class SGLangStream(TokenStream):
         meta = mapping(chunk.get("meta_info"), "meta_info")
         total = self._total(meta)
         new_ids = self._new(chunk.get("output_ids"), "output_ids", total)
-        entries = {
-            name: self._new(meta[name], name, total) for name in _OF_TOKENS if meta.get(name) is not None
-        }
+        entries = {name: self._new(meta[name], name, total) for name in _OF_TOKENS if meta.get(name) is not None}
         if meta.get("finish_reason") is not None:
             self._end_with(chunk, meta, new_ids, entries)
         elif new_ids:
@@ -221,9 +217,7 @@ class SGLangStream(TokenStream):
     def _whole(self, engine_seconds: float) -> Generation:
         if self._last is None:
             raise self._broken_off()
-        generation = wire.parse_generation(
-            self._last, self._request, self._backend_id, self._info, engine_seconds
-        )
+        generation = wire.parse_generation(self._last, self._request, self._backend_id, self._info, engine_seconds)
         known = len(self._versions)
         return replace(generation, versions=self._versions + generation.versions[known:])
 

@@ -26,9 +26,7 @@ class SGLangWeights(HttpBackend):
         await self._load("/update_weights_from_disk", body)
         self._has_version(version)
 
-    async def receive_weights(
-        self, weights: DistributedWeights, version: int, *, flush_cache: bool = True
-    ) -> None:
+    async def receive_weights(self, weights: DistributedWeights, version: int, *, flush_cache: bool = True) -> None:
         """Receive these tensors from a broadcast; the last part carries the version."""
         has_sessions = await self._begin()
         try:

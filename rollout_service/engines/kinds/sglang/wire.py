@@ -222,8 +222,7 @@ def _prompt_logprobs(meta: Mapping[str, Any], request: GenerateRequest) -> list[
         raise unsupported(ExtraKind.PROMPT_LOGPROBS)
     check.expect_length(entries, "input_token_logprobs", len(tokens))
     values = [
-        _of_token(each, id_, f"prompt logprob {i}")
-        for i, (each, id_) in enumerate(zip(entries, tokens, strict=True))
+        _of_token(each, id_, f"prompt logprob {i}") for i, (each, id_) in enumerate(zip(entries, tokens, strict=True))
     ]
     known: list[float | None] = [check.logprob(value, "a logprob of the prompt") for value in values[1:]]
     return known if request.extras.prompt_logprobs_from else [None, *known]

@@ -55,9 +55,7 @@ _PROBE_PROMPT = (0,)
 class VllmStream(TokenStream):
     """The chunks of one answer of the token-in, token-out route."""
 
-    def __init__(
-        self, request: GenerateRequest, info: ModelInfo | None, backend_id: str, on_tokens: TokenSink
-    ) -> None:
+    def __init__(self, request: GenerateRequest, info: ModelInfo | None, backend_id: str, on_tokens: TokenSink) -> None:
         super().__init__(request, info, backend_id, on_tokens)
         self._entries: list[Any] = []
         self._last: dict[str, Any] | None = None
@@ -230,9 +228,7 @@ class VllmBackend(HttpBackend):
 
     # ---- weights
 
-    async def _order(
-        self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS
-    ) -> Any:
+    async def _order(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> Any:
         try:
             return await self._post(path, body or {}, seconds)
         except BackendRejected as error:

@@ -190,9 +190,7 @@ def parse_generation(
             cached_tokens=_cached_tokens(usage, prompt_tokens),
             backend_id=backend_id,
             engine_seconds=engine_seconds,
-            extras=_returned_extras(body, choice, request, output_ids, info)
-            if output_ids
-            else NOTHING_RETURNED,
+            extras=_returned_extras(body, choice, request, output_ids, info) if output_ids else NOTHING_RETURNED,
         )
 
 
@@ -227,9 +225,7 @@ def _own_logprob(entry: object, token: int, where: str) -> float:
 
 def _real(value: object, where: str) -> float:
     if value == _NO_LOGPROB:
-        raise BackendProtocolError(
-            f"{where} is {value}, which vLLM sends for a logprob that it does not have"
-        )
+        raise BackendProtocolError(f"{where} is {value}, which vLLM sends for a logprob that it does not have")
     return check.logprob(value, where)
 
 
@@ -281,9 +277,7 @@ def _returned_extras(
     )
 
 
-def top_logprobs(
-    choice: Mapping[str, Any], wanted: int, count: int, info: ModelInfo | None
-) -> list[list[TopLogprob]]:
+def top_logprobs(choice: Mapping[str, Any], wanted: int, count: int, info: ModelInfo | None) -> list[list[TopLogprob]]:
     rows = [
         _best(mapping(entry, "an entry of logprobs.content").get("top_logprobs"), wanted)
         for entry in logprob_entries(choice)

@@ -94,9 +94,7 @@ class PoolController:
             kept_kv=sorted(self._weights.kept),
             unknown=sorted(self._weights.unknown),
             groups=self._groups.all(),
-            versions={
-                each.id: each.info.weight_version for each in handles if each.state is not BackendState.FAILED
-            },
+            versions={each.id: each.info.weight_version for each in handles if each.state is not BackendState.FAILED},
             out=[each.id for each in handles if each.state is BackendState.FAILED],
         )
 
@@ -330,9 +328,7 @@ class PoolController:
             if not record.can_be_told or (record.error is not None and handle in obeyed):
                 self._registry.take_out(handle)
         outcome = self._outcome(fan_out, changed=True)
-        return outcome.model_copy(
-            update={"outcomes": [_unless_away(each, away) for each in outcome.outcomes]}
-        )
+        return outcome.model_copy(update={"outcomes": [_unless_away(each, away) for each in outcome.outcomes]})
 
     def _outcome(
         self, fan_out: FanOut, *, changed: bool, version: int | None = None, kv: KvHandling | None = None
@@ -378,9 +374,7 @@ async def _load(handle: BackendHandle, weights: WeightSet, kv: KvHandling, secon
     await _within(seconds, weights.load(handle.backend, kv))
 
 
-async def _load_unless_present(
-    handle: BackendHandle, weights: WeightSet, kv: KvHandling, seconds: float
-) -> None:
+async def _load_unless_present(handle: BackendHandle, weights: WeightSet, kv: KvHandling, seconds: float) -> None:
     info = await handle.backend.model_info()
     if info.weight_version == weights.version:
         return

@@ -130,9 +130,7 @@ class FanOut:
     """A command in progress at a set of backends."""
 
     def __init__(self, handles: Iterable[BackendHandle]) -> None:
-        self.records = {
-            handle: CommandRecord(handle.in_flight, handle.info.weight_version) for handle in handles
-        }
+        self.records = {handle: CommandRecord(handle.in_flight, handle.info.weight_version) for handle in handles}
 
     async def step(self, name: str, command: PoolCommand, *, after_errors: bool = False) -> None:
         """Run `command` at every backend without an error; with `after_errors`, at all that still answer."""

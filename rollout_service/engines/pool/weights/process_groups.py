@@ -33,9 +33,7 @@ class SupportsProcessGroups(Protocol):
 
     async def leave_group(self, name: str) -> None: ...
 
-    async def receive_weights(
-        self, weights: DistributedWeights, version: int, *, flush_cache: bool = True
-    ) -> None:
+    async def receive_weights(self, weights: DistributedWeights, version: int, *, flush_cache: bool = True) -> None:
         """Join the broadcast of these tensors and load them as `version`."""
 
 

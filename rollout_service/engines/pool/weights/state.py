@@ -45,9 +45,7 @@ class WeightSet:
         if isinstance(self.source, DiskWeights):
             await backend.update_weights(self.source.path, self.version, flush_cache=flush_cache)
         elif isinstance(self.source, DistributedWeights):
-            await require_process_groups(backend).receive_weights(
-                self.source, self.version, flush_cache=flush_cache
-            )
+            await require_process_groups(backend).receive_weights(self.source, self.version, flush_cache=flush_cache)
 
 
 class PoolWeights:

@@ -24,9 +24,7 @@ from rollout_service.episodes import Episode, EpisodeLimits, Score
 
 BEGIN_SECONDS: Final = 60.0
 STEP_SECONDS: Final = 30.0
-SYSTEM: Final = (
-    "You are playing a game. Think first, then end each message with one move in the form that it asks for."
-)
+SYSTEM: Final = "You are playing a game. Think first, then end each message with one move in the form that it asks for."
 ENV: Final = {"PYTHONHASHSEED": "0"}
 """Without fixed hashes, games that go through sets would differ for the same seed."""
 COUNTS: Final = {1: "one player", 2: "two players"}

@@ -9,6 +9,4 @@ from rollout_service.environments.bridges.games.environment import GameEnvironme
 from rollout_service.environments.bridges.games.library import game_library
 
 GYMNASIUM: Final = game_library("gymnasium", Path(__file__).parent)
-environment = GameEnvironment(
-    GYMNASIUM, "gymnasium", "FrozenLake, Taxi, Blackjack and CliffWalking of Gymnasium"
-)
+environment = GameEnvironment(GYMNASIUM, "gymnasium", "FrozenLake, Taxi, Blackjack and CliffWalking of Gymnasium")

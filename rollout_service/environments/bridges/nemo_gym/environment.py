@@ -182,10 +182,7 @@ class GymTask(InstanceFields):
     def messages(self) -> list[Message]:
         parameters = self.row.responses_create_params
         first = [Message(role="system", content=parameters.instructions)] if parameters.instructions else []
-        given = [
-            Message(role=one.role, content="".join(part.text for part in one.content))
-            for one in parameters.input
-        ]
+        given = [Message(role=one.role, content="".join(part.text for part in one.content)) for one in parameters.input]
         return [*first, *given]
 
     def tools(self) -> list[ToolSpec]:

@@ -41,9 +41,7 @@ def write_tasks(folder: Path) -> None:
     tasks = {server: list(_examples(packages, server)) for server in SERVERS}
 
     async def begin() -> dict[str, Any]:
-        async with library_process(
-            [folder / "bin" / "python", "-sP", "-W", "ignore", WORKER], NAME
-        ) as process:
+        async with library_process([folder / "bin" / "python", "-sP", "-W", "ignore", WORKER], NAME) as process:
             for server in SERVERS:
                 row = tasks[server][0]["row"]
                 await process.ask({"op": "begin", "server": server, "row": row, "config": {}}, BEGIN_SECONDS)

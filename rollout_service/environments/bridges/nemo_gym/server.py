@@ -122,9 +122,7 @@ class GymTool:
 
 @asynccontextmanager
 async def open_server(sandbox: Sandbox, row: dict[str, JsonValue]) -> AsyncIterator[GymServer]:
-    async with library_in_sandbox(
-        sandbox, [*_COMMAND, source_of(WORKER), PACKAGES], NAME, env=_ENV
-    ) as process:
+    async with library_in_sandbox(sandbox, [*_COMMAND, source_of(WORKER), PACKAGES], NAME, env=_ENV) as process:
         yield GymServer(process, row)
 
 

@@ -165,9 +165,7 @@ def server_class(module: types.ModuleType) -> Any:
 def read_config(folder: Path, config: Request) -> Request:
     """Return a server's own settings, changed by those of the instance."""
     omegaconf = importlib.import_module("omegaconf").OmegaConf
-    files = sorted(
-        (folder / "configs").glob("*.yaml"), key=lambda path: (path.stem != folder.name, path.name)
-    )
+    files = sorted((folder / "configs").glob("*.yaml"), key=lambda path: (path.stem != folder.name, path.name))
     for path in files:
         for name, entry in omegaconf.load(path).items():
             servers = entry.get("resources_servers") if omegaconf.is_dict(entry) else None
@@ -204,9 +202,7 @@ async def main() -> None:
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             request = json.loads(line)
             try:
-                reply = (
-                    interpreter() if request["op"] == "interpreter" else await known[request["op"]](request)
-                )
+                reply = interpreter() if request["op"] == "interpreter" else await known[request["op"]](request)
             except Exception as error:  # noqa: BLE001 - whatever a server raises is reported
                 reply = {"error": f"{type(error).__name__}: {error}"[:MAX_SAID_CHARS]}
             replies.write(json.dumps(reply) + "\n")

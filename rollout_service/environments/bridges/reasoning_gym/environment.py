@@ -144,9 +144,7 @@ def _reply(line: bytes) -> dict[str, Any]:
 
 
 def _read(instance: dict[str, JsonValue]) -> ReasoningTask:
-    task = read_instance(
-        ReasoningTask, instance, hint="Make tasks with the module `generate` of this bridge."
-    )
+    task = read_instance(ReasoningTask, instance, hint="Make tasks with the module `generate` of this bridge.")
     if task.task in LEFT_OUT:
         message = f"the library's scorer of {task.task} gives full marks to wrong answers"
         raise InvalidFieldError([FieldError(path="instance.task", message=message)])

@@ -48,8 +48,7 @@ async def generate(
     made = {"task": task, "seed": seed, "size": size, "config": config or {}}
     reply = await process.ask({"op": "generate", **made}, GENERATE_SECONDS)
     return [
-        {**entry, **made, "module": reply["module"], "index": index}
-        for index, entry in enumerate(reply["entries"])
+        {**entry, **made, "module": reply["module"], "index": index} for index, entry in enumerate(reply["entries"])
     ]
 
 

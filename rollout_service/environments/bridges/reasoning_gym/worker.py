@@ -34,11 +34,7 @@ EVALUATED = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
 """Tasks whose answers the library evaluates as Python, in the scope of its scorer."""
 FUNCTIONS = {
     *("sqrt", "exp", "log", "ln", "abs", "Abs", "pi"),
-    *(
-        f"{prefix}{name}"
-        for prefix in ("", "a", "arc")
-        for name in ("sin", "cos", "tan", "sec", "csc", "cot")
-    ),
+    *(f"{prefix}{name}" for prefix in ("", "a", "arc") for name in ("sin", "cos", "tan", "sec", "csc", "cot")),
     *(f"{prefix}{name}" for prefix in ("", "a") for name in ("sinh", "cosh", "tanh")),
 }
 UNREADABLE = "?"
@@ -132,9 +128,7 @@ def is_harmless(task: str, answer: str) -> bool:
     """Return whether the library would execute no more of an answer than literals and arithmetic."""
     if task in CALCULATED:
         names = _NAME.findall(answer)
-        return bool(_CALCULATION.fullmatch(answer)) and all(
-            len(name) == 1 or name in FUNCTIONS for name in names
-        )
+        return bool(_CALCULATION.fullmatch(answer)) and all(len(name) == 1 or name in FUNCTIONS for name in names)
     if task in EVALUATED:
         try:
             tree = ast.parse(answer.lstrip(" \t"), mode="eval")

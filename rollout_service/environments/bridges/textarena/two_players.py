@@ -131,9 +131,7 @@ class TextArenaMatch(GameEnvironment):
     """The opponent's moves are sampled, and another time they are others."""
 
     def __init__(self) -> None:
-        super().__init__(
-            TEXTARENA, "textarena-two-players", "Games of TextArena against the engines of a pool"
-        )
+        super().__init__(TEXTARENA, "textarena-two-players", "Games of TextArena against the engines of a pool")
 
     def partner(self, process: LibraryProcess, episode: Episode) -> GamePartner:
         game = read_instance(MatchGame, episode.instance)

@@ -89,9 +89,7 @@ def list_tasksets(
 
 def _ask(command: list[str], line: bytes, folder: Path) -> bytes:
     try:
-        done = subprocess.run(
-            command, input=line, capture_output=True, check=False, timeout=LIST_SECONDS, cwd=folder
-        )
+        done = subprocess.run(command, input=line, capture_output=True, check=False, timeout=LIST_SECONDS, cwd=folder)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(f"the tasksets of {folder} cannot be listed: {error}") from error
     if done.returncode != 0 or not done.stdout:

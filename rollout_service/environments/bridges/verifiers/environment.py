@@ -74,8 +74,7 @@ class VerifiersEnvironment(Environment):
         """Each taskset has a listing; `binds` has folders of the library and of packages by their path inside."""
         self.spec = spec_from(declaration, evaluate_in=EvaluateIn.FRESH, binds=binds or {})
         self._tasksets: dict[str, tuple[TasksetTable, Listing]] = {
-            table.called: (table, listing)
-            for table, listing in zip(declaration.taskset, listings, strict=True)
+            table.called: (table, listing) for table, listing in zip(declaration.taskset, listings, strict=True)
         }
         self._tools: list[ToolSpec] = []
 
@@ -91,9 +90,7 @@ class VerifiersEnvironment(Environment):
         for name, (_, listing) in self._tasksets.items():
             problems = [task.problem for task in listing.tasks if task.problem is not None]
             if problems:
-                found.append(
-                    f"{len(problems)} tasks of {name!r} cannot be run, the first since {problems[0]}"
-                )
+                found.append(f"{len(problems)} tasks of {name!r} cannot be run, the first since {problems[0]}")
         return found
 
     def check(self, instance: dict[str, JsonValue]) -> None:
@@ -125,9 +122,7 @@ class VerifiersEnvironment(Environment):
         return stopped
 
     async def _run_with_tools(self, episode: Episode, listing: Listing, task: ListedTask) -> StopReason:
-        async with library_in_sandbox(
-            episode.require_sandbox(), self._command(), NAME, env=PROCESS_ENV
-        ) as process:
+        async with library_in_sandbox(episode.require_sandbox(), self._command(), NAME, env=PROCESS_ENV) as process:
             tools = await open_tools(process, self._request(episode), listing.tools)
             stopped = await ToolCallingAgent(tools).run(episode, task.messages)
             episode.state[STATE] = await read_state(process)
@@ -147,9 +142,7 @@ class VerifiersEnvironment(Environment):
             "agent_seconds": episode.clock.seconds,
         }
         seconds = SCORE_SHARE * episode.limits.evaluate_seconds
-        async with library_in_sandbox(
-            episode.require_sandbox(), self._command(), NAME, env=PROCESS_ENV
-        ) as process:
+        async with library_in_sandbox(episode.require_sandbox(), self._command(), NAME, env=PROCESS_ENV) as process:
             reply = await process.ask(request, min(seconds, task.scoring_seconds or seconds))
         return read_score(reply)
 
@@ -199,9 +192,7 @@ class VerifiersEnvironment(Environment):
 def read_score(reply: dict[str, Any]) -> Score:
     """Return the library's rewards and metrics as a score; a metric with a reward's name is called `metric_NAME`."""
     rewards: dict[str, float] = reply["rewards"]
-    metrics = {
-        f"metric_{name}" if name in rewards else name: value for name, value in reply["metrics"].items()
-    }
+    metrics = {f"metric_{name}" if name in rewards else name: value for name, value in reply["metrics"].items()}
     return Score(float(reply["reward"]), {**rewards, **metrics})
 
 
@@ -217,9 +208,7 @@ def load_verifiers(folder: Path, library: Library = VERIFIERS) -> VerifiersEnvir
     return VerifiersEnvironment(declaration, listings, {INSIDE: str(library.packages), **own})
 
 
-def added_packages(
-    declaration: VerifiersDeclaration, folder: Path, library: Library = VERIFIERS
-) -> AddedPackages:
+def added_packages(declaration: VerifiersDeclaration, folder: Path, library: Library = VERIFIERS) -> AddedPackages:
     """Return the packages that the tasksets of a folder need besides the library."""
     return AddedPackages(library, tuple(declaration.requirements), folder.resolve())
 

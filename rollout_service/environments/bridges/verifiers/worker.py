@@ -213,9 +213,7 @@ def _data_problem(task: Any) -> str | None:
     for message in [] if isinstance(data.prompt, str) else data.prompt:
         if message.role not in PLAIN_ROLES or getattr(message, "tool_calls", None):
             return "its prompt has tool calls or their results"
-        if not isinstance(message.content, str) and any(
-            part.type != "text" for part in message.content or []
-        ):
+        if not isinstance(message.content, str) and any(part.type != "text" for part in message.content or []):
             return "its prompt has images"
     written = data.model_dump_json()
     if type(data).model_validate_json(written) != data:

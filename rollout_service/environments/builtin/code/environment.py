@@ -98,9 +98,7 @@ class Code(AgentEnvironment):
         if not await _is_submitted(sandbox):
             return Score(0.0, {"submitted": 0.0, "tests_passed": 0.0})
         await _refuse_without_python(sandbox)
-        passed = await _passed(
-            sandbox, _read(episode.instance), TESTS_SHARE * episode.limits.evaluate_seconds
-        )
+        passed = await _passed(sandbox, _read(episode.instance), TESTS_SHARE * episode.limits.evaluate_seconds)
         share = sum(passed) / len(passed)
         return Score(float(all(passed)), {"submitted": 1.0, "tests_passed": share})
 
@@ -182,9 +180,7 @@ class _TestRunner:
             return NOT_RUN
         command = _limited(argv, self.cpu_seconds)
         try:
-            result = await self.sandbox.exec(
-                command, stdin=stdin, timeout=timeout, output_limit=MAX_OUTPUT_BYTES
-            )
+            result = await self.sandbox.exec(command, stdin=stdin, timeout=timeout, output_limit=MAX_OUTPUT_BYTES)
             await self.sandbox.end_processes()  # nothing of one test may survive into the next
         except (SandboxStartError, SandboxClosedError, LimitExceededError):
             return NOT_RUN
@@ -300,17 +296,13 @@ def parse_assertion(source: str) -> Assertion:
             return _compared(left, right, operator.eq)
         case ast.Compare(left=left, ops=[ast.NotEq() | ast.IsNot()], comparators=[right]):
             return _compared(left, right, operator.ne)
-        case ast.Compare(
-            left=ast.Call(func=ast.Name("abs"), args=[difference]), ops=[op], comparators=[right]
-        ):
+        case ast.Compare(left=ast.Call(func=ast.Name("abs"), args=[difference]), ops=[op], comparators=[right]):
             return _close(difference, op, right)
         case ast.Call() as call:
             return Assertion(ast.unparse(call), bool)
         case ast.UnaryOp(op=ast.Not(), operand=ast.Call() as call):
             return Assertion(ast.unparse(call), operator.not_)
-    raise BadAssertionError(
-        "must be EXPRESSION == LITERAL, CALL, not CALL, or abs(EXPRESSION - NUMBER) < NUMBER"
-    )
+    raise BadAssertionError("must be EXPRESSION == LITERAL, CALL, not CALL, or abs(EXPRESSION - NUMBER) < NUMBER")
 
 
 def same_output(expected: str, stdout: bytes) -> bool:

@@ -123,8 +123,7 @@ def _intervals(rng: random.Random) -> list[list[int]]:
 
 def _nested(rng: random.Random, depth: int = 3) -> list[Any]:
     return [
-        _nested(rng, depth - 1) if depth and rng.random() < 0.4 else rng.randint(0, 9)
-        for _ in range(rng.randint(0, 4))
+        _nested(rng, depth - 1) if depth and rng.random() < 0.4 else rng.randint(0, 9) for _ in range(rng.randint(0, 4))
     ]
 
 

@@ -177,16 +177,12 @@ def _choose(rng: random.Random) -> tuple[str, str]:
 def _dice(rng: random.Random) -> tuple[str, str]:
     total = rng.randint(2, 12)
     ways = sum(1 for a in range(1, 7) for b in range(1, 7) if a + b == total)
-    return f"Two fair dice are rolled. What is the probability that they sum to {total}?", _latex(
-        Fraction(ways, 36)
-    )
+    return f"Two fair dice are rolled. What is the probability that they sum to {total}?", _latex(Fraction(ways, 36))
 
 
 def _power_remainder(rng: random.Random) -> tuple[str, str]:
     base, power, modulus = rng.randint(2, 19), rng.randint(20, 90), rng.randint(7, 29)
-    return f"What is the remainder of ${base}^{{{power}}}$ divided by {modulus}?", str(
-        pow(base, power, modulus)
-    )
+    return f"What is the remainder of ${base}^{{{power}}}$ divided by {modulus}?", str(pow(base, power, modulus))
 
 
 def _common(rng: random.Random) -> tuple[str, str]:

@@ -142,9 +142,7 @@ class Stem(AgentEnvironment):
 
     async def _apply_rules(self, task: StemTask, boxed: str) -> RuleVerdict:
         if task.choices:
-            return compare_choice(
-                task.answer.strip(), boxed, dict(zip(ascii_uppercase, task.choices, strict=False))
-            )
+            return compare_choice(task.answer.strip(), boxed, dict(zip(ascii_uppercase, task.choices, strict=False)))
         if same_words(task.answer, boxed):
             return RuleVerdict.RIGHT
         if (gold := task.quantity) is not None:
@@ -189,9 +187,7 @@ def read_task(instance: dict[str, JsonValue]) -> StemTask:
     if "question" not in fields and "problem" in fields:
         fields["question"] = fields["problem"]
     if "answer" not in fields:
-        solution = next(
-            (text for name in SOLUTIONS if isinstance(text := fields.get(name), str) and text), None
-        )
+        solution = next((text for name in SOLUTIONS if isinstance(text := fields.get(name), str) and text), None)
         if solution is not None:
             boxed = last_boxed(solution)
             fields |= {"answer": boxed} if boxed else {"answer": solution, "kind": "text"}

@@ -20,9 +20,7 @@ class AnthropicCodec(DialectCodec):
 
     dialect = Dialect.ANTHROPIC
     parameters = PARAMETERS
-    bounded = BoundedFields(
-        messages="messages", tools="tools", schema="output_format", stops="stop_sequences"
-    )
+    bounded = BoundedFields(messages="messages", tools="tools", schema="output_format", stops="stop_sequences")
 
     def read(self, body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:  # noqa: ARG002
         return read_call(body, headers)

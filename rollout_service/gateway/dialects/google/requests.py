@@ -44,9 +44,7 @@ PARAMETERS = ParameterTable(
     (
         Parameter("contents", _HONORED),
         Parameter("systemInstruction", _HONORED),
-        Parameter(
-            "tools", _HONORED, "`functionDeclarations`; tools that Google runs are left out and counted"
-        ),
+        Parameter("tools", _HONORED, "`functionDeclarations`; tools that Google runs are left out and counted"),
         Parameter("toolConfig.functionCallingConfig", _RECORDED, FORCES_NOTHING),
         Parameter("toolConfig.retrievalConfig", _IGNORED),
         _generation("maxOutputTokens", _HONORED),
@@ -87,9 +85,7 @@ def sign(turn_key: str, call_id: str = "") -> str:
 def read_signature(signature: str) -> tuple[str, str | None]:
     """Return the key of the turn and the id of the call; a signature of another service is a key of no turn."""
     try:
-        text = base64.b64decode(signature, altchars=b"-_" if set("-_") & set(signature) else None).decode(
-            "ascii"
-        )
+        text = base64.b64decode(signature, altchars=b"-_" if set("-_") & set(signature) else None).decode("ascii")
     except (binascii.Error, ValueError):
         return signature, None
     turn_key, _, call_id = text.partition(".")
@@ -329,9 +325,7 @@ class ContentReader:
         if any(_MEDIA.keys() & camel_case(part).values.keys() for part in response.objects("parts")):
             unsupported(response.at("parts"), "not only text")
         call_id = self._answered(response.text("id") or None, name)
-        return ClientMessage(
-            "tool", _result(response.values.get("response")), call_id=call_id, tool_name=name
-        )
+        return ClientMessage("tool", _result(response.values.get("response")), call_id=call_id, tool_name=name)
 
     def _answered(self, call_id: str | None, name: str) -> str | None:
         """Return the id of the call that a response answers: the one that it names, else the first open one."""

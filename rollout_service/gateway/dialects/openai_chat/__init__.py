@@ -20,9 +20,7 @@ class ChatCodec(DialectCodec):
 
     dialect = Dialect.CHAT
     parameters = PARAMETERS
-    bounded = BoundedFields(
-        messages="messages", tools="tools", schema="response_format", answers="n", stops="stop"
-    )
+    bounded = BoundedFields(messages="messages", tools="tools", schema="response_format", answers="n", stops="stop")
 
     def read(self, body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:  # noqa: ARG002
         return read_call(body, headers)

@@ -73,9 +73,7 @@ PARAMETERS = ParameterTable(
         Parameter("prediction", _IGNORED),
         Parameter("verbosity", _IGNORED),
         Parameter("web_search_options", _IGNORED),
-        Parameter(
-            "logprobs", _HONORED, "of all sampled tokens, calls included; a stream has them at its end"
-        ),
+        Parameter("logprobs", _HONORED, "of all sampled tokens, calls included; a stream has them at its end"),
         Parameter("top_logprobs", _REFUSED, "only the log-probabilities of the sampled tokens are returned"),
         Parameter("audio", _REFUSED, "the model writes text only"),
         Parameter("functions", _REFUSED, "use `tools`"),

@@ -97,13 +97,9 @@ class ChatStream(AnswerStream):
     def _tool_call(self, call: dict[str, Any]) -> bytes:
         return self._chunk({"tool_calls": [call]})
 
-    def _chunk(
-        self, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
-    ) -> bytes:
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish}
-        return sse(
-            self._head | {"choices": [choice if logprobs is None else choice | {"logprobs": logprobs}]}
-        )
+        return sse(self._head | {"choices": [choice if logprobs is None else choice | {"logprobs": logprobs}]})
 
 
 def whole_completion(call: ModelCall, answers: Sequence[WholeAnswer]) -> bytes:

@@ -155,9 +155,7 @@ class _FoldedAnswer:
 
     def message(self) -> ClientMessage:
         reasoning = "".join(self.thoughts) or None
-        return ClientMessage(
-            "assistant", "".join(self.texts), reasoning, tuple(self.calls), turn_key=self.turn_key
-        )
+        return ClientMessage("assistant", "".join(self.texts), reasoning, tuple(self.calls), turn_key=self.turn_key)
 
 
 class ItemReader:
@@ -260,9 +258,7 @@ def _thought(item: Fields) -> str:
 
 def _shell_call(item: Fields) -> ClientToolCall:
     action = item.object("action")
-    kept = (
-        {} if action is None else {name: value for name, value in action.values.items() if value is not None}
-    )
+    kept = {} if action is None else {name: value for name, value in action.values.items() if value is not None}
     kept.pop("type", None)
     return ClientToolCall(_call_id(item), LOCAL_SHELL, dump_json(kept))
 
@@ -331,9 +327,7 @@ class ToolReader:
                 parameters = tool.object("parameters")
                 self._declare("tool_search", TOOL_SEARCH, None)
                 description = tool.text("description") or "Find more tools."
-                yield tool_spec(
-                    TOOL_SEARCH, description, parameters.values if parameters else _SEARCH_PARAMETERS
-                )
+                yield tool_spec(TOOL_SEARCH, description, parameters.values if parameters else _SEARCH_PARAMETERS)
             case _:
                 self._notes.ignore(f"tools[type={form}]")
 

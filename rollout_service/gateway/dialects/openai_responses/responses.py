@@ -55,9 +55,7 @@ class ResponseStream(AnswerStream):
             case CallBegin(_, call_id, name):
                 closed = self._close("completed")
                 declared = self._call.declared_tools.get(name)
-                return closed + self._begin(
-                    CallItem(self._turn_key, len(self._items), call_id, name, declared)
-                )
+                return closed + self._begin(CallItem(self._turn_key, len(self._items), call_id, name, declared))
             case CallArguments(_, text):
                 return self._delta(text)
             case CallEnd():
@@ -268,9 +266,7 @@ class CallItem(Item):
     Only functions take their arguments as they are sampled; the others need all of them.
     """
 
-    def __init__(
-        self, turn_key: str, index: int, call_id: str, name: str, declared: DeclaredTool | None
-    ) -> None:
+    def __init__(self, turn_key: str, index: int, call_id: str, name: str, declared: DeclaredTool | None) -> None:
         self._declared = declared or DeclaredTool("function", name)
         super().__init__(_PREFIXES[self._declared.kind], turn_key, index)
         self._call_id = call_id

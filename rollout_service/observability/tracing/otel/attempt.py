@@ -124,9 +124,7 @@ class AttemptTrace:
     def _enter_stage(self, step: OpenStep) -> None:
         """Begin the span of a stage with its first step, which is always the wait for a place."""
         now = self._stage
-        if step.stage is None or (
-            now is not None and now.stage is step.stage and step.kind is not StepKind.PLACE
-        ):
+        if step.stage is None or (now is not None and now.stage is step.stage and step.kind is not StepKind.PLACE):
             return
         self._leave_stage(step.started)
         span = self._begin(f"stage {step.stage}", self.root, step.started)

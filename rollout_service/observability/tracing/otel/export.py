@@ -152,8 +152,6 @@ def queue_size(environ: Mapping[str, str]) -> int:
 def _resource(environ: Mapping[str, str], node: str) -> Resource:
     """Describe this service; the standard variables come first."""
     ours: dict[str, AttributeValue] = {SERVICE_INSTANCE_ID: node, SERVICE_VERSION: __version__}
-    if "OTEL_SERVICE_NAME" not in environ and "service.name" not in environ.get(
-        "OTEL_RESOURCE_ATTRIBUTES", ""
-    ):
+    if "OTEL_SERVICE_NAME" not in environ and "service.name" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
         ours[SERVICE_NAME] = "rollout-service"
     return Resource.create().merge(Resource(ours))

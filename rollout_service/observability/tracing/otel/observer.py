@@ -33,9 +33,7 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class TraceObserver(StepObserver):
-    def __init__(
-        self, tracer: Tracer, ids: RolloutIds, backends: Callable[[], Iterable[BackendView]] = tuple
-    ) -> None:
+    def __init__(self, tracer: Tracer, ids: RolloutIds, backends: Callable[[], Iterable[BackendView]] = tuple) -> None:
         """`ids` is the generator of the tracer's ids; `backends` lists the engines."""
         self._tracer = tracer
         self._ids = ids

@@ -79,9 +79,7 @@ async def tracing(
             f"traces cannot be exported: {error}", hint="Correct the OTEL_* variables of the service."
         ) from error
     board.observe(TraceObserver(exporter.provider.get_tracer("rollout_service"), exporter.ids, backends))
-    log.info(
-        "traces are exported", endpoint=next(os.environ[one] for one in ENDPOINTS if os.environ.get(one))
-    )
+    log.info("traces are exported", endpoint=next(os.environ[one] for one in ENDPOINTS if os.environ.get(one)))
     try:
         yield
     finally:

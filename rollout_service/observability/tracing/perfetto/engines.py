@@ -67,9 +67,7 @@ class EngineCalls:
                 inside = min(end, (number + 1) * width) - max(begin, number * width)
                 sums[min(number, len(sums) - 1)] += tokens * inside / (end - begin)
         for number, total in enumerate(sums):
-            events.counter(
-                ENGINES, first + number * width, "tokens", "per second", round(total * SECOND / width, 1)
-            )
+            events.counter(ENGINES, first + number * width, "tokens", "per second", round(total * SECOND / width, 1))
         events.counter(ENGINES, first + len(sums) * width, "tokens", "per second", 0)
 
 
@@ -118,9 +116,7 @@ class WeightUpdates:
         versions = self._sampled.setdefault(engine.partition("@")[0], {})
         versions[version] = min(at, versions.get(version, at))
 
-    def write(
-        self, events: TraceEvents, told: Iterable[Event], *, began: float, within: tuple[int, int]
-    ) -> None:
+    def write(self, events: TraceEvents, told: Iterable[Event], *, began: float, within: tuple[int, int]) -> None:
         """Add the updates of these pools, those of events if they were within an interval of the time line."""
         by_pool: dict[str, list[Event]] = {}
         for event in told:

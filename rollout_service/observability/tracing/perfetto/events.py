@@ -73,9 +73,7 @@ class TraceEvents:
         said = f',"args":{to_json(args).decode()}' if args else ""
         if arrow is not None:
             said += f',"bind_id":{arrow},"flow_{"in" if arrow_ends else "out"}":true'
-        self._add(
-            f'{{"ph":"X","pid":{pid},"tid":{tid},"ts":{start},"dur":{length},"name":{quoted(name)}{said}}}'
-        )
+        self._add(f'{{"ph":"X","pid":{pid},"tid":{tid},"ts":{start},"dur":{length},"name":{quoted(name)}{said}}}')
 
     def mark(self, pid: int, tid: int, at: int, name: str) -> None:
         self._add(f'{{"ph":"i","s":"t","pid":{pid},"tid":{tid},"ts":{at},"name":{quoted(name)}}}')

@@ -119,9 +119,7 @@ class RolloutTrace:
             self._threads[pid, order] = self._events.thread(pid, name, order)
         return self._threads[pid, order]
 
-    def slice(
-        self, tid: int, start: int, end: int, name: str, args: dict[str, JsonValue] | None = None
-    ) -> None:
+    def slice(self, tid: int, start: int, end: int, name: str, args: dict[str, JsonValue] | None = None) -> None:
         self._events.slice(ROLLOUTS, tid, start, end - start, name, args)
 
     def engine_call(self, tid: int, start: int, end: int, name: str, detail: dict[str, JsonValue]) -> None:
@@ -256,9 +254,7 @@ class _AttemptSlices:
 
 
 def _args_of(attempt: AttemptSteps) -> dict[str, JsonValue]:
-    of_run: dict[str, JsonValue] = (
-        {} if attempt.run_id is None else {"run": attempt.run_id, "group": attempt.group}
-    )
+    of_run: dict[str, JsonValue] = {} if attempt.run_id is None else {"run": attempt.run_id, "group": attempt.group}
     return {"environment": attempt.environment} | of_run | attempt.outcome
 
 

@@ -137,9 +137,7 @@ async def leave_weights_group(
 
 
 @router.post("/pause", responses=raises(UnknownPool, NoBackendError, OrderFailed))
-async def pause_pool(
-    service: ServiceDep, request: Annotated[PauseRequest, Body()] = PauseRequest()
-) -> PoolOutcome:
+async def pause_pool(service: ServiceDep, request: Annotated[PauseRequest, Body()] = PauseRequest()) -> PoolOutcome:
     """Pause generation in a pool; rollouts wait, and later continue where they were.
 
     While a pool is paused, an agent's request waits for at most the setting `hold_seconds`.
@@ -148,8 +146,6 @@ async def pause_pool(
 
 
 @router.post("/resume", responses=raises(UnknownPool, NoBackendError, OrderFailed))
-async def resume_pool(
-    service: ServiceDep, request: Annotated[ResumeRequest, Body()] = ResumeRequest()
-) -> PoolOutcome:
+async def resume_pool(service: ServiceDep, request: Annotated[ResumeRequest, Body()] = ResumeRequest()) -> PoolOutcome:
     """Resume generation in a paused pool."""
     return await service.serving.orders.resume(request)

@@ -76,9 +76,7 @@ async def stream_events(
             description="Send only events about this subject, such as a rollout's id; may be repeated.",
         ),
     ] = None,
-    follow: Annotated[
-        bool, Query(description="Whether the stream goes on, or ends with the newest event.")
-    ] = True,
+    follow: Annotated[bool, Query(description="Whether the stream goes on, or ends with the newest event.")] = True,
 ) -> StreamingResponse:
     """Follow the events of the service, as server-sent events.
 
@@ -135,9 +133,7 @@ async def _events(service: Service, wanted: EventSelection, seen: list[int]) -> 
             await anyio.sleep(PAUSE_SECONDS)
 
 
-async def _frames(
-    service: Service, wanted: EventSelection, seen: list[int], newest: Mapping[int, int]
-) -> bytes:
+async def _frames(service: Service, wanted: EventSelection, seen: list[int], newest: Mapping[int, int]) -> bytes:
     """Return some events after a position that a reader wants, and move the position behind them."""
     found = [
         [(number, event) for event in await service.event_tails[number].after(seen[number], end)]
@@ -165,9 +161,7 @@ def _parse(service: Service, position: str) -> list[int]:
     seen = [UNKNOWN if each == "-" else int(each) for each in position.split(".")]
     shards = len(service.store.shards)
     if len(seen) != shards:
-        problem = FieldError(
-            path="query.after", message=f"{position!r} is no position in {shards} logs of events"
-        )
+        problem = FieldError(path="query.after", message=f"{position!r} is no position in {shards} logs of events")
         raise InvalidFieldError([problem], hint="Pass the last `id` of the stream, or leave it out.")
     return seen
 
@@ -176,8 +170,7 @@ async def _newest_of_all(service: Service) -> list[int]:
     """Return the newest event of each shard; UNKNOWN for one that is away while others are not."""
     failing = service.store.failing
     return [
-        UNKNOWN if number in failing else await shard.last_event()
-        for number, shard in enumerate(service.store.shards)
+        UNKNOWN if number in failing else await shard.last_event() for number, shard in enumerate(service.store.shards)
     ]
 
 
@@ -189,9 +182,7 @@ async def _newest(service: Service, seen: Sequence[int]) -> Mapping[int, int]:
         while number not in newest:
             try:
                 is_known = seen[number] != UNKNOWN
-                newest[number] = await (
-                    shard.wait_for_events(after=seen[number]) if is_known else shard.last_event()
-                )
+                newest[number] = await (shard.wait_for_events(after=seen[number]) if is_known else shard.last_event())
             except StoreError:
                 if len(seen) == 1:
                     raise

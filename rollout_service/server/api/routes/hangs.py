@@ -42,9 +42,7 @@ async def get_hangs(
     response_model=RolloutActivity,
     responses=raises(NotFoundError, ConflictError, UnavailableError),
 )
-async def get_activity(
-    service: ServiceDep, http: Request, rollout_id: RolloutId
-) -> RolloutActivity | Response:
+async def get_activity(service: ServiceDep, http: Request, rollout_id: RolloutId) -> RolloutActivity | Response:
     """Read the current steps of a rollout under way, with the stack of the innermost one.
 
     The node that runs it answers. A rollout that is queued or has ended is a 409.

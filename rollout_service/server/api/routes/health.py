@@ -27,9 +27,7 @@ async def get_health(request: Request) -> Health:
     """
     shutdown: Shutdown = request.app.state.shutdown
     if shutdown.failed:
-        raise UnavailableError(
-            "a part of the service failed", hint="The log has the reason. Restart the service."
-        )
+        raise UnavailableError("a part of the service failed", hint="The log has the reason. Restart the service.")
     return Health(version=__version__)
 
 
@@ -53,9 +51,7 @@ async def get_readiness(service: ServiceDep, response: Response) -> Readiness:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses=media_response(
-        CONTENT_TYPE_LATEST, "Metrics in Prometheus's text format.", schema={"type": "string"}
-    ),
+    responses=media_response(CONTENT_TYPE_LATEST, "Metrics in Prometheus's text format.", schema={"type": "string"}),
 )
 async def get_metrics(service: ServiceDep) -> Response:
     """Read the service's metrics, for a Prometheus scrape. With keys configured it needs one; any role will do."""

@@ -65,9 +65,7 @@ async def list_groups(
     return as_json(page)
 
 
-@router.get(
-    "/runs/{run_id}/history", tags=["runs"], response_model=RunHistory, responses=raises(NotFoundError)
-)
+@router.get("/runs/{run_id}/history", tags=["runs"], response_model=RunHistory, responses=raises(NotFoundError))
 async def get_history(
     service: ServiceDep,
     run_id: RunId,

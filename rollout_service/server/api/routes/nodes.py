@@ -37,9 +37,7 @@ async def resume_node(service: ServiceDep, node: str) -> NodeView:
     return await service.nodes.resume(node)
 
 
-@router.delete(
-    "/nodes/{node}", status_code=HTTPStatus.NO_CONTENT, responses=raises(NotFoundError, ConflictError)
-)
+@router.delete("/nodes/{node}", status_code=HTTPStatus.NO_CONTENT, responses=raises(NotFoundError, ConflictError))
 async def remove_node(service: ServiceDep, node: str) -> None:
     """Remove a dead node from the list. A live one removes itself when it stops."""
     await service.nodes.remove(node)

@@ -58,8 +58,7 @@ _ATTEMPTS = media_response(EXPORT_MEDIA_TYPE, "One `RolloutAttempts` per line.",
     status_code=HTTPStatus.ACCEPTED,
     response_model=Rollout,
     response_description="The rollout is stored durably and has not ended.",
-    responses=extra_response(HTTPStatus.OK, Rollout, "The rollout has ended.")
-    | raises(ConflictError, NoBackendError),
+    responses=extra_response(HTTPStatus.OK, Rollout, "The rollout has ended.") | raises(ConflictError, NoBackendError),
 )
 async def submit_rollout(
     service: ServiceDep,
@@ -94,9 +93,7 @@ async def submit_rollout(
 async def list_rollouts(
     service: ServiceDep,
     state: Annotated[RolloutState | None, Query(description="List only rollouts in this state.")] = None,
-    cursor: Annotated[
-        str | None, Query(pattern=CURSOR, description="The previous page's `next_cursor`.")
-    ] = None,
+    cursor: Annotated[str | None, Query(pattern=CURSOR, description="The previous page's `next_cursor`.")] = None,
     limit: Annotated[int, Query(ge=1, le=1_000, description="Rollouts per page.")] = 100,
 ) -> RolloutPage:
     """List rollouts, oldest first, without their trajectories and sub-agents.
@@ -133,9 +130,7 @@ async def get_rollout(
     """
     rollout = await service.get(rollout_id, trajectory=trajectory)
     if wait and until == "access" and not rollout.state.terminal:
-        elsewhere = await cancel_on_disconnect(
-            http.receive, lambda: wait_for_access(service, http, rollout_id, wait)
-        )
+        elsewhere = await cancel_on_disconnect(http.receive, lambda: wait_for_access(service, http, rollout_id, wait))
         if elsewhere is not None:
             return elsewhere
         rollout = await service.get(rollout_id)
@@ -191,9 +186,7 @@ async def _trajectory(service: Service, rollout_id: str) -> Trajectory:
     return trajectory
 
 
-@router.get(
-    "/rollouts/{rollout_id}/messages", response_model=RolloutMessages, responses=raises(NotFoundError)
-)
+@router.get("/rollouts/{rollout_id}/messages", response_model=RolloutMessages, responses=raises(NotFoundError))
 async def get_messages(
     service: ServiceDep,
     rollout_id: RolloutId,
@@ -231,15 +224,11 @@ async def get_rollout_nodes(service: ServiceDep, rollout_id: RolloutId) -> Respo
     return as_json(await service.tree(rollout_id))
 
 
-@router.get(
-    "/rollouts/{rollout_id}/nodes/{number}", response_model=AgentNode, responses=raises(NotFoundError)
-)
+@router.get("/rollouts/{rollout_id}/nodes/{number}", response_model=AgentNode, responses=raises(NotFoundError))
 async def get_rollout_node(
     service: ServiceDep,
     rollout_id: RolloutId,
-    number: Annotated[
-        int, Path(ge=1, le=MAX_INT32, description="The number at the end of the sub-agent's `node_id`.")
-    ],
+    number: Annotated[int, Path(ge=1, le=MAX_INT32, description="The number at the end of the sub-agent's `node_id`.")],
 ) -> Response:
     """Read one sub-agent of a rollout that has ended.
 
@@ -289,9 +278,7 @@ async def get_steps(
     run: Annotated[RunId | None, Query(description="The run whose rollouts to read.")] = None,
     rollout: Annotated[
         list[RolloutId] | None,
-        Query(
-            max_length=1_000, description="The ids of the rollouts to read, each as a parameter of its own."
-        ),
+        Query(max_length=1_000, description="The ids of the rollouts to read, each as a parameter of its own."),
     ] = None,
 ) -> StreamingResponse:
     """Read the steps of many rollouts: those of a run, or those that are named.
@@ -327,9 +314,7 @@ async def cancel_rollout(service: ServiceDep, rollout_id: RolloutId) -> Response
 
 
 @router.post("/abort", status_code=HTTPStatus.ACCEPTED)
-async def abort_rollouts(
-    service: ServiceDep, request: Annotated[AbortRequest, Body()] = AbortRequest()
-) -> AbortAnswer:
+async def abort_rollouts(service: ServiceDep, request: Annotated[AbortRequest, Body()] = AbortRequest()) -> AbortAnswer:
     """Cancel several rollouts at once: those in `rollout_ids`, or, without a list, all that have not ended.
 
     Answers with the ids of the rollouts that will be cancelled.

@@ -141,9 +141,7 @@ async def lease_batch(
     service: ServiceDep,
     http: Request,
     run_id: RunId,
-    timeout: Annotated[
-        float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for a batch.")
-    ] = 0.0,
+    timeout: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for a batch.")] = 0.0,
     seconds: Annotated[
         float,
         Query(gt=0, le=MAX_LEASE_SECONDS, description="How long the batch is leased to you, in seconds."),
@@ -151,12 +149,8 @@ async def lease_batch(
     key: Annotated[
         str | None, Query(max_length=128, description="Repeating a key gets the batch that it already holds.")
     ] = None,
-    version: Annotated[
-        int | None, Query(ge=0, le=MAX_INT, description="The trainer's current weight version.")
-    ] = None,
-    allow_stale: Annotated[
-        bool, Query(description="Include groups that are older than `max_staleness`.")
-    ] = False,
+    version: Annotated[int | None, Query(ge=0, le=MAX_INT, description="The trainer's current weight version.")] = None,
+    allow_stale: Annotated[bool, Query(description="Include groups that are older than `max_staleness`.")] = False,
     accept: Annotated[str, Header()] = "*/*",
 ) -> Response:
     """Lease the run's next batch, waiting up to `timeout` seconds for it.
@@ -222,9 +216,7 @@ async def rescore_run(service: ServiceDep, run_id: RunId, order: RescoreRun) -> 
     replayed and scored anew. Stored rewards do not change. The answer streams one `Rescored` per line, with the old and
     the new reward, and ends with a `RescoreEnd`; a stream without it was cut off.
     """
-    return StreamingResponse(
-        _rescored(await service.rescorer.rescore_run(run_id, order)), media_type=EXPORT_MEDIA_TYPE
-    )
+    return StreamingResponse(_rescored(await service.rescorer.rescore_run(run_id, order)), media_type=EXPORT_MEDIA_TYPE)
 
 
 @router.post("/rescore", response_class=StreamingResponse, responses=_RESCORED)
@@ -233,9 +225,7 @@ async def rescore_rollouts(service: ServiceDep, order: RescoreRollouts) -> Strea
 
     Answers like `POST /v1/runs/{run_id}/rescore`. The rollouts need not be known to this service.
     """
-    return StreamingResponse(
-        _rescored(await service.rescorer.rescore_rollouts(order)), media_type=EXPORT_MEDIA_TYPE
-    )
+    return StreamingResponse(_rescored(await service.rescorer.rescore_rollouts(order)), media_type=EXPORT_MEDIA_TYPE)
 
 
 async def _rescored(results: AsyncIterator[Rescored]) -> AsyncIterator[bytes]:
@@ -266,9 +256,7 @@ async def renew_batch(
     seconds: Annotated[
         float, Query(gt=0, le=MAX_LEASE_SECONDS, description="Seconds from now until the lease expires.")
     ] = 600.0,
-    key: Annotated[
-        str | None, Query(max_length=128, description="The key that the batch was leased with.")
-    ] = None,
+    key: Annotated[str | None, Query(max_length=128, description="The key that the batch was leased with.")] = None,
 ) -> BatchAnswer:
     """Extend the lease of a batch; a 409 means that it is no longer yours."""
     until = await service.delivery.renew(run_id, batch_id, key=key, seconds=seconds)

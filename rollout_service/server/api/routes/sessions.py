@@ -40,17 +40,13 @@ async def open_session(service: ServiceDep, http: Request, request: SessionReque
     """
     session, key = await service.live.sessions.open(request)
     base = str(http.base_url).rstrip("/")
-    return OpenedSession(
-        session=session, url=f"{base}/v1/sessions/{quote(session.session_id, safe='')}", key=key
-    )
+    return OpenedSession(session=session, url=f"{base}/v1/sessions/{quote(session.session_id, safe='')}", key=key)
 
 
 @router.get("/sessions")
 async def list_sessions(
     service: ServiceDep,
-    cursor: Annotated[
-        str | None, Query(max_length=2_000, description="The previous page's `next_cursor`.")
-    ] = None,
+    cursor: Annotated[str | None, Query(max_length=2_000, description="The previous page's `next_cursor`.")] = None,
     limit: Annotated[int, Query(ge=1, le=1_000, description="Sessions per page.")] = 100,
     is_open: Annotated[
         bool | None, Query(alias="open", description="List only open sessions, or only closed ones.")
@@ -83,9 +79,7 @@ async def end_session(service: ServiceDep, session_id: IdInPath) -> LiveSession:
 
 
 @router.post("/sessions/{session_id:path}/feedback", responses=raises(ConflictError, NotFoundError))
-async def give_feedback(
-    service: ServiceDep, session_id: IdInPath, feedback: SessionFeedback
-) -> FeedbackAnswer:
+async def give_feedback(service: ServiceDep, session_id: IdInPath, feedback: SessionFeedback) -> FeedbackAnswer:
     """Say how good an answer was; this wins over the judge.
 
     Without `turn` it is the last main turn that was delivered. The same feedback again changes nothing, and another

@@ -36,12 +36,8 @@ NodeQuery = Annotated[
 ]
 
 
-@router.get(
-    "/rollouts/{rollout_id}/outline", response_model=TrajectoryOutline, responses=raises(NotFoundError)
-)
-async def get_outline(
-    service: ServiceDep, http: Request, rollout_id: RolloutId, node: NodeQuery = None
-) -> Response:
+@router.get("/rollouts/{rollout_id}/outline", response_model=TrajectoryOutline, responses=raises(NotFoundError))
+async def get_outline(service: ServiceDep, http: Request, rollout_id: RolloutId, node: NodeQuery = None) -> Response:
     """Read a trajectory without its tokens: its segments, their turns, and where each one leaves its parent.
 
     A 404 means that the rollout is unknown, has not ended, or has no trajectory.
@@ -86,9 +82,7 @@ async def get_page(service: ServiceDep, http: Request, rollout_id: RolloutId) ->
     return answer
 
 
-async def _compressed(
-    http: Request, make: Callable[[], bytes], media_type: str = "application/json"
-) -> Response:
+async def _compressed(http: Request, make: Callable[[], bytes], media_type: str = "application/json") -> Response:
     """Return the bytes that `make` returns, compressed if they are large and the client accepts that."""
     accepts = any(
         coding.strip().partition(";")[0] == "gzip" and "q=0" not in coding.replace(" ", "").split(";")[1:]

@@ -36,11 +36,7 @@ def lease(
     run, until = change.run.record, change.now + request.seconds
     out = [batches[number] for number in sorted(batches)]
     for batch in out:
-        if (
-            batch.state is BatchState.LEASED
-            and batch.lease_key == request.key
-            and batch.lease_until > change.now
-        ):
+        if batch.state is BatchState.LEASED and batch.lease_key == request.key and batch.lease_until > change.now:
             batch.lease_until = until
             change.put_batch(batch)
             return _leased(change, batch), False

@@ -78,9 +78,7 @@ class RunDraft:
     @property
     def record(self) -> RunRecord:
         counters = {
-            name.removeprefix(_COUNTER): int(value)
-            for name, value in self._fields.items()
-            if name.startswith(_COUNTER)
+            name.removeprefix(_COUNTER): int(value) for name, value in self._fields.items() if name.startswith(_COUNTER)
         }
         return run_codec.decode_run(self, counters, request=_request(self._fields["request"]))
 

@@ -201,9 +201,7 @@ class GroupReader(BaseRuns):
 
     async def _closed(self, run_id: str, number: int) -> Mapping[str, Any]:
         keys = self._database.keys(run_id)
-        _, (data, status) = await self._database.read(
-            [("HGET", keys.closed, number), ("HGET", keys.states, number)]
-        )
+        _, (data, status) = await self._database.read([("HGET", keys.closed, number), ("HGET", keys.states, number)])
         if data is None or status is None:
             raise unknown_group(run_id, number)
         state = GroupStatus.parse(status.decode())
@@ -223,9 +221,7 @@ class GroupReader(BaseRuns):
         _, _, (reply,) = await self._database.look(run_id, [("HGETALL", keys.states)])
         return {number: GroupStatus.parse(text.decode()).counter for number, text in by_number(reply).items()}
 
-    async def _samples(
-        self, run_id: str, numbers: Sequence[int]
-    ) -> AsyncIterator[tuple[int, list[ClosedSample]]]:
+    async def _samples(self, run_id: str, numbers: Sequence[int]) -> AsyncIterator[tuple[int, list[ClosedSample]]]:
         """Yield the samples of those of these groups that are closed and not deleted."""
         for some in chunks(numbers, GROUPS_AT_ONCE):
             _, (records,) = await self._database.read([("HMGET", self._database.keys(run_id).closed, *some)])
@@ -287,9 +283,7 @@ def _epoch(started: bytes | None, closed: bytes | None) -> int | None:
     return None if closed is None else ClosedRecord.decode(closed).epoch
 
 
-def _decode_samples(
-    numbers: Sequence[int], records: Sequence[bytes | None]
-) -> list[tuple[int, list[ClosedSample]]]:
+def _decode_samples(numbers: Sequence[int], records: Sequence[bytes | None]) -> list[tuple[int, list[ClosedSample]]]:
     pairs = zip(numbers, records, strict=True)
     return [
         (number, run_codec.decode_samples(ClosedRecord.decode(data).samples))

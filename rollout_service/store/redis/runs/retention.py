@@ -145,9 +145,7 @@ class RunRetention:
         now, (names,) = await self._database.read([("ZRANGE", all_runs(self._database.root), 0, -1)])
         return now, [name.decode() for name in names]
 
-    async def _deletable(
-        self, run_id: str, numbers: Sequence[int]
-    ) -> tuple[dict[int, ClosedRecord], set[int]]:
+    async def _deletable(self, run_id: str, numbers: Sequence[int]) -> tuple[dict[int, ClosedRecord], set[int]]:
         """Return the records of these groups, and which of them still have trajectories."""
         _, (scores,) = await self._database.read([("ZMSCORE", self._keys(run_id).held, *numbers)])
         held = {number for number, score in zip(numbers, scores, strict=True) if score is not None}

@@ -93,9 +93,7 @@ def extend_group(
     change.do("HSET", change.keys.open, number, group.encode())
 
 
-def retry_sample(
-    change: RunTransaction, replies: Replies, number: int, sample: int, request: RolloutRequest
-) -> None:
+def retry_sample(change: RunTransaction, replies: Replies, number: int, sample: int, request: RolloutRequest) -> None:
     if (group := _open_group(replies)) is None:
         return
     group.earlier.append(group.members[sample])
@@ -148,9 +146,7 @@ def close_group(
     _count(change, rules.closing_counts(closure, run.counters))
 
 
-def reclose_group(
-    change: RunTransaction, replies: Replies, closure: GroupClosure, *, head: bytes | None
-) -> None:
+def reclose_group(change: RunTransaction, replies: Replies, closure: GroupClosure, *, head: bytes | None) -> None:
     """Close a group that waits for a batch again.
 
     `replies` has what it waits with, its record, and for each usable sample whether it was erased.

@@ -118,9 +118,7 @@ class RedisRuns(GroupReader):
         names = [name.decode() for name in found]
         drafts: list[RunDraft | None] = []
         for some in chunks(names, RUNS_AT_ONCE):
-            _, replies = await self._database.read(
-                [("HGETALL", self._database.keys(name).run) for name in some]
-            )
+            _, replies = await self._database.read([("HGETALL", self._database.keys(name).run) for name in some])
             pairs = zip(some, replies, strict=True)
             drafts += [RunDraft.from_reply(name, reply) for name, reply in pairs]
         return [draft.record for draft in drafts if draft is not None]
@@ -138,15 +136,11 @@ class RedisRuns(GroupReader):
             run_id, [], run_changes.update, state=state, version=version, request=request, problem=problem
         )
 
-    async def append(
-        self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool
-    ) -> RunRecord:
+    async def append(self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool) -> RunRecord:
         key, reads = self._database.keys(run_id).tasks, list[tuple[str | int, ...]]()
         if offset is not None and tasks:
             reads.append(("LRANGE", key, offset, offset + len(tasks) - 1))
-        return await self._database.change(
-            run_id, reads, run_changes.append, tasks, offset=offset, close=close
-        )
+        return await self._database.change(run_id, reads, run_changes.append, tasks, offset=offset, close=close)
 
     async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
         if limit <= 0:
@@ -166,9 +160,7 @@ class RedisRuns(GroupReader):
                 break
         return started
 
-    async def extend_group(
-        self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]
-    ) -> None:
+    async def extend_group(self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]) -> None:
         read = self._open(run_id, number)
         await self._database.change(run_id, [read], run_changes.extend_group, number, first, requests)
 

@@ -175,9 +175,7 @@ def give_up_rights() -> None:
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     call("prctl", PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     capability = 0
-    while (
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0
-    ):  # it fails for one that the kernel does not have
+    while libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:  # it fails for one that the kernel does not have
         capability += 1
     header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     call("capset", header, none)

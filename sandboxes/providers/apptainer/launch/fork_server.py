@@ -61,9 +61,7 @@ def main() -> None:
 def fork_sibling() -> int:
     """Fork another child of this process's parent; return its pid, and 0 in the child."""
     # PyDLL keeps the interpreter's lock, so that the child has it. There are no other threads.
-    pid: int = ctypes.PyDLL(None, use_errno=True).syscall(
-        CLONE, CLONE_PARENT | SIGCHLD, None, None, None, None
-    )
+    pid: int = ctypes.PyDLL(None, use_errno=True).syscall(CLONE, CLONE_PARENT | SIGCHLD, None, None, None, None)
     if pid < 0:
         raise OSError(ctypes.get_errno(), "clone")
     return pid

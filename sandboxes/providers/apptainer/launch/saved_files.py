@@ -58,9 +58,7 @@ def enter(launcher: int) -> str:
     own_users = os.stat("/proc/self/ns/user").st_ino != os.stat(f"/proc/{launcher}/ns/user").st_ino
     if own_users:
         kinds.insert(0, ("user", CLONE_NEWUSER))
-    spaces = [
-        (os.open(f"/proc/{launcher}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC), kind) for name, kind in kinds
-    ]
+    spaces = [(os.open(f"/proc/{launcher}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC), kind) for name, kind in kinds]
     for space, kind in spaces:
         call("setns", space, kind)
         os.close(space)

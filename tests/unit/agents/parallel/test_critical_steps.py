@@ -128,7 +128,5 @@ def test_the_published_example():
     subs = [[3, 5, 0], [0, 0, 0], [7, 2, 2]]
     turns = [TurnSteps(1, [[Steps(sub, sub, sub) for sub in turn]]) for turn in subs]
     assert add_up(turns) == Steps(critical=15, scheduled=15, total=3 + 19)
-    assert add_up([TurnSteps(1), TurnSteps(1)]) == Steps(2, 2, 2), (
-        "without sub-agents, the steps of the agent"
-    )
+    assert add_up([TurnSteps(1), TurnSteps(1)]) == Steps(2, 2, 2), "without sub-agents, the steps of the agent"
     assert add_up([]) == Steps()

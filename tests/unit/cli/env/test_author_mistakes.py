@@ -85,8 +85,7 @@ MISTAKES = {
     ),
     "the name has a space": (
         declared('"sums"', '"my sums"'),
-        "{at}/environment.toml: name: String should match pattern | "
-        "environment-toml.md says what each key takes",
+        "{at}/environment.toml: name: String should match pattern | environment-toml.md says what each key takes",
     ),
     "a tool is misspelled": (
         declared("[evaluate]", 'tools = ["bsh"]\n[evaluate]'),
@@ -170,10 +169,7 @@ MISTAKES = {
         "sums: dataset(): instance 2 is 2 | Return a list of dicts",
     ),
     "check() fails": (
-        {
-            "sums.py": CODE
-            + "    def dataset(self): return [{}]\n    def check(self, instance): instance['a']\n"
-        },
+        {"sums.py": CODE + "    def dataset(self): return [{}]\n    def check(self, instance): instance['a']\n"},
         "data set, instance 1: check() failed with KeyError: 'a' ({at}/sums.py, line 9); raise InvalidFieldError",
     ),
     "a key of a task in Harbor's format is misspelled": (
@@ -186,8 +182,7 @@ MISTAKES = {
     ),
     "a task has no image": (
         TASK | {"task.toml": 'schema_version = "1.4"\n'},
-        "{at}: the task has neither environment/Dockerfile nor environment.docker_image | "
-        "Write the Dockerfile",
+        "{at}: the task has neither environment/Dockerfile nor environment.docker_image | Write the Dockerfile",
     ),
 }
 # The same of other commands, which are written as they are typed.

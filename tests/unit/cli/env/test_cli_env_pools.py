@@ -73,9 +73,7 @@ def report_of(result):
 
 
 def scripts(folder) -> list[str]:
-    return [
-        part for pool in ("partner", "judge") for part in ("--pool-script", f"{pool}={folder}/{pool}.jsonl")
-    ]
+    return [part for pool in ("partner", "judge") for part in ("--pool-script", f"{pool}={folder}/{pool}.jsonl")]
 
 
 @pytest.mark.slow
@@ -93,9 +91,7 @@ def test_an_environment_with_scripted_models_is_audited_attacked_and_checked(gue
 def test_a_pool_without_a_model_is_named_with_the_options(guess):
     [partner, *_] = zip(*[iter(scripts(guess))] * 2, strict=True)
     audit = invoke("audit", guess / "guess.py", "--runs", 1, *partner)
-    assert (
-        "the environment asks the model of the pool 'judge', and nothing answers for it here" in audit.output
-    )
+    assert "the environment asks the model of the pool 'judge', and nothing answers for it here" in audit.output
     assert "Add --pool-model judge=MODEL, --pool-script judge=FILE" in audit.output
 
 
@@ -164,9 +160,7 @@ async def test_sub_agents_are_sampled_from_the_pool_that_is_named(tmp_path):
         try:
             async with PoolModels.read(None, scripts).opened(tmp_path) as models:
                 try:
-                    await play(
-                        split, split.dataset()[0], policy, sandboxes, OtherModels(policies=models.policies)
-                    )
+                    await play(split, split.dataset()[0], policy, sandboxes, OtherModels(policies=models.policies))
                 except EnvironmentFailedError as error:
                     return error.hint
         finally:

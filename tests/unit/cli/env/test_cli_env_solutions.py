@@ -45,9 +45,7 @@ async def test_the_end_of_the_graders_output_and_the_processes_left_are_the_reas
     solve = """setsid sleep 600 > /dev/null 2>&1 & until [ "$(cat /proc/$!/comm)" = sleep ]; do :; done"""
     one = await tried(make(grade, solve), sandboxes)
     [problem] = one.problems
-    assert problem.startswith(
-        "its solution gets 0 (processes of the agent or of init were ended before the grading: "
-    )
+    assert problem.startswith("its solution gets 0 (processes of the agent or of init were ended before the grading: ")
     assert "before the grading: sleep 600; `agent_processes` may let them live for" in problem
     assert problem.splitlines()[1:] == [f"  {number}" for number in range(41 - PRINTED_LINES, 41)]
 
@@ -61,9 +59,7 @@ async def test_a_solution_that_leaves_nothing_has_no_such_note(make, sandboxes):
 def test_output_that_repeats_is_shown_once(make, tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_SANDBOX__PROVIDER", "local")
     folder = str(make("echo all broken; exit 3"))
-    report = with_solutions(
-        check_environment(folder), folder, limit=None, at_once=1, good=None, pools=PoolModels()
-    )
+    report = with_solutions(check_environment(folder), folder, limit=None, at_once=1, good=None, pools=PoolModels())
     found = [finding for finding in report.findings if "solution" in finding or "nothing" in finding]
     assert sum("it printed" in finding or "all broken" in finding for finding in found) == 1
     assert found[-1].endswith("doing nothing gets no reward, for the same reason")

@@ -267,16 +267,11 @@ def test_each_sub_agent_says_what_it_was_and_did():
         node("r1", 3, duplicate=True, result="x" * 500),
     ]
     lines = shown(RolloutNodes(rollout_id="r1", nodes=made, work=WORK)).splitlines()
-    assert (
-        lines[0]
-        == "steps: 6 critical, 6 in total; 2 assigns, 2 run, 2 valid; at most 1 at once; 0 direct calls"
-    )
+    assert lines[0] == "steps: 6 critical, 6 in total; 2 assigns, 2 run, 2 valid; at most 1 at once; 0 direct calls"
     assert lines[1] == "r1"
     assert lines[2].endswith("1 reader  turn 0, wave 0  valid  2 steps, 1.5 s after 0.2 s in the queue")
     assert lines[3].endswith(" first line")
-    assert lines[4].endswith(
-        "2 helper  turn 2, wave 1  not valid: timeout  2 steps, 1.5 s after 0.2 s in the queue"
-    )
+    assert lines[4].endswith("2 helper  turn 2, wave 1  not valid: timeout  2 steps, 1.5 s after 0.2 s in the queue")
     assert lines[4].index("2 helper") > lines[2].index("1 reader"), "a nested one is indented"
     assert "valid, duplicate" in lines[5]
     assert lines[6].endswith("x" * RESULT_CHARS + "...")

@@ -33,9 +33,7 @@ class Served:
         self.asked: list[tuple[int, int, int | None]] = []
 
     async def outline(self, rollout_id: str, *, node: int | None = None) -> TrajectoryOutline:
-        first = SegmentOutline(
-            index=0, trained=True, tokens=len(self.words), sampled=2, fork_reason=ForkReason.FIRST
-        )
+        first = SegmentOutline(index=0, trained=True, tokens=len(self.words), sampled=2, fork_reason=ForkReason.FIRST)
         second = first.model_copy(
             update={
                 "index": 1,
@@ -47,13 +45,9 @@ class Served:
                 "first_difference": 2,
             }
         )
-        return TrajectoryOutline(
-            rollout_id=rollout_id, node=node, segments=[first, second], has_text=self.has_text
-        )
+        return TrajectoryOutline(rollout_id=rollout_id, node=node, segments=[first, second], has_text=self.has_text)
 
-    async def tokens(
-        self, rollout_id: str, *, segment: int, start: int, count: int, node: int | None
-    ) -> TokenRange:
+    async def tokens(self, rollout_id: str, *, segment: int, start: int, count: int, node: int | None) -> TokenRange:
         self.asked.append((segment, start, node))
         words = self.words[start : start + count]
         lengths = [len(word.encode("utf-16-le", "surrogatepass")) // 2 for word in words]
@@ -153,9 +147,7 @@ async def test_colors_are_there_with_a_terminal_and_not_with_no_color(monkeypatc
 
 def test_a_pager_gets_the_whole_text(tmp_path, monkeypatch):
     paged = tmp_path / "paged"
-    monkeypatch.setenv(
-        "PAGER", f'{sys.executable} -c \'import sys; open("{paged}", "w").write(sys.stdin.read())\''
-    )
+    monkeypatch.setenv("PAGER", f'{sys.executable} -c \'import sys; open("{paged}", "w").write(sys.stdin.read())\'')
     assert page("a\nb\n")
     assert paged.read_text() == "a\nb\n"
 

@@ -181,9 +181,7 @@ async def test_a_cancelled_request_leaves_no_process():
     ],
     ids=["reasoning-gym", "textarena", "nemo-gym", "gymnasium", "gem"],
 )
-def test_without_the_library_the_error_names_the_command_that_installs_it(
-    environment, instance, nothing_installed
-):
+def test_without_the_library_the_error_names_the_command_that_installs_it(environment, instance, nothing_installed):
     for use in (environment.dataset, lambda: environment.check(instance)):
         with pytest.raises(ConfigurationError) as caught:
             use()

@@ -31,12 +31,7 @@ def test_the_example_of_the_page_loads_with_its_data_set(tmp_path):
 
 def test_every_key_is_on_the_page():
     for name in OpenEnvDeclaration.model_fields:
-        assert (
-            f"`{name}`" in PAGE
-            or f"`[{name}]`" in PAGE
-            or f"`{name}`, " in PAGE
-            or name in ("kind", "description")
-        )
+        assert f"`{name}`" in PAGE or f"`[{name}]`" in PAGE or f"`{name}`, " in PAGE or name in ("kind", "description")
 
 
 def test_what_the_api_shows_has_neither_the_address_nor_the_headers(tmp_path):

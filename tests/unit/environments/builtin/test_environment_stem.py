@@ -268,7 +268,5 @@ def test_the_prompt_shows_the_choices_and_the_unit():
 
 def test_it_is_registered():
     project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["rollout_service.environments"]["stem"].endswith(
-        "stem.environment:environment"
-    )
+    assert project["entry-points"]["rollout_service.environments"]["stem"].endswith("stem.environment:environment")
     assert json.dumps(STEM.dataset())

@@ -165,14 +165,10 @@ KEYS = st.sampled_from(
         "user",
     ]
 )
-SERVICES = st.dictionaries(
-    NAMES, st.dictionaries(KEYS, TREES, max_size=4).map(lambda of: {"command": "x"} | of)
-)
+SERVICES = st.dictionaries(NAMES, st.dictionaries(KEYS, TREES, max_size=4).map(lambda of: {"command": "x"} | of))
 
 
-@given(
-    st.binary(max_size=200) | TREES.map(json.dumps) | SERVICES.map(lambda of: json.dumps({"services": of}))
-)
+@given(st.binary(max_size=200) | TREES.map(json.dumps) | SERVICES.map(lambda of: json.dumps({"services": of})))
 def test_a_file_of_any_content_is_refused_or_fits(folder, text):
     try:
         compose = read(folder, text)
@@ -303,6 +299,4 @@ def test_variables_of_the_host_must_be_allowed():
     assert list(missing(table, "env", [], host)) == [
         "env.A: the variable TOKEN may not be read by tasks: see [harbor] variables"
     ]
-    assert list(missing({"A": "${UNSET}"}, "env", ["UNSET"], host)) == [
-        "env.A: the variable UNSET is not set"
-    ]
+    assert list(missing({"A": "${UNSET}"}, "env", ["UNSET"], host)) == ["env.A: the variable UNSET is not set"]

@@ -130,9 +130,7 @@ def test_a_shared_verifier_has_the_agents_sandbox_and_processes_if_the_operator_
 
 
 def test_a_separate_verifier_gets_its_artifacts_alone(tmp_path):
-    toml = (
-        'artifacts = ["/app/out", {source = "/data/x"}]\n[verifier]\nenvironment_mode = "separate"\n' + TOML
-    )
+    toml = 'artifacts = ["/app/out", {source = "/data/x"}]\n[verifier]\nenvironment_mode = "separate"\n' + TOML
     found = spec(make(tmp_path / "t", toml), shared_verifier="same")
     assert (found.evaluate_in, found.artifacts) == ("fresh", ["/app/out", "/data/x", "/logs/artifacts"])
 
@@ -293,9 +291,7 @@ def test_whatever_else_is_written_is_a_failure_or_a_finite_number(data):
             assert all(math.isfinite(value) for value in rewards.values())
 
 
-@pytest.mark.parametrize(
-    "data", [b"[1]", b'"1"', b'{"a": "1"}', b'{"a": NaN}', b'{"a": 1e999}', b'{"a": null}', b"{"]
-)
+@pytest.mark.parametrize("data", [b"[1]", b'"1"', b'{"a": "1"}', b'{"a": NaN}', b'{"a": 1e999}', b'{"a": null}', b"{"])
 def test_json_of_another_form_is_a_failure(data):
     with pytest.raises(RewardInvalidError):
         parse_json(data)

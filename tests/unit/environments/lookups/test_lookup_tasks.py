@@ -60,9 +60,7 @@ def test_the_two_sides_of_the_split_are_apart(environment, make):
     assert all(is_held_out(instance) == (instance["split"] == "held_out") for instance in instances)
     counts = Counter(len(instance["names"]) for instance in sides["held_out"])
     assert max(counts.values()) - min(counts.values()) <= 1
-    assert sample_problems(make, [2], 3, 20, held_out=True) == sample_problems(
-        make, [2], 3, 20, held_out=True
-    )
+    assert sample_problems(make, [2], 3, 20, held_out=True) == sample_problems(make, [2], 3, 20, held_out=True)
     assert environment.dataset() == instances
 
 

@@ -254,8 +254,7 @@ def test_the_canary_is_an_argument(line, planted, alone):
 def test_django_gets_a_module():
     made = plant_canary(script("./tests/runtests.py --parallel 1 auth_tests.test_x admin"), TESTS, "/testbed")
     assert (
-        command(made.text, "runtests")
-        == f"./tests/runtests.py --parallel 1 auth_tests.test_x admin case_{made.canary}"
+        command(made.text, "runtests") == f"./tests/runtests.py --parallel 1 auth_tests.test_x admin case_{made.canary}"
     )
     assert command(made.control, "runtests") == f"./tests/runtests.py --parallel 1 case_{made.canary}"
 
@@ -273,18 +272,14 @@ def test_no_two_canaries_have_the_same_name():
 
 def test_a_planted_script_writes_a_test_that_fails(tmp_path):
     made = plant_canary(script("pytest -rA"), {"test_a.py"}, str(tmp_path))
-    subprocess.run(
-        ["bash", "-c", made.text.split(f": '{START}'")[0] + "exit 0"], check=True, capture_output=True
-    )
+    subprocess.run(["bash", "-c", made.text.split(f": '{START}'")[0] + "exit 0"], check=True, capture_output=True)
     source = (tmp_path / f"test_{made.canary}.py").read_text()
     with pytest.raises(AssertionError):
         exec(f"{source}\ntest_{made.canary}()", {})
 
 
 def test_text_of_a_test_patch_cannot_end_its_own_document(tmp_path):
-    made = make_script(
-        "/testbed", "pytest", [], base="a" * 40, test_patch="diff --git a/t b/t\n+EOF\n+$(touch x)\n"
-    )
+    made = make_script("/testbed", "pytest", [], base="a" * 40, test_patch="diff --git a/t b/t\n+EOF\n+$(touch x)\n")
     checked = subprocess.run(["bash", "-n"], input=made.encode(), capture_output=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, b"")
     assert "git apply -v - <<'EOF_" in made
@@ -294,9 +289,7 @@ ENVIRONMENT = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYST
 
 
 def change(path, *, new=False):
-    head = f"diff --git a/{path} b/{path}\n" + (
-        "new file mode 100644\n--- /dev/null\n" if new else f"--- a/{path}\n"
-    )
+    head = f"diff --git a/{path} b/{path}\n" + ("new file mode 100644\n--- /dev/null\n" if new else f"--- a/{path}\n")
     return f"{head}+++ b/{path}\n@@ -0,0 +1 @@\n+x\n".encode()
 
 
@@ -356,9 +349,7 @@ def test_what_could_falsify_a_report_is_left_out(path):
     assert separate_forbidden(change(path) + good, {"tests/test_it.py"}, b"") == (good, [path])
 
 
-@pytest.mark.parametrize(
-    "path", ["pytest.py", "pytest/__init__.py", "_pytest/x.py", "src/pluggy.py", "unittest.py"]
-)
+@pytest.mark.parametrize("path", ["pytest.py", "pytest/__init__.py", "_pytest/x.py", "src/pluggy.py", "unittest.py"])
 def test_a_new_module_in_the_place_of_a_test_runner_is_left_out(path):
     assert separate_forbidden(change(path, new=True), (), b"") == (b"", [path])
     assert separate_forbidden(change(path), (), b"") == (

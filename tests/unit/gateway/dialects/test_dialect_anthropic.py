@@ -136,11 +136,7 @@ def test_parameters_reach_the_call():
             "messages.0.content.0",
         ),
         (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}
-                ]
-            },
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
             UnsupportedContentError,
             "messages.0.content.0.content.0",
         ),
@@ -178,9 +174,7 @@ def test_a_stream_opens_and_closes_one_block_after_the_other():
     deltas = [(data["index"], data["delta"]) for _, data in events if data["type"] == "content_block_delta"]
     assert "".join(delta.get("thinking", "") for _, delta in deltas) == REASONING
     assert "".join(delta.get("text", "") for _, delta in deltas) == TEXT
-    assert [delta for _, delta in deltas if "signature" in delta] == [
-        {"type": "signature_delta", "signature": KEY}
-    ]
+    assert [delta for _, delta in deltas if "signature" in delta] == [{"type": "signature_delta", "signature": KEY}]
     for index, (_, _, arguments) in enumerate(CALLS, start=2):
         assert "".join(delta["partial_json"] for at, delta in deltas if at == index) == arguments
     assert events[-2][1]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}

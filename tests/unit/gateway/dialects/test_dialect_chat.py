@@ -156,9 +156,7 @@ def test_what_cannot_be_read_is_named(change, error, path):
     assert json.loads(told.body)["error"]["param"] == path
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff", b'{"a": 1e999}', b'{"a":' + b"[" * 5000, b'{"a":NaN}']
-)
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"a": 1e999}', b'{"a":' + b"[" * 5000, b'{"a":NaN}'])
 def test_a_body_that_is_not_json(content):
     with pytest.raises(MalformedBodyError):
         answers.read(CHAT, content)

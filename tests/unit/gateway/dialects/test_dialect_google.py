@@ -232,9 +232,7 @@ def test_a_stream_carries_the_parts_of_the_whole_answer():
 def test_a_stream_may_be_a_list():
     request = read(STREAM)
     chunks = json.loads(answers.stream(request, answers.full_answer()))
-    assert joined(chunks) == joined(
-        [data for _, data in sse_events(answers.stream(read(SSE), answers.full_answer()))]
-    )
+    assert joined(chunks) == joined([data for _, data in sse_events(answers.stream(read(SSE), answers.full_answer()))])
     writer = CODECS[Dialect.GOOGLE].open_stream(request)
     assert writer.media_type == "application/json"
     broken = json.loads(writer.keep_alive() + writer.fail(ContextOverflowError(2, 1)))
@@ -256,9 +254,7 @@ def test_a_malformed_call_is_text():
     events = answers.answer(answers.call(0, "c", "bash", '{"a', error="not JSON"))
     [part] = answers.whole(read(), events)["candidates"][0]["content"]["parts"]
     assert part["text"] == 'bash({"a)'
-    assert (
-        joined([data for _, data in sse_events(answers.stream(read(SSE), events))])[0]["text"] == part["text"]
-    )
+    assert joined([data for _, data in sse_events(answers.stream(read(SSE), events))])[0]["text"] == part["text"]
 
 
 def test_a_keep_alive_is_an_empty_part():

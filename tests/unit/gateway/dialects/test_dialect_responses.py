@@ -163,11 +163,7 @@ def test_parameters_reach_the_call():
             "input.0.content.0",
         ),
         (
-            {
-                "input": [
-                    {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]}
-                ]
-            },
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]}]},
             UnsupportedContentError,
             "input.0.output.0",
         ),
@@ -189,9 +185,7 @@ def test_what_cannot_be_read_is_named(change, error, path):
 
 
 def test_what_asks_for_nothing_is_not_refused():
-    call = read(
-        previous_response_id=None, background=False, top_logprobs=0, include=["reasoning.encrypted_content"]
-    )
+    call = read(previous_response_id=None, background=False, top_logprobs=0, include=["reasoning.encrypted_content"])
     assert call.ignored == ("include",)
 
 
@@ -222,11 +216,7 @@ def test_a_stream_has_every_event_in_order_and_one_id_an_item():
     final = events[-1][1]["response"]
     assert final["id"] == events[0][1]["response"]["id"] == f"resp_{KEY}"
     for index, whole in enumerate(final["output"]):
-        ids = {
-            data.get("item_id") or data["item"]["id"]
-            for _, data in events
-            if data.get("output_index") == index
-        }
+        ids = {data.get("item_id") or data["item"]["id"] for _, data in events if data.get("output_index") == index}
         assert ids == {whole["id"]}
     deltas = {"output_text": TEXT, "reasoning_summary_text": REASONING}
     for kind, text in deltas.items():

@@ -76,9 +76,7 @@ def server() -> Server:
 
 def request(dialect: Dialect) -> ModelCall:
     body = {"model": "m", "stream": True, "stream_options": {"include_usage": True}}
-    return answers.read(
-        dialect, body | ({"input": "hi"} if dialect is Dialect.RESPONSES else {"messages": MESSAGES})
-    )
+    return answers.read(dialect, body | ({"input": "hi"} if dialect is Dialect.RESPONSES else {"messages": MESSAGES}))
 
 
 def expected(events: Sequence[AnswerEvent]) -> tuple[str, str, list[tuple[str, str, str]]]:

@@ -166,9 +166,7 @@ def test_a_group_of_parameters_must_be_an_object(dialect):
 
 def test_the_page_has_the_tables():
     page = (ROOT / "docs" / "reference" / "gateway.md").read_text()
-    assert page == replace_tables(page), (
-        "run `PYTHONPATH=packaging python -m docs_site.parameters` on the page"
-    )
+    assert page == replace_tables(page), "run `PYTHONPATH=packaging python -m docs_site.parameters` on the page"
 
 
 def test_a_page_without_a_place_for_the_tables_is_refused():
@@ -255,18 +253,14 @@ def test_the_echo_of_an_answer_is_the_answer(dialect, parts, arguments):
         for event in answers.call(index, f"call_{index}", f"f{index}", json.dumps(values, indent=1))
     ]
     events = answers.answer(parts, calls)
-    request = answers.read(
-        dialect, {"messages": [USER], "input": "hi", "contents": [{"parts": [{"text": "hi"}]}]}
-    )
+    request = answers.read(dialect, {"messages": [USER], "input": "hi", "contents": [{"parts": [{"text": "hi"}]}]})
     echoed = answers.read(dialect, echo(dialect, answers.whole(request, events))).messages[1:]
     whole = WholeAnswer.of(events)
     if not whole.parts:
         return
     [message] = echoed
     assert (message.text, message.reasoning or "") == (whole.text, whole.reasoning)
-    assert [(call.id, call.name) for call in message.calls] == [
-        (call.call_id, call.name) for call in whole.calls
-    ]
+    assert [(call.id, call.name) for call in message.calls] == [(call.call_id, call.name) for call in whole.calls]
     assert [json.loads(call.arguments) for call in message.calls] == arguments
 
 

@@ -31,9 +31,7 @@ def answered(runs: list[Recorded]) -> dict[str, AnsweredCall]:
 def inputs(call: AnsweredCall, echoed: str) -> Any:
     """Return the value that an echo must have; a custom tool's input is no JSON, but a function's one parameter."""
     value = by_value(call.arguments)
-    custom = (
-        isinstance(value, str) and isinstance(inner := by_value(echoed), dict) and set(inner) == {"input"}
-    )
+    custom = isinstance(value, str) and isinstance(inner := by_value(echoed), dict) and set(inner) == {"input"}
     return {"input": value} if custom else value
 
 
@@ -48,9 +46,7 @@ def test_every_request_is_read(name):
         assert call.fingerprint == run.read().fingerprint
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if name not in (*REPAIRED, *WITHOUT_CALLS, *NOT_ECHOED)]
-)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*REPAIRED, *WITHOUT_CALLS, *NOT_ECHOED)])
 def test_calls_come_back_by_value_under_their_ids(name):
     runs = load(name)
     sent: dict[str | None, AnsweredCall] = dict(answered(runs))
@@ -127,9 +123,7 @@ def lanes(name: str) -> list[ModelCall]:
     return [run.read() for run in load(name)]
 
 
-@pytest.mark.parametrize(
-    ("name", "purpose"), [("codex-subagent", "subagent"), ("claude-2.1.330-subagent", "subagent")]
-)
+@pytest.mark.parametrize(("name", "purpose"), [("codex-subagent", "subagent"), ("claude-2.1.330-subagent", "subagent")])
 def test_conversations_of_parallel_agents_are_told_apart(name, purpose):
     calls = lanes(name)
     assert len({call.lane.session for call in calls}) == 1

@@ -131,9 +131,7 @@ async def test_bad_requests_are_refused(renderer, path, body, status):
         answer = await b.post(path, body)
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["message"]
-        assert (
-            await b.http.post(CHAT, content=b"{", headers={"x-api-key": b.session.key})
-        ).status_code == 400
+        assert (await b.http.post(CHAT, content=b"{", headers={"x-api-key": b.session.key})).status_code == 400
         assert not b.pool.calls
 
 
@@ -241,8 +239,7 @@ def _content(stream: bytes) -> str:
 
 def _head(path: str, key: str) -> bytes:
     return (
-        f"POST {path} HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
-        f"authorization: Bearer {key}\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\nauthorization: Bearer {key}\r\n"
     ).encode()
 
 

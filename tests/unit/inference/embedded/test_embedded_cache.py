@@ -22,9 +22,7 @@ def insert(cache, ids, start=0):
 
 
 def common(left, right):
-    return next(
-        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
-    )
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def joined(pieces):

@@ -54,9 +54,7 @@ def test_earlier_content_of_a_slot_does_not_show(model):
     store = KVStore(model.config, 1)
     model.forward(prompt(50, seed=9)[None], np.arange(50)[None], store, 0)
     ids = prompt(10)
-    np.testing.assert_allclose(
-        model.forward(ids[None], np.arange(10)[None], store, 0)[0], whole(model, ids), atol=1e-5
-    )
+    np.testing.assert_allclose(model.forward(ids[None], np.arange(10)[None], store, 0)[0], whole(model, ids), atol=1e-5)
 
 
 def test_kv_can_be_moved_and_copied_out_and_in_while_the_store_grows(model):
@@ -134,9 +132,7 @@ def test_a_field_that_is_missing_is_named(tmp_path):
         read_config(folder)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"12345678", b"\x05\x00\x00\x00\x00\x00\x00\x00{nope", b"\xff" * 100]
-)
+@pytest.mark.parametrize("content", [b"", b"12345678", b"\x05\x00\x00\x00\x00\x00\x00\x00{nope", b"\xff" * 100])
 def test_broken_weights_are_refused(tmp_path, content):
     folder = write_random_checkpoint(tmp_path / "model", SMALL)
     (folder / "model.safetensors").write_bytes(content)

@@ -30,9 +30,7 @@ def test_tokens_come_as_often_as_they_should(temperature):
     assert (deviations < 5 * np.sqrt(expected / 3000) + 1e-3).all()
 
 
-@pytest.mark.parametrize(
-    "settings", [SamplerSettings(temperature=0.0), SamplerSettings(temperature=2.0, top_k=1)]
-)
+@pytest.mark.parametrize("settings", [SamplerSettings(temperature=0.0), SamplerSettings(temperature=2.0, top_k=1)])
 def test_greedy_takes_the_likeliest_with_its_logprob_at_temperature_one(settings):
     tokens, logprobs = sample(LOGITS, [settings], [7])
     assert tokens[0] == LOGITS[0].argmax()

@@ -43,9 +43,7 @@ def make_engine(folder):
 class Asked:
     """A request whose progress a test can follow; the engine waits at `held_at` tokens for an order."""
 
-    def __init__(
-        self, engine, prompt, *, rid="r", budget=10, seed=1, stop_ids=frozenset(), start=None, held_at=None
-    ):
+    def __init__(self, engine, prompt, *, rid="r", budget=10, seed=1, stop_ids=frozenset(), start=None, held_at=None):
         self._changed = threading.Semaphore(0)
         self._held_at = held_at
         self._is_ordered = threading.Event()
@@ -87,9 +85,7 @@ def alone(make_engine, prompt, **asked):
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     asked=st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 30), st.integers(0, 9)
-        ),
+        st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 30), st.integers(0, 9)),
         min_size=1,
         max_size=10,
     ),

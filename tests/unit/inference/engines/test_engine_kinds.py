@@ -75,9 +75,7 @@ async def test_the_kind_of_a_plug_in_serves_next_to_the_built_in_ones(plugins: l
 async def test_an_unknown_kind_is_refused_with_the_known_ones_and_the_nearest(
     plugins: list[EntryPoint],
 ) -> None:
-    with pytest.raises(
-        InvalidFieldError, match="there is no kind of engine 'acmee'; did you mean acme"
-    ) as caught:
+    with pytest.raises(InvalidFieldError, match="there is no kind of engine 'acmee'; did you mean acme") as caught:
         await EngineKinds(plugins=plugins).connect(URL, "one", "acmee")
     assert caught.value.hint.startswith("Known kinds: acme, broken, lost, ")
     assert [field.path for field in caught.value.fields] == ["kind"]

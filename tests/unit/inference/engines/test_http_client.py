@@ -188,9 +188,7 @@ async def test_a_request_that_met_the_end_of_a_rested_connection_is_sent_again()
     [(Hasty(b"HTTP/1.1 200 OK\r\n", first=9), 1), (Hasty(first=1), 2), (Hasty(first=0), 1)],
     ids=["a byte came", "also the new one ends", "it is new"],
 )
-async def test_no_request_is_sent_more_than_twice_or_once_an_answer_began(
-    server: Hasty, connections: int
-) -> None:
+async def test_no_request_is_sent_more_than_twice_or_once_an_answer_began(server: Hasty, connections: int) -> None:
     async def ask(client: HttpClient) -> None:
         for _ in range(2):
             await client.exchange("GET", "/", None)

@@ -265,9 +265,7 @@ def figures(request, count, version):
 )
 def test_any_interruptions_give_the_exports_of_one_generation(budget, prompt, cuts, firsts):
     first_prompt, first_routed = (min(first, prompt) for first in firsts)
-    extras = RequestedExtras(
-        top_logprobs=1, prompt_logprobs_from=first_prompt, routed_experts_from=first_routed
-    )
+    extras = RequestedExtras(top_logprobs=1, prompt_logprobs_from=first_prompt, routed_experts_from=first_routed)
     request = GenerateRequest(new_request_id(), [3] * prompt, SamplingOptions(max_new_tokens=budget), extras)
     continuation, whole = Continuation(request), None
     for version, cut in enumerate([*cuts, budget]):

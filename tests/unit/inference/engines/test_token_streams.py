@@ -242,12 +242,8 @@ def split(*parts: bytes) -> list[bytes]:
     end=st.sampled_from([b"\n", b"\r\n"]),
     cuts=st.lists(st.integers(0, 400)),
 )
-def test_where_the_bytes_are_cut_changes_nothing(
-    events: list[list[bytes]], end: bytes, cuts: list[int]
-) -> None:
-    raw = b"".join(
-        b"".join(b"data: " + line + end for line in lines) + b": comment" + end + end for lines in events
-    )
+def test_where_the_bytes_are_cut_changes_nothing(events: list[list[bytes]], end: bytes, cuts: list[int]) -> None:
+    raw = b"".join(b"".join(b"data: " + line + end for line in lines) + b": comment" + end + end for lines in events)
     places = sorted({0, len(raw), *(min(cut, len(raw)) for cut in cuts)})
     parts = [raw[start:stop] for start, stop in pairwise(places)]
     assert split(*parts) == [b"\n".join(lines) for lines in events]

@@ -83,9 +83,7 @@ def test_the_name_alone_says_whether_a_pool_is_frozen(name: str, frozen: bool) -
 
 
 @pytest.mark.parametrize("force", [False, True])
-async def test_a_frozen_pool_refuses_weights_and_its_engine_never_hears_of_them(
-    tmp_path: Path, force: bool
-) -> None:
+async def test_a_frozen_pool_refuses_weights_and_its_engine_never_hears_of_them(tmp_path: Path, force: bool) -> None:
     engine = Engine()
     async with serving(tmp_path, frozen_1=engine) as (served, pools):
         weights = WeightsRequest(path=str(POLICY), version=3, pool="frozen-1", force=force)

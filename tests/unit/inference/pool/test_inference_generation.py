@@ -37,9 +37,7 @@ def answer(request, count, finish_reason, version=0):
     cuts=st.lists(st.integers(0, 20), max_size=12),
 )
 def test_any_aborts_give_exactly_the_budget(budget, prompt, cuts):
-    continuation = Continuation(
-        GenerateRequest(new_request_id(), prompt, SamplingOptions(max_new_tokens=budget))
-    )
+    continuation = Continuation(GenerateRequest(new_request_id(), prompt, SamplingOptions(max_new_tokens=budget)))
     whole, sizes, ids = None, [], set()
     for version, cut in enumerate([*cuts, budget]):
         request = continuation.next_request()

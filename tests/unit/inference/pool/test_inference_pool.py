@@ -327,11 +327,7 @@ async def test_a_backend_that_joins_late_gets_the_weights_and_the_pause():
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    events=st.lists(
-        st.sampled_from(["abort", "pause", "drop", "update", "hang up one"]), min_size=1, max_size=6
-    )
-)
+@given(events=st.lists(st.sampled_from(["abort", "pause", "drop", "update", "hang up one"]), min_size=1, max_size=6))
 async def test_whatever_happens_every_request_gets_exactly_its_tokens(events):
     engines = [ScriptedEngine(SCRIPT, latency=0.15), ScriptedEngine(SCRIPT, latency=0.15)]
     async with running(*engines) as (_, pool):
@@ -448,9 +444,7 @@ async def test_an_address_where_nothing_listens_is_not_registered():
         assert url in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    "url", ["", "localhost:3", "ftp://host", "http://", "http://a:b@host:3", "http://h/?q=1"]
-)
+@pytest.mark.parametrize("url", ["", "localhost:3", "ftp://host", "http://", "http://a:b@host:3", "http://h/?q=1"])
 async def test_a_malformed_address_is_refused(url):
     async with Pools(OPTIONS) as pools:
         with pytest.raises(ValueError, match="address"):

@@ -110,9 +110,7 @@ async def test_engines_go_with_their_lease_and_the_last_one_abandons_its_pool(tm
         async with serving.reconnecting([]):
             await serving.register(leased(one))
             kept = await serving.register(leased(other, seconds=86_400))
-            unleased = await serving.register(
-                leased(one, "policy").model_copy(update={"lease_seconds": None})
-            )
+            unleased = await serving.register(leased(one, "policy").model_copy(update={"lease_seconds": None}))
             await gone(serving, 2)
             assert abandoned == [], "the pool has another engine"
             await serving.register(leased(other))

@@ -26,9 +26,7 @@ pytestmark = pytest.mark.slow
 
 ENGINES = 2
 BASE_ID_LENGTH = 32
-OPTIONS = PoolOptions(
-    slow_start=0.0, probe_interval=30.0, hold_seconds=30.0, max_failures=100, unhealthy_after=1_000
-)
+OPTIONS = PoolOptions(slow_start=0.0, probe_interval=30.0, hold_seconds=30.0, max_failures=100, unhealthy_after=1_000)
 FAULTS = [Fault.DROP, Fault.QUEUE_ABORT, Fault.GARBAGE, Fault.SHORT_LOGPROBS, Fault.NO_LOGPROBS]
 
 
@@ -118,9 +116,7 @@ class WeightUpdates(RuleBasedStateMachine):
     @rule(mode=st.sampled_from(PauseMode), gap=st.integers(1, 3))
     def update(self, mode: PauseMode, gap: int) -> None:
         self.version += gap
-        order = WeightsRequest(
-            path=f"/weights/{self.version}", version=self.version, mode=mode, drain_seconds=0.02
-        )
+        order = WeightsRequest(path=f"/weights/{self.version}", version=self.version, mode=mode, drain_seconds=0.02)
         outcome = self.portal.call(self.pool.load_weights, order)
         assert [each.ok for each in outcome.outcomes] == [True] * ENGINES
         assert self.pool.paused == self.paused

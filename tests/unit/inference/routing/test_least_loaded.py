@@ -20,9 +20,7 @@ REQUEST = GenerateRequest(new_request_id(), [1])
 
 def candidates(*in_flight, shares=None):
     shares = shares or [1.0] * len(in_flight)
-    return [
-        Candidate(f"b{i}", load, share) for i, (load, share) in enumerate(zip(in_flight, shares, strict=True))
-    ]
+    return [Candidate(f"b{i}", load, share) for i, (load, share) in enumerate(zip(in_flight, shares, strict=True))]
 
 
 def test_the_least_loaded_is_chosen():
@@ -100,9 +98,7 @@ def test_loads_never_differ_by_more_than_one_rollout(rollouts, backends):
 
 
 COST = Cost(backend_id="b0", held_tokens=64, wait=0.1, prefill=0.2, move=0.0, contention=0.3)
-DECISION = Decision(
-    backend_id="b0", reason=Reason.HOME, affinity="r", prompt_tokens=100, held_tokens=64, costs=(COST,)
-)
+DECISION = Decision(backend_id="b0", reason=Reason.HOME, affinity="r", prompt_tokens=100, held_tokens=64, costs=(COST,))
 
 
 def test_decisions_and_tokens_are_counted():

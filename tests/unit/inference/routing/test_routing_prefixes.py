@@ -152,9 +152,7 @@ def test_chains_have_no_holes_and_memory_has_a_bound(steps, wanted):
     assert known <= set(index._blocks)
 
 
-HOLDS = st.lists(
-    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 8)), max_size=40
-)
+HOLDS = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 8)), max_size=40)
 
 
 @given(steps=HOLDS)

@@ -101,9 +101,7 @@ class Simulation:
         except TypeError:
             self.routers = [self.make_router() for _ in range(self.nodes)]
         slowness = [self.pace * each for each in self.slowness or [1.0] * self.engines]
-        self.fleet = {
-            f"e{i}": Engine(self.world, KVCache(self.capacity), slow) for i, slow in enumerate(slowness)
-        }
+        self.fleet = {f"e{i}": Engine(self.world, KVCache(self.capacity), slow) for i, slow in enumerate(slowness)}
         if self.capacity:
             for number in range(self.nodes):
                 self.world.after(number / self.nodes, lambda n=number: self.report(n))
@@ -198,9 +196,7 @@ def test_prefixes_are_kept_and_load_spreads(engines, pace):
 
 def test_the_cost_router_is_no_slower_than_counting_rollouts():
     ours, counted = (
-        statistics.mean(
-            [statistics.mean(simulated(router, 4, seed, capacity=60_000).seconds) for seed in range(3)]
-        )
+        statistics.mean([statistics.mean(simulated(router, 4, seed, capacity=60_000).seconds) for seed in range(3)])
         for router in (CostRouter, LeastLoaded)
     )
     assert ours <= 1.01 * counted

@@ -60,9 +60,7 @@ def finder(
     models = FunctionModels(RENDERER, policy=engines)  # type: ignore[arg-type]
 
     async def prompt_of(turn: TurnRecord) -> RecordedPrompt:
-        return RecordedPrompt(
-            "policy", TurnPrompt(list(messages), (), RENDERER.render(messages), list(OUTPUT))
-        )
+        return RecordedPrompt("policy", TurnPrompt(list(messages), (), RENDERER.render(messages), list(OUTPUT)))
 
     judge = PoolJudge(sampler, JudgeMetrics(CollectorRegistry()))
     rubric = hint_rubric(LiveJudgeSettings(votes=len(sampler.says), vote_seconds=0.1))
@@ -185,16 +183,12 @@ def test_positions_are_spread_over_a_long_answer():
 
 
 def reads(*logprobs: float | None, version: int | None = 3) -> FunctionEngines:
-    return FunctionEngines(
-        lambda _: generation(ReturnedExtras(prompt_logprobs=list(logprobs)), version=version)
-    )
+    return FunctionEngines(lambda _: generation(ReturnedExtras(prompt_logprobs=list(logprobs)), version=version))
 
 
 async def test_each_sampled_token_has_its_logprob_after_the_hinted_prompt():
     engines = reads(-0.1, -2.0, -0.3)
-    reading = await TeacherReader(FunctionModels(RENDERER, policy=engines)).read(
-        "policy", [5, 6, 7, 8], [1, 2, 3]
-    )
+    reading = await TeacherReader(FunctionModels(RENDERER, policy=engines)).read("policy", [5, 6, 7, 8], [1, 2, 3])
     assert reading.reason == ""
     assert reading.teacher.logprobs == [-0.1, -2.0, -0.3]
     assert reading.teacher.model == "models/teacher@3"
@@ -204,9 +198,7 @@ async def test_each_sampled_token_has_its_logprob_after_the_hinted_prompt():
     assert (request.sampling.temperature, request.sampling.max_new_tokens) == (1.0, 1)
 
 
-@given(
-    st.lists(st.one_of(st.none(), st.floats(), st.integers(-9, 0).map(float)), max_size=5), st.integers(0, 5)
-)
+@given(st.lists(st.one_of(st.none(), st.floats(), st.integers(-9, 0).map(float)), max_size=5), st.integers(0, 5))
 def test_there_is_one_finite_entry_per_token_or_none_at_all(read, sampled):
     async def run() -> None:
         reader = TeacherReader(FunctionModels(RENDERER, policy=reads(*read)))

@@ -35,15 +35,11 @@ async def add(store: SqliteLiveStore, *turns: int, session_id: str = "s", **valu
         await store.follow(session_id, turn, a_state(f"state {turn}", at=float(turn)))
 
 
-def make_stage(
-    store: SqliteLiveStore, sampler: ScriptedSampler, seen: MarksSeen, **settings: object
-) -> JudgeStage:
+def make_stage(store: SqliteLiveStore, sampler: ScriptedSampler, seen: MarksSeen, **settings: object) -> JudgeStage:
     pools = settings.pop("pools", None) or ServedPools("judge")
     at_once, queue = settings.pop("at_once", 4), settings.pop("queue", 16)
     judge = a_judge(sampler, **{"votes": 1, **settings})
-    return JudgeStage(
-        store, judge, pools, at_once=at_once, queue=queue, on_mark=seen.judged, retry_seconds=0.01
-    )  # type: ignore[arg-type]
+    return JudgeStage(store, judge, pools, at_once=at_once, queue=queue, on_mark=seen.judged, retry_seconds=0.01)  # type: ignore[arg-type]
 
 
 async def test_turns_are_judged_when_they_arrive_and_never_twice(store):

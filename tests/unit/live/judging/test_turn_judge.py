@@ -131,9 +131,7 @@ def test_long_texts_are_cut_in_the_middle():
     assert "end\n</next_state-" in user.content
 
 
-@pytest.mark.parametrize(
-    ("role", "says"), [("tool", "It exists because"), ("mixed", "what tools returned and")]
-)
+@pytest.mark.parametrize(("role", "says"), [("tool", "It exists because"), ("mixed", "what tools returned and")])
 def test_the_prompt_says_who_spoke(role, says):
     state = NextStateRecord(role=role, text="x", arrived_at=0.0)
     for rubric in (value_rubric(LiveJudgeSettings()), hint_rubric(LiveJudgeSettings())):

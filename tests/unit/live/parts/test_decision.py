@@ -153,9 +153,7 @@ ORDERS = st.builds(
 )
 
 
-@given(
-    SESSIONS, st.lists(FATES, max_size=8), st.none() | ORDERS, st.sampled_from([JUDGE_IS_ON, JUDGE_IS_OFF])
-)
+@given(SESSIONS, st.lists(FATES, max_size=8), st.none() | ORDERS, st.sampled_from([JUDGE_IS_ON, JUDGE_IS_OFF]))
 def test_only_judged_turns_are_usable_whatever_happened(session, fates, order, moment):
     turns = [replace(turn, turn=number) for number, turn in enumerate(fates)]
     decided = decide(session, turns, order, moment)

@@ -109,9 +109,7 @@ async def test_redelivery_is_the_same_to_the_last_byte():
         await bench.store.runs.give_back("run", 0)
         await bench.live.mark("s", 0, explicit(-1.0))  # too late for this batch
         again = await bench.lease(key="another")
-        assert [one.model_dump_json() for one in again.groups] == [
-            one.model_dump_json() for one in first.groups
-        ]
+        assert [one.model_dump_json() for one in again.groups] == [one.model_dump_json() for one in first.groups]
 
 
 async def test_an_open_session_is_delivered_in_parts():
@@ -168,9 +166,7 @@ async def test_two_tenants_groups_of_one_name_are_two():
         await bench.serve("b2", [1.0], group="task", tenant="b", ended=False)
         await bench.serve("a2", [1.0], group="task", tenant="a")
         await bench.drive()
-        assert sessions_in(await bench.lease(key="1")) == [["a1", "a2"]], (
-            "another tenant's session is still open"
-        )
+        assert sessions_in(await bench.lease(key="1")) == [["a1", "a2"]], "another tenant's session is still open"
         await bench.live.close_session("b2", cast(Any, "idle"), bench.now)
         await bench.drive()
         assert sessions_in(await bench.lease(key="2")) == [["b1", "b2"]]
@@ -213,9 +209,7 @@ async def test_a_user_is_deleted_from_runs_after_the_sessions_were_removed():
         assert await bench.live.prune(bench.now, None) == 2
         deleted = await SessionDeletion(bench.live, bench.store).delete(user="u")
         assert (deleted.sessions, deleted.undelivered) == (0, 1)
-        assert [(part.session_id, part.part, part.batch_id) for part in deleted.leased] == [
-            ("leased", 0, "run.b0")
-        ]
+        assert [(part.session_id, part.part, part.batch_id) for part in deleted.leased] == [("leased", 0, "run.b0")]
         assert await bench.lease(key="another") is None
 
 

@@ -35,9 +35,7 @@ def taken(rate: RequestRate, user: str) -> bool:
     return True
 
 
-@given(
-    steps=st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30)), max_size=60), most=st.integers(1, 6)
-)
+@given(steps=st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30)), max_size=60), most=st.integers(1, 6))
 def test_no_user_sends_more_than_twice_its_limit_in_a_minute(steps, most):
     clock = ManualClock(0.0)
     rate = RequestRate(most, clock)
@@ -90,17 +88,13 @@ def test_wishes_are_read_from_headers_before_fields(headers, body, expected):
 
 
 def test_fields_of_wishes_are_taken_out_of_the_body_and_others_stay():
-    _, body = read_turn_options(
-        {}, b'{"train": "yes", "a": {"train": 1}, "turn_type": "side", "session_id": "x"}'
-    )
+    _, body = read_turn_options({}, b'{"train": "yes", "a": {"train": 1}, "turn_type": "side", "session_id": "x"}')
     assert body == b'{"a":{"train":1}}'
     same = b'{ "a": 1 }'
     assert read_turn_options({}, same)[1] is same
 
 
-@pytest.mark.parametrize(
-    "body", [b'{"train": 3}', b'{"train": "x"}', b'{"turn_type": 1}', b'{"turn_type": []}']
-)
+@pytest.mark.parametrize("body", [b'{"train": 3}', b'{"train": "x"}', b'{"turn_type": 1}', b'{"turn_type": []}'])
 def test_an_unknown_wish_names_its_field(body):
     with pytest.raises(InvalidFieldError) as refused:
         read_turn_options({}, body)
@@ -121,9 +115,7 @@ def test_a_users_hash_is_the_same_after_a_restart_and_another_at_another_service
 
 def test_users_of_two_tenants_are_two_users(tmp_path):
     users = UserHashes.load(tmp_path / "salt")
-    hashes = [
-        users.hash(name, tenant) for name in ("alice", "default", "t") for tenant in ("default", "t", "u")
-    ]
+    hashes = [users.hash(name, tenant) for name in ("alice", "default", "t") for tenant in ("default", "t", "u")]
     assert len(set(hashes)) == len(hashes)
 
 
@@ -144,9 +136,7 @@ def test_a_cursor_is_read_as_it_was_written(at, session_id):
     assert decode_cursor(encode_cursor(last)) == last
 
 
-@given(
-    cursor=st.text(max_size=30) | st.binary(max_size=20).map(lambda data: urlsafe_b64encode(data).decode())
-)
+@given(cursor=st.text(max_size=30) | st.binary(max_size=20).map(lambda data: urlsafe_b64encode(data).decode()))
 @example(urlsafe_b64encode(b'["nan","s"]').decode())
 @example(urlsafe_b64encode(b'["1.0",{"id":"s"}]').decode())
 @example(f" {encode_cursor((1.0, 's'))}")

@@ -54,9 +54,7 @@ def test_only_one_function_starts_children():
     """Every other start could lose its process to a cancellation."""
     root = Path(__file__).parents[4]
     modules = [
-        path
-        for package in ("sandboxes", "rollout_service", "benchmarks")
-        for path in (root / package).rglob("*.py")
+        path for package in ("sandboxes", "rollout_service", "benchmarks") for path in (root / package).rglob("*.py")
     ]
     users = [str(path.relative_to(root)) for path in modules if "open_process" in path.read_text()]
     assert users == ["sandboxes/host/children.py"]

@@ -226,9 +226,7 @@ def test_the_block_of_a_dead_service_is_free_again(tmp_path):
     assert int(done.stdout) in only
     other = HostUsers(range(only.stop, only.stop + BLOCK), tmp_path / "users")
     leased(other)
-    assert [path.name for path in (tmp_path / "users").iterdir()] == [str(only.stop)], (
-        "the dead one's is removed"
-    )
+    assert [path.name for path in (tmp_path / "users").iterdir()] == [str(only.stop)], "the dead one's is removed"
     users = HostUsers(only, tmp_path / "users")
     leased(users)
     users.close()
@@ -264,9 +262,7 @@ def test_the_map_gives_the_owners_files_to_the_user_and_changes_no_other(owner):
     lines = [tuple(map(int, line.split())) for line in swap_ids(owner, user).splitlines()]
 
     def seen(number: int) -> int | None:
-        return next(
-            (to + number - first for first, to, count in lines if first <= number < first + count), None
-        )
+        return next((to + number - first for first, to, count in lines if first <= number < first + count), None)
 
     assert seen(owner) == user
     assert seen(user) is None

@@ -145,9 +145,7 @@ def test_heredocs_keep_their_quotes():
     assert expand_heredoc('it\'s "$a" \\$a \\n\n', VARIABLES) == 'it\'s "1" $a \\n\n'
 
 
-PLAIN = st.text(
-    st.characters(blacklist_categories=["Cs", "Cc", "Z"], blacklist_characters="'\"\\$"), min_size=1
-)
+PLAIN = st.text(st.characters(blacklist_categories=["Cs", "Cc", "Z"], blacklist_characters="'\"\\$"), min_size=1)
 
 
 @given(st.lists(PLAIN, max_size=6), st.sampled_from([" ", "\t", "  "]))

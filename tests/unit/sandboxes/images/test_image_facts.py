@@ -238,9 +238,7 @@ def test_a_full_disk_is_freed_of_what_nobody_uses(unpacked, root, tmp_path, monk
 
     def fill(apptainer: Path, image: Path, target: Path) -> None:
         if folder.exists():
-            raise ImageError(
-                "the image could not be unpacked: Write on output file failed: No space left on device"
-            )
+            raise ImageError("the image could not be unpacked: Write on output file failed: No space left on device")
         unpack(apptainer, image, target)
 
     monkeypatch.setattr("sandboxes.images.squashfs.unpack", fill)

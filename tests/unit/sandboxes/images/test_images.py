@@ -113,9 +113,7 @@ def test_force_replaces_the_image(store, builder, definition):
     assert store.provide(definition, "calc").path.read_text() == after, "and the newer one is found"
 
 
-def test_a_definition_with_arguments_begins_with_the_image_of_the_same_one_without(
-    store, builder, definition
-):
+def test_a_definition_with_arguments_begins_with_the_image_of_the_same_one_without(store, builder, definition):
     more = Definition(definition.path, {"A": "1"})
     store.provide(more, "early")
     plain = store.provide(definition, "calc").path.resolve()

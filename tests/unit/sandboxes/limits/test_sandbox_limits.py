@@ -192,9 +192,7 @@ def test_a_closed_monitor_keeps_what_it_knew(tmp_path):
 
 
 def test_groups_without_counters_report_no_violation(tmp_path):
-    monitor = LimitMonitor(
-        VIOLATED, ControlGroup({"memory": tmp_path, "pids": tmp_path}), None, None, Counter()
-    )
+    monitor = LimitMonitor(VIOLATED, ControlGroup({"memory": tmp_path, "pids": tmp_path}), None, None, Counter())
     assert LimitViolations(monitor).drain() == ()
     (tmp_path / "pids.current").write_text("max")
     monitor.close()

@@ -70,9 +70,7 @@ def test_a_file_that_apptainer_did_not_make_is_left_to_the_image(folder, command
     assert "/etc/group" not in learn(folder, command, text).get(KIND).files
 
 
-@pytest.mark.parametrize(
-    "mounts", [[*MOUNTS, "/more"], MOUNTS[:-1], [path for path in MOUNTS if path != "/proc"]]
-)
+@pytest.mark.parametrize("mounts", [[*MOUNTS, "/more"], MOUNTS[:-1], [path for path in MOUNTS if path != "/proc"]])
 def test_other_mounts_are_left_to_apptainer(folder, command, mounts):
     assert learn(folder, command, report(folder, mounts, "n", "p", "g")).get(KIND) is None
 
@@ -117,9 +115,7 @@ def test_a_kind_is_the_command_without_the_names_of_its_sandbox(folder, tmp_path
     other = RunFolder(folder.path.with_name("8"))
 
     def key(where: RunFolder, flag: str = "") -> tuple[str, ...]:
-        return ContainerSetups.key(
-            ["--bind", f"{where.path}/pipes:/run", f"ID={where.id}", flag], image, where
-        )
+        return ContainerSetups.key(["--bind", f"{where.path}/pipes:/run", f"ID={where.id}", flag], image, where)
 
     before = key(folder)
     assert key(other) == before != key(other, "--flag")

@@ -157,9 +157,7 @@ async def test_a_launcher_whose_answer_comes_late_is_not_lost(server, log, monke
         assert await wait_exit(ForkedChild(pid), 20)
 
 
-async def test_it_says_nothing_if_the_service_is_killed_before_it_reads_an_answer(
-    server, log, monkeypatch, tmp_path
-):
+async def test_it_says_nothing_if_the_service_is_killed_before_it_reads_an_answer(server, log, monkeypatch, tmp_path):
     said = tmp_path / "said"
     command = ["sh", "-c", f'exec "$@" 2>{said}', "sh", *program_command("fork_server")]
     monkeypatch.setattr(fork_server, "program_command", lambda _: command)

@@ -55,9 +55,7 @@ async def test_a_failure_after_the_launch_leaves_nothing(provider, run_dir, monk
 
 
 @pytest.mark.parametrize("step", ["plan", "_wait_until_ready"])
-async def test_a_start_under_way_when_the_provider_closes_makes_no_sandbox(
-    provider, run_dir, monkeypatch, step
-):
+async def test_a_start_under_way_when_the_provider_closes_makes_no_sandbox(provider, run_dir, monkeypatch, step):
     original, there, closed = getattr(provider, step), anyio.Event(), anyio.Event()
 
     async def held_up(*arguments: object) -> object:

@@ -115,9 +115,7 @@ def test_the_kernel_takes_the_program():
         "set_filter(bytes.fromhex(sys.argv[1])); import socket; socket.socket(40, 1)"
     )
     program = seccomp.build_program()
-    done = subprocess.run(
-        [sys.executable, "-c", code, program.hex()], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code, program.hex()], capture_output=True, text=True, check=False)
     assert "Address family not supported" in done.stderr, done.stderr
 
 

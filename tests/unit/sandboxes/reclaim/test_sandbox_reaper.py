@@ -258,9 +258,7 @@ def test_a_sweep_that_was_killed_is_finished_by_the_next(base):
 def test_the_sweep_needs_only_the_standard_library(tmp_path):
     import sandboxes.reclaim.guard as module
 
-    code = (
-        module.SWEEP.partition("; from")[0] + "; import sandboxes.reclaim.guard; print(sorted(sys.modules))"
-    )
+    code = module.SWEEP.partition("; from")[0] + "; import sandboxes.reclaim.guard; print(sorted(sys.modules))"
     command = [sys.executable, "-I", "-S", "-c", code, str(Path(module.__file__).parents[1])]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "sandboxes.reclaim.reaper" in found

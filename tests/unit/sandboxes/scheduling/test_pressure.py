@@ -110,9 +110,7 @@ def test_a_scarce_resource_throttles_at_once_and_ended_sandboxes_are_not_replace
     controller = PressureController(CONFIG, 100, cpus=2)
     decision = controller.update(FULL, used=10, waiting=3)
     assert decision.target == 10
-    assert [reason.text for reason in decision.hold_reasons] == [
-        "memory: 1.0 GiB available, 3.2 GiB kept free"
-    ]
+    assert [reason.text for reason in decision.hold_reasons] == ["memory: 1.0 GiB available, 3.2 GiB kept free"]
     assert controller.update(FULL, used=4, waiting=3).target == 4
     assert controller.update(FULL, used=0, waiting=3).target == 1
 
@@ -370,9 +368,7 @@ async def test_a_resource_that_gets_short_is_waited_for():
 
 
 ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["agent", "grader", "cancel", "release", "calm", "busy", "full"]), st.integers(0, 30)
-    ),
+    st.tuples(st.sampled_from(["agent", "grader", "cancel", "release", "calm", "busy", "full"]), st.integers(0, 30)),
     max_size=60,
 )
 
@@ -411,9 +407,7 @@ async def test_nobody_is_lost_and_the_ceiling_holds(actions, ceiling):
     assert (it.used, it.waiting) == (len(tickets), 0)
 
 
-GUESTS = st.lists(
-    st.sampled_from(["agent", "grader", "guest", "release", "calm", "busy", "full"]), max_size=60
-)
+GUESTS = st.lists(st.sampled_from(["agent", "grader", "guest", "release", "calm", "busy", "full"]), max_size=60)
 
 
 @settings(deadline=None)

@@ -163,8 +163,7 @@ async def test_the_least_recently_wanted_kind_gives_way():
             await until(lambda: bench.pool.warm > 0)
         await until(
             lambda: (
-                {bench.provider.alive[i.id].spec.image for i in bench.pool.live() if i.state == "warm"}
-                == {"b", "c"}
+                {bench.provider.alive[i.id].spec.image for i in bench.pool.live() if i.state == "warm"} == {"b", "c"}
             )
         )
 

@@ -65,9 +65,7 @@ def test_the_archive_begins_with_the_script(tmp_path: Path) -> None:
             read_state(path)
 
 
-@pytest.mark.parametrize(
-    "output", ["", "begin N\n", "begin N\nlimits N\n", "begin N\nx=\ufffd\nlimits N\nend N\n"]
-)
+@pytest.mark.parametrize("output", ["", "begin N\n", "begin N\nlimits N\n", "begin N\nx=\ufffd\nlimits N\nend N\n"])
 def test_a_shell_that_does_not_describe_itself_is_not_saved(output: str) -> None:
     with pytest.raises(SandboxUnsavedError):
         parse_dump(output, "N")

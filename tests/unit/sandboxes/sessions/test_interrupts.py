@@ -212,9 +212,7 @@ def test_any_message_is_survived(kind, content):
 
 def test_colors_are_removed_and_long_values_cut():
     cell = Cell(100)
-    cell.add_message(
-        "error", {"ename": "E", "evalue": "v" * 1000, "traceback": ["\x1b[31mred\x1b[0m", "end"]}
-    )
+    cell.add_message("error", {"ename": "E", "evalue": "v" * 1000, "traceback": ["\x1b[31mred\x1b[0m", "end"]})
     assert cell.error.traceback == "red\nend"
     assert "left out" in cell.error.evalue
     assert cell.truncated

@@ -31,9 +31,7 @@ class NumberGame:
                 "done": True,
                 "parts": {"guesses_left": self.left},
             }
-        hint = (
-            "That is no guess." if guess is None else f"It is {'higher' if guess < self.number else 'lower'}."
-        )
+        hint = "That is no guess." if guess is None else f"It is {'higher' if guess < self.number else 'lower'}."
         if self.left == 0:
             return {"text": f"{hint} It was {self.number}.", "done": True, "parts": {"guesses_left": 0}}
         return {"text": f"{hint} You have {self.left} more."}

@@ -113,9 +113,7 @@ class StrictRoute(APIRoute):
 
 
 def _query_names(dependant: Dependant) -> set[str]:
-    own = {
-        name for field in dependant.query_params for name in _names(field.alias, field.field_info.annotation)
-    }
+    own = {name for field in dependant.query_params for name in _names(field.alias, field.field_info.annotation)}
     return own.union(*map(_query_names, dependant.dependencies))
 
 
@@ -131,9 +129,7 @@ def _refuse_unknown(request: Request, known: set[str]) -> None:
     if unknown:
         raise InvalidFieldError(
             [
-                FieldError(
-                    path=f"query.{name}", message=f"unknown query parameter{did_you_mean(name, known)}"
-                )
+                FieldError(path=f"query.{name}", message=f"unknown query parameter{did_you_mean(name, known)}")
                 for name in unknown
             ]
         )

@@ -66,9 +66,7 @@ async def _answers(service: Service, rollout: Rollout) -> Answers:
     return answers
 
 
-def _trajectory(
-    path: str, trajectory: Trajectory, outline: TrajectoryOutline, tokens: Sequence[TokenRange]
-) -> Answers:
+def _trajectory(path: str, trajectory: Trajectory, outline: TrajectoryOutline, tokens: Sequence[TokenRange]) -> Answers:
     node = outline.node
     messages = RolloutMessages(
         rollout_id=outline.rollout_id,
