@@ -129,7 +129,7 @@ ensure_bootstrap() {
 # uv with the settings of pip, which take a second to read: only for what installs something.
 ensure_uv() {
     ensure_bootstrap
-    PATH=$cache/bootstrap/bin:$PATH
+    PATH=$PATH:$cache/bootstrap/bin # last: its Python has no pip, and must not be the one that is found next
     pip_python=$cache/bootstrap/bin/python
     [[ -x $cache/bootstrap/bin/pip ]] || pip_python=$python
     configure_uv "$pip_python"

@@ -125,6 +125,19 @@ def test_a_step_says_how_long_it_took_and_keeps_its_output_to_itself(tmp_path):
     assert result.stdout == ""
 
 
+def test_the_python_that_has_pip_is_found_again_after_uv(tmp_path):
+    programs = tmp_path / "bootstrap" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python3").symlink_to(sys.executable)
+    (programs / "uv").touch(0o755)
+    lock = SCRIPTS / "bootstrap.lock"
+    (tmp_path / "bootstrap" / "installed.lock").write_bytes(lock.read_bytes())
+    code = "ensure_uv; first=$pip_python; ensure_uv; echo $first $pip_python"
+    result = bash(code, tmp_path, PATH=os.environ["PATH"])
+    first, second = result.stdout.split()
+    assert first == second != str(programs / "python3"), result.stderr
+
+
 def test_pips_settings_reach_uv(tmp_path):
     pip = tmp_path / "python"
     pip.write_text(
