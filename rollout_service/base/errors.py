@@ -1,10 +1,7 @@
 """The errors of the service, each named for the boundary that it crossed.
 
-Inference and token errors (`engines/errors.py`, `tokens/errors.py`) are ServiceErrors too. Those of the package
-`sandboxes` are not, since that package does not know this one; `describe` takes both.
-
-Every error says what happened and, in `hint`, what to do next. `describe` turns any exception into the form that the
-API, the log, and the metrics show.
+Inference and token errors (`engines/errors.py`, `tokens/errors.py`) are ServiceErrors too. Those of `sandboxes` are
+not, since that package does not know this one; `describe` takes both. `hint` says what to do next.
 """
 
 from __future__ import annotations
@@ -20,16 +17,14 @@ from api_schemas.errors import Boundary, ErrorInfo, FieldError, sentences
 from sandboxes.errors import SandboxError
 
 MAX_FRAMES = 5
-"""The frames of an environment's code that are kept with a failed rollout: enough to see who called whom."""
+"""Enough to see who called whom."""
 MAX_FRAME_CHARS = 200
-"""The length of a frame; only generated names are longer."""
+"""Only generated names are longer."""
 ENVIRONMENT_PACKAGES: set[str] = set()
-"""The packages that define environments, besides this one; each subclass of `Environment` adds its own."""
+"""Packages that define environments, besides this one; each subclass of `Environment` adds its own."""
 
 
 class ServiceError(Exception):
-    """The base class of the service's errors."""
-
     code: ClassVar[str] = "service_error"
     boundary: ClassVar[Boundary] = Boundary.SERVICE
     status: ClassVar[int] = 500
@@ -66,7 +61,6 @@ class InvalidFieldError(RequestError):
         self.fields = list(fields)
 
     def under(self, path: str) -> Self:
-        """Return the same error with its fields under this path."""
         fields = [field.model_copy(update={"path": f"{path}.{field.path}"}) for field in self.fields]
         return type(self)(fields, hint=self.hint, context=self.context)
 
@@ -245,7 +239,6 @@ class DefectError(ServiceError):
 
 @contextmanager
 def prefix_field_paths(path: str) -> Iterator[None]:
-    """Put the fields of an InvalidFieldError that the block raises under a path."""
     try:
         yield
     except InvalidFieldError as error:
@@ -253,14 +246,14 @@ def prefix_field_paths(path: str) -> Iterator[None]:
 
 
 def find_known_error(error: BaseException) -> ServiceError | SandboxError | None:
-    """Return the service's or a sandbox's error, alone or out of an exception group; None for a defect."""
+    """Return the known error, also out of an exception group; None for a defect."""
     if isinstance(error, BaseExceptionGroup):
         return next((cause for inner in error.exceptions if (cause := find_known_error(inner))), None)
     return error if isinstance(error, ServiceError | SandboxError) else None
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the exception inside nested exception groups, preferring a known error to a defect."""
+    """Return the exception inside nested groups, preferring a known error to a defect."""
     if (known := find_known_error(error)) is not None:
         return known
     while isinstance(error, BaseExceptionGroup):
@@ -269,7 +262,6 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException, *, stage: str | None = None, attempt: int | None = None) -> ErrorInfo:
-    """Describe an exception for people and programs, with the boundary that it crossed."""
     frames: list[str] = []
     if isinstance(error, ServiceError):
         code, boundary, retryable, hint = error.code, error.boundary, error.retryable, error.hint
@@ -299,7 +291,7 @@ def describe(error: BaseException, *, stage: str | None = None, attempt: int | N
 
 
 def environment_frames(error: BaseException) -> list[str]:
-    """Return the last frames of a traceback that are in packages which define environments.
+    """Return a traceback's last frames in packages that define environments.
 
     Tenants read them over the API, so they name modules, lines and functions, and no paths, source or values.
     """
@@ -312,7 +304,7 @@ def environment_frames(error: BaseException) -> list[str]:
 
 
 def format_failure(info: ErrorInfo) -> str:
-    """Return an error as a person reads it: its code, message and hint, and below them the environment's frames."""
+    """Return an error's code, message and hint, with the environment's frames below them."""
     frames = "".join(f"\n  at {frame}" for frame in info.frames)
     return f"{info.code}: {sentences(info.message, info.hint)}{frames}"
 

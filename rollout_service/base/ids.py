@@ -1,8 +1,7 @@
 """The ids that the service makes for the parts of a run.
 
-Guarantees: `parse` accepts exactly the texts that `str` makes, and raises ValueError for all others. Callers may choose
-ids of their own for other rollouts, so a rollout belongs to a run because the store says so, not because its id looks
-like it.
+`parse` accepts exactly the texts that `str` makes. Callers may choose such ids for other rollouts, so a rollout belongs
+to a run because the store says so, not because its id looks like it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 _RUN = r"([A-Za-z0-9][A-Za-z0-9_-]{0,63})"
-"""A run's id, as in `api_schemas.runs.RunId`; it contains no dot."""
+"""As in `api_schemas.runs.RunId`; it contains no dot."""
 _NUMBER = r"(0|[1-9][0-9]*)"
 _GROUP = re.compile(rf"{_RUN}\.{_NUMBER}")
 _SAMPLE = re.compile(rf"{_RUN}\.{_NUMBER}\.{_NUMBER}(?:\.([1-9][0-9]*))?")
@@ -21,7 +20,7 @@ _BATCH = re.compile(rf"{_RUN}\.b{_NUMBER}")
 
 @dataclass(frozen=True, slots=True)
 class GroupId:
-    """A group of a run: `RUN.NUMBER`."""
+    """`RUN.NUMBER`."""
 
     run: str
     number: int
@@ -37,13 +36,12 @@ class GroupId:
 
 @dataclass(frozen=True, slots=True)
 class SampleId:
-    """One rollout of a sample of a group: `RUN.NUMBER.SAMPLE`, with `.RETRY` for the rollouts after the first."""
+    """`RUN.NUMBER.SAMPLE`, or `RUN.NUMBER.SAMPLE.RETRY` for a sample that was rolled out before."""
 
     run: str
     number: int
     sample: int
     retry: int = 0
-    """How often the sample was rolled out before."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -57,7 +55,7 @@ class SampleId:
 
 @dataclass(frozen=True, slots=True)
 class BatchId:
-    """A batch of a run: `RUN.bNUMBER`."""
+    """`RUN.bNUMBER`."""
 
     run: str
     number: int

@@ -1,7 +1,7 @@
-"""Texts without the secrets of an environment, in the spellings in which shells, JSON and Python write them.
+"""Removal of secrets from texts, in the spellings of shells, JSON and Python.
 
-Guarantees: an environment without secrets costs nothing, since nothing is searched for. A value is masked whole; one
-that is encoded otherwise, or cut in two, is not found.
+Without secrets nothing is searched. A value is masked whole; one that is encoded otherwise, or cut in two, is not
+found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MASK = "***"
 ARMOR = "-----"
 """Begins the first and the last line of a key in PEM, which are the same for all keys."""
 MIN_CHARS = 8
-"""The shortest secret, and the shortest line of one, that is masked: shorter texts also occur by chance."""
+"""Shorter texts, and shorter lines of a secret, also occur by chance."""
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def _escaped(text: str) -> Iterator[str]:
 
 
 def mask(text: str, values: Collection[str]) -> str:
-    """Return a text with the values replaced; longer ones first, since one may contain another."""
+    """Replace the values; longer ones first, since one may contain another."""
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, MASK)
     return text
@@ -53,7 +53,7 @@ def mask_bytes(data: bytes, values: Collection[str]) -> bytes:
 
 
 def mask_texts(data: T, values: Collection[str]) -> T:
-    """Return data with the values replaced in each text of its lists, tuples and mappings."""
+    """Mask each text in lists, tuples, sets and mappings."""
     return _masked(data, values) if values else data  # type: ignore[return-value]
 
 
@@ -87,7 +87,7 @@ def mask_info(info: ErrorInfo, values: Collection[str]) -> ErrorInfo:
 
 
 def mask_error(error: BaseException, values: Collection[str]) -> None:
-    """Replace the values in the texts of an error, of its causes, and of the errors in a group."""
+    """Mask the texts of an error in place, with its causes and the errors in a group."""
     left, seen = [error] if values else [], set[int]()
     while left:
         one = left.pop()

@@ -1,7 +1,7 @@
 """Files that other users cannot read, since they hold tasks, trajectories and addresses; which of them a backup has.
 
-Guarantee: only the owner can read a file from the moment it exists, whatever the umask and the folder allow. A file
-that was opened to others since is closed to them.
+Only the owner can read a file from the moment it exists, whatever the umask and the folder allow. A file that was
+opened to others since is closed to them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OTHERS = 0o077
 
 
 def open_state_folder(folder: Path) -> Path:
-    """Create the service's state folder for its owner alone; leave an existing folder as it is.
+    """Create the state folder for its owner alone; leave an existing folder as it is.
 
     Raises:
         ConfigurationError: The folder cannot be created or written.
@@ -58,22 +58,18 @@ def write_private(path: Path, data: bytes) -> None:
     draft.replace(path)
 
 
-# The files that a service keeps in its state folder, by their treatment in a backup.
-#
-# Guarantee: whatever else is in a state folder matters only to the process that wrote it, or only on that machine.
+# The files in a state folder that a backup has; all others matter only to the process that wrote them, or on that
+# machine.
 
 STORE = "rollouts.sqlite3"
-"""Rollouts, runs and events of a service that shares them with nobody."""
 LIVE_STORE = "live.sqlite3"
-"""Live sessions."""
 USERS_SALT = "live-users.salt"
-"""The salt of users' hashes. Without it, the sessions of a user cannot be found any more."""
+"""Without it, the sessions of a user cannot be found any more."""
 CANARIES = "live-canaries.json"
 """The pools that try candidates in live sessions."""
 BACKENDS = "backends.json"
-"""The engines that were registered."""
 
 DATABASES = (STORE, LIVE_STORE)
-"""Files that are copied by SQLite, since a plain copy of one that is written is torn."""
+"""Copied by SQLite, since a plain copy of one that is written is torn."""
 DOCUMENTS = (USERS_SALT, CANARIES, BACKENDS)
-"""Files that are replaced as a whole, and so are whole at any time."""
+"""Replaced as a whole, and so whole at any time."""

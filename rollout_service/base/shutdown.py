@@ -1,7 +1,7 @@
 """The shutdown of a service, as all of its parts see it.
 
-Guarantees: once it has begun, everyone who waits gets an answer at once, no new work is accepted, and work in progress
-has `drain_seconds` to end; a second request to stop ends the drain; whatever is open after the drain is cut off.
+Once it has begun, everyone who waits gets an answer at once, no new work is accepted, and work in progress has
+`drain_seconds` to end; a second request to stop ends the drain; whatever is open after the drain is cut off.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from rollout_service.base.errors import UnavailableError
 T = TypeVar("T")
 
 RETRY_SECONDS = 1
-"""The `Retry-After` for clients, in seconds; they back off further by themselves."""
+"""In seconds; clients back off further by themselves."""
 
 
 class ShuttingDownError(UnavailableError):
-    """The service is about to end; the request can be repeated after its restart."""
-
     code = "shutting_down"
 
     def __init__(self, *, context: dict[str, Any] | None = None) -> None:
@@ -39,14 +37,11 @@ class ShuttingDownError(UnavailableError):
 
 
 class Shutdown:
-    """A shutdown that begins at most once, and that every part can wait for or ask about."""
-
     def __init__(self, drain_seconds: float) -> None:
         self.drain_seconds = drain_seconds
         self.reason = ""
-        """The reason why it began; empty until then."""
+        """Empty until it begins."""
         self.failed = False
-        """Whether the service is ending because a part of it failed."""
         self.drained = False
         self.began_at = 0.0
         self._waits: set[anyio.CancelScope] = set()
@@ -55,9 +50,7 @@ class Shutdown:
         self._hurried = False
         self._stop_starting: anyio.CancelScope | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        """Called when a part of the service has failed."""
         self.on_drained: Callable[[], None] = lambda: None
-        """Called when the drain is over."""
 
     @property
     def begun(self) -> bool:
@@ -91,15 +84,12 @@ class Shutdown:
         self._stop_starting = None
 
     def refuse(self) -> None:
-        """Raise ShuttingDownError if the shutdown has begun."""
         if self.begun:
             raise ShuttingDownError
 
     async def until_begun(self, wait: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of a wait.
-
-        Raises:
-            ShuttingDownError: The shutdown has begun, or begins first.
+        """Raises:
+        ShuttingDownError: The shutdown has begun, or begins first.
         """
         self.refuse()
         with anyio.CancelScope() as scope:
@@ -117,7 +107,7 @@ class Shutdown:
             return
 
     async def drain(self, idle: Callable[[], Awaitable[None]]) -> None:
-        """Wait until the service is idle, or the time of the drain is over."""
+        """Wait until the service is idle or the drain's time is over."""
         seconds = 0.0 if self._hurried else self.drain_seconds - self.seconds
         with anyio.move_on_after(seconds) as self._drain:
             await idle()
@@ -139,7 +129,7 @@ class Shutdown:
                 self._requests.discard(scope)
 
     def end(self) -> None:
-        """End the drain, and cut off the open requests. Idempotent."""
+        """Idempotent."""
         self.drained = True
         self.on_drained()
         _cancel(self._requests)
@@ -150,23 +140,22 @@ def _cancel(scopes: set[anyio.CancelScope]) -> None:
         scope.cancel()
 
 
-# Ends the process if its shutdown takes too long, wherever it hangs.
-#
-# Guarantees: once ordered, the process ends within the given seconds, even if the event loop is stuck or nobody reads
-# the log; before that, the log names the parts that are still open. The guard then ends the remaining sandboxes, and
-# the store hands out the rollouts again at the next start.
-
 log = structlog.get_logger(__name__)
 
 LOG_SECONDS = 0.2
-"""The time limit for writing the last log line."""
+"""For writing the last log line."""
 
 
 class LastResort:
-    """A thread that sleeps until it gets a deadline for the end of the process."""
+    """A thread that ends the process if its shutdown takes too long, even if the event loop is stuck or nobody reads
+    the log.
+
+    Before that, the log names the parts that are still open. The guard then ends the remaining sandboxes, and the store
+    hands out the rollouts again at the next start.
+    """
 
     def __init__(self, still_open: Callable[[], list[str]]) -> None:
-        """`still_open` names the parts that keep the process from ending; the thread calls it."""
+        """`still_open` is called in the thread."""
         self._still_open = still_open
         # Putting into a SimpleQueue is safe even in a signal handler.
         self._orders: SimpleQueue[tuple[float, int]] = SimpleQueue()
@@ -174,7 +163,7 @@ class LastResort:
         self._thread.start()
 
     def end_within(self, seconds: float, exit_code: int) -> None:
-        """End the process within these seconds; the earliest of several deadlines counts."""
+        """The earliest of several deadlines counts."""
         self._orders.put((time.monotonic() + seconds, exit_code))
 
     def _run(self) -> None:

@@ -13,14 +13,12 @@ T = TypeVar("T")
 
 
 class ChangeSignal:
-    """Something that changes again and again; a waiter is woken by the next change."""
-
     def __init__(self) -> None:
         self._next: anyio.Event | None = None
 
     @property
     def next(self) -> anyio.Event:
-        """The event of the next change; take it before looking, to miss no change in between."""
+        """Fetch it before looking, to miss no change in between."""
         if self._next is None:
             self._next = anyio.Event()
         return self._next
@@ -35,8 +33,6 @@ class ChangeSignal:
 
 
 class ResettableEvent:
-    """An event that can be cleared and set again."""
-
     def __init__(self, *, is_set: bool = False) -> None:
         self._event = anyio.Event()
         if is_set:
@@ -47,7 +43,6 @@ class ResettableEvent:
         return self._event.is_set()
 
     def set(self) -> None:
-        """Wake everyone who waits, now or later, until the event is cleared."""
         self._event.set()
 
     def clear(self) -> None:
@@ -59,10 +54,10 @@ class ResettableEvent:
 
 
 class BatchQueue(Generic[T]):
-    """Items that wait for one worker, which takes as many at once as it may; a bounded number of them."""
+    """A bounded number of items for one worker, which takes as many at once as it may."""
 
     def __init__(self, *, most: int, at_once: int, collect_seconds: float) -> None:
-        """Hold at most `most` items; after a rest, a batch is collected for `collect_seconds`."""
+        """After a rest, a batch is collected for `collect_seconds`."""
         self._most = most
         self._at_once = at_once
         self._collect_seconds = collect_seconds
@@ -72,7 +67,7 @@ class BatchQueue(Generic[T]):
         self._done = ResettableEvent(is_set=True)
 
     def put(self, item: T) -> bool:
-        """Add an item; return False, and drop it, if too many wait."""
+        """Return False, and drop the item, if too many wait."""
         if len(self._waiting) >= self._most:
             return False
         self._waiting.append(item)
@@ -84,7 +79,7 @@ class BatchQueue(Generic[T]):
         self._waiting = deque(item for item in self._waiting if not is_unwanted(item))
 
     async def next_batch(self) -> list[T]:
-        """Wait for items and return them, in the order of their arrival; the batch before them is done."""
+        """Wait for items, in the order of their arrival; the batch before them is done."""
         while not self._waiting:
             self._added.clear()
             self._awaited.clear()
@@ -96,28 +91,26 @@ class BatchQueue(Generic[T]):
         return [self._waiting.popleft() for _ in range(min(self._at_once, len(self._waiting)))]
 
     async def until_done(self) -> None:
-        """Wait until everything that was added is done; nothing more is collected before."""
+        """Wait until everything that was added is done, without time to collect more."""
         if not self._done.is_set:
             self._awaited.set()
         await self._done.wait()
 
 
 async def until_all_done(queues: Iterable[BatchQueue[Any]]) -> None:
-    """Wait until everything that was added to any of these queues is done; none is held up by another."""
+    """Wait for all queues at once, so that none holds up another."""
     async with anyio.create_task_group() as tasks:
         for queue in queues:
             tasks.start_soon(queue.until_done)
 
 
 class MonotonicCounter:
-    """A number that only grows, and that can be waited for."""
-
     def __init__(self, value: int = 0) -> None:
         self.value = value
         self._advanced = ChangeSignal()
 
     def advance(self, value: int) -> None:
-        """Raise the counter to a value; a lower or equal value changes nothing."""
+        """A lower or equal value changes nothing."""
         if value > self.value:
             self.value = value
             self._advanced.notify()
@@ -132,27 +125,27 @@ class MonotonicCounter:
 
 
 class KeyedEvents:
-    """One event per key, each set once; an event is kept only while somebody holds it."""
+    """One event per key, each set once and kept only while somebody holds it."""
 
     def __init__(self) -> None:
         self._events: WeakValueDictionary[str, anyio.Event] = WeakValueDictionary()
 
     def get(self, key: str) -> anyio.Event:
-        """Return the event of this key; hold on to it while waiting."""
+        """Hold on to the event while waiting."""
         event = self._events.get(key)
         if event is None:
             event = self._events[key] = anyio.Event()
         return event
 
     def set(self, key: str) -> None:
-        """Wake everyone who waits for this key; a later `get` returns a new event."""
+        """A later `get` returns a new event."""
         event = self._events.pop(key, None)
         if event is not None:
             event.set()
 
 
 async def first_of(*waits: Callable[[], Awaitable[object]]) -> None:
-    """Call these at once and wait until the first returns; cancel the others."""
+    """Run these at once until the first returns; cancel the others."""
     async with anyio.create_task_group() as tasks:
 
         async def wait(one: Callable[[], Awaitable[object]]) -> None:

@@ -1,7 +1,7 @@
 """A JSON parser that accepts only documents that can be stored and sent on unchanged.
 
-Guarantees: no lone surrogates, which UTF-8 cannot encode; no NaN or Infinity, and no number that is too large to be
-told from it; bounded nesting, well below the limit of the programs that read the service's output.
+There are no lone surrogates, which UTF-8 cannot encode; no NaN or Infinity, and no number that is too large to be told
+from it; and nesting is bounded, well below the limit of the programs that read the service's output.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 MAX_DEPTH = 100
-"""The most levels of lists and objects. Responses nest a body a few levels deeper, and their readers stop at 200."""
+"""Levels of lists and objects. Responses nest a body a few levels deeper, and their readers stop at 200."""
 NOT_FINITE = "NaN, or an infinite or too large number, which JSON cannot store; write null instead"
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-"""A string of a JSON document; one that does not end is the rest of it, so that no character is looked at twice."""
+"""One that does not end is the rest of the document, so that no character is looked at twice."""
 _LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9]{309}")
-"""A pattern that every document matches which has a number beyond the range of floats, about 1.8e308."""
+"""Matches every document that has a number beyond the range of floats, about 1.8e308."""
 
 
 def parse(content: bytes) -> JsonValue:
-    """Return the value of a JSON document.
-
-    Raises:
-        ValueError: The document is not JSON, or not of the kind that can be stored.
+    """Raises:
+    ValueError: The document is not JSON, or not of the kind that can be stored.
     """
     value: JsonValue = from_json(content, allow_inf_nan=False)
     if _LARGE.search(content) and not is_finite(value):
@@ -38,7 +36,7 @@ def parse(content: bytes) -> JsonValue:
 
 
 def parse_row(line: bytes) -> dict[str, JsonValue]:
-    """Return the object in a line of a data file; a byte order mark before it is left out.
+    """Return the object in a line of a data file, without a byte order mark.
 
     Raises:
         ValueError: The line is not an object that can be stored. The message says what it is not, or names its column.
@@ -54,7 +52,7 @@ def parse_row(line: bytes) -> dict[str, JsonValue]:
 
 
 def _explain(line: bytes) -> str:
-    """Return why a line is refused that other programs write and read; "" if no program would."""
+    """Explain why a line is refused that other programs write and read; "" if no program would."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -86,7 +84,7 @@ def _count(document: bytes, marks: bytes, begin: int, end: int) -> int:
 
 
 def is_finite(value: JsonValue) -> bool:
-    """Return whether all numbers in a value are finite, without recursion."""
+    """Look at all numbers in a value, without recursion."""
     left = [value]
     while left:
         inner = left.pop()
@@ -100,7 +98,7 @@ def is_finite(value: JsonValue) -> bool:
 
 
 def measure_depth(value: JsonValue) -> int:
-    """Count the levels of lists and objects in a value, without recursion."""
+    """Count the levels of lists and objects, without recursion."""
     depth, level = 0, [value] if isinstance(value, dict | list) else []
     while level:
         depth += 1

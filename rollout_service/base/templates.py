@@ -1,8 +1,8 @@
 """Prompts: sandboxed Jinja2 templates over a task's instance, and over texts that their user names.
 
-Guarantees: the values are data and never read as a template, whatever braces they contain; a template cannot change the
-instance or reach Python behind it; a field that is missing, or that is null where it is written, raises an
-InvalidFieldError that names it. Booleans, lists and objects are written as JSON, as in the instances.
+Values are data and never read as a template; a template cannot change the instance or reach Python behind it; a missing
+field, or a null one that is written, raises an InvalidFieldError that names it. Booleans, lists and objects are written
+as JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 
 
 class _MissingError(Exception):
-    """A template used a field that the instance lacks."""
-
     problem = "is missing, and {where} uses it"
     hint = "Add the field to the task's instance, or remove it from the template."
 
@@ -35,20 +33,17 @@ class _MissingError(Exception):
 
 
 class _NullError(_MissingError):
-    """A template wrote a field that is null."""
-
     problem = "is null, and {where} writes it"
     hint = "Give it a value, or let the template write something else: {{ instance.NAME or '' }}"
 
 
 class _Null:
-    """A field that is null: false, and equal to none, but an error where it would become text."""
+    """A null field: false, and equal to none, but an error where it would become text."""
 
     def __init__(self, owner: object, name: str) -> None:
         self._error = _NullError(owner, name)
 
     def refuse(self) -> NoReturn:
-        """Raise the error that names the field."""
         raise self._error
 
     def __str__(self) -> str:
@@ -65,7 +60,7 @@ class _Null:
 
 
 class _Undefined(StrictUndefined):
-    """An undefined value that names its owner when it is used."""
+    """Names its owner when it is used."""
 
     __slots__ = ()
 
@@ -80,10 +75,10 @@ class _Undefined(StrictUndefined):
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """A Jinja environment where `instance.items` means the field `items`, not dict's method."""
+    """Reads `instance.items` as the field `items`, not dict's method."""
 
     def __init__(self) -> None:
-        # Text for a model is not HTML, so nothing is escaped.
+        # Text for a model is not HTML.
         super().__init__(undefined=_Undefined, autoescape=False, keep_trailing_newline=True, finalize=_write)
         self.tests["none"] = _is_null
         self.policies["json.dumps_function"] = partial(json.dumps, default=_plain)
@@ -107,8 +102,7 @@ def _is_null(value: object) -> bool:
 
 
 def _write(value: Any) -> Any:
-    """Return the output of an expression in a template."""
-    if value is None:  # not a field by its name: an element of a list in a loop, for example
+    if value is None:  # such as an element of a list in a loop
         raise _NullError(missing, "")
     if isinstance(value, bool | list | tuple | dict):
         return json.dumps(value, ensure_ascii=False, default=_plain)
@@ -122,7 +116,7 @@ def _plain(value: object) -> str | None:
 
 class PromptTemplate:
     def __init__(self, source: str, *, where: str, texts: Collection[str] = ()) -> None:
-        """Compile the template, which may use `instance` and the `texts` of these names.
+        """The template may use `instance` and the `texts` of these names.
 
         Raises:
             ConfigurationError: The template is not valid; the message names `where`.
@@ -151,7 +145,7 @@ class PromptTemplate:
             )
 
     def render(self, instance: dict[str, JsonValue], texts: Mapping[str, str] | None = None) -> str:
-        """Return the text for an instance; `texts` has a value for each name that was declared.
+        """Return the text for an instance; `texts` has a value for each declared name.
 
         Raises:
             InvalidFieldError: The instance lacks a field that the template uses, or one that it writes is null.

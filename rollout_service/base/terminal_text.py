@@ -1,9 +1,8 @@
 """Escaping of untrusted text before it is shown on a terminal.
 
-A policy, a program in a sandbox, an engine, or a server may write control sequences that a terminal obeys: escape
-sequences that set its title, write its clipboard, or clear it; C1 controls that do the same in one character; and marks
-that reverse the order of the text that follows. Guarantee: the text that these functions return has none. Each is shown
-in Python's notation, such as `\\x1b`, so the reader sees that it was there.
+Foreign text may hold control sequences that a terminal obeys: they set its title, write its clipboard, clear it, or
+reverse the order of the text that follows. The returned text has none. Each is shown in Python's notation, such as
+`\\x1b`.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _UNSAFE = re.compile(
 
 
 def escape_controls(text: str) -> str:
-    """Escape everything in a text that a terminal would obey or hide, except line feeds and tabs."""
+    """Line feeds and tabs stay."""
     return _UNSAFE.sub(_escaped, text) if _UNSAFE.search(text) else text
 
 
 def escape_controls_in_json(document: str) -> str:
-    """Write such characters in a JSON document as `\\uXXXX`; they occur only in its strings."""
+    """Escape as `\\uXXXX`; such characters occur only in a document's strings."""
     return _UNSAFE.sub(_json_escaped, document) if _UNSAFE.search(document) else document
 
 

@@ -1,7 +1,4 @@
-"""Descriptions of validation errors, for the author of the document.
-
-Guarantee: every problem has its path, and an unknown field comes with the closest known one at that path.
-"""
+"""Descriptions of validation errors, for the author of the document."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from rollout_service.base.errors import did_you_mean
 
 
 def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """Return `path: message` for each problem of a document that failed to validate as `model`."""
+    """Return `path: message` for each problem; an unknown field comes with the closest known one at its path."""
     return [_problem(item, model) for item in error.errors(include_url=False, include_context=False)]
 
 
@@ -30,7 +27,7 @@ def _problem(item: Any, model: type[BaseModel]) -> str:
 
 
 def known_fields(model: type[BaseModel], path: Iterable[str | int]) -> set[str]:
-    """Return the fields that are known at a path; indices, mapping keys, and union tags are passed over."""
+    """Return the fields at a path; indices, mapping keys, and union tags are passed over."""
     models = [model]
     for part in path:
         below = [one.model_fields[part].annotation for one in models if part in one.model_fields]
@@ -39,7 +36,7 @@ def known_fields(model: type[BaseModel], path: Iterable[str | int]) -> set[str]:
 
 
 def path_as_sent(loc: Iterable[str | int], sent: object, *, missing: bool) -> list[str | int]:
-    """Return an error's location as a path in the document, without the names that pydantic gives to union members.
+    """Return a location as a path in the document, without the names that pydantic gives to union members.
 
     `missing` says that the last part is a field that the document lacks.
     """
@@ -59,7 +56,6 @@ def _holds(sent: object, part: str | int) -> bool:
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models inside an annotation, such as a list or a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):

@@ -1,11 +1,9 @@
 """The identity of a service that holds a lease, which tells whether its process is gone.
 
-Guarantees: no two services ever have the same identity, whether they share a host, a host name, a process id or even a
-process. `is_gone` is true only of a process that has certainly ended; it is false of every process that cannot be
-seen from here, on another machine or in another container, whose leases must run out instead.
-
-A store that only one process can have open knows without this that all other owners are gone. A store that services
-share asks `is_gone` which leases its `recover` may take back.
+No two services ever have the same identity, whether they share a host, a host name, a process id or even a process.
+`is_gone` is true only of a process that has certainly ended; it is false of every process that cannot be seen from
+here, on another machine or in another container, whose leases must run out instead. A shared store asks it which leases
+its `recover` may take back.
 """
 
 from __future__ import annotations
@@ -32,14 +30,13 @@ class ServiceIdentity:
     """A running service; its text names the owner of a lease."""
 
     host: str
-    """The host name, for people; others may have the same."""
+    """For people; others may have the same."""
     boot: str
-    """The id of this boot of the machine."""
     pid_namespace: int
-    """The namespace that `pid` belongs to: every container has its own."""
+    """Every container has its own."""
     pid: int
     started: int
-    """When the process started, in clock ticks since boot, since process ids are used again."""
+    """In clock ticks since boot; process ids are used again."""
     service: str
     """Random, since a process may run one service after another."""
 
@@ -57,10 +54,8 @@ class ServiceIdentity:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the identity with this text.
-
-        Raises:
-            ValueError: The text is not an identity.
+        """Raises:
+        ValueError: The text is not an identity.
         """
         found = _FORM.fullmatch(text)
         if found is None:
@@ -75,14 +70,13 @@ class ServiceIdentity:
         return f"{self.host}/{self.boot}/{self.pid_namespace}/{self.pid}/{self.started}/{self.service}"
 
     def is_gone(self) -> bool:
-        """Return whether the process of this service has certainly ended."""
         if self.boot != boot_id() or self.pid_namespace != _pid_namespace():
             return False
         return start_time(self.pid) != self.started
 
 
 def is_gone(owner: str) -> bool:
-    """Return whether the owner of a lease has certainly ended; false of an owner without an identity."""
+    """Return whether the owner has certainly ended; false of an owner without an identity."""
     try:
         return ServiceIdentity.parse(owner).is_gone()
     except ValueError:

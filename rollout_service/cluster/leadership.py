@@ -1,8 +1,8 @@
 """Work that only one node may do at a time: each kind of such work is a role with one leader.
 
-Guarantees: the work runs only while this node holds the role, is cancelled before the role can pass to another node,
-and gets a lease whose token lets the store refuse the writes of an earlier leader. A leader that leaves resigns, so
-another one begins at once; one that dies is followed `LEADER_SECONDS` after it renewed its lease last.
+The work runs only while this node holds the role, is cancelled before the role can pass to another node, and gets a
+lease whose token lets the store refuse the writes of an earlier leader. A leader that leaves resigns, so another one
+begins at once; one that dies is followed `LEADER_SECONDS` after it renewed its lease last.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from rollout_service.store.retrying import retry_until_stored
 log = structlog.get_logger(__name__)
 
 RUNS_ROLE = "runs"
-"""Manages all runs."""
 RETENTION_ROLE = "retention"
-"""Deletes expired records."""
 
 Work = Callable[[RoleLease], Coroutine[Any, Any, None]]
 """Runs until it is cancelled; must end promptly then."""
@@ -37,8 +35,6 @@ _RESIGN_SECONDS = 1.0
 
 
 class Leadership:
-    """Takes roles, and works while it has them."""
-
     def __init__(self, cluster: ClusterStore, owner: str) -> None:
         self._cluster = cluster
         self._owner = owner
@@ -47,7 +43,7 @@ class Leadership:
 
     @asynccontextmanager
     async def leading(self, roles: dict[str, Work]) -> AsyncIterator[None]:
-        """Do the work of these roles within the block, whenever this node leads them."""
+        """Do each role's work whenever this node leads it."""
         async with anyio.create_task_group() as tasks:
             for role, work in roles.items():
                 tasks.start_soon(self.lead, role, work)
@@ -55,7 +51,6 @@ class Leadership:
             tasks.cancel_scope.cancel()
 
     async def lead(self, role: str, work: Work) -> None:
-        """Lead a role whenever nobody else does, until cancelled."""
         try:
             while True:
                 asked = anyio.current_time()
@@ -82,7 +77,7 @@ class Leadership:
         log.warning("this node no longer leads", role=lease.role)
 
     async def _renew(self, lease: RoleLease, held: anyio.CancelScope) -> None:
-        """Renew a role and its deadline; cancel the scope once another node leads."""
+        """Cancel the scope once another node leads."""
         while True:
             await anyio.sleep(HEARTBEAT_SECONDS)
             asked = anyio.current_time()

@@ -1,6 +1,5 @@
 """This node's membership in the cluster that shares its store, and which rollouts suit it.
 
-Guarantees:
 - A node joins before it claims anything, and leaves after it has handed everything back.
 - Within a heartbeat of a command to drain or to resume, the node follows it.
 - A node that was declared dead, for example since it was stopped for a while, drops all its work before it joins again.
@@ -43,8 +42,6 @@ LEAVE_SECONDS = 2.0
 
 
 class Membership:
-    """Joins, reports, follows commands, and leaves."""
-
     def __init__(
         self,
         cluster: ClusterStore,
@@ -53,13 +50,7 @@ class Membership:
         on_beat: Callable[[Heartbeat], None],
         drop_work: Callable[[], Awaitable[None]],
     ) -> None:
-        """
-        Args:
-            cluster: the membership in the store.
-            report: returns the report to send now.
-            on_beat: called with the answer to each heartbeat.
-            drop_work: cancels the rollouts under way, whose leases are lost, and waits until they have ended.
-        """
+        """`drop_work` cancels the rollouts under way, whose leases are lost, and waits until they have ended."""
         self._cluster = cluster
         self._report = report
         self._on_beat = on_beat
@@ -79,11 +70,9 @@ class Membership:
 
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[None]:
-        """Be a member within the block.
-
-        Raises:
-            NameTakenError: Another live node has this node's name.
-            StoreError: The store failed.
+        """Raises:
+        NameTakenError: Another live node has this node's name.
+        StoreError: The store failed.
         """
         report = await self._report()
         await self._join(report)
@@ -98,7 +87,7 @@ class Membership:
                 await self._cluster.leave(report.owner)
 
     async def _join(self, report: NodeReport) -> None:
-        """Join; a holder of the name that has crashed is replaced, at once if that can be seen from here."""
+        """Replace a holder of the name that has crashed, at once if that can be seen from here."""
         deadline = time.monotonic() + DEAD_SECONDS + HEARTBEAT_SECONDS
         silent = 0.0
         while True:
@@ -157,15 +146,11 @@ class Membership:
         self._on_beat(self.beat)
 
 
-# The nodes that share the store, as callers of the API see and command them.
-#
-# Guarantees: a command reaches a node on any host through the store, within a heartbeat. This node's own figures are
-# those of this moment, other nodes' those of their last heartbeat.
-
-
 @dataclass(frozen=True, slots=True)
 class ClusterNodes:
-    """All nodes, and the commands that they take.
+    """All nodes, and the commands that reach them through the store within a heartbeat.
+
+    This node's own figures are those of this moment, other nodes' those of their last heartbeat.
 
     A command raises `NotFoundError` if no node has this name, and `ConflictError` if the node is dead or, to be
     removed, is not.
@@ -173,7 +158,7 @@ class ClusterNodes:
 
     cluster: ClusterStore
     own: Callable[[], NodeReport]
-    """Returns this node's report on itself."""
+    """This node's report on itself."""
 
     async def list(self) -> list[NodeView]:
         """Return all nodes by name, dead ones included until they are removed."""
@@ -188,17 +173,15 @@ class ClusterNodes:
         raise unknown_node(name)
 
     async def drain(self, name: str) -> NodeView:
-        """Tell a node to claim no more rollouts; those under way continue."""
+        """Let the node claim no more rollouts; those under way continue."""
         await self.cluster.change_state(name, NodeState.DRAINING)
         return await self.get(name)
 
     async def resume(self, name: str) -> NodeView:
-        """Tell a node to claim rollouts again."""
         await self.cluster.change_state(name, NodeState.READY)
         return await self.get(name)
 
     async def remove(self, name: str) -> None:
-        """Forget a dead node."""
         await self.cluster.remove(name)
 
 
@@ -208,29 +191,27 @@ def _view(record: NodeRecord, own: NodeReport) -> NodeView:
     return view.model_copy(update={"state": record.state, "silent_seconds": round(max(0.0, record.silent_seconds), 3)})
 
 
-# Which rollouts suit this node: the environments it has, whose labels it has, and whose image is here.
-#
-# Guarantees: a rollout is never claimed by a node that lacks a label its environment requires, nor by one that lacks
-# its image while another node has it, however busy that one is. If no node has the image, the rollout waits
-# `IMAGE_WAIT_SECONDS` for one that does, such as one that was preempted; then any node takes it, and its failure says
-# what is missing.
-
 IMAGE_WAIT_SECONDS = 180.0
-"""How long a rollout waits if no node has its image: Slurm holds a requeued job for two minutes."""
+"""Slurm holds a requeued job for two minutes."""
 
 LOOK_SECONDS = 30.0
-"""How often to look for images; a provider may have to ask a daemon for each."""
+"""A provider may have to ask a daemon for each image."""
 
 
 @dataclass(slots=True)
 class Placement:
-    """The environments that suit this node."""
+    """The environments that suit this node: those whose labels it has, and whose image is here.
+
+    A rollout is never claimed by a node that lacks its image while another node has it, however busy that one is. If no
+    node has the image, the rollout waits `IMAGE_WAIT_SECONDS` for one that does, such as one that was preempted; then
+    any node takes it, and its failure says what is missing.
+    """
 
     environments: EnvironmentRegistry
     sandboxes: SandboxSource
     labels: Sequence[str] = ()
     images: Sequence[str] = ()
-    """Those whose image was here when it was last looked for, or that need none."""
+    """Environments whose image was here when it was last looked for, or that need none."""
     _look_again: float = 0.0
     _seen: dict[str, float] = field(default_factory=dict)
     """When a node last had the image of each environment."""
@@ -241,7 +222,6 @@ class Placement:
         return [one.spec.name for one in self.environments.list() if not self.missing_labels(one.spec)]
 
     def missing_labels(self, spec: EnvironmentSpec) -> list[str]:
-        """Return the labels that an environment requires and this node lacks."""
         return sorted(set(spec.sandbox.requires) - set(self.labels))
 
     async def look(self) -> None:

@@ -1,7 +1,7 @@
 """This host as the service uses it: its sandboxes, in use and warm, and how much it does at once.
 
-Guarantees: within `running`, the admission controller follows the host's pressure, the pool refills itself, and the
-traffic that leaves sandboxes is counted. No warm sandbox outlives the block.
+Within `running`, the admission controller follows the host's pressure, the pool refills itself, and the traffic that
+leaves sandboxes is counted. No warm sandbox outlives the block.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ from sandboxes.scheduling.warm_pool import WarmPool
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The sandboxes of this host."""
-
     name: str
     """Unique among the nodes that share the store."""
     cpus: int
@@ -50,7 +48,7 @@ class Node:
 
     @classmethod
     def make(cls, provider: SandboxProvider, settings: Settings, metrics: Metrics) -> Self:
-        """Return a node with a warm pool and an admission controller in front of a provider. Nothing is started."""
+        """Put a warm pool and an admission controller in front of a provider, without starting anything."""
         ceiling, wanted = settings.sandbox_ceiling, settings.sandboxes
         folders = [settings.state_dir, settings.sandbox.run_dir or Path("/tmp")]  # noqa: S108 - its space is read
         reader = HostReader([folder.expanduser().absolute() for folder in folders])
@@ -86,7 +84,6 @@ class Node:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Follow the host's pressure and keep sandboxes warm until the block is left."""
         async with self.admission.running(), self.pool.running(), self.egress.running():
             yield
 
@@ -135,17 +132,16 @@ def _pressure(metrics: HostMetrics) -> PressureView:
     )
 
 
-# The concurrency of this node, which can be changed while it works.
-#
-# Guarantees: an increase takes effect at once; a decrease ends nothing, and is reached as work in progress ends; a
-# rejected change changes nothing. The settings file is not written, and applies again at the next start.
-
 log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class Concurrency:
-    """The stages and sandboxes of this node, and their settings."""
+    """The concurrency of this node, which can be changed while it works.
+
+    An increase takes effect at once; a decrease ends nothing, and is reached as work in progress ends; a rejected
+    change changes nothing. The settings file is not written, and applies again at the next start.
+    """
 
     stages: Stages
     node: Node
@@ -169,10 +165,7 @@ class Concurrency:
         )
 
     def change(self, patch: NodePatch) -> NodeConcurrency:
-        """Apply a patch, and return the resulting concurrency.
-
-        A ceiling that was never set follows the number of sandboxes that the stages can hold.
-        """
+        """A ceiling that was never set follows the number of sandboxes that the stages can hold."""
         named = {stage: getattr(patch, stage) for stage in Stage if getattr(patch, stage) is not None}
         figures = {
             f"{stage}_{name}": value

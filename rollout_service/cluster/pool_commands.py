@@ -1,6 +1,5 @@
 """Commands to pools whose backends several services share: one of the services carries each command out.
 
-Guarantees:
 - Every backend gets a command once, from the service that leads the role `pool:NAME`; all others hold their requests
   meanwhile, and take over the pause, the weights and the process groups that the command left.
 - A command outlives the service that was asked and the one that carries it out: another one repeats it, within
@@ -55,7 +54,7 @@ _KINDS = {request: kind for kind, request in REQUESTS.items()}
 
 
 class CommandResult(BaseModel):
-    """The answer to a command: an outcome, or the error that refused it."""
+    """An outcome, or the error that refused the command."""
 
     outcome: PoolOutcome | None = None
     error: ErrorInfo | None = None
@@ -63,7 +62,7 @@ class CommandResult(BaseModel):
 
 
 class SharedCommands(PoolCommands):
-    """The commands to all pools, as one of the services that share them; call `attach` before anything else."""
+    """The commands of one of the services that share the pools; call `attach` before anything else."""
 
     def __init__(self, store: EnginesStore, cluster: ClusterStore, owner: str) -> None:
         self._store = store
@@ -83,14 +82,12 @@ class SharedCommands(PoolCommands):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Follow the commands of all services within the block, and carry out those that this one leads."""
+        """Follow the commands of all services, and carry out those that this one leads."""
         async with anyio.create_task_group() as tasks:
             await self._look(tasks)
             tasks.start_soon(self._follow, tasks)
             yield
             tasks.cancel_scope.cancel()
-
-    # ---- asking
 
     async def run(self, request: PoolRequest) -> PoolOutcome:
         refuse_weights_of_frozen(request)  # before any node holds its requests for it
@@ -111,8 +108,6 @@ class SharedCommands(PoolCommands):
             if (answer := await ask()) is not None:
                 return answer
             await changed.wait()
-
-    # ---- following
 
     async def _follow(self, tasks: TaskGroup) -> None:
         seen = 0
@@ -172,8 +167,6 @@ class SharedCommands(PoolCommands):
         shared = await retry_until_stored("read the backends", self._store.backends)
         ids = [each.backend_id for each in shared if each.spec.pool == pool]
         return [each for each in ids if known is None or each not in known]
-
-    # ---- carrying out
 
     async def _carry_out_if_leader(self, record: PoolRecord, request: PoolRequest) -> bool:
         async with self._locks[record.pool]:
@@ -242,7 +235,7 @@ class SharedCommands(PoolCommands):
         return outcome.model_copy(update=update)
 
     async def _wait_for_holds(self, record: PoolRecord, request: PoolRequest) -> list[str]:
-        """Wait until all live nodes hold their requests; return the names of those that do not in time."""
+        """Return the names of live nodes that do not hold their requests in time."""
         if not isinstance(request, PauseRequest | WeightsRequest):
             return []
         drain = request.drain_seconds if request.mode is PauseMode.DRAIN else 0.0
@@ -268,8 +261,6 @@ class SharedCommands(PoolCommands):
             and node.silent_seconds < DEAD_SECONDS
             and node.report.owner not in holding
         ]
-
-    # ---- one service at a time
 
     @asynccontextmanager
     async def exclusive(self, pool: str) -> AsyncIterator[None]:

@@ -1,13 +1,15 @@
 """How many groups are needed: as many as are expected to yield the kept groups asked for, and no more.
 
-Guarantees: no group is requested while those ready and under way are expected to suffice, with the given confidence. A
-dropped group is replaced at once, without waiting for others.
+No group is requested while those ready and under way are expected to suffice, with the given confidence. A dropped
+group is replaced at once, without waiting for others.
 
 A group under way counts with its probability of being kept. That is learned in two steps: the acceptance rate of the
 run, and how it changes with a group's progress. A group of eight in which five rollouts have ended with equal rewards
 is more likely to be dropped than a group in which none has ended; a group with two different rewards is almost certain
 to be kept. All rates are means of Beta posteriors whose older evidence fades, since tasks become easier or harder as a
 policy learns.
+
+The functions remember nothing: equal states give equal answers, so a crash changes none.
 """
 
 from __future__ import annotations
@@ -18,32 +20,29 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 
 CONFIDENCE = 0.9
-"""The probability with which the groups under way should suffice; a surplus goes into the next batch."""
+"""With which the groups under way should suffice; a surplus goes into the next batch."""
 _HALF_LIFE = 256.0
-"""The number of closed groups after which evidence counts half."""
+"""Closed groups after which evidence counts half."""
 _EPOCH_DISCOUNT = 0.5
-"""The weight of evidence from the previous epoch: the policy has learned from the same tasks since."""
+"""For evidence from the previous epoch: the policy has learned from the same tasks since."""
 _LOWEST_RATE = 0.02
-"""The lowest rate assumed: without it, a streak of bad luck could start any multiple of the groups needed."""
+"""Without it, a streak of bad luck could start any multiple of the groups needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
     ended: int = 0
-    """The number of samples that have ended."""
+    """Samples that have ended."""
     varied: bool = False
     """Whether any two of their rewards differ."""
 
 
 @dataclass(slots=True)
 class BetaRate:
-    """A probability, estimated from a prior and fading evidence."""
-
     kept: float = 0.0
     dropped: float = 0.0
 
     def learn(self, *, kept: bool, fade: float) -> None:
-        """Add one case, and let earlier ones fade."""
         self.kept = self.kept * fade + kept
         self.dropped = self.dropped * fade + (not kept)
 
@@ -66,18 +65,16 @@ class AcceptanceRate:
 
     @property
     def rate(self) -> float:
-        """The share of the groups starting now that will be kept."""
         return max(_LOWEST_RATE, self._overall.mean(self.prior, self.prior_strength))
 
     def given(self, progress: GroupProgress) -> float:
-        """Return the probability that a group with this progress will be kept."""
         if progress.ended == 0:
             return self.rate
         seen = self._by_progress.get(progress, _NOTHING_SEEN)
         return seen.mean(self.rate, self.prior_strength)
 
     def learn(self, *, kept: bool, path: Iterable[GroupProgress] = ()) -> None:
-        """Learn from a closed group; `path` is the progress it went through."""
+        """`path` is the progress that the closed group went through."""
         self.closed += 1
         fade = 0.5 ** (1.0 / self.half_life)
         self._overall.learn(kept=kept, fade=fade)
@@ -97,7 +94,7 @@ _NOTHING_SEEN = BetaRate()
 def groups_needed(
     *, need: int, under_way: Mapping[GroupProgress, int], acceptance: AcceptanceRate, confidence: float
 ) -> int:
-    """Return how many groups to start so that, with this confidence, at least `need` of all under way will be kept.
+    """Return how many groups to start so that at least `need` of all under way will be kept.
 
     Let E and V be the mean and variance of the number kept of those under way, and a the acceptance rate. Then m new
     groups add x = m * a on average. The normal approximation requires E + x - need >= z * sqrt(V + x * (1 - a)), whose
@@ -119,17 +116,6 @@ def groups_needed(
     return max(0, math.ceil(added / rate - 1e-9))
 
 
-# How many groups a run may start, and how many it should: the rules of the service and of its simulation.
-#
-# Guarantees: no grant exceeds AReaL's admission formula. A group that ends without being kept frees its place, and so
-# does a group that is dropped later. After a restart at version v, at most (max_staleness + 1) * B groups are granted
-# before the trainer moves on. The functions remember nothing: equal states give equal answers, so a crash changes none.
-#
-# The formula (AReaL, arXiv 2505.24298, section 5.1, as in its code; all counts are of groups, B is the batch size):
-# capacity = min(max(1, max_concurrent) - running, (max_staleness + version + 1) * B - (accepted + running)). It may be
-# negative, for example after a limit was lowered.
-
-
 @dataclass(frozen=True, slots=True)
 class AdmissionState:
     """A run's limits and its groups by state."""
@@ -144,7 +130,6 @@ class AdmissionState:
     """How many versions the trainer has advanced since the run began."""
     running: int = 0
     ready: int = 0
-    """Kept and not yet in a batch."""
     batched: int = 0
     """In a batch that is not acknowledged yet."""
     acknowledged: int = 0
@@ -153,14 +138,20 @@ class AdmissionState:
     def accepted(self) -> int:
         """Groups kept since the run began.
 
-        Acknowledged groups count as at least one batch per version. Otherwise a trainer that starts at a later
-        version, or skips versions, would be granted the groups of all of them at once.
+        Acknowledged groups count as at least one batch per version. Otherwise a trainer that starts at a later version,
+        or skips versions, would be granted the groups of all of them at once.
         """
         return max(self.acknowledged, self.version * self.batch_size) + self.ready + self.batched
 
 
 def admission_capacity(run: AdmissionState) -> int:
-    """Return how many groups may start by AReaL's formula; without `max_staleness`, only concurrency limits them."""
+    """Return how many groups may start by AReaL's formula; without `max_staleness`, only concurrency limits them.
+
+    capacity = min(max(1, max_concurrent) - running, (max_staleness + version + 1) * B - (accepted + running)), for
+    batches of B groups (arXiv 2505.24298, section 5.1, as in its code). It may be negative, for example after a limit
+    was lowered. A group that ends without being kept, or is dropped later, frees its place. After a restart at version
+    v, at most (max_staleness + 1) * B groups are granted before the trainer moves on.
+    """
     free = max(1, run.max_concurrent) - run.running
     if run.max_staleness is None:
         return free
@@ -173,7 +164,7 @@ def groups_to_start(
     under_way: Mapping[GroupProgress, int],
     acceptance: AcceptanceRate,
 ) -> int:
-    """Return how many groups to start now: those expected to be needed, within the capacity; never negative."""
+    """Return those expected to be needed, within the capacity; never negative."""
     needed = groups_needed(
         need=(1 + run.prefetch_batches) * run.batch_size - run.ready,
         under_way=under_way,
@@ -184,11 +175,10 @@ def groups_to_start(
 
 
 def oldest_allowed_version(*, version: int, max_staleness: int | None) -> int | None:
-    """Return the oldest version a token may have for a trainer at `version`; None if there is no limit."""
+    """Return the oldest version that a token may have for a trainer at `version`; None if there is no limit."""
     return None if max_staleness is None else version - max_staleness
 
 
 def is_too_old(oldest_version: int | None, *, version: int, max_staleness: int | None) -> bool:
-    """Return whether tokens of `oldest_version` are too old for a trainer at `version`."""
     oldest_allowed = oldest_allowed_version(version=version, max_staleness=max_staleness)
     return oldest_allowed is not None and oldest_version is not None and oldest_version < oldest_allowed

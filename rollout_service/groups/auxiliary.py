@@ -1,12 +1,12 @@
 """Rewards for handing on work: their raw values, their weights at a version of the trainer, and the weighted total.
 
-Guarantees: weights depend on nothing but the run's request and the trainer's version, and lie between their two ends.
-A part whose weight is 0 is not added, so that at weights of 0 the total is the environment's reward, bit for bit.
+Weights depend on nothing but the run's request and the trainer's version, and lie between their two ends. A part whose
+weight is 0 is not added, so that at weights of 0 the total is the environment's reward, bit for bit.
 
 The formulas, for n different tasks that ran and w, the most of them in one turn:
 
-- parallel, by count: min(n, N) / N with N = `max_assigns`; by width: max(0, min(w, W) - 1) / (W - 1) with
-  W = `max_width`. If only one may run at once, no width is possible, and it is 0.
+- parallel, by count: min(n, N) / N with N = `max_assigns`; by width: max(0, min(w, W) - 1) / (W - 1) with W =
+  `max_width`. If only one may run at once, no width is possible, and it is 0.
 - finish: valid results / tasks that ran, repeated ones included; 0 if none ran.
 - a weight at version v: init + (end - init) * clamp((v - start) / length, 0, 1).
 """
@@ -32,13 +32,13 @@ from api_schemas.runs.auxiliary import (
 PERF = "perf"
 FINISH = "finish"
 MEASURES = {ParallelMeasure.COUNT: "parallel", ParallelMeasure.WIDTH: "width"}
-"""The names that the two measures of the reward for handing on work have among the parts of a rollout's reward."""
+"""Their names among the parts of a rollout's reward."""
 NO_PARTS = "no_reward_parts"
-"""Why a sample is masked whose rollout has no rewards for handing on work, although its run weighs them."""
+"""Masks a sample without rewards for handing on work, although its run weighs them."""
 
 
 def raw_parts(work: Work, *, max_assigns: int, max_width: int) -> dict[str, float]:
-    """Return the rewards for handing on work, each from 0 to 1, by their names among the parts of a rollout's reward.
+    """Return the rewards for handing on work, each from 0 to 1.
 
     `max_assigns` is the number of tasks that earns all of the first, and `max_width` that of the second.
     """
@@ -55,13 +55,13 @@ def raw_parts(work: Work, *, max_assigns: int, max_width: int) -> dict[str, floa
 
 
 def rescored_parts(recorded: Mapping[str, float], reward: float) -> dict[str, float]:
-    """Return the parts of a reward that was computed again: the outcome's is new, those for handing on work stay."""
+    """Return the outcome's new part; those for handing on work stay."""
     kept = {name: recorded[name] for name in (*MEASURES.values(), FINISH) if name in recorded}
     return {PERF: reward, **kept} if kept else {}
 
 
 def reward_weights(request: RunRequest, version: int) -> RewardWeights | None:
-    """Return the weights at this version of the trainer; None for a run without an auxiliary reward."""
+    """Return None for a run without an auxiliary reward."""
     auxiliary = request.auxiliary
     if auxiliary is None:
         return None
@@ -74,7 +74,6 @@ def reward_weights(request: RunRequest, version: int) -> RewardWeights | None:
 
 
 def schedule_start(request: RunRequest, auxiliary: Auxiliary) -> int:
-    """Return the version at which the weights of a run begin to change."""
     return request.version if auxiliary.start is None else auxiliary.start
 
 
@@ -84,7 +83,7 @@ def is_annealed(auxiliary: Auxiliary) -> bool:
 
 
 def annealed(weight: Annealed, elapsed: int, length: int) -> float:
-    """Return a weight this many versions after the start of its schedule."""
+    """`elapsed` is in versions since the start of the schedule."""
     if elapsed <= 0:
         return weight.init
     if elapsed >= length:
@@ -107,11 +106,11 @@ def weighted_total(weights: RewardWeights, parts: Mapping[RewardPart, float]) ->
     return reduce(add, (weight * parts[part] for part, weight in weighted_parts(weights).items()))
 
 
-# Warnings on requests for runs that are allowed, but may not do what they are meant to do.
-
-
 def run_warnings(request: RunRequest, total: int | None) -> list[str]:
-    """Return sentences for the caller; `total` is the number of the run's tasks over all epochs, None if unbounded."""
+    """Return warnings about what is allowed, but may not do what it is meant to do.
+
+    `total` is the number of the run's tasks over all epochs, None if unbounded.
+    """
     return [*_of_live(request), *_of_auxiliary(request, total)]
 
 

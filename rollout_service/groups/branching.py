@@ -1,7 +1,6 @@
-"""Where the branches of a group begin in its roots.
+"""Where the branches of a group begin in its roots: a pure function of the roots' trajectories.
 
-Guarantees: a pure function of the roots' trajectories. No branch begins at a first turn, which would repeat its root's
-whole work, nor at one that sampled nothing.
+No branch begins at a first turn, which would repeat its root's whole work, nor at one that sampled nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _turns(trajectory: Trajectory) -> dict[int, float]:
 
 
 def _choose(trajectory: Trajectory, turns: Mapping[int, float], most: int, at: BranchAt | Sequence[int]) -> list[int]:
-    """Return at most so many of the turns, which are at least one."""
+    """Return at most `most` turns, and at least one."""
     match at:
         case BranchAt.UNCERTAIN:
             chosen: Sequence[int] = []

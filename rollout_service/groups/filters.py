@@ -1,7 +1,8 @@
 """The outcome of a group, and the registered filters that decide whether it is worth training on, with a reason.
 
-Guarantees: a filter sees only usable samples and no clock, so judging a group again gives the same answer. The first
-filter that drops a group determines the reason; reasons are short words that can be counted.
+A filter sees only usable samples and no clock, so judging a group again gives the same answer. The first filter that
+drops a group determines the reason; reasons are short words that can be counted. A sample without a reward is masked
+and says why, so a failure never counts as a score.
 
 Plug-ins subclass `GroupFilter`, or `RewardFilter` if they look at rewards, and register the class under the entry point
 group `rollout_service.filters`.
@@ -28,8 +29,6 @@ TOO_FEW_USABLE = "too_few_usable"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a group is kept, and if not, why."""
-
     keep: bool
     reason: str = ""
 
@@ -38,7 +37,7 @@ KEEP = Verdict(keep=True)
 
 
 class GroupFilter(BaseModel, ABC):
-    """A filter; its fields are its options."""
+    """Its fields are its options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -54,7 +53,7 @@ class RewardFilter(GroupFilter):
     """The part to look at. Rewards for handing on work vary almost always, so by default it is that of the outcome."""
 
     def rewards(self, group: GroupOutcome) -> tuple[float, ...]:
-        """Return the rewards that this filter looks at, of the usable samples in order."""
+        """Return the rewards of the usable samples in order."""
         return group.values(self.part)
 
 
@@ -155,23 +154,18 @@ def _limit(group: GroupOutcome, counts: Callable[[SampleOutcome], bool], max_sha
     return Verdict(keep=False, reason=reason) if share > max_share else KEEP
 
 
-# The outcome of a group: the facts for filters, statistics and batches.
-#
-# Guarantees: a sample without a reward is masked and says why, so a failure never counts as a score. These values are
-# independent of the wire format and the store.
-
 STRAGGLER = "straggler"
-"""The sample was cut off because it took far longer than others."""
+"""Cut off because it took far longer than others."""
 STALE = "stale"
 """The sample, or too many samples of the group, have a token older than the run allows."""
 CANCELLED = "cancelled"
-"""The sample was cancelled, by a person or because it was not needed."""
+"""By a person, or because the sample was not needed."""
 SURPLUS = "surplus"
 """The group was not needed, and its run does not carry groups over."""
 DELETED = "deleted"
-"""The sample was erased on a person's demand; a group of which too little is left is dropped."""
+"""Erased on a person's demand; a group of which too little is left is dropped."""
 NOT_FILTERED = frozenset({STALE, SURPLUS, CANCELLED, DELETED})
-"""The reasons for dropping a group that say nothing about its task."""
+"""Reasons that say nothing about a group's task."""
 NOT_A_NUMBER = "reward_not_finite"
 
 
@@ -180,7 +174,7 @@ class SampleOutcome:
     """One rollout of a group, after its last attempt."""
 
     sample: int
-    """The number of the sample in its group, from 0."""
+    """From 0."""
     reward: float | None
     """The environment's reward before any penalty; None if the sample is masked."""
     masked: str | None = None
@@ -191,7 +185,7 @@ class SampleOutcome:
     tool_calls: int = 0
     malformed_calls: int = 0
     oldest_version: int | None = None
-    """The lowest version that sampled one of its tokens; None if nothing was sampled."""
+    """None if nothing was sampled."""
     newest_version: int | None = None
     parts: Mapping[RewardPart, float] = field(default_factory=dict)
     """The parts of the reward and their total; empty if the sample does not count."""
@@ -222,7 +216,7 @@ class GroupOutcome:
         return tuple(sample for sample in self.samples if sample.usable)
 
     def without_older_than(self, bound: int | None) -> GroupOutcome:
-        """Return the group with every usable sample masked that has a token older than `bound`; None masks none."""
+        """Mask every usable sample that has a token older than `bound`; None masks none."""
         if bound is None or self.oldest_version is None or self.oldest_version >= bound:
             return self
         samples = (
@@ -235,11 +229,11 @@ class GroupOutcome:
 
     @cached_property
     def rewards(self) -> tuple[float, ...]:
-        """The rewards of the usable samples, in order."""
+        """Of the usable samples, in order."""
         return tuple(sample.reward for sample in self.usable if sample.reward is not None)
 
     def values(self, part: RewardPart) -> tuple[float, ...]:
-        """Return this part of the rewards of the usable samples, in order."""
+        """Return this part of the usable samples' rewards, in order."""
         if part is RewardPart.PERF:
             return self.rewards
         return tuple(sample.parts[part] for sample in self.usable)
@@ -255,13 +249,7 @@ class GroupOutcome:
         return max((version for version in versions if version is not None), default=None)
 
 
-# Filters by name: built-in ones and plug-ins.
-#
-# Guarantees: a plug-in that cannot be loaded hides no other filter, and requesting it says why. Options are validated,
-# and errors name their path in the request.
-
 GROUP = "rollout_service.filters"
-"""The entry point group; each entry point is a subclass of `GroupFilter`."""
 
 
 class FilterRegistry:
@@ -275,11 +263,11 @@ class FilterRegistry:
             "truncated": Truncated,
         }
         self.problems: dict[str, ConfigurationError] = {}
-        """The errors of plug-ins that could not be loaded, by name."""
+        """By name. A plug-in that cannot be loaded hides no other filter."""
 
     @classmethod
     def load(cls, *, plugins: Iterable[EntryPoint] | None = None) -> Self:
-        """Return a registry of the built-in filters and all plug-ins; it imports them, so call it in a thread."""
+        """Import the plug-ins; call it in a thread."""
         registry = cls()
         for plugin in entry_points(group=GROUP) if plugins is None else plugins:
             try:
@@ -289,10 +277,8 @@ class FilterRegistry:
         return registry
 
     def add(self, name: str, kind: type[GroupFilter]) -> None:
-        """Register a filter.
-
-        Raises:
-            ConfigurationError: The name is taken.
+        """Raises:
+        ConfigurationError: The name is taken.
         """
         if name in self._kinds:
             raise ConfigurationError(
@@ -307,11 +293,9 @@ class FilterRegistry:
     def make(
         self, name: str, options: Mapping[str, JsonValue] | None = None, *, field: str = "body.filters"
     ) -> GroupFilter:
-        """Return a filter with these options.
-
-        Raises:
-            InvalidFieldError: There is no such filter, or an option is invalid; the path is `field`.
-            ConfigurationError: The plug-in of this name could not be loaded.
+        """Raises:
+        InvalidFieldError: There is no such filter, or an option is invalid; the path is `field`.
+        ConfigurationError: The plug-in of this name could not be loaded.
         """
         if name in self.problems and name not in self._kinds:
             raise self.problems[name]
@@ -333,7 +317,7 @@ class FilterRegistry:
 
 
 def require_outcome_filters(filters: Sequence[GroupFilter]) -> None:
-    """Refuse filters that look at rewards for handing on work, for a run that has none.
+    """Refuse filters on rewards for handing on work, for a run that has none.
 
     Raises:
         InvalidFieldError: A filter of `body.filters` looks at such a part.

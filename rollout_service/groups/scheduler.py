@@ -1,8 +1,8 @@
-"""Decides which run starts its next group when several could.
+"""Decides which run starts its next group when several could, and when a group stops waiting for its slowest rollouts.
 
-Guarantees: runs of a higher priority are served first, and runs of equal priority share in proportion to their weights.
-Every sixteenth turn goes to the run that has waited for the most turns, whatever its priority, so no run starves. A run
-gains no credit from turns it did not use.
+Runs of a higher priority are served first, and runs of equal priority share in proportion to their weights. Every
+sixteenth turn goes to the run that has waited for the most turns, whatever its priority, so no run starves. A run gains
+no credit from turns it did not use.
 
 Shares follow stride scheduling (Waldspurger and Weihl, 1995): each grant advances a run's pass by 1 / weight, and the
 lowest pass is next. Among runs of one priority that always have claims, each stays within one grant of its share, times
@@ -23,18 +23,14 @@ STARVATION_TURNS = 16
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A run's claim to start groups."""
-
     groups: int
-    """The number of groups it would start now."""
+    """How many it would start now."""
     priority: int = 0
     weight: float = 1.0
 
 
 @dataclass(slots=True)
 class _Account:
-    """The record of a run's grants."""
-
     position: float
     """The run's pass."""
     served: int
@@ -42,12 +38,10 @@ class _Account:
 
 
 class FairScheduler:
-    """Shares places among runs."""
-
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._claiming: frozenset[str] = frozenset()
-        """The runs with claims in the last call."""
+        """Runs with claims in the last call."""
         self._turn = 0
         self._virtual: dict[int, float] = {}
         """The last pass served, by priority."""
@@ -96,14 +90,9 @@ class FairScheduler:
         account.position += 1.0 / claim.weight
 
 
-# How long a run's rollouts take, and when a group should stop waiting for its slowest ones.
-#
-# Guarantees: nothing is cut off before enough rollouts have ended. A rollout that is cut off enters the distribution
-# as longer than any other, so cutting off does not lower the quantile that decides about the next one.
-
 _WINDOW = 1_024
 _FEWEST = 32
-"""The number of completions from which on a quantile is meaningful."""
+"""From this many completions on, a quantile is meaningful."""
 
 
 class CompletionTimes:
@@ -126,7 +115,9 @@ class CompletionTimes:
             del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
 
     def add_cut_off(self) -> None:
-        """Add a rollout that was cut off, of which only a lower bound is known."""
+        """Count the rollout as longer than any other, so cutting off does not lower the quantile that decides about the
+        next one.
+        """
         self.add(math.inf)
 
     def quantile(self, share: float) -> float | None:
@@ -139,13 +130,13 @@ class CompletionTimes:
 
 @dataclass(frozen=True, slots=True)
 class StragglerRule:
-    """The rule to cut off rollouts: longer than `factor` times the `quantile`, with `min_samples` of a group ended."""
+    """Cuts off rollouts that take longer than `factor` times the `quantile`, with `min_samples` of a group ended."""
 
     quantile: float = 0.95
     factor: float = 1.5
     min_samples: int = 2
 
     def limit(self, times: CompletionTimes) -> float | None:
-        """Return the seconds after which a rollout is a straggler; None while that is unknown."""
+        """Return the limit in seconds; None while it is unknown."""
         seconds = times.quantile(self.quantile)
         return None if seconds is None else self.factor * seconds

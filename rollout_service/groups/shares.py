@@ -1,8 +1,8 @@
 """Whose samples a batch has: the shares of users and sessions, and tenants that are not mixed. Pure functions.
 
-Guarantees: in a batch no user and no session has more than its share, but each may have one group; tenants are not
-mixed unless the order says so; the oldest groups go first. Whatever becomes of single groups, such as a deletion, the
-next batch is made of those that are left by the same rules.
+In a batch no user and no session has more than its share, but each may have one group; tenants are not mixed unless the
+order says so; the oldest groups go first. Whatever becomes of single groups, such as a deletion, the next batch is made
+of those that are left by the same rules.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from api_schemas.runs.live import LiveDelivery
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose session a sample is a part of."""
-
     session: str
     user: str
     """The hash of a user of the tenant."""
@@ -30,14 +28,14 @@ class Owned(Protocol):
 
     @property
     def owners(self) -> Collection[Owner]:
-        """The owners of its samples, as far as they are known."""
+        """As far as they are known."""
 
 
 G = TypeVar("G", bound=Owned)
 
 
 def next_batch(groups: Sequence[G], size: int, order: LiveDelivery, *, is_last: bool = False) -> list[G]:
-    """Return the groups of the next batch, none if they do not fill it; with `is_last`, as many as may be together."""
+    """Return no groups if they do not fill the batch; with `is_last`, as many as may be together."""
     chosen = [complete(same, [], size, order) for same in apart(groups, order)]
     full = (one for one in chosen if len(one) == size)
     return next(full, chosen[0] if chosen and is_last else [])
@@ -52,7 +50,7 @@ def left_over(groups: Sequence[G], size: int, order: LiveDelivery) -> list[G]:
 
 
 def next_window(groups: Sequence[G], waiting: Sequence[Owned], size: int, order: LiveDelivery) -> list[G] | None:
-    """Return the groups that complete a batch with some of those that wait for one; None if they do not suffice."""
+    """Return the groups that complete a batch with some of those waiting; None if they do not suffice."""
     left = left_over(waiting, size, order)
     for same in apart(groups, order):
         begun = complete([one for one in left if _may_join(one, same[0], order)], [], size, order)

@@ -1,7 +1,7 @@
 """Statistics of a group's rewards and work, advantages, and DAPO's length penalty.
 
-Guarantees: only samples with a reward enter a statistic. As an input None means missing, as a result undefined; nothing
-is filled in. The advantages of a group sum to 0 up to rounding.
+Only samples with a reward enter a statistic. As an input None means missing, as a result undefined; nothing is filled
+in. The advantages of a group sum to 0 up to rounding.
 
 The formulas, over the m rewards present, with mean mu and standard deviation sigma (dividing by m):
 
@@ -30,22 +30,22 @@ from rollout_service.groups.auxiliary import PERF
 from rollout_service.groups.filters import GroupOutcome
 
 _NO_SPREAD = 1e-12
-"""The largest standard deviation, relative to the largest reward, that is treated as rounding."""
+"""A standard deviation up to this, relative to the largest reward, is treated as rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
-    """Statistics of a group's rewards; None if no sample has a reward."""
+    """None stands for a statistic of no sample."""
 
     size: int
     usable: int
     mean: float | None
     std: float | None
-    """The standard deviation, dividing by the number of usable samples."""
+    """Dividing by the number of usable samples."""
     lowest: float | None
     highest: float | None
     masked: Mapping[str, int] = field(default_factory=dict)
-    """The number of masked samples, by reason."""
+    """By reason."""
 
 
 def group_statistics(group: GroupOutcome) -> GroupStatistics:
@@ -74,7 +74,7 @@ def group_normalized(rewards: Sequence[float | None]) -> list[float | None]:
 
 
 def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
-    """Return RLOO's advantages, one per entry; None if the reward is missing, or is the only one."""
+    """Return RLOO's advantages, with None as in `group_normalized`."""
     present = [reward for reward in rewards if reward is not None]
     if len(present) < 2:
         return [None] * len(rewards)
@@ -84,7 +84,7 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
 
 
 def parts_normalized(parts: Sequence[tuple[float, Sequence[float | None]]]) -> list[float | None]:
-    """Return GDPO's advantages, one per entry, of weights and the rewards that they weigh; None as above."""
+    """Return GDPO's advantages from weights and the rewards that they weigh, with None as in `group_normalized`."""
     weighted = [
         [None if advantage is None else weight * advantage for advantage in group_normalized(rewards)]
         for weight, rewards in parts
@@ -98,10 +98,10 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 def soft_overlong_penalty(sampled_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> float:
-    """Return the addition to a reward for its length, from 0 down to `-penalty`.
+    """Return what a sample's length adds to its reward, from 0 down to `-penalty`.
 
-    This is `penalty` times DAPO's equation 13 with L_max = `max_tokens` and L_cache = `buffer_tokens`: 0 up to
-    L_max - L_cache, then a straight line to -1 at L_max, and -1 beyond.
+    This is `penalty` times DAPO's equation 13 with L_max = `max_tokens` and L_cache = `buffer_tokens`: 0 up to L_max -
+    L_cache, then a straight line to -1 at L_max, and -1 beyond.
     """
     over = sampled_tokens - (max_tokens - buffer_tokens)
     if over <= 0:
@@ -114,8 +114,6 @@ def _moments(rewards: Sequence[float]) -> tuple[float, float]:
     mean = math.fsum(rewards) / len(rewards)
     return mean, math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
 
-
-# How the rollouts of a group went, as sums: what the history of a run is made of.
 
 PHASES = ("queued", "init", "engine", "tool", "rollout", "evaluate")
 """The phases into which a rollout's time is divided; `rollout` is the rest of that stage."""
@@ -130,7 +128,7 @@ class GroupFigures:
     turns: int = 0
     tokens: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """The time over all attempts, by phase."""
+    """Over all attempts, by phase."""
 
 
 def group_figures(rollouts: Iterable[Rollout]) -> GroupFigures:
@@ -157,14 +155,6 @@ def _phases(span: Span) -> dict[str, float]:
     return {"queued": span.queued_seconds, "engine": engine, "tool": tool, "rollout": rest}
 
 
-# The figures that show how well rollouts use sub-agents, and their failures.
-#
-# `work_sums` adds up the work of rollouts, in whole numbers, so that sums can be added and stored; `parallel_figures`
-# turns sums into ratios.
-#
-# Guarantees: the sums of two lists of rollouts add up to those of both. A ratio without data is None, never 0, and a
-# share lies between 0 and 1. Rollouts without a score, and those of agents without sub-agents, do not count.
-
 SOLVED = 1.0
 """The lowest score that counts as solved."""
 MILLION = 1_000_000
@@ -174,7 +164,10 @@ _SECONDS = ("critical", "queued", "straggler", "active")
 
 
 def work_sums(rollouts: Iterable[Rollout]) -> Counter[str]:
-    """Return the sums over the scored rollouts of agents with sub-agents; empty if there are none."""
+    """Return whole numbers that can be added and stored: the sums of two lists add up to those of both.
+
+    Rollouts without a score, and those of agents without sub-agents, do not count.
+    """
     sums: Counter[str] = Counter()
     for rollout in rollouts:
         if rollout.work is not None and rollout.reward is not None:
@@ -185,7 +178,10 @@ def work_sums(rollouts: Iterable[Rollout]) -> Counter[str]:
 
 
 def parallel_figures(sums: Mapping[str, int]) -> ParallelFigures | None:
-    """Return the figures that follow from sums, such as `work_sums` returns; None if they are over no rollouts."""
+    """Return the ratios of sums from `work_sums`; None if they are over no rollouts.
+
+    A ratio without data is None, never 0, and a share lies between 0 and 1.
+    """
     n = Counter(sums)
     rollouts, executed, attempted = n["rollouts"], n["executed"], n["attempted"]
     if not rollouts:

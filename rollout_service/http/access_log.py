@@ -1,6 +1,6 @@
 """The debug log line of every request, with its status and its time. At other levels a request costs nothing here.
 
-Guarantee: no line has a key, not even one that a client has put into the path.
+No line has a key, not even one that a client has put into the path.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 log = structlog.get_logger(__name__)
 
 _PATH_KEY = re.compile(r"(?<=/s/)[^/]+")
-"""The key of a rollout or a session, where a client can only be told a base URL."""
+"""A rollout's or session's key, for clients that can only be told a base URL."""
 
 
 def without_keys(path: str) -> str:
-    """Return a path as the log may show it."""
     return _PATH_KEY.sub("***", path)
 
 

@@ -1,8 +1,8 @@
 """The hosts that a server answers for, and the web sites whose pages may change something.
 
-Guarantees: a page of another site, shown by a browser on this machine, cannot change anything here, and cannot read
-anything through a host name that it points at this server (DNS rebinding). Programs that are not browsers notice
-nothing if they name the server by an address, a loopback name, or an allowed name.
+A page of another site, shown by a browser on this machine, cannot change anything here, and cannot read anything
+through a host name that it points at this server (DNS rebinding). Other programs notice nothing if they name the server
+by an address, a loopback name, or an allowed name.
 
 A name is allowed when it is listed. Without a list, a server with keys answers to any name: a browser does not send a
 key by itself, so a page gains nothing from the name, and trainers on other nodes use names that this process cannot
@@ -26,14 +26,12 @@ from rollout_service.http.problems import problem_response, to_problem
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 OTHER_SITES = frozenset({"cross-site", "same-site"})
-"""The values of Sec-Fetch-Site for other sites' pages; `same-site` means another port or a sibling domain."""
+"""Sec-Fetch-Site of other sites' pages; `same-site` means another port or a sibling domain."""
 REMEMBERED = 64
-"""The size of the cache of decisions: clients name the same few hosts with every request."""
+"""Clients name the same few hosts with every request."""
 
 
 class AllowedHosts:
-    """The names that one server answers for."""
-
     def __init__(self, listed: Iterable[str], *, bound: str, keyed: bool) -> None:
         """`listed` has names and `*.NAME`; `bound` is the server's address, `keyed` whether it asks for keys."""
         self._listed = frozenset(name.lower().rstrip(".") for name in listed)
@@ -42,7 +40,7 @@ class AllowedHosts:
         self._remembered = lru_cache(REMEMBERED)(self._allows)
 
     def allows_host(self, host: str | None) -> bool:
-        """Return whether a request may name this host, with or without a port; HTTP/1.0 may name none."""
+        """The host may have a port; HTTP/1.0 may name none."""
         return host is None or self._any or self._remembered(host)
 
     def _allows(self, host: str) -> bool:
@@ -70,7 +68,7 @@ class AllowedHosts:
 
 
 def _is_same(origin: str, host: str | None) -> bool:
-    """Return whether an origin is the host that the request names; behind a TLS proxy their schemes differ."""
+    """Compare without schemes, which differ behind a TLS proxy."""
     parts = _split(origin)
     return parts is not None and bool(host) and parts.netloc.lower() == str(host).lower()
 
@@ -98,14 +96,12 @@ def _is_address(name: str) -> bool:
     return True
 
 
-# The check of a request's host and origin: the first check of every server here, the embedded engine included.
-#
-# Guarantees: a web page of another site cannot change anything here, and cannot read anything through a host name
-# that it points at this server (DNS rebinding). Plain ASGI, so streamed responses are never buffered.
-
-
 class HostMiddleware:
-    """Refuses requests for other hosts, and unsafe requests from web pages of other sites."""
+    """Refuses requests for other hosts, and unsafe requests from web pages of other sites.
+
+    The first check of every server here, the embedded engine included. Plain ASGI, so streamed responses are never
+    buffered.
+    """
 
     def __init__(self, app: ASGIApp, hosts: AllowedHosts, *, unsafe_get_paths: frozenset[str] = frozenset()) -> None:
         """`unsafe_get_paths` are the paths that change something even by GET."""

@@ -1,9 +1,9 @@
 """Limits on connections to the API, so that the service itself never runs out of file descriptors.
 
-Guarantees: connections take at most half of the descriptors that the process may open. A peer that has not sent a
-request with a key takes no slot from those that have. When the slots for such peers are full, the address that holds
-most of them loses its oldest connection, so a flood displaces itself and a new client always gets in. An admitted
-connection that is busy is never closed for another.
+Connections take at most half of the process's descriptors. A peer that has not sent a request with a key takes no slot
+from those that have. When the slots for such peers are full, the address that holds most of them loses its oldest
+connection, so a flood displaces itself and a new client always gets in. An admitted connection that is busy is never
+closed for another.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rollout_service.base.errors import ConfigurationError
 from sandboxes.limits.cgroups import raise_open_files
 
 IPV6_NETWORK_BITS = 64
-"""The prefix length by which IPv6 peers are counted: whoever has one address usually has all that share the prefix."""
+"""IPv6 peers are counted by prefix: whoever has one address usually has all that share it."""
 MAX_PENDING = 512
 MAX_ADMITTED = 10_000
 DESCRIPTOR_SHARE = 0.5
 PENDING_SHARE = 0.25
 UNLIMITED_DESCRIPTORS = 1_000_000
-"""The number of descriptors to assume when there is no limit."""
+"""Assumed when there is no limit."""
 
 
 class EvictionReason(StrEnum):
@@ -41,14 +41,11 @@ class ConnectionLimits:
     admitted: int
     """Connections that have sent a request with a key, or any request to a server without keys."""
     pending: int
-    """Connections that have not."""
 
     @classmethod
     def within(cls, descriptors: int, max_connections: int | None = None) -> ConnectionLimits:
-        """Return the limits for a process that may open this many descriptors.
-
-        Raises:
-            ConfigurationError: `max_connections` would leave too few descriptors for the service itself.
+        """Raises:
+        ConfigurationError: `max_connections` would leave too few descriptors for the service itself.
         """
         share = int(descriptors * DESCRIPTOR_SHARE)
         pending = max(1, min(MAX_PENDING, int(share * PENDING_SHARE)))
@@ -69,7 +66,7 @@ def descriptor_limit() -> int:
 
 
 class ConnectionSlot:
-    """The slot of one connection; give it back with `release`, which is idempotent."""
+    """The slot of one connection; `release` is idempotent."""
 
     __slots__ = ("_connections", "admitted", "evict", "peer")
 
@@ -80,11 +77,11 @@ class ConnectionSlot:
         self.admitted = False
 
     def admit(self) -> bool:
-        """Count the connection as admitted from now on; return False if there is no slot."""
+        """Return False if there is no slot."""
         return self.admitted or self._connections.admit(self)
 
     def mark_idle(self) -> None:
-        """Mark the connection as idle: it may be closed when another needs its slot."""
+        """An idle connection may be closed when another needs its slot."""
         self._connections.mark_idle(self)
 
     def mark_busy(self) -> None:
@@ -107,7 +104,7 @@ class Connections:
         return {"pending": self._pending_count, "idle": idle, "busy": len(self._admitted) - idle}
 
     def add(self, address: str, evict: Evict) -> ConnectionSlot:
-        """Give a new connection a slot; `evict` is called if it must make room for another."""
+        """`evict` is called if the connection must make room for another."""
         if self._pending_count >= self.limits.pending:
             peers = max(self._pending.values(), key=len)
             self._evict(next(iter(peers)), EvictionReason.PENDING)
@@ -117,7 +114,7 @@ class Connections:
         return slot
 
     def admit(self, slot: ConnectionSlot) -> bool:
-        """Admit a connection, closing the longest idle one if no slot is free; return False if all are busy."""
+        """Close the longest idle connection if no slot is free; return False if all are busy."""
         if len(self._admitted) >= self.limits.admitted:
             if not self._idle:
                 return False
@@ -166,6 +163,6 @@ def network_of(address: str) -> str:
 
 
 def find_slot(scope: Mapping[str, Any]) -> ConnectionSlot | None:
-    """Return the slot of a request's connection; None outside the server, as in tests."""
+    """Return None outside the server, as in tests."""
     slot = scope.get("state", {}).get("slot")
     return slot if isinstance(slot, ConnectionSlot) else None

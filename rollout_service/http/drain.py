@@ -1,8 +1,8 @@
 """An HTTP server that drains before it stops listening.
 
-Guarantees: while the service drains, the API keeps answering, so batches can be acknowledged and results read. The
-process ends within `LAST_SECONDS` after the drain, whatever its state. The first SIGTERM or SIGINT begins the shutdown,
-the second ends the drain, and the third ends the process.
+While the service drains, the API keeps answering, so batches can be acknowledged and results read. The process ends
+within `LAST_SECONDS` after the drain, whatever its state. The first SIGTERM or SIGINT begins the shutdown, the second
+ends the drain, and the third ends the process.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from rollout_service.http.server import Server
 LAST_SECONDS = 3.0
 """The most time that closing may take after the drain."""
 FAILED = 4
-"""The exit code of a service that lost one of its parts, which a restart mends, unlike a wrong setting."""
+"""The exit code when a part of the service failed, which a restart mends, unlike a wrong setting."""
 IMPATIENT_SIGNALS = 2
-"""The signals that end the service in order; one more ends it at once."""
+"""Signals that end the service in order; one more ends it at once."""
 SHOWN = 20
-"""The most tasks that the log names when the shutdown takes too long."""
+"""The most tasks named in the log when the shutdown takes too long."""
 
 
 class DrainingServer(Server):
-    """Serves until a signal, or the failure of a part, ends it."""
-
     def __init__(self, *arguments: Any, shutdown: Shutdown, on_start: Callable[[], None], **options: Any) -> None:
-        """`on_start` is called once the service answers; everything else is for `Server`."""
+        """`on_start` is called once the service answers."""
         super().__init__(*arguments, **options)
         self._shutdown = shutdown
         self._on_start = on_start
@@ -46,7 +44,6 @@ class DrainingServer(Server):
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended the server, if one did."""
         return self._signals[0] if self._signals else None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -54,7 +51,7 @@ class DrainingServer(Server):
         self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - its name is uvicorn's
-        """Handle a signal; it may arrive between any two instructions of the event loop's thread."""
+        """The signal may arrive between any two instructions of the event loop's thread."""
         self._signals.append(sig)
         if len(self._signals) <= IMPATIENT_SIGNALS:
             drain_seconds = self._shutdown.drain_seconds if len(self._signals) == 1 else 0.0
@@ -71,19 +68,12 @@ class DrainingServer(Server):
         self._last_resort.end_within(drain_seconds + LAST_SECONDS, exit_code)
 
     def _still_open(self) -> list[str]:
-        """Name the open connections and tasks; called from another thread, since the event loop may be blocked."""
+        """Called from another thread, since the event loop may be blocked."""
         connections = len(self.server_state.connections)
         names = sorted(task.get_name() for task in asyncio.all_tasks(self._loop))
         more = [f"{len(names) - SHOWN} more tasks"] if len(names) > SHOWN else []
         return [f"{connections} connections", *names[:SHOWN], *more]
 
-
-# The handling of requests while the service shuts down.
-#
-# Guarantees: once the shutdown has begun, requests that would start new work get a 503 that may be retried, and
-# connections close with their response. Requests that settle work given out earlier (`ack`, `nack`, `renew`,
-# cancellations), and those that only read, are answered until the drain is over. Then every open request ends: with
-# the same 503, or, if its response has begun, by losing its connection, so that no truncated response looks complete.
 
 NEW_WORK_METHODS = frozenset({"POST", "PUT"})
 SETTLING_PATHS = ("/ack", "/nack", "/renew", "/cancel", "/stop", "/v1/abort")
@@ -91,7 +81,13 @@ SETTLING_PATHS = ("/ack", "/nack", "/renew", "/cancel", "/stop", "/v1/abort")
 
 
 class ShutdownMiddleware:
-    """Refuses or ends requests while the service shuts down."""
+    """Refuses or ends requests while the service shuts down.
+
+    Requests that would start new work get a 503 that may be retried, and connections close with their response.
+    Requests that settle earlier work, and those that only read, are answered until the drain is over. Then every open
+    request ends: with the same 503, or, if its response has begun, by losing its connection, so that no truncated
+    response looks complete.
+    """
 
     def __init__(self, app: ASGIApp, shutdown: Shutdown) -> None:
         self._app = app

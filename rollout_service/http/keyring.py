@@ -1,7 +1,9 @@
 """The API's current keys: those of the settings, and those of a file that may change while the service runs.
 
-Guarantees: looking up a key takes the same time whether it is right or wrong. A changed file takes effect within
-seconds, or at once after SIGHUP. An invalid file changes nothing, and is logged and counted.
+Looking up a key takes the same time whether it is right or wrong. A changed file takes effect within seconds, or at
+once after SIGHUP. An invalid file changes nothing, and is logged and counted. A key is too long to be guessed, and
+appears in no message and no representation. A route that is not listed here needs the role `admin`, so a new route is
+never open by mistake.
 """
 
 from __future__ import annotations
@@ -25,11 +27,6 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from rollout_service.base.errors import ConfigurationError
 
-# The API's keys, and the permissions of their roles.
-#
-# Guarantees: a key is too long to be guessed; its value appears in no message and no representation. A route that is
-# not listed here needs the role `admin`, so a new route is never open by mistake.
-
 MIN_LENGTH = 16
 MAX_LENGTH = 512
 KEY_COMMAND = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
@@ -37,13 +34,13 @@ ALPHABET = re.compile(r"[!-+\--~]+")
 """Visible ASCII without the comma, which separates keys in a variable."""
 READ_METHODS = frozenset({"GET", "HEAD"})
 SUBMIT_PATHS = ("/v1/rollouts", "/v1/runs", "/v1/rescore", "/v1/sessions", "/process", "/cancel")
-"""The paths that the role `submit` may send changes to, with everything below them."""
+"""The role `submit` may change these and everything below them."""
 ADMIN_PATHS = frozenset({"/v1/sessions/canary"})
-"""Those among them that it may not, since they decide which weights serve."""
+"""Closed to `submit`, since they decide which weights serve."""
 
 
 class Role(StrEnum):
-    """The role of a key; each role includes those before it."""
+    """Each role includes those before it."""
 
     READ = "read"
     """Read everything: rollouts and their trajectories, runs, engines, events, metrics."""
@@ -92,7 +89,7 @@ class ApiKey(BaseModel):
 
 
 def name_keys(value: object) -> object:
-    """Give each key that is only a value a name and the role `admin`."""
+    """Give each bare value a name and the role `admin`."""
     if not isinstance(value, list):
         return value
     return [
@@ -102,10 +99,8 @@ def name_keys(value: object) -> object:
 
 
 def check_unique(keys: Sequence[ApiKey]) -> None:
-    """Check that no two keys share a name or a value.
-
-    Raises:
-        ValueError: Two keys share a name or a value.
+    """Raises:
+    ValueError: Two keys share a name or a value.
     """
     for kind, values in (
         ("name", [key.name for key in keys]),
@@ -122,7 +117,7 @@ class _File(BaseModel):
 
 
 def read_keys(path: Path) -> list[ApiKey]:
-    """Read the keys of a TOML file, whose `[[keys]]` tables have `name`, `role`, and `key`.
+    """Read the `[[keys]]` tables, which have `name`, `role`, and `key`.
 
     Raises:
         ConfigurationError: The file cannot be used; the message says where it is wrong, and never quotes it.
@@ -158,7 +153,7 @@ class Keyring:
         *,
         reloaded: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """Read the file; `reloaded` is called after each later reading with whether it succeeded.
+        """`reloaded` is called after each later reading with whether it succeeded.
 
         Raises:
             ConfigurationError: The file cannot be used.
@@ -183,7 +178,7 @@ class Keyring:
         return found
 
     def reload(self) -> None:
-        """Read the file again; an invalid file leaves the keys as they are."""
+        """An invalid file leaves the keys as they are."""
         try:
             self._keys = self._read()
         except ConfigurationError as error:
@@ -195,13 +190,13 @@ class Keyring:
         self._warn_of_readers()
 
     def _warn_of_readers(self) -> None:
-        with suppress(OSError):  # a file that is gone is logged as invalid
+        with suppress(OSError):  # a missing file is logged as invalid
             if self._file is not None and self._file.stat().st_mode & READABLE_BY_OTHERS:
                 log.warning("other users can read the keys file", file=str(self._file), hint=f"chmod 600 {self._file}")
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Reload the file whenever it changes, while the block runs."""
+        """Reload the file whenever it changes."""
         if self._file is None:
             yield
             return

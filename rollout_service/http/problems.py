@@ -60,7 +60,6 @@ def to_problem(error: BaseException) -> Problem:
 
 
 def install(app: FastAPI) -> None:
-    """Have the app answer every exception with a problem."""
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(SandboxError, _service_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -101,7 +100,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 async def _http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
-    if isinstance(error.__cause__, ServiceError):  # raised where FastAPI passes on only exceptions of its own
+    if isinstance(error.__cause__, ServiceError):  # FastAPI passes on only exceptions of its own
         return await _service_error(request, error.__cause__)
     title = HTTPStatus(error.status_code).phrase
     headers = error.headers
@@ -141,7 +140,6 @@ def _http_detail(request: Request, error: HTTPException) -> str:
 
 
 def _known_fields(request: Request) -> Callable[[Sequence[int | str]], set[str]]:
-    """Return a function that gives the known fields at a path of the route's body."""
     field = getattr(request.scope.get("route"), "body_field", None)
     model = getattr(getattr(field, "field_info", None), "annotation", None)
     if not (isinstance(model, type) and issubclass(model, BaseModel)):

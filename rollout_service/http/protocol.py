@@ -1,9 +1,9 @@
 """HTTP/1.1 for untrusted peers: uvicorn's protocol, with a bound on everything that a peer may do.
 
-Guarantees: of a request's head, at most `max_head_bytes` and one read are held. Heads have a deadline; so have bodies,
-in proportion to their size, and peers that do not read their response. A refused request is answered with a problem if
-its response is next in line, and its connection is closed in any case. Requests that the app is working on have no
-deadline here: long polls and streams last as long as they need.
+Of a request's head, at most `max_head_bytes` and one read are held. Heads have a deadline; so have bodies, in
+proportion to their size, and peers that do not read their response. A refused request is answered with a problem if its
+response is next in line, and its connection is closed in any case. Requests that the app is working on have no deadline
+here: long polls and streams last as long as they need.
 
 uvicorn limits heads only with h11, which takes several times the CPU time of httptools, and bodies not at all.
 """
@@ -34,13 +34,13 @@ from rollout_service.http.connections import ConnectionSlot, EvictionReason
 from rollout_service.http.problems import MEDIA_TYPE, to_problem
 
 BODY_BYTES_PER_SECOND = 16 * 1024
-"""The rate that extends a body's deadline: a further second for this many bytes received."""
+"""A body's deadline is a second later for this many bytes received."""
 SEPARATORS = len(": \r\n")
 MAX_PIPELINED = 64
 LINGER_SECONDS = 1.0
 """How long a refused peer may keep sending. The data is discarded; a reset would destroy the response on its way."""
 SINGLE_HEADERS = frozenset({b"host", b"authorization", b"content-type", b"content-length", b"origin"})
-"""Headers that must not be repeated, since a proxy and this server might pick different ones."""
+"""Not to be repeated, since a proxy and this server might pick different ones."""
 
 Observe = Callable[[str], None]
 
@@ -190,7 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise HeadTooLargeError(f"the request's head is larger than {self._limits.max_head_bytes} bytes")
 
     def _answered(self) -> RequestResponseCycle | None:
-        """Return the latest request; uvicorn's attribute is None before the first."""
+        """uvicorn's attribute is None before the first request."""
         return self.cycle
 
     def _is_busy(self) -> bool:
@@ -234,7 +234,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _watch_writing(self) -> None:
-        """Close the connection once the peer has read nothing of its response for too long."""
         left = self.transport.get_write_buffer_size()
         if self._write_timer is not None and left == self._unwritten:
             self._observe("write_timeout")
@@ -257,7 +256,6 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: RequestError | UnavailableError, reason: str = "") -> None:
-        """Answer with a problem if possible, and close the connection."""
         if self._refused is not None:
             self.transport.abort()
             return
@@ -289,7 +287,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _refusal_of(error: httptools.HttpParserError) -> RequestError:
-    """Return the refusal that a callback raised inside the parser, or one for a request that the parser rejects."""
+    """Return what a callback raised inside the parser, or the refusal of a request that the parser rejects."""
     cause = error.__context__
     if isinstance(cause, RequestError):
         return cause
@@ -297,7 +295,7 @@ def _refusal_of(error: httptools.HttpParserError) -> RequestError:
 
 
 def _check_framing(headers: list[tuple[bytes, bytes]], url: bytes, version: str) -> None:
-    """Check that a proxy and this server would read the head alike."""
+    """Refuse heads that a proxy and this server might read differently."""
     names = [name for name, _ in headers if name in SINGLE_HEADERS]
     if len(names) > len(set(names)):
         raise MalformedRequestError(f"the header {max(names, key=names.count).decode()} is repeated")

@@ -1,7 +1,7 @@
 """Bounds the bytes of the request bodies that are being read at once.
 
-Guarantee: a sender is given no more than is then left for all others. So a flood under one key, or under several,
-does not keep out the usual requests of another.
+A sender is given no more than is then left for all others. So a flood under one key, or under several, does not keep
+out the usual requests of another.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ class BodiesInFlight:
         self._released = ChangeSignal()
 
     def reading(self, owner: Hashable) -> HeldBytes:
-        """Return the held bytes of a body that an owner, such as a key, sends: none so far."""
         return HeldBytes(self, owner)
 
     async def take(self, owner: Hashable, size: int) -> None:
-        """Wait until there is room for more bytes of an owner.
+        """Wait until there is room.
 
         Raises:
             TooManyBytesError: There was none in time.
@@ -63,7 +62,7 @@ class BodiesInFlight:
 
 
 class HeldBytes:
-    """The bytes held for one body; a context manager that releases them."""
+    """Releases the bytes on exit."""
 
     __slots__ = ("_bodies", "_bytes", "_owner")
 
@@ -73,7 +72,7 @@ class HeldBytes:
         self._bytes = 0
 
     async def grow_to(self, size: int) -> None:
-        """Hold this many bytes, once there is room.
+        """Wait until there is room for the growth.
 
         Raises:
             TooManyBytesError: There was none in time.
@@ -93,21 +92,17 @@ class HeldBytes:
         self.release()
 
 
-# Requests whose work ends when their client disconnects.
-#
-# Guarantees: the work is cancelled as soon as its client disconnects, so no batch is leased to a client that is gone,
-# and no prompt is made for it. Errors of the work are raised as they are, not in a group.
-
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status that the log shows for a request whose client disconnected before it was answered."""
+"""Only in the log: the client disconnected before it was answered."""
 
 
 async def cancel_on_disconnect(receive: Receive, work: Callable[[], Awaitable[T]]) -> T | None:
-    """Return the result of some work for a request, or None if its client disconnects first.
+    """Return the result, or None if the client disconnects first, which cancels the work at once.
 
-    The body must have been read before.
+    So no batch is leased to a client that is gone. The body must have been read before. Errors are raised as they are,
+    not in a group.
     """
     scope = anyio.CancelScope()
 

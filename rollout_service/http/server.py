@@ -1,7 +1,7 @@
 """The HTTP server: uvicorn's, with connections that are counted from the moment they are accepted.
 
-Guarantees: a connection has its slot before a byte of it is read, and also during its TLS handshake, which has a
-deadline. Running out of descriptors or socket memory delays new connections and breaks nothing.
+A connection has its slot before a byte of it is read, and also during its TLS handshake, which has a deadline. Running
+out of descriptors or socket memory delays new connections and breaks nothing.
 """
 
 from __future__ import annotations
@@ -22,17 +22,12 @@ from rollout_service.base.errors import ConfigurationError
 from rollout_service.http.connections import Connections, EvictionReason
 from rollout_service.http.protocol import BoundedProtocol, Observe, RequestLimits
 
-# The API's TLS certificate, which is checked before the server starts and reloaded when it is renewed.
-#
-# Guarantees: a certificate that cannot be used is a `ConfigurationError` at the start; later it changes nothing, and
-# the log says why. Connections keep the certificate that they were opened with.
-
 POLL_SECONDS = 10.0
 
 
 class Certificate:
     def __init__(self, certificate: Path, key: Path | None, password: str | None) -> None:
-        """Check that the files can be used.
+        """Check the files. Later, an unusable certificate changes nothing and is logged; connections keep theirs.
 
         Raises:
             ConfigurationError: The files cannot be used.
@@ -51,7 +46,7 @@ class Certificate:
         }
 
     async def follow(self, context: ssl.SSLContext) -> None:
-        """Use a renewed certificate for new connections, until cancelled."""
+        """Use a renewed certificate for new connections."""
         while True:
             await anyio.sleep(POLL_SECONDS)
             version = await anyio.to_thread.run_sync(self._file_versions)
@@ -96,7 +91,7 @@ log = structlog.get_logger(__name__)
 ACCEPT_PAUSE_SECONDS = 0.1
 TICK_SECONDS = 1.0
 KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
-"""TCP keep-alive options: a peer that vanishes during a long poll is noticed within two minutes."""
+"""A peer that vanishes during a long poll is noticed within two minutes."""
 
 
 class Server(uvicorn.Server):
@@ -122,7 +117,7 @@ class Server(uvicorn.Server):
 
     @property
     def should_exit(self) -> bool:
-        """Whether the server has been told to stop; may be set from any thread, and in a signal handler."""
+        """May be set from any thread, and in a signal handler."""
         return self._should_exit
 
     @should_exit.setter
@@ -148,8 +143,8 @@ class Server(uvicorn.Server):
         self._listener.close()
 
     async def _until_stopped(self) -> None:
-        """Tick once a second; uvicorn's own loop ticks ten times as often, to see whether it should stop."""
-        while not await self.on_tick(0):  # each renews the date of the responses
+        """Tick once a second; uvicorn's own loop ticks ten times as often."""
+        while not await self.on_tick(0):  # renews the date of the responses
             with anyio.move_on_after(TICK_SECONDS):
                 await self._stopped.wait()
 
@@ -167,7 +162,7 @@ class Server(uvicorn.Server):
                     opening.start_soon(self._open, connection, str(address[0]))
 
     async def _open(self, connection: socket.socket, address: str) -> None:
-        """Hand a connection to a protocol of its own, after the TLS handshake if there is one.
+        """Hand a connection to its own protocol, after the TLS handshake if there is one.
 
         Only the handshake has a deadline: without TLS the peer owes nothing yet, and any delay is this process's own.
         """

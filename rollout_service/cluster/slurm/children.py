@@ -1,7 +1,7 @@
 """Children of a job's processes: started again when they die, and ended with the process that started them.
 
-Guarantee: when `keep_running` returns or is cancelled, the child has ended. It was asked, by SIGTERM or by the end of
-its input, and killed after its grace.
+When `keep_running` returns or is cancelled, the child has ended. It was asked, by SIGTERM or by the end of its input,
+and killed after its grace.
 
 Tasks of Slurm are asked by the end of their input. Slurm hands a signal to every process of a step: to the service, its
 guard and the processes of its sandboxes, which would all die at once. The end of the input reaches the task alone, and
@@ -35,20 +35,18 @@ SETTLED_SECONDS = 60.0
 ENDED_BY_SLURM = 75
 """The exit code of a task that Slurm asked to end. `srun` itself returns 0 when it has lost its node."""
 ENGINE_GIVEN_UP = 70
-"""The exit code of an engine's task whose engine cannot start. `srun` returns the highest code of its tasks."""
+"""The exit code of a task whose engine cannot start. `srun` returns the highest code of its tasks."""
 _CHUNK_BYTES = 4_096
 
 
 def pause_after(failed: int) -> float:
-    """Return how many seconds to wait after so many failures in a row: one at first, and twice as long each time."""
+    """Return the pause in seconds after so many failures in a row; it doubles."""
     doublings = min(max(0, failed - 1), 10)  # a large power is no float
     return min(FIRST_PAUSE_SECONDS * (1 << doublings), LONGEST_PAUSE_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptProcess:
-    """A program to keep running."""
-
     name: str
     command: Sequence[str]
     log: Path
@@ -58,12 +56,11 @@ class KeptProcess:
     ends_with_input: bool = False
     """Whether the end of its input asks it to end, and not SIGTERM: after that, `srun` kills its tasks at once."""
     final_codes: frozenset[int] = frozenset({0})
-    """Exit codes after which it is not started again."""
+    """After these exit codes it is not started again."""
     stopping: anyio.Event = field(default_factory=anyio.Event)
-    """Set to end it."""
 
     async def keep_running(self) -> int | None:
-        """Run it until `stopping` is set, and return None; return the exit code of an end that is final.
+        """Run until `stopping` is set, and return None; return the exit code of an end that is final.
 
         Raises:
             OSError: The program cannot be started.
@@ -84,7 +81,7 @@ class KeptProcess:
         return None
 
     async def run_once(self) -> int:
-        """Run it to its end, or until `stopping` is set; return its exit code.
+        """Run to its end, or until `stopping` is set; return its exit code.
 
         Raises:
             OSError: The program cannot be started.
@@ -112,7 +109,7 @@ class KeptProcess:
         await self._end(process)
 
     async def _end(self, process: Process) -> None:
-        """End a process: ask, wait, terminate, wait, kill; shielded and idempotent."""
+        """Ask, wait, terminate, wait, kill; shielded and idempotent."""
         with anyio.CancelScope(shield=True):
             if process.stdin is not None:
                 await process.stdin.aclose()
@@ -135,17 +132,15 @@ async def _wait(process: Process, seconds: float) -> None:
 
 @dataclass
 class EndRequests:
-    """The requests to end this Slurm task."""
-
     part: str
     """The name of this part of the job, for the log."""
     stopping: anyio.Event = field(default_factory=anyio.Event)
     """Set at the first request; more requests change nothing."""
     exit_code: int = 0
-    """The task's exit code after an end in order."""
+    """After an end in order."""
 
     async def follow(self) -> None:
-        """Set `stopping` when this task's input ends, or after SIGTERM or SIGINT; return when cancelled."""
+        """Set `stopping` when this task's input ends, or after SIGTERM or SIGINT."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_input)
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:

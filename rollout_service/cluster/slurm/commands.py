@@ -1,6 +1,6 @@
 """Slurm's commands, as this package uses them: none needs accounting, and all exist since Slurm 22.05.
 
-Guarantee: every failure is a `ConfigurationError` with Slurm's answer and a hint.
+Every failure is a `ConfigurationError` with Slurm's answer and a hint.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ OVER = frozenset(
         "TIMEOUT",
     }
 )
-"""The states of a job that has ended."""
+"""States of a job that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """A job, as Slurm sees it."""
-
     job: str
     state: str
     """Such as `PENDING` or `RUNNING`; `NOT_SUBMITTED` before, and `UNKNOWN` once Slurm has forgotten the job."""
@@ -55,12 +53,12 @@ class QueuedJob:
     """A job of this user that has not ended: a task of an array."""
 
     job: str
-    """Its id, such as `17_2`."""
+    """Such as `17_2`."""
     index: int
     """Its number in its array."""
     state: str
     seconds_left: float | None = None
-    """The time until its limit; None if it has none, or does not run."""
+    """Until its limit; None if it has none, or does not run."""
 
     @property
     def is_running(self) -> bool:
@@ -87,7 +85,7 @@ class PartitionNode:
 
 
 async def submit(script: Path) -> str:
-    """Submit a script, and return the job's id."""
+    """Return the job's id."""
     said = await run(["sbatch", "--parsable", str(script)])
     return said.strip().splitlines()[-1].partition(";")[0]
 
@@ -148,7 +146,7 @@ def _partition_node(line: str) -> PartitionNode:
 
 
 def _gpus(gres: str) -> int:
-    """Return the GPUs of one entry, such as `gpu:a100:4(S:0-1)`."""
+    """Count the GPUs of one entry, such as `gpu:a100:4(S:0-1)`."""
     fields = gres.partition("(")[0].split(":")
     return int(fields[-1]) if fields[0] == "gpu" and fields[-1].isdigit() else 0
 
@@ -168,12 +166,11 @@ async def end(job: str) -> None:
 
 
 async def requeue(job: str) -> None:
-    """Put a running job back into the queue."""
     await run(["scontrol", "requeue", job])
 
 
 async def run(command: Sequence[str]) -> str:
-    """Run a command of Slurm, and return its output.
+    """Return the output of a command of Slurm.
 
     Raises:
         ConfigurationError: It is not installed, fails, or does not answer.

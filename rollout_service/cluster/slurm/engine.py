@@ -1,8 +1,8 @@
 """An engine of a job: a task of Slurm that starts it, waits for it, watches it, and replaces it when it dies.
 
-Guarantees: the engine is listed in the job's folder only while it has answered; one that hangs is killed and started
-again, at the same address if that is still free. Why it does not start is in the folder too; after
-`MAX_FAILED_STARTS` in a row, its task ends, so that the job does not hold GPUs that nobody can use.
+The engine is listed in the job's folder only while it has answered; one that hangs is killed and started again, at the
+same address if that is still free. Why it does not start is in the folder too; after `MAX_FAILED_STARTS` in a row, its
+task ends, so that the job does not hold GPUs that nobody can use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GRACE_SECONDS = 20.0
 LOOK_SECONDS = 1.0
 PROBE_SECONDS = 10.0
 FAILED_PROBES = 6
-"""How many probes in a row an engine may leave unanswered before it is replaced; long prefills delay answers."""
+"""Probes in a row that an engine may leave unanswered before it is replaced; long prefills delay answers."""
 MAX_FAILED_STARTS = 20
 """With the pauses between them, they take eight minutes or more."""
 MAX_REASON_CHARS = 500
@@ -111,7 +111,7 @@ class JobEngine:
         )
 
     def _environment(self) -> dict[str, str]:
-        """Return the variables of the engine, which sees its share of the node's GPUs."""
+        """Give the engine its share of the node's GPUs."""
         devices = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
         share = len(devices) // self.engines.per_node
         own = devices[self.slot * share : (self.slot + 1) * share]

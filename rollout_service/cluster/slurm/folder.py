@@ -1,7 +1,7 @@
 """The folder of a job: the place where its parts, and the commands that watch it, find each other.
 
-Guarantees: only its owner can read it; every file appears whole; a part that has ended in order is no longer listed.
-The record of a part that was killed stays, so readers ask the part whether it still answers.
+Only its owner can read it; every file appears whole; a part that has ended in order is no longer listed. The record of
+a part that was killed stays, so readers ask the part whether it still answers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ class Published(BaseModel):
 
 
 class StartFailure(BaseModel):
-    """Why a part of a job does not run."""
-
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     name: str
@@ -56,7 +54,7 @@ class Submitted(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class JobFolder:
-    """The folder, which every node of the job sees."""
+    """Every node of the job sees it."""
 
     path: Path
 
@@ -93,7 +91,7 @@ class JobFolder:
         return self.key_file.read_text()
 
     def state(self, slot: int | None) -> Path:
-        """Return the state folder of a service: of the only one, or of the one with this number among several.
+        """Return the state folder of the only service, or of the one with this number among several.
 
         A requeued job may get other nodes, so the state belongs to a number and not to a node.
         """
@@ -106,10 +104,8 @@ class JobFolder:
         write_private(self.path / "job.json", submitted.model_dump_json(indent=2).encode())
 
     def load(self) -> Submitted:
-        """Return the submitted job.
-
-        Raises:
-            ConfigurationError: The folder is not a job's.
+        """Raises:
+        ConfigurationError: The folder is not a job's.
         """
         try:
             return Submitted.model_validate_json((self.path / "job.json").read_bytes())
@@ -124,7 +120,6 @@ class JobFolder:
         write_private(self.path / kind / f"{part.name}.json", part.model_dump_json().encode())
 
     def withdraw(self, kind: str, name: str) -> None:
-        """List a part no more."""
         (self.path / kind / f"{name}.json").unlink(missing_ok=True)
 
     def published(self, kind: str) -> list[Published]:
@@ -148,9 +143,6 @@ class JobFolder:
         return found
 
 
-# Addresses and names within a job.
-
-
 def own_address() -> str:
     """Return the address at which the other nodes of the job reach this one."""
     try:
@@ -159,7 +151,7 @@ def own_address() -> str:
         address = "127.0.0.1"
     if not address.startswith("127."):
         return address
-    # Some systems list their own name with a loopback address: take the one that leads to the job's first node.
+    # Some systems list their own name with a loopback address; the one that leads to the job's first node works.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "192.0.2.1"), 9))

@@ -1,7 +1,4 @@
-"""A job that its partition can never run is refused before it is submitted, with the partition's limits.
-
-Slurm itself would accept some of these jobs, and leave them in the queue forever.
-"""
+"""Refuses a job that its partition can never run, with the partition's limits; Slurm would leave some queued forever."""
 
 from __future__ import annotations
 
@@ -16,10 +13,8 @@ _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
 def check_fits(spec: JobSpec, nodes: Sequence[PartitionNode]) -> None:
-    """Check every component of a job against its partition.
-
-    Raises:
-        ConfigurationError: The partition does not exist, or has less than the job asks for.
+    """Raises:
+    ConfigurationError: The partition does not exist, or has less than the job asks for.
     """
     _check(spec.resources, spec.time, nodes)
     if spec.engines is not None and spec.engines.resources is not None:

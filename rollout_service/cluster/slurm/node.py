@@ -1,8 +1,8 @@
 """The service on one node of a job: a task of Slurm.
 
-Guarantees: it listens at the node's own address, on a port that the kernel chose; its address is in the job's folder
-while it answers; its state is in the job's folder and outlasts the job; its scratch folder, on a local disk, is removed
-at its end.
+It listens at the node's own address, on a port that the kernel chose; its address is in the job's folder while it
+answers; its state is in the job's folder and outlasts the job; its scratch folder, on a local disk, is removed at its
+end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollout_service.cluster.slurm.spec import JobSpec
 log = structlog.get_logger(__name__)
 
 LOOK_SECONDS = 0.5
-"""How often files of the job's folder are looked at: a shared file system announces no changes."""
+"""A shared file system announces no changes."""
 DRAIN_MARGIN_SECONDS = 30.0
 """How much longer than `pipeline.drain_seconds` the service may take to end."""
 
@@ -130,7 +130,6 @@ class JobNode:
         return self.scratch / "address"
 
     async def _publish(self) -> None:
-        """List this node while its service answers."""
         listed = ""
         while True:
             url = self._port_file.read_text().strip() if self._port_file.exists() else ""
@@ -142,7 +141,7 @@ class JobNode:
 
 
 async def serve_on_node(folder: JobFolder, slot: int) -> int:
-    """Serve on this node until this task is to end; return the exit code."""
+    """Serve until this task is to end; return the exit code."""
     spec = folder.load().spec
     home = JobFolder(spec.join) if spec.join is not None else folder
     with _scratch(spec) as scratch:
@@ -157,7 +156,7 @@ def _scratch(spec: JobSpec) -> Iterator[Path]:
     """Make a folder on this node's local disk, and remove it at the end."""
     parent = spec.scratch or Path(os.environ.get("TMPDIR", tempfile.gettempdir()))
     prefix = f"rollout-{getpass.getuser()}-{os.environ.get('SLURM_JOB_ID', 'job')}-{node_name()}-"
-    for old in parent.glob(f"{prefix}*"):  # of an earlier run of this job, which was killed
+    for old in parent.glob(f"{prefix}*"):  # left by an earlier run of this job, which was killed
         shutil.rmtree(old, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:

@@ -1,8 +1,7 @@
 """The Redis of a job that was given none.
 
-Guarantees: every write is on disk before it is acknowledged; its append-only file is in the job's folder, so it
-survives the job's end and is read again when the job is requeued; only holders of the password, a file of mode 0600,
-reach it.
+Every write is on disk before it is acknowledged; its append-only file is in the job's folder, so it survives the job's
+end and is read again when the job is requeued; only holders of the password, a file of mode 0600, reach it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ daemonize no
 
 
 def redis_child(folder: JobFolder, spec: JobSpec) -> KeptProcess:
-    """Return the Redis to run on this node, after its address is in the job's folder.
+    """Write the address of this node's Redis into the job's folder, and return the process to run.
 
     Raises:
         ConfigurationError: There is no such program.
@@ -59,10 +58,8 @@ def redis_child(folder: JobFolder, spec: JobSpec) -> KeptProcess:
 
 
 def redis_program(spec: JobSpec) -> str:
-    """Return the path of the program that runs a job's Redis.
-
-    Raises:
-        ConfigurationError: There is no such program.
+    """Raises:
+    ConfigurationError: There is no such program.
     """
     program = shutil.which(spec.redis_server)
     if program is None:
@@ -84,7 +81,7 @@ def redis_address(folder: JobFolder, spec: JobSpec) -> str | None:
 
 
 async def wait_for_redis(folder: JobFolder, spec: JobSpec, stopping: anyio.Event) -> str | None:
-    """Return the URL of the Redis that the job's nodes share, once it is known; None if `stopping` is set before.
+    """Wait until the URL is known; return None if `stopping` is set before.
 
     Raises:
         ConfigurationError: The job does not start one in time.

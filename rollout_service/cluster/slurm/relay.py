@@ -1,7 +1,7 @@
 """A tunnel from this machine, such as a login node, to whichever node of a job answers.
 
-Guarantees: it listens on loopback alone; every new connection finds a node that accepts it; a connection that breaks
-ends alone, so the tunnel outlives the death of nodes and the requeue of the job.
+It listens on loopback alone; every new connection finds a node that accepts it; a connection that breaks ends alone, so
+the tunnel outlives the death of nodes and the requeue of the job.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from rollout_service.cluster.slurm.folder import JobFolder
 
 CONNECT_SECONDS = 5.0
 _BROKEN = (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, RuntimeError)
-"""The errors of a stream whose other end is gone; uvloop raises RuntimeError if it has closed the socket already."""
+"""The other end is gone; uvloop raises RuntimeError if it has closed the socket already."""
 
 
 async def relay(folder: JobFolder, port: int, listening: anyio.Event | None = None) -> None:
-    """Relay connections until cancelled.
-
-    Raises:
-        ConfigurationError: The port is taken.
+    """Raises:
+    ConfigurationError: The port is taken.
     """
 
     async def handle(near: anyio.abc.SocketStream) -> None:

@@ -1,7 +1,7 @@
 """Follows a job that runs, and adds and ends the jobs of its further nodes.
 
-Guarantees: only jobs that this submitted for the same first job are ended, never the first one. Slurm, or nodes, that
-do not answer are asked again, and nothing is decided meanwhile. Once the first job is over, the others end too.
+Only jobs that this submitted for the same first job are ended, never the first one. Slurm, or nodes, that do not answer
+are asked again, and nothing is decided meanwhile. Once the first job is over, the others end too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _INHERITED = {
 def spec_of_more(home: JobFolder, resources: Mapping[str, Any], changes: Mapping[str, Any]) -> JobSpec:
     """Return the specification of the jobs that add a node each to a job; their names end with their numbers.
 
-    What is None is as in the first job, except its GPUs and options of sbatch, which a node without engines does not
+    None stands for the first job's value, except for GPUs and options of sbatch, which a node without engines does not
     need.
 
     Raises:
@@ -62,12 +62,10 @@ def spec_of_more(home: JobFolder, resources: Mapping[str, Any], changes: Mapping
 
 @dataclass
 class Scaler:
-    """The jobs of more nodes for one job."""
-
     home: JobFolder
     """The folder of the first job."""
     spec: JobSpec
-    """The specification of the jobs of more nodes, with the part of their names before the number."""
+    """Of the jobs of more nodes, with the part of their names before the number."""
     options: ScaleOptions
     tell: Callable[[str], None]
     """Tells a person what is done, and why."""
@@ -103,10 +101,8 @@ class Scaler:
     def _script(self) -> Path:
         return self.home.path / "more.sh"
 
-    # ---- looking
-
     async def _look(self) -> ScaleInput | None:
-        """Read the queue of Slurm and the nodes; return None if no node answers."""
+        """Return None if no node answers."""
         jobs = await commands.queued_jobs(self._script)
         folders = [self.home, *(self.folder(job.index) for job in jobs)]
         parts = [part for folder in folders for part in folder.published("nodes")]
@@ -119,7 +115,7 @@ class Scaler:
         return ScaleInput(anyio.current_time(), answer, added)
 
     async def _ask(self, parts: Sequence[Published], call: Callable[[RolloutClient], Awaitable[T]]) -> T | None:
-        """Return what the first of these nodes answers; None if none does."""
+        """Return the first answer of these nodes; None if there is none."""
         for part in parts:
             with anyio.move_on_after(ANSWER_SECONDS), suppress(ClientError):
                 async with RolloutClient(part.url, self.home.key, patience_seconds=0) as client:
@@ -137,7 +133,7 @@ class Scaler:
         return node.node.endswith(f"-{self.spec.name}-{slot}")
 
     async def _holds(self, slot: int, node: NodeView) -> int:
-        """Ask a node itself what it holds; one that does not answer may hold something."""
+        """Ask a node itself; one that does not answer may hold something."""
         parts = [part for part in self.folder(slot).published("nodes") if node.node.startswith(f"{part.name}-")]
         own = await self._ask(parts, lambda client: client.overview())
         if own is None:
@@ -157,10 +153,8 @@ class Scaler:
     async def _drain(self, node: str) -> None:
         await self._ask(self.home.published("nodes"), lambda client: client.drain_node(node))
 
-    # ---- acting
-
     async def _do(self, actions: Sequence[ScaleAction], now: float) -> None:
-        """Carry out actions; what fails is tried again after a later look."""
+        """Carry out actions; failed ones are tried again after a later look."""
         for action in actions:
             if action.kind is not ActionKind.SUBMIT:
                 self.tell(f"{action.kind} {self.spec.name}-{action.slot} (job {action.job}): {action.why}")
@@ -183,7 +177,7 @@ class Scaler:
         for slot, spec in specs.items():
             folder = self.folder(slot)
             folder.create(self.home.key)
-            for part in folder.published("nodes"):  # of an earlier job, which was killed
+            for part in folder.published("nodes"):  # left by an earlier job, which was killed
                 folder.withdraw("nodes", part.name)
             folder.save(Submitted(job="", spec=spec))
         self._script.write_text(render(self.spec, self.home.path.parent / self.spec.name, slots=slots))

@@ -1,12 +1,11 @@
 """When a job gets more nodes, and when it gives them back: pure decisions, from looks at Slurm and at the nodes.
 
-Each node of more is a job of its own in a numbered slot, which joins the first. Guarantees:
+Each node of more is a job of its own in a numbered slot, which joins the first.
 - There are never more such jobs than `most`, those that wait in Slurm's queue or end included.
 - A need, or an idle node, counts only once it has lasted, and what is already on its way counts as help.
 - A node is drained first. Its job is ended once it holds nothing.
 - Nodes that do not become ready are not replaced endlessly: after `attempts` in a row, `NodesDoNotStartError`.
-- What is there is read at each look. Forgotten with the process that looks are only the times that something has
-  lasted, and failed starts, so whoever starts it again lets it try again.
+- A restart of the process forgets only how long something has lasted, and failed starts, so it tries again.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ class ScaleOptions:
 
 @dataclass(frozen=True, slots=True)
 class AddedNode:
-    """A job of more nodes."""
-
     job: QueuedJob
     node: str = ""
-    """The name of its node among those of the cluster; empty if it is not there."""
+    """Its name among those of the cluster; empty if it is not there."""
     state: NodeState = NodeState.DEAD
     holds: int = 0
     """The rollouts and the live sessions of its node."""
@@ -67,8 +64,6 @@ class AddedNode:
 
 @dataclass(frozen=True, slots=True)
 class ScaleInput:
-    """The state at one time."""
-
     now: float
     next_node: NextNode
     added: Sequence[AddedNode] = ()
@@ -93,11 +88,9 @@ class ScaleAction:
 
 @dataclass(slots=True)
 class Scaling:
-    """The decisions, and how long what they depend on has lasted."""
-
     options: ScaleOptions
     failed: int = 0
-    """Starts in a row that have failed."""
+    """Starts in a row."""
     _slots: dict[str, int] = field(default_factory=dict)
     """The slot of each job of the last look."""
     _was_alive: set[str] = field(default_factory=set)
@@ -110,10 +103,8 @@ class Scaling:
     _retry_at: float = 0.0
 
     def decide(self, seen: ScaleInput) -> list[ScaleAction]:
-        """Return what to do now.
-
-        Raises:
-            NodesDoNotStartError: Starts have failed too often in a row.
+        """Raises:
+        NodesDoNotStartError: Starts have failed too often in a row.
         """
         self._note_ends(seen)
         actions = [*self._end(seen), *self._renew(seen)]
@@ -131,10 +122,8 @@ class Scaling:
         self._slots |= jobs
 
     def start_failed(self, now: float, what: str) -> None:
-        """Count a start that has failed.
-
-        Raises:
-            NodesDoNotStartError: It was the last attempt.
+        """Raises:
+        NodesDoNotStartError: It was the last attempt.
         """
         self.failed += 1
         self._retry_at = now + self.options.grow_after
@@ -222,7 +211,6 @@ class Scaling:
             yield ScaleAction(ActionKind.SUBMIT, slot, why)
 
     def _lasts(self, what: str, job: str, is_so: bool, now: float) -> float:
-        """Return how long something has been so."""
         if not is_so:
             self._since.pop((what, job), None)
             return 0.0

@@ -1,7 +1,8 @@
-"""The specification of a job, as its folder keeps it.
+"""The specification of a job, as its folder keeps it, and its batch script.
 
-Guarantee: a specification that validates can be rendered; values that would become lines of the batch script hold no
-line break.
+A specification that validates can be rendered; values that would become lines of the batch script hold no line break.
+The script holds no secret, and no value of a user in a place where the shell would interpret it. It is the same for the
+same job, so it can be read before it is submitted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from rollout_service.base.errors import ConfigurationError
 
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:=*/@%+-]{1,200}$")]
-"""A value of a directive of Slurm, such as a partition or a limit of time."""
+"""The value of one of Slurm's directives, such as a partition or a limit of time."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
@@ -142,13 +143,12 @@ class JobSpec(BaseModel):
 
     @property
     def shares_a_redis(self) -> bool:
-        """Whether the nodes share a Redis; a service of one node keeps its state in the job's folder."""
+        """A service of one node keeps its state in the job's folder."""
         is_alone = self.resources.nodes == 1 and not self.joinable
         return not is_alone or self.redis_url is not None or self.join is not None
 
     @property
     def starts_a_redis(self) -> bool:
-        """Whether the job runs the Redis that its nodes share."""
         return self.shares_a_redis and self.redis_url is None and self.join is None
 
 
@@ -171,11 +171,6 @@ def minutes_of(time: str) -> float | None:
     return first + second / 60
 
 
-# Renders the batch script of a job.
-#
-# Guarantees: the script holds no secret, and no value of a user in a place where the shell would interpret it. It is
-# the same for the same job, so it can be read before it is submitted.
-
 HEADER = """\
 #!/bin/bash
 # {name}: rollout-service as a job of Slurm. Everything that it keeps is in
@@ -191,8 +186,7 @@ exec {command}
 def render(spec: JobSpec, folder: Path, *, slots: Sequence[int] = ()) -> str:
     """Return the script that runs a job from its folder.
 
-    With `slots`, it is an array of jobs with these numbers. Their names and folders are those given here, followed by a
-    dash and the number.
+    With `slots`, it is an array of jobs with these numbers, which follow a dash in their names and folders.
 
     Raises:
         ConfigurationError: The folder has a name that a batch script cannot have.

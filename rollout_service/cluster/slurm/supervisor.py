@@ -1,9 +1,9 @@
 """The batch step of a job: it starts Redis, engines and the service, watches them, and ends them in order.
 
-Guarantees: parts that die are started again, and a node that is lost leaves the others at work. SIGUSR1, which Slurm
-sends before a limit of time or a preemption, and parts that Slurm ends by itself, drain the service and put the job
-back into the queue, from which it resumes. SIGUSR2 and SIGTERM drain it for good. Engines end after the services that
-use them, and Redis after everything that writes to it. A trainer's end is the job's end, with its exit code.
+Parts that die are started again, and a node that is lost leaves the others at work. SIGUSR1, which Slurm sends before a
+limit of time or a preemption, and parts that Slurm ends by itself, drain the service and put the job back into the
+queue, from which it resumes. SIGUSR2 and SIGTERM drain it for good. Engines end after the services that use them, and
+Redis after everything that writes to it. A trainer's end is the job's end, with its exit code.
 """
 
 from __future__ import annotations
@@ -30,23 +30,21 @@ from rollout_service.cluster.slurm.redis_server import redis_child
 from rollout_service.cluster.slurm.spec import JobSpec
 from sandboxes.host.children import start_process
 
-# Keeps the engines that a service uses the same as those that its job runs.
-#
-# Guarantee: an engine of this job that ended or moved is removed, and no engine is removed that this job did not add.
-
 REGISTER_SECONDS = 1.0
 
 
 @dataclass
 class Registrar:
-    """Registers the engines in a job's folder with the job's service."""
+    """Registers the engines in a job's folder with the job's service.
+
+    An engine of this job that ended or moved is removed, and no engine is removed that this job did not add.
+    """
 
     folder: JobFolder
     ours: set[str] = field(default_factory=set)
     """URLs that this job has added, in this run or an earlier one."""
 
     async def run(self) -> None:
-        """Follow the folder until cancelled."""
         file = self.folder.path / "engines.registered"
         self.ours = set(json.loads(file.read_text())) if file.exists() else set()
         while True:
@@ -154,7 +152,6 @@ class Supervisor:
             self._stop(requeue=True)
 
     async def _log_failures(self) -> None:
-        """Log each start of an engine that failed, until cancelled."""
         known: set[tuple[str, int]] = set()
         while True:
             failures = {(failure.name, failure.starts): failure for failure in self.folder.failures()}
@@ -164,7 +161,7 @@ class Supervisor:
             await anyio.sleep(FAILURES_SECONDS)
 
     def _services(self, nodes: list[str]) -> list[KeptProcess]:
-        """Return the steps of the service, one for each node."""
+        """One step for each node."""
         group = ["--het-group=0"] if "SLURM_HET_SIZE" in os.environ else []
         return [
             self._step(
@@ -177,7 +174,6 @@ class Supervisor:
         ]
 
     def _engines(self, nodes: list[str]) -> list[KeptProcess]:
-        """Return the step of the engines, if the job has any."""
         if (engines := self.spec.engines) is None:
             return []
         count = engines.resources.nodes if engines.resources is not None else 1
@@ -259,7 +255,7 @@ class Supervisor:
 
 
 async def run_job(folder: JobFolder) -> int:
-    """Run a job from its folder, within its allocation; return the exit code.
+    """Run a job within its allocation; return the exit code.
 
     Raises:
         ServiceError: A part cannot be started.
