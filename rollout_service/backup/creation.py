@@ -1,8 +1,8 @@
 """Makes a backup of services, which may be at work.
 
-Guarantees: the backup has everything as it was at one moment, of all its state folders and of the stores that the
-services share; it is complete, or it has no manifest. Nothing of the services is changed, and none of them waits for
-longer than a moment.
+The backup has everything as it was at one moment, of all its state folders and of the stores that the services share;
+it is complete, or it has no manifest. Nothing of the services is changed, and none of them waits for longer than a
+moment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite.connection import explain
 
 COUNTED = {"rollouts": private_files.STORE, "runs": private_files.STORE, "sessions": private_files.LIVE_STORE}
-"""The tables whose rows are counted, and the databases that have them."""
+"""Tables whose rows are counted, and the databases that have them."""
 
 
 def make_backup(places: Places, target: Path) -> Manifest:
@@ -134,23 +134,18 @@ class _Backup:
                 copy(state / document, copied / document)
 
 
-# Copies of SQLite databases that services have open.
-#
-# Guarantees: databases that are pinned together are copied as they all were at one moment, however long the copies
-# take; the services go on meanwhile. A copy is whole, or an error.
-
 LOCK_SECONDS = 60.0
 """How long the writer of a database may take to let others have it."""
 
 
 class PinnedDatabases:
-    """Databases as they were when they were pinned."""
+    """Databases as they all were at one moment, however long their copies take; the services go on meanwhile."""
 
     def __init__(self, readers: dict[Path, sqlite3.Connection]) -> None:
         self._readers = readers
 
     def copy(self, source: Path, target: Path) -> None:
-        """Copy a database to a new file."""
+        """The copy is whole, or an error."""
         make_private(target)
         try:
             with closing(sqlite3.connect(target, isolation_level=None)) as copy:
@@ -194,5 +189,5 @@ def pinned(databases: Sequence[Path]) -> Iterator[PinnedDatabases]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    # Only a database that exists: a backup must not make an empty one.
+    # A backup must not make an empty database.
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None, timeout=LOCK_SECONDS)

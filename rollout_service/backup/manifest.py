@@ -1,8 +1,7 @@
 """The list of a backup's contents, with the hash of each file.
 
-Guarantees: a folder has a manifest only once everything else in it is complete and on the disk; nothing is restored
-from one whose files are not exactly those that were written. Functions on files raise OSError if one cannot be read or
-written.
+A folder has a manifest only once everything else in it is complete and on the disk; nothing is restored from one whose
+files are not exactly those that were written. Functions on files raise OSError if one cannot be read or written.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 REDIS_DUMP = "redis.dump"
 STATES, FOLDER = "states", "folder"
-"""The folders of a backup: of state folders, and the files of a shared folder or bucket."""
+"""Folders of a backup: of state folders, and of the files of a shared folder or bucket."""
 _READ_BYTES = 1 << 20
 
 
@@ -48,15 +47,14 @@ class Manifest(BaseModel):
 
     format: Literal[1] = 1
     release: str
-    """The release that made it."""
     at: datetime
     """The moment whose state it has."""
     states: list[str]
-    """The names of the state folders in it."""
+    """Names of the state folders in it."""
     counts: Mapping[str, int]
-    """How many rollouts, runs, live sessions and engines are in it."""
+    """Rollouts, runs, live sessions and engines."""
     files: Mapping[str, BackedUpFile]
-    """Every file, by its path in the backup."""
+    """By their paths in the backup."""
 
     @property
     def shards(self) -> int:
@@ -72,7 +70,7 @@ class Manifest(BaseModel):
 
     @classmethod
     def read(cls, backup: Path) -> Manifest:
-        """Return the manifest of a backup after comparing all files with it.
+        """Return the manifest after comparing all files with it.
 
         Raises:
             ConfigurationError: The folder is not a complete backup, or a file of it was changed or is missing.
@@ -114,7 +112,7 @@ def describe(path: Path) -> BackedUpFile:
 
 
 def describe_all(backup: Path) -> dict[str, BackedUpFile]:
-    """Return all files below a folder, by their paths; each is on the disk afterwards."""
+    """Return all files by their paths; each is on the disk afterwards."""
     return {_name(backup, path): _flushed(path) for path in sorted(_files(backup))}
 
 
@@ -137,11 +135,6 @@ def _flushed(path: Path) -> BackedUpFile:
 
 def _damaged(why: str) -> ConfigurationError:
     return ConfigurationError(f"the backup is damaged: {why}", hint="Nothing was restored. Use another backup.")
-
-
-# Copies of files that are replaced as a whole, or that only grow.
-#
-# Guarantee: a copy can be read by its owner alone, and is on the disk.
 
 
 def copy(source: Path, target: Path) -> None:
@@ -174,10 +167,8 @@ def shared_files(files: SegmentFiles) -> dict[str, int]:
     return {name: size for name, size in found.items() if name == MARK_FILE or FILE_NAME.fullmatch(name)}
 
 
-# Where the state of services is: their state folders, and the stores that they share.
-
 ONLY = "state"
-"""The name of a state folder that is alone."""
+"""The name of a single state folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +194,13 @@ class SharedStore:
 @dataclass(frozen=True, slots=True)
 class Places:
     states: Mapping[str, Path]
-    """State folders, by the names that they have in a backup."""
+    """By their names in a backup."""
     owns_store: bool = True
     """Whether the store is in the state folder, which is then the only one."""
     shared: Sequence[SharedStore] = ()
     """The store that services share, or its shards; empty if there is none, or if it is in another backup."""
     documents: Mapping[str, Path] = field(default_factory=dict)
-    """Other files, by their paths in a backup; restoring one replaces it."""
+    """By their paths in a backup; restoring one replaces it."""
 
     @property
     def databases(self) -> tuple[str, ...]:

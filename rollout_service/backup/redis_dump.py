@@ -1,8 +1,8 @@
 """The keys of a store in a Redis, or in several, as files, and back.
 
-Guarantees: dumps have all keys as they were at one moment, although services write meanwhile. Keys are read one after
-the other, Redis tells which of them change, and those are read again, the last ones while no Redis takes writes. That
-lasts for a few milliseconds, however large the store is. Only keys with the store's prefix are read or written.
+Dumps have all keys as they were at one moment, although services write meanwhile. Keys are read one after the other,
+Redis tells which of them change, and those are read again, the last ones while no Redis takes writes. That lasts for a
+few milliseconds, however large the store is. Only keys with the store's prefix are read or written.
 
 A dump begins with HEADER. A record is the lengths of a key and of its value (uint32 each, little-endian) and its time
 to live in milliseconds (uint64, 0: without end), then the key without its prefix, then the value as Redis's DUMP writes
@@ -34,7 +34,7 @@ from rollout_service.store.redis.problems import explain
 HEADER = b"rollout redis 1\n"
 _RECORD = struct.Struct("<IIQ")
 AT_ONCE = 128
-"""The most keys that are read or written together."""
+"""Keys that are read or written together."""
 FEW = 256
 """So many changed keys are read while Redis takes no writes."""
 ROUNDS = 50
@@ -43,13 +43,13 @@ PAUSE_SECONDS = 5.0
 """The longest time without writes, half of the time that services wait for an answer."""
 _INVALIDATED = "__redis__:invalidate"
 ALWAYS = frozenset({"meta", "segments:mark"})
-"""The keys of a store that nothing was stored in."""
+"""Keys of a store that nothing was stored in."""
 KINDS = {"r": "rollouts", "run": "runs"}
-"""The kinds of keys that a dump counts, by the first parts of their names."""
+"""Counted kinds of keys, by the first parts of their names."""
 
 
 def dump(stores: Sequence[tuple[RedisConfig, Path]], at_the_moment: Callable[[], None]) -> Counter[str]:
-    """Write a store, or its shards, each to a file; return how many keys of each of `KINDS` there are.
+    """Write each shard to a file; return how many keys of each of `KINDS` there are.
 
     `at_the_moment` is called at the moment whose state the dumps have: no Redis takes writes until it returns.
     """
@@ -110,7 +110,10 @@ def load(config: RedisConfig, path: Path) -> None:
 
 
 def check_empty(config: RedisConfig) -> None:
-    """Raise ConfigurationError unless a Redis has nothing of the store, so that a dump can be written there."""
+    """
+    Raises:
+        ConfigurationError: The Redis has something of the store.
+    """
     with _explained(config), closing(open_owner(config)) as client:
         prefix = config.root.encode() + b":"
         for keys in _scan(client, config):
@@ -123,7 +126,6 @@ def check_empty(config: RedisConfig) -> None:
 
 
 def remove(config: RedisConfig) -> None:
-    """Delete all keys of the store."""
     with _explained(config), closing(open_owner(config)) as client:
         _remove(client, config)
 
@@ -175,7 +177,7 @@ class _Dump:
             self._changed |= self._changes()
 
     def take_changes(self) -> Iterator[list[bytes]]:
-        """Yield the keys that have changed, some at a time; they count as written again."""
+        """Yield the changed keys, some at a time; they count as written again."""
         changed, self._changed = iter(self._changed), set()
         while some := list(islice(changed, AT_ONCE)):
             yield some
@@ -199,7 +201,11 @@ class _Dump:
 
     @contextmanager
     def without_writes(self) -> Iterator[None]:
-        """Have Redis take no writes within the block; raise StoreError if it took so long that there were some."""
+        """Have Redis take no writes within the block.
+
+        Raises:
+            StoreError: The block took so long that there were some.
+        """
         with _explained(self._config):
             execute(self._client, "CLIENT PAUSE", int(PAUSE_SECONDS * 1_000), "WRITE")
             began = time.monotonic()
@@ -214,7 +220,7 @@ class _Dump:
                 )
 
     def counts(self) -> Counter[str]:
-        """Return how many keys there are of each of `KINDS`."""
+        """By `KINDS`."""
         kinds = (KINDS.get(name.partition(b":")[0].decode()) for name in self._names)
         return Counter(kind for kind in kinds if kind is not None)
 

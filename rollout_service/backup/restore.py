@@ -1,7 +1,7 @@
 """Restores a backup to where nothing is yet.
 
-Guarantees: nothing is written before the whole backup was compared with its manifest and every place was seen to be
-empty; after an error, unfinished files are removed; no service can open a state folder that is being restored.
+Nothing is written before the whole backup was compared with its manifest and every place was seen to be empty; after an
+error, unfinished files are removed; no service can open a state folder that is being restored.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite.connection import FileClaim
 
 _LOGS = ("-wal", "-journal")
-"""Suffixes of files that SQLite would replay over a database of the same name."""
+"""SQLite would replay these files over a database of the same name."""
 
 
 def restore_backup(backup: Path, places: Places) -> Manifest:
-    """Restore a backup; its services can be started afterwards.
-
+    """
     Raises:
         ConfigurationError: The backup is damaged, does not fit the places, or one of them has data.
         StoreError: A place cannot be written, or is in use.

@@ -1,7 +1,7 @@
 """Where the state of a job is, for backups of it.
 
-Guarantee: while the job runs, its own Redis is used; otherwise its Redis is started from its files for as long as it is
-needed, so that two never write the same files.
+While the job runs, its own Redis is used; otherwise its Redis is started from its files for as long as it is needed, so
+that two never write the same files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOOK_SECONDS = 0.1
 
 @contextmanager
 def job_places(folder: JobFolder, *, is_running: bool) -> Iterator[Places]:
-    """Yield the places of a job; those of the job that it joined are not among them.
+    """Yield the places of a job, without those of the job that it joined.
 
     Raises:
         ConfigurationError: The folder is not a job's, or its Redis cannot be started here.
@@ -56,7 +56,6 @@ def job_places(folder: JobFolder, *, is_running: bool) -> Iterator[Places]:
 
 @contextmanager
 def _redis(folder: JobFolder, spec: JobSpec, *, is_running: bool) -> Iterator[RedisConfig]:
-    """Yield the Redis of a job, as it runs, or from its files."""
     from rollout_service.store.redis import RedisConfig
 
     if spec.starts_a_redis and not is_running:

@@ -88,8 +88,9 @@ class Shutdown:
             raise ShuttingDownError
 
     async def until_begun(self, wait: Callable[[], Awaitable[T]]) -> T:
-        """Raises:
-        ShuttingDownError: The shutdown has begun, or begins first.
+        """
+        Raises:
+            ShuttingDownError: The shutdown has begun, or begins first.
         """
         self.refuse()
         with anyio.CancelScope() as scope:

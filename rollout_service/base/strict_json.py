@@ -24,8 +24,9 @@ _LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9]{309}")
 
 
 def parse(content: bytes) -> JsonValue:
-    """Raises:
-    ValueError: The document is not JSON, or not of the kind that can be stored.
+    """
+    Raises:
+        ValueError: The document is not JSON, or not of the kind that can be stored.
     """
     value: JsonValue = from_json(content, allow_inf_nan=False)
     if _LARGE.search(content) and not is_finite(value):

@@ -54,8 +54,9 @@ class ServiceIdentity:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises:
-        ValueError: The text is not an identity.
+        """
+        Raises:
+            ValueError: The text is not an identity.
         """
         found = _FORM.fullmatch(text)
         if found is None:

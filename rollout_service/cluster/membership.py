@@ -70,9 +70,10 @@ class Membership:
 
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[None]:
-        """Raises:
-        NameTakenError: Another live node has this node's name.
-        StoreError: The store failed.
+        """
+        Raises:
+            NameTakenError: Another live node has this node's name.
+            StoreError: The store failed.
         """
         report = await self._report()
         await self._join(report)

@@ -277,8 +277,9 @@ class FilterRegistry:
         return registry
 
     def add(self, name: str, kind: type[GroupFilter]) -> None:
-        """Raises:
-        ConfigurationError: The name is taken.
+        """
+        Raises:
+            ConfigurationError: The name is taken.
         """
         if name in self._kinds:
             raise ConfigurationError(
@@ -293,9 +294,10 @@ class FilterRegistry:
     def make(
         self, name: str, options: Mapping[str, JsonValue] | None = None, *, field: str = "body.filters"
     ) -> GroupFilter:
-        """Raises:
-        InvalidFieldError: There is no such filter, or an option is invalid; the path is `field`.
-        ConfigurationError: The plug-in of this name could not be loaded.
+        """
+        Raises:
+            InvalidFieldError: There is no such filter, or an option is invalid; the path is `field`.
+            ConfigurationError: The plug-in of this name could not be loaded.
         """
         if name in self.problems and name not in self._kinds:
             raise self.problems[name]

@@ -44,8 +44,9 @@ class ConnectionLimits:
 
     @classmethod
     def within(cls, descriptors: int, max_connections: int | None = None) -> ConnectionLimits:
-        """Raises:
-        ConfigurationError: `max_connections` would leave too few descriptors for the service itself.
+        """
+        Raises:
+            ConfigurationError: `max_connections` would leave too few descriptors for the service itself.
         """
         share = int(descriptors * DESCRIPTOR_SHARE)
         pending = max(1, min(MAX_PENDING, int(share * PENDING_SHARE)))

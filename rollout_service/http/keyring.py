@@ -99,8 +99,9 @@ def name_keys(value: object) -> object:
 
 
 def check_unique(keys: Sequence[ApiKey]) -> None:
-    """Raises:
-    ValueError: Two keys share a name or a value.
+    """
+    Raises:
+        ValueError: Two keys share a name or a value.
     """
     for kind, values in (
         ("name", [key.name for key in keys]),

@@ -1,5 +1,4 @@
-"""Callers' requests about runs: validated, made durable, and answered with the run as on the wire or
-its export."""
+"""Callers' requests about runs: validated, made durable, and answered with the run as on the wire or its export."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ class RunService:
         check_pool: Callable[[str], None],
         data_dirs: Sequence[Path] = (),
     ) -> None:
-        """Serve runs; callers who are not administrators may name only files in `data_dirs`."""
+        """Callers who are not administrators may name only files in `data_dirs`."""
         self._runs = runs
         self._manager_of = manager_of
         self._check_environment = check_environment
@@ -76,9 +75,7 @@ class RunService:
         self._data_dirs = data_dirs
 
     async def create(self, request: RunRequest, role: Role) -> tuple[Run, bool]:
-        """Validate a run of a caller of this role, and make it durable; return it and whether it is new.
-
-        `run_id` must be set.
+        """Validate a run, whose `run_id` must be set, and make it durable; return it and whether it is new.
 
         Raises:
             InvalidFieldError: The request is invalid; the error has the paths at fault.
@@ -154,8 +151,7 @@ class RunService:
             raise InvalidFieldError(problems, hint=hint)
 
     async def append(self, run_id: str, order: AppendTasks) -> Run:
-        """Append tasks to an open run.
-
+        """
         Raises:
             InvalidFieldError: A task is invalid; the error has the paths at fault.
             ConflictError: The run takes no more tasks, or has another number of them.
@@ -182,20 +178,20 @@ class RunService:
         return self.view(updated)
 
     async def end(self, run_id: str) -> Run:
-        """End a run; batches of groups that are ready can still be leased."""
+        """Batches of groups that are ready can still be leased."""
         ended = await self._runs.update(run_id, state=RunState.ENDED)
         log.info("run ended", run=run_id, state=ended.state)
         return self.view(ended)
 
     async def get(self, run_id: str, *, parallel: bool = False) -> Run:
-        """Return a run in its current state, with its use of sub-agents if `parallel`."""
+        """`parallel` adds the use of sub-agents."""
         return self.view(await self._runs.get(run_id), parallel=parallel)
 
     async def list(self) -> list[Run]:
         return [self.view(run) for run in await self._runs.list()]
 
     def view(self, run: RunRecord, *, parallel: bool = False) -> Run:
-        """Return a run as on the wire, with its use of sub-agents if `parallel`."""
+        """`parallel` adds the use of sub-agents."""
         over, manager = run.state in (RunState.ENDED, RunState.FINISHED), self._manager_of(run.run_id)
         return Run(
             run_id=run.run_id,
@@ -243,12 +239,6 @@ def _environments_of(tasks: Sequence[Task], field: str) -> dict[str, str]:
         first.setdefault(task.environment, f"{field}.{number}.environment")
     return first
 
-
-# A run as JSON Lines, group by group.
-#
-# Guarantees: reading an export returns exactly the service's data. One group is in memory at a time, and nothing is
-# compressed on the event loop. The export of a run that is still running contains the groups that were closed when the
-# export started. A run that asks for neither sub-agents nor live sessions is exported in the format 1.
 
 GZIP = 16 + zlib.MAX_WBITS
 _LEVEL = 1

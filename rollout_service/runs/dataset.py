@@ -1,6 +1,7 @@
 """The tasks of a run: by their number over all epochs, also from its environment's own data set.
 
-Guarantees: a data set that has changed since the run was created is refused, since its numbers would mean other tasks.
+Task n of a source is the same at any time and after any restart. A file or data set that has changed since the run was
+created is refused, since its numbers would mean other tasks.
 """
 
 from __future__ import annotations
@@ -23,14 +24,8 @@ from rollout_service.environments.dataset_files import select_split
 from rollout_service.runs.task_files import FIELD, Rows, SourceChangedError, reopen_file
 from rollout_service.store.runs_contract import RunRecord
 
-# The tasks of a run by their number over all epochs.
-#
-# Guarantees: task n of a source is the same at any time and after any restart, as long as the file is the same. A file
-# that has changed is refused, since its numbers would mean other tasks. The order of a shuffled epoch is a sort by a
-# keyed hash of each row's index, so it does not depend on a library's random numbers.
-
 ReadInline = Callable[[int, int], Awaitable[Sequence[Task]]]
-"""Reads inline tasks, given the index of the first and how many."""
+"""Given the index of the first and how many."""
 
 Reopen = Callable[[FileTasks | DatasetTasks, str | None], Rows]
 """Opens a file or data set again and compares its digest; raises SourceChangedError. It blocks."""
@@ -38,8 +33,6 @@ Reopen = Callable[[FileTasks | DatasetTasks, str | None], Rows]
 
 @dataclass(frozen=True, slots=True)
 class TaskPosition:
-    """Where a task number is found."""
-
     number: int
     epoch: int
     row: int
@@ -57,7 +50,7 @@ class TaskOrder:
         self._shuffled: Sequence[int] = ()
 
     def positions(self, first: int, count: int) -> list[TaskPosition]:
-        """Return the positions of these task numbers; fewer at the end of the last epoch. Sorts once an epoch."""
+        """Return fewer positions at the end of the last epoch. Sorts once an epoch."""
         end = self._end(first + count)
         return [self._position(number) for number in range(first, min(first + count, end))]
 
@@ -77,7 +70,10 @@ class TaskOrder:
 
 
 def shuffled(size: int, seed: int, epoch: int) -> list[int]:
-    """Return a permutation of 0..size-1 that is the same on every machine and in every release."""
+    """Return a permutation of 0..size-1 that is the same on every machine and in every release.
+
+    It sorts by a keyed hash of each index, so it does not depend on a library's random numbers.
+    """
     key = f"{seed}:{epoch}:".encode()
     return sorted(range(size), key=lambda position: hashlib.blake2b(key + b"%d" % position).digest())
 
@@ -92,8 +88,7 @@ class RunTasks:
 
     @classmethod
     async def open(cls, run: RunRecord, inline: ReadInline, reopen: Reopen) -> Self:
-        """Open the tasks of a run.
-
+        """
         Raises:
             SourceChangedError: The file or data set has changed.
         """
@@ -104,7 +99,7 @@ class RunTasks:
         return cls(source, run.tasks, rows, inline)
 
     async def take(self, first: int, count: int) -> list[tuple[TaskPosition, Task]]:
-        """Return the tasks with these numbers and their positions; fewer at the end."""
+        """Return fewer tasks at the end of the last epoch."""
         positions = await anyio.to_thread.run_sync(self._order.positions, first, count)
         if not isinstance(self._source, InlineTasks) and self._rows is not None:
             return await anyio.to_thread.run_sync(_read, self._source, self._rows, positions)
@@ -119,7 +114,7 @@ def _read(
 
 
 EnvironmentOf = Callable[[str], Environment]
-"""Returns the environment of a name; raises InvalidFieldError or ConfigurationError."""
+"""Raises InvalidFieldError or ConfigurationError."""
 
 
 class DatasetRows(Rows):
@@ -170,8 +165,6 @@ def reopen_dataset(source: DatasetTasks, environment: Environment, digest: str |
 
 
 def reopening(environment_of: EnvironmentOf) -> Reopen:
-    """Return a function that reopens a source of any kind but inline."""
-
     def reopen(source: FileTasks | DatasetTasks, digest: str | None) -> Rows:
         if isinstance(source, FileTasks):
             return reopen_file(source, digest)

@@ -1,7 +1,7 @@
 """The delivery of batches to a trainer: lease, renew, acknowledge, return.
 
-Guarantees: a batch is delivered again until it is acknowledged, and never afterwards. Nothing polls, not even for a
-lease that expires. Repeating a request with the same key repeats a response that was lost.
+A batch is delivered again until it is acknowledged, and never afterwards. Nothing polls, not even for a lease that
+expires. Repeating a request with the same key repeats a response that was lost.
 """
 
 from __future__ import annotations
@@ -157,8 +157,7 @@ def _known(groups: Sequence[Group | GroupHead], field: str) -> list[int]:
 
 
 def batch_number(run_id: str, batch_id: str) -> int:
-    """Return the number in the id of a batch of this run.
-
+    """
     Raises:
         NotFoundError: The id is not that of a batch of this run.
     """
@@ -171,12 +170,6 @@ def batch_number(run_id: str, batch_id: str) -> int:
     )
 
 
-# A batch on the wire as a safetensors file, which `rollout_client.arrays` describes and reads.
-#
-# Guarantees: the file's length is known before any trajectory is read, since the groups' heads contain all numbers of
-# tokens. Columns are read and unpacked while others are sent, and sent columns are freed. A compressed file is made of
-# frames of zstd, those of the columns as they are stored, so that neither side waits for the other to unpack.
-
 ReadColumns = Callable[[int], Awaitable[Sequence[Columns]]]
 """Reads the columns of the segments of a group, by its number."""
 Send = Callable[[memoryview], Awaitable[None]]
@@ -185,9 +178,9 @@ _NAMES = {np.dtype(code): name for name, code in TYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
 PIECE_BYTES = 2 << 20
-"""The size of a piece to send; larger pieces take less time on the event loop, and more memory."""
+"""Larger pieces take less time on the event loop, and more memory."""
 _GROUPS_AHEAD = 1
-"""How many groups are read ahead, in addition to the one being read."""
+"""In addition to the one being read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +189,16 @@ class _Tensor:
     dtype: np.dtype[Any]
     count: int
     content: memoryview | None
-    """The data; None for a column of tokens, which is read later."""
+    """None for a column of tokens, which is read later."""
 
 
 class BatchFile:
-    """A batch as a file; `write` it once."""
+    """A batch as a safetensors file, which `rollout_client.arrays` describes and reads; `write` it once.
+
+    The file's length is known before any trajectory is read, since the groups' heads contain all numbers of tokens.
+    Columns are read and unpacked while others are sent, and sent columns are freed. A compressed file is made of frames
+    of zstd, those of the columns as they are stored, so that neither side waits for the other to unpack.
+    """
 
     def __init__(
         self, batch: Batch, heads: Sequence[GroupHead], read: ReadColumns, *, compressed: bool = False
@@ -214,7 +212,7 @@ class BatchFile:
         first = _header(batch_json(batch, [head.json for head in heads]), self._tensors)
         data = sum(tensor.count * tensor.dtype.itemsize for tensor in self._tensors)
         self.length = len(first) + data
-        """The number of bytes, before they are compressed."""
+        """In bytes, before they are compressed."""
         self._first = compress(first) if compressed else first
 
     async def write(self, send: Send) -> None:
@@ -264,7 +262,7 @@ def batch_json(batch: Batch, groups: Iterable[bytes]) -> bytes:
 
 
 def _tensors(heads: Sequence[GroupHead], lengths: Sequence[int]) -> list[_Tensor]:
-    """Return the tensors, those of wide types first, which aligns every array to its type."""
+    """Put the tensors of wide types first, which aligns every array to its type."""
     samples = [sample for head in heads for sample in head.samples]
     segments = [len(sample) for head in heads for sample in head.tokens]
     arrays = {
@@ -325,7 +323,7 @@ def _unpacked(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> t
 
 
 def _joined_frames(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> tuple[memoryview, list[Columns]]:
-    """Return one column of these segments, compressed, and the segments without it."""
+    """Return one column, compressed, and the segments without it."""
     piece = b"".join(segment.frame(name, dtype) for segment in segments if len(segment))
     return memoryview(piece), [segment.without(name) for segment in segments]
 

@@ -1,8 +1,8 @@
 """The manager of all runs: starts groups as they are needed, retries failed samples, closes groups that have ended.
 
-Guarantees: decisions depend only on the store. A crash at any moment neither repeats nor skips a task, and
-an interrupted step is simply repeated. A run that cannot continue, for example because the store lost part of it, is
-paused with its problem and left alone until its state is changed. It stops no other run.
+Decisions depend only on the store. A crash at any moment neither repeats nor skips a task, and an interrupted step is
+simply repeated. A run that cannot continue, for example because the store lost part of it, is paused with its problem
+and left alone until its state is changed. It stops no other run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ GATHER_SECONDS = 0.01
 PRUNE_SECONDS = 60.0
 
 ManagerOf = Callable[[str], "RunManager"]
-"""Returns the manager of a run by its id: that of its shard."""
+"""By a run's id, the manager of its shard."""
 
 
 class RunManager:
@@ -84,13 +84,12 @@ class RunManager:
         self._estimates: dict[str, RunEstimates] = {}
         self._tasks: dict[str, tuple[int, RunTasks]] = {}
         self.troubled: Sequence[RunRecord] = ()
-        """The runs with a problem, as this service saw them when it last worked on all runs."""
+        """Runs with a problem, as this service saw them when it last worked on all runs."""
         self._stuck: dict[str, RunState] = {}
         """The state in which a run could not be settled; it is tried again only in another state."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Work until the block is left."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.manage)
             tasks.start_soon(self.prune)
@@ -98,7 +97,7 @@ class RunManager:
             tasks.cancel_scope.cancel()
 
     async def manage(self, lease: RoleLease | None = None) -> None:
-        """Work on all runs until cancelled; the store refuses the changes once `lease` is another service's."""
+        """Work on all runs; the store refuses the changes once `lease` is another service's."""
         self._runs = self._store.runs if lease is None else self._store.runs.fenced(lease)
         try:
             await self._work()
@@ -108,7 +107,6 @@ class RunManager:
             self._forget_all_but(set())  # the next leader changes what this one remembers
 
     def acceptance_rate(self, run: RunRecord) -> float:
-        """Return the expected share of a run's groups that pass its filters."""
         return (self._estimates.get(run.run_id) or RunEstimates.from_record(run)).acceptance.rate
 
     def staleness(self, run: RunRecord) -> float | None:
@@ -127,8 +125,7 @@ class RunManager:
         return RunParallel(total=total, recent=estimates.recent_figures if estimates else None)
 
     def chain(self, request: RunRequest) -> FilterChain:
-        """Return the filters of a run.
-
+        """
         Raises:
             InvalidFieldError: There is no such filter, an option is wrong, or a filter looks at a part of the reward
                 that the run does not have.
@@ -153,7 +150,8 @@ class RunManager:
     async def mask_stale(self, run_id: str, *, strict: bool = True) -> None:
         """Mask samples that have become too old for a run's trainer, now and whenever its version changes.
 
-        Without `strict`, mask none from now on, as for a trainer that accepts stale samples."""
+        Without `strict`, mask none from now on, as for a trainer that accepts stale samples.
+        """
         self._groups.refuse_stale(run_id, strict)
         if not strict:
             return
@@ -304,7 +302,7 @@ class RunManager:
         return tasks
 
     async def prune(self, lease: RoleLease | None = None) -> None:
-        """Delete expired records, until cancelled; the store refuses it once `lease` is another service's."""
+        """Delete expired records; the store refuses it once `lease` is another service's."""
         runs = self._store.runs if lease is None else self._store.runs.fenced(lease)
 
         async def prune() -> None:

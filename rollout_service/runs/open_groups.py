@@ -1,7 +1,7 @@
 """The groups of runs that have begun: failed samples are retried, stragglers cancelled, and ended groups closed.
 
-Guarantees: a group closes once, with all its samples, or with the rest of one that was cancelled. A sample that the
-run's trainer would refuse as too old trains nobody.
+A group closes once, with all its samples, or with the rest of one that was cancelled. The same samples and weights
+always give the same closure. A sample that the run's trainer would refuse as too old trains nobody.
 """
 
 from __future__ import annotations
@@ -65,12 +65,8 @@ from rollout_service.store.runs_contract import (
     RunStore,
 )
 
-# Closes a group whose rollouts have ended: masked samples, the filters' verdict, penalties, advantages.
-#
-# Guarantee: the same samples and weights always give the same closure.
-
 PERMANENT = frozenset({Boundary.ENVIRONMENT, Boundary.REQUEST})
-"""The boundaries whose failures recur whenever the rollout is retried."""
+"""Boundaries whose failures recur whenever the rollout is retried."""
 _TRUNCATIONS = frozenset(
     {
         StopReason.MAX_TURNS,
@@ -256,7 +252,7 @@ def _advantages(group: GroupOutcome, request: RunRequest, weights: RewardWeights
 def _advantages_by_part(
     group: GroupOutcome, overlong: OverlongPenalty | None, weights: RewardWeights
 ) -> list[float | None]:
-    """Return the advantages of each part alone, weighted; penalties belong to the outcome's part."""
+    """Weigh the advantages of each part alone; penalties belong to the outcome's part."""
 
     def value(sample: SampleOutcome, part: RewardPart) -> float | None:
         if not sample.usable:
@@ -280,7 +276,6 @@ class GroupsUnderWay:
         """Runs whose last lease refused stale tokens. Before the first lease, a trainer may still accept them."""
 
     def refuse_stale(self, run_id: str, strict: bool) -> None:
-        """Note whether a run's trainer refuses stale samples."""
         if strict:
             self._strict.add(run_id)
         else:
@@ -367,7 +362,7 @@ class GroupsUnderWay:
         await runs.extend_group(run.run_id, group.number, first, requests)
 
     async def _trajectory_of_root(self, rollout_id: str, branching: Branching) -> Trajectory | None:
-        """Return the trajectory of a root; None if no branch can begin in it."""
+        """Return None if no branch can begin in the root."""
         trajectory = await self._store.trajectory(rollout_id)
         if trajectory is not None and branching.reuse_results and was_edited(trajectory):
             return None  # the results of its tools are not known

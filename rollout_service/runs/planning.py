@@ -1,7 +1,7 @@
 """Estimates about a run, how many groups it may start now, and the rollout requests a group consists of.
 
-Guarantees: pure functions; the same run and task always give the same ids, so repeating an interrupted step has no
-further effect.
+These are pure functions of the store's counters, so a restart changes nothing. The same run and task always give the
+same ids, so repeating an interrupted step has no further effect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rollout_service.store.runs_contract import GroupClosure, NewGroup, OpenGrou
 
 _MAX_CASES = 256
 RECENT = 256
-"""The number of rollouts that the recent figures on sub-agents cover."""
+"""Rollouts that the recent figures on sub-agents cover."""
 
 
 @dataclass(slots=True)
@@ -51,15 +51,15 @@ class RunEstimates:
     _epoch: int | None = None
     _paths: dict[int, list[GroupProgress]] = field(default_factory=dict)
     _work: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """The use of sub-agents by each of the last rollouts."""
+    """Of each of the last rollouts."""
     oldest_version: int | None = None
-    """That of the tokens of the group that closed last."""
+    """Of the tokens of the group that closed last."""
     newest_error: ErrorInfo | None = None
-    """The newest one of a sample since the last group that was kept."""
+    """Of a sample since the last group that was kept."""
 
     @property
     def recent_figures(self) -> ParallelFigures | None:
-        """The figures on sub-agents over the last rollouts; None if there are none."""
+        """Over the last rollouts; None if there are none."""
         sums: Counter[str] = Counter()
         for one in self._work:
             sums.update(one)
@@ -67,7 +67,7 @@ class RunEstimates:
 
     @classmethod
     def from_record(cls, run: RunRecord) -> RunEstimates:
-        """Return estimates whose acceptance rate follows from the run's counters."""
+        """Derive the acceptance rate from the run's counters."""
         estimates = cls()
         kept, dropped = filter_counts(run)
         cases = min(kept + dropped, _MAX_CASES)
@@ -77,7 +77,7 @@ class RunEstimates:
         return estimates
 
     def start_epoch(self, epoch: int) -> None:
-        """Note that groups of this epoch start; a new epoch discounts the evidence from earlier ones."""
+        """A new epoch discounts the evidence from earlier ones."""
         if self._epoch is not None and epoch > self._epoch:
             self.acceptance.new_epoch()
         self._epoch = epoch
@@ -134,7 +134,7 @@ def rollout_seconds(rollout: Rollout) -> float:
 
 
 _SEEDS = 2**31
-"""How many seeds there are for samples: engines take these whether they keep seeds in 32 bits or in 64."""
+"""Engines take these whether they keep seeds in 32 bits or in 64."""
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ def _tasks_left(run: RunRecord) -> float:
 
 
 def _admission_state(run: RunRecord) -> AdmissionState:
-    """Return the admission state of a run; versions count from the run's first one."""
+    """Versions count from the run's first one."""
     request = run.request
     return AdmissionState(
         batch_size=request.batch_size,
@@ -229,16 +229,12 @@ def sample_seed(seed: int, number: int, sample: int) -> int:
     return (first + sample) % _SEEDS
 
 
-# Runs that keep none of their groups: the problem that they report, and when they are paused for it.
-#
-# Guarantees: pure functions of the store's counters, so a restart changes nothing. Groups of equal rewards never
-# pause a run that sets no limit to them: a policy may need time to learn.
-
 REPORT_AFTER = 20
 """How many groups in a row are dropped before the run says so: with one group in five kept, that is a chance of 1 %."""
 REFUSE_AFTER = 256
-"""How many groups in a row are dropped before a lease is refused although the run goes on: with the acceptance rate at
-the lowest that is assumed, 2 %, that is a chance of 0.6 %."""
+"""How many groups in a row are dropped before a lease is refused although the run goes on: at the lowest acceptance
+rate that is assumed, 2 %, that is a chance of 0.6 %.
+"""
 
 _HINTS = {
     "zero_variance": "All samples of a group get the same reward: look at what the grader gives, and whether the tasks "
@@ -267,7 +263,10 @@ class RunStoppedError(ConflictError):
 
 
 def reason_to_pause(run: RunRecord, last: ErrorInfo | None) -> GroupsDroppedError | GroupsFailedError | None:
-    """Return why a run should be paused, from its limits; `last` is the newest error of a sample, if it is known."""
+    """Compare with the run's limits; `last` is the newest error of a sample, if it is known.
+
+    Groups of equal rewards never pause a run that sets no limit to them: a policy may need time to learn.
+    """
     request = run.request
     for code, count in failed_in_a_row(run.counters).items():
         if request.max_failed_in_a_row is not None and count >= request.max_failed_in_a_row:
@@ -300,7 +299,7 @@ def reason_to_refuse(run: RunRecord) -> RunStoppedError | None:
 
 
 def problem_of(run: RunRecord) -> ErrorInfo | None:
-    """Return the problem of a run: the one that is stored, or that it took all its tasks and delivered nothing."""
+    """Return the stored problem, or that the run took all its tasks and delivered nothing."""
     if run.state is not RunState.FINISHED:
         return run.problem
     if run.tasks == 0 or run.count("batches:acknowledged"):

@@ -1,9 +1,9 @@
 """Scores finished rollouts again, without inference of their policy.
 
-Guarantees: no engine is called, unless the environment asks a judge; if the evaluation looks at a sandbox, the
-recorded tool calls recreate it in the pipeline's own stages, within their limits and workers; sub-agents are those that
-were recorded and never run again; a failure is reported with its rollout and stops no other. The store is not changed:
-the response has the new reward next to the recorded one.
+No engine is called, unless the environment asks a judge; if the evaluation looks at a sandbox, the recorded tool calls
+recreate it in the pipeline's own stages, within their limits and workers; sub-agents are those that were recorded and
+never run again; a failure is reported with its rollout and stops no other. The store is not changed: the response has
+the new reward next to the recorded one.
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ MAX_CONCURRENT = 16
 
 
 class Rescorer:
-    """Scores finished rollouts again."""
-
     def __init__(self, context: AttemptContext, check_environment: Callable[[str], Awaitable[object]]) -> None:
         """`check_environment` raises InvalidFieldError if the named environment cannot be used."""
         self._context = context
         self._check_environment = check_environment
         self._places = anyio.Semaphore(MAX_CONCURRENT, max_value=MAX_CONCURRENT)
-        """Places for replays, since the pipeline holds all its own before the init stage while it waits for work."""
+        """For replays, since the pipeline holds all its own before the init stage while it waits for work."""
 
     async def rescore_rollouts(self, order: RescoreRollouts) -> AsyncIterator[Rescored]:
         """Score the rollouts in the request, in their order.
@@ -166,7 +164,7 @@ class Replay:
         slot: Slot,
         with_tools: bool,
     ) -> Replay:
-        """Prepare a replay; `slot` holds a place, which the runner gives back."""
+        """`slot` holds a place, which the runner gives back."""
         source = _RecordedSource(policy)
         request, queued_at = recorded.request, time.perf_counter()
         runner = StageRunner(context, environment, request, source, slot=slot, queued_at=queued_at)
@@ -194,7 +192,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedSource:
-    """Opens a recorded policy; implements `stage_runner.PolicySource`."""
+    """Implements `stage_runner.PolicySource`."""
 
     policy: RecordedPolicy
     gateway: GatewayAccess | None = None
@@ -207,10 +205,10 @@ class _RecordedSource:
         return without_secrets(self.policy, hidden)
 
     async def end(self) -> None:
-        """Do nothing: a recorded policy records nothing."""
+        """A recorded policy records nothing."""
 
     def close(self) -> None:
-        """Do nothing: a recorded policy holds nothing."""
+        """A recorded policy holds nothing."""
 
 
 async def _return_given(recorded: Sequence[RecordedRollout]) -> Sequence[RecordedRollout]:
@@ -247,10 +245,10 @@ def must_replay_tools(
 
 
 def check_no_subagents(rollout: Rollout) -> None:
-    """Check that no sub-agent worked on a rollout whose tool calls must run again.
-
+    """
     Raises:
-        NotReplayableError: One did; to run it again would call an engine, and it would do something else.
+        NotReplayableError: A sub-agent worked on the rollout; to run it again would call an engine, and it would do
+            something else.
     """
     messages = rollout.trajectory.messages if rollout.trajectory else []
     calls = (call for message in messages for call in message.tool_calls)
@@ -264,8 +262,7 @@ def check_no_subagents(rollout: Rollout) -> None:
 
 
 def require_trajectory(rollout: Rollout) -> Trajectory:
-    """Return the trajectory of a rollout whose agent ran to its end.
-
+    """
     Raises:
         NotReplayableError: The agent did not run to its end, or the trajectory is no longer stored.
     """

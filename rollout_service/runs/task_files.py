@@ -1,6 +1,5 @@
 """The files that runs take tasks from: which may be read, and their rows by their index.
 
-Guarantees:
 - Every row was accepted by the environment when the run was created, and one that was not is named. A file that has
   changed since is refused.
 - With `folders`, only a file in one of them is read, wherever links lead, and errors say nothing of other files. The
@@ -45,7 +44,7 @@ class Rows(Protocol):
     """The instances of a file or data set by their index."""
 
     digest: str
-    """The SHA-256 of the content."""
+    """SHA-256 of the content."""
 
     def __len__(self) -> int: ...
 
@@ -142,10 +141,9 @@ def _invalid_path(message: str, hint: str = "") -> InvalidFieldError:
 
 
 def check_row(path: Path, where: str, row: R, check: Callable[[R], None]) -> None:
-    """Raise an error that names the row, unless it is an instance that the environment accepts.
-
+    """
     Raises:
-        InvalidFieldError: The row is not a valid instance.
+        InvalidFieldError: The row is not an instance that the environment accepts; the error names it.
     """
     try:
         check(row)
@@ -168,7 +166,8 @@ def _open_regular(path: Path, folders: Sequence[Path] | None) -> BufferedReader:
     """Open a regular file for reading; with `folders`, only one below them.
 
     The path alone is checked first, so that nobody learns which other files there are. The file is then found, which
-    does nothing to a FIFO or a device, and is checked, and opened."""
+    does nothing to a FIFO or a device, and is checked, and opened.
+    """
     _require_below(folders, Path(os.path.realpath(path)), path)
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
@@ -197,10 +196,7 @@ def open_file(
 ) -> Rows:
     """Return the instances of a file, each validated; call it in a thread.
 
-    Args:
-        source: names the file.
-        check: raises an InvalidFieldError for an instance that the environment cannot use.
-        folders: the folders whose files may be read, with all below them; None are all.
+    `folders` are those whose files may be read, with all below them; None are all.
 
     Raises:
         InvalidFieldError: The file may not or cannot be read, is empty, or contains a row that is not a valid instance;

@@ -1,8 +1,8 @@
 """The service's settings: flags over `ROLLOUT_*` environment variables over `rollout.toml` over defaults.
 
-Guarantees: every key is known (an unknown one is refused, with the closest known key), and a service that listens
-beyond loopback without a key does not start. Nested keys are tables in TOML and `__` in variables:
-`[pipeline] rollout_workers = 64` is `ROLLOUT_PIPELINE__ROLLOUT_WORKERS=64`.
+An unknown key is refused, with the closest known one, and a service that listens beyond loopback without a key does not
+start. Nested keys are tables in TOML and `__` in variables: `[pipeline] rollout_workers = 64` is
+`ROLLOUT_PIPELINE__ROLLOUT_WORKERS=64`.
 """
 
 from rollout_service.settings.engines import DefaultEngine, PoolSettings

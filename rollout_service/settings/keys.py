@@ -1,6 +1,6 @@
 """The keys of the settings, derived from their models: for the reference, for variables, and for suggestions.
 
-Guarantee: every key that can be set is listed once, with its table, its type, and its field's docstring.
+Every key that can be set is listed once, with its table, its type, and its field's docstring.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from api_schemas.base import field_docstrings
 
 _CONTAINERS = (list, tuple, set, dict)
 ANY_NAME = "NAME"
-"""The placeholder in paths for a name that the user chooses, such as a pool's."""
+"""Stands in paths for a name that the user chooses, such as a pool's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of the settings, with the keys directly in it."""
+    """The keys directly in one table of the settings."""
 
     path: tuple[str, ...]
     about: str
@@ -48,7 +48,6 @@ class Table:
 
 
 def iter_tables(model: type[BaseModel], path: tuple[str, ...] = (), tag: str = "") -> Iterator[Table]:
-    """Yield the table of a model, and the tables of the models in its fields."""
     keys = [key for key in _keys(model, path) if not is_table(key.field.annotation)]
     yield Table(path, _about(model), keys, tag)
     for name, field in model.model_fields.items():

@@ -1,6 +1,6 @@
 """Reads the settings from flags, variables and the file, and builds them.
 
-Guarantee: an error names every key that is wrong, and where it was set; it shows no value.
+An error names every key that is wrong, and where it was set; it shows no value.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from rollout_service.settings.sources import ENV_PREFIX, HINT, Sources, is_share
 
 
 def load_settings(config: Path | None = None, /, **flags: Any) -> Settings:
-    """Read and validate the settings.
-
+    """
     Raises:
         ConfigurationError: A source cannot be read, or a value is invalid; the message names every such key.
     """
@@ -34,7 +33,7 @@ def load_own_settings(config: Path | None = None, /, **flags: Any) -> Settings:
     Nobody else is to use it, or to work with it, so it has none of `SHARED`, except as flags.
 
     Raises:
-        ConfigurationError: A source cannot be read, or a value is invalid; the message names every such key.
+        ConfigurationError: As from `load_settings`.
     """
     for name in [name for name in os.environ if is_shared(name)]:
         del os.environ[name]
@@ -43,8 +42,7 @@ def load_own_settings(config: Path | None = None, /, **flags: Any) -> Settings:
 
 
 def read_sources(config: Path | None = None, /, **flags: Any) -> Sources:
-    """Read the flags, variables, and file that settings come from.
-
+    """
     Raises:
         ConfigurationError: A source cannot be read, or a variable is unknown.
     """
@@ -57,8 +55,7 @@ def read_sources(config: Path | None = None, /, **flags: Any) -> Sources:
 
 
 def build_settings(sources: Sources) -> Settings:
-    """Validate the sources, and build the settings from them.
-
+    """
     Raises:
         ConfigurationError: A value is invalid; the message says where each one was set.
     """
@@ -98,7 +95,7 @@ def _explain(error: ValidationError, sources: Sources) -> str:
 
 
 def _without_tags(path: list[str]) -> list[str]:
-    """Return the path without the tags that pydantic adds for union members, such as `sandbox.apptainer`."""
+    """Drop the tags that pydantic adds for union members, such as `sandbox.apptainer`."""
     if path[:1] == ["sandbox"] and len(path) > 2:
         return [path[0], *path[2:]]
     return path

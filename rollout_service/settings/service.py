@@ -1,6 +1,6 @@
 """All settings of the service, and the values that follow from several of them.
 
-Guarantee: a service that listens beyond loopback without a key does not start.
+A service that listens beyond loopback without a key does not start.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Settings(BaseSettings):
     @field_validator("sandbox", mode="before")
     @classmethod
     def _provider_has_a_default(cls, sandbox: Any) -> Any:
-        """Treat a table without `provider` as Apptainer's."""
+        """A table without `provider` is Apptainer's."""
         return {"provider": "apptainer"} | sandbox if isinstance(sandbox, dict) else sandbox
 
     _file: Path | None = PrivateAttr(None)
@@ -154,7 +154,7 @@ class Settings(BaseSettings):
 
     @property
     def sandbox_ceiling(self) -> int:
-        """The most sandboxes alive at once: the setting, or the capacity of the stages and the warm pool."""
+        """The setting, or the capacity of the stages and the warm pool."""
         stages, warm = self.pipeline, self.sandboxes.warm
         bound = stages.init_workers + stages.rollout_queue + stages.rollout_workers
         bound += stages.evaluate_workers + stages.evaluate_queue

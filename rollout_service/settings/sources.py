@@ -1,6 +1,6 @@
 """The sources of settings: flags over variables over the file over defaults.
 
-Guarantee: every value, and every mistake, is traced to its flag, its variable, or its line in the file.
+Every value, and every mistake, is traced to its flag, its variable, or its line in the file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FLAGS = {
     "cluster.labels": "--node-label",
     "log_level": "--log-level",
 }
-"""The flags of `serve` that set a key, by key."""
+"""The flags of `serve`, by the key that they set."""
 SHARED = frozenset(
     {
         "host",
@@ -84,8 +84,6 @@ _ASSIGNMENT = re.compile(r"""^\s*([\w.\-"' ]+?)\s*=""")
 
 
 class Origin(StrEnum):
-    """The kind of source that a value comes from."""
-
     FLAG = "flag"
     VARIABLE = "variable"
     FILE = "file"
@@ -94,7 +92,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of a value; `where` is the flag, the variable, or `FILE:LINE`."""
+    """`where` is the flag, the variable, or `FILE:LINE`."""
 
     origin: Origin
     where: str = ""
@@ -133,10 +131,9 @@ class Sources:
             raise ConfigurationError(f"{path} {what}: {error}") from error
 
     def check_variables(self, model: type[BaseModel]) -> None:
-        """Check that every variable is a setting, and valid JSON if its setting requires JSON.
-
+        """
         Raises:
-            ConfigurationError: A variable is not a setting, or is not valid JSON.
+            ConfigurationError: A variable is not a setting, or is not valid JSON although its setting requires it.
         """
         for name, text in self.variables.items():
             fields = fields_at(model, _path(name))
@@ -163,13 +160,11 @@ class Sources:
 
 
 def is_shared(variable: str) -> bool:
-    """Return whether a variable sets something in `SHARED`."""
     path = _path(variable.upper()) if variable.upper().startswith(ENV_PREFIX) else []
     return any(".".join(path[:end]) in SHARED for end in range(1, len(path) + 1))
 
 
 def without_shared(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return a table of the file without the keys in `SHARED`."""
     kept = {name: value for name, value in table.items() if above + name not in SHARED}
     return {
         name: without_shared(value, f"{above}{name}.") if isinstance(value, Mapping) else value

@@ -18,7 +18,7 @@ from rollout_service.http.keyring import ApiKey, name_keys
 
 
 def _split(value: object) -> object:
-    """Parse a variable that holds one value, several separated by commas, or a JSON list or table."""
+    """Parse one value, several separated by commas, or a JSON list or table."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith(("[", "{")):
@@ -52,7 +52,6 @@ def _pairs(value: object) -> object:
 
 
 def _hosts(value: object) -> object:
-    """Parse a variable that holds a list of hosts, or a word that stands for one."""
     return value if value in ("none", "full") else _split(value)
 
 
@@ -63,9 +62,6 @@ Hosts = Annotated[Literal["none", "full"] | list[str], NoDecode, BeforeValidator
 Backends = Annotated[list[BackendSpec], NoDecode, BeforeValidator(_addresses), BeforeValidator(_split)]
 Models = Annotated[dict[Name, str], NoDecode, BeforeValidator(_pairs), BeforeValidator(_split)]
 Keys = Annotated[list[ApiKey], NoDecode, BeforeValidator(name_keys), BeforeValidator(_split)]
-
-
-# The base of every table of the settings.
 
 
 class Section(BaseModel):

@@ -104,8 +104,9 @@ class JobFolder:
         write_private(self.path / "job.json", submitted.model_dump_json(indent=2).encode())
 
     def load(self) -> Submitted:
-        """Raises:
-        ConfigurationError: The folder is not a job's.
+        """
+        Raises:
+            ConfigurationError: The folder is not a job's.
         """
         try:
             return Submitted.model_validate_json((self.path / "job.json").read_bytes())

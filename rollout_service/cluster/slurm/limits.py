@@ -1,4 +1,6 @@
-"""Refuses a job that its partition can never run, with the partition's limits; Slurm would leave some queued forever."""
+"""Refuses a job that its partition can never run, with the partition's limits; Slurm would leave some in the queue
+forever.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
 def check_fits(spec: JobSpec, nodes: Sequence[PartitionNode]) -> None:
-    """Raises:
-    ConfigurationError: The partition does not exist, or has less than the job asks for.
+    """
+    Raises:
+        ConfigurationError: The partition does not exist, or has less than the job asks for.
     """
     _check(spec.resources, spec.time, nodes)
     if spec.engines is not None and spec.engines.resources is not None:

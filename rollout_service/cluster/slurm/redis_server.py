@@ -58,8 +58,9 @@ def redis_child(folder: JobFolder, spec: JobSpec) -> KeptProcess:
 
 
 def redis_program(spec: JobSpec) -> str:
-    """Raises:
-    ConfigurationError: There is no such program.
+    """
+    Raises:
+        ConfigurationError: There is no such program.
     """
     program = shutil.which(spec.redis_server)
     if program is None:

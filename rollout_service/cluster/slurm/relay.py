@@ -21,8 +21,9 @@ _BROKEN = (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, Runtim
 
 
 async def relay(folder: JobFolder, port: int, listening: anyio.Event | None = None) -> None:
-    """Raises:
-    ConfigurationError: The port is taken.
+    """
+    Raises:
+        ConfigurationError: The port is taken.
     """
 
     async def handle(near: anyio.abc.SocketStream) -> None:

@@ -103,8 +103,9 @@ class Scaling:
     _retry_at: float = 0.0
 
     def decide(self, seen: ScaleInput) -> list[ScaleAction]:
-        """Raises:
-        NodesDoNotStartError: Starts have failed too often in a row.
+        """
+        Raises:
+            NodesDoNotStartError: Starts have failed too often in a row.
         """
         self._note_ends(seen)
         actions = [*self._end(seen), *self._renew(seen)]
@@ -122,8 +123,9 @@ class Scaling:
         self._slots |= jobs
 
     def start_failed(self, now: float, what: str) -> None:
-        """Raises:
-        NodesDoNotStartError: It was the last attempt.
+        """
+        Raises:
+            NodesDoNotStartError: It was the last attempt.
         """
         self.failed += 1
         self._retry_at = now + self.options.grow_after
