@@ -37,7 +37,7 @@ from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.runs_contract import GroupHead, ShardRuns
 
 HEADS_AT_ONCE = 16
-"""The most heads that one read returns; with long conversations they take megabytes."""
+"""Heads that one read returns at most; with long conversations they take megabytes."""
 _INLINE_BYTES = 16_384
 """A trajectory of up to this many compressed bytes is decoded on the event loop, a larger one in a thread."""
 
@@ -125,7 +125,7 @@ class BaseStore(StoreShard):
 
     @abstractmethod
     async def _page(self, state: RolloutState | None, after: int, limit: int) -> RolloutPage:
-        """Return up to `limit` rollouts with numbers above `after`, only those in `state` if that is set."""
+        """Return rollouts with numbers above `after`, only those in `state` if that is set."""
 
     async def list(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
@@ -189,7 +189,7 @@ class BaseRuns(ShardRuns):
     async def _groups(
         self, run_id: str, which: GroupSelection, order: SummaryOrder, after: int | None, limit: int
     ) -> StoredGroups:
-        """Return up to `limit` groups that match, after a number if one is given."""
+        """Return groups that match, after a number if one is given."""
 
     @abstractmethod
     async def _history(self, run_id: str) -> tuple[Sequence[bytes], Mapping[str, int]]:

@@ -1,6 +1,5 @@
 """The contract between the nodes that share a store: who is here, and who leads.
 
-Guarantees:
 - A node's name belongs to one live service at a time.
 - A node that has been silent for `DEAD_SECONDS` is declared dead by the next heartbeat of any other node. In the same
   step its leases are queued again, with the attempts that had begun still counted. While the store itself was away,
@@ -34,8 +33,6 @@ LEADER_SECONDS = 6.0
 
 
 class NameTakenError(ConfigurationError):
-    """Another live node has the name."""
-
     code = "node_name_taken"
 
     def __init__(self, name: str, holder: str) -> None:
@@ -64,43 +61,41 @@ def live_node(name: str) -> ConflictError:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A node's report on itself, sent with every heartbeat."""
+    """Sent with every heartbeat."""
 
     name: str
     owner: str
-    """The text of its service's identity, in whose name it leases rollouts."""
+    """The identity in whose name it leases rollouts."""
     address: str = ""
     """The URL of its API; empty if unknown."""
     labels: Sequence[str] = ()
     environments: Sequence[str] = ()
-    """The environments whose rollouts it takes: loaded there, with all required labels."""
+    """Those whose rollouts it takes: loaded there, with all required labels."""
     images: Sequence[str] = ()
     """Those of `environments` whose image is there, or that need none."""
     places: int = 0
     """The most rollouts that it works on at once, before their evaluation."""
     view: str = "{}"
-    """Its figures: a `NodeView` as JSON."""
+    """A `NodeView` as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """A node as the store knows it."""
-
     report: NodeReport
     state: NodeState
     silent_seconds: float
-    """The time since its last heartbeat."""
+    """Since its last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     is_member: bool
-    """Whether the node is still a member. If not, it was declared dead: its leases are lost, and it has to join again
-    once it has dropped their work."""
+    """If not, the node was declared dead: its leases are lost, and it has to join again once it has dropped their work.
+    """
     state: NodeState = NodeState.READY
     """Whether the node is to claim rollouts."""
     places: int = 0
-    """The places of all nodes that claim rollouts."""
+    """Of all nodes that claim rollouts."""
     environments: Mapping[str, int] = field(default_factory=dict)
     """How many nodes claim rollouts of each environment."""
     images: Mapping[str, int] = field(default_factory=dict)
@@ -116,7 +111,7 @@ class RoleLease:
     role: str
     owner: str
     token: int
-    """A number that grows with every change of leader."""
+    """Grows with every change of leader."""
 
 
 class ClusterStore(Protocol):
@@ -147,7 +142,7 @@ class ClusterStore(Protocol):
         ...
 
     async def leave(self, owner: str) -> None:
-        """End a membership: queue the node's rollouts again, resign its roles and free its name. Idempotent."""
+        """Queue the node's rollouts again, resign its roles and free its name. Idempotent."""
         ...
 
     async def nodes(self) -> Sequence[NodeRecord]:
@@ -194,7 +189,7 @@ class ClusterStore(Protocol):
         ...
 
     async def resign(self, role: str, owner: str) -> None:
-        """Give up a role, so that another service can take it at once. Idempotent."""
+        """Free a role, so that another service can take it at once. Idempotent."""
         ...
 
     async def leader(self, role: str) -> RoleLease | None: ...

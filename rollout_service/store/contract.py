@@ -1,6 +1,5 @@
 """The contract of the durable store, which is also the queue.
 
-Guarantees:
 - What `submit` returned survives any crash.
 - A rollout reaches exactly one terminal state, and its result is written with that state in one transaction.
 - Only the holder of the current lease can move a rollout: a worker that lost its lease can do no harm.
@@ -17,8 +16,7 @@ Guarantees:
 
 A store is one shard, or spread over several that share nothing, so one that fails takes only its own runs with it:
 calls for these raise a StoreError, all others go on. A run is in one shard with all of its rollouts, groups and
-batches, and so is a rollout of no run; `shard_of` tells which. What a call collects from all shards leaves out one that
-fails.
+batches, and so is a rollout of no run. A call that collects from all shards leaves out one that fails.
 
 A lease is lost once it is taken over, released or ended. An expired lease that nobody has taken over can still be
 renewed or ended by its owner. The `wait_for_*` methods replace polling: each returns when there may be something new
@@ -61,7 +59,7 @@ class Lease:
     rollout_id: str
     request: RolloutRequest
     attempt: int
-    """The number of this attempt, from 1. The attempt counts once it enters a stage or fails."""
+    """From 1. The attempt counts once it enters a stage or fails."""
     retries: list[ErrorInfo]
     """The failures of earlier attempts."""
     spans: list[Span]
@@ -70,13 +68,14 @@ class Lease:
     """When the rollout was submitted."""
     queued_seconds: float
     """How long ago it was queued, submitted or released after an attempt, when it was claimed; by the store's clock,
-    since this host may have another time."""
+    since this host may have another time.
+    """
     token: int
-    """A number that grows with every claim and distinguishes this lease from earlier ones of the same owner."""
+    """Grows with every claim and distinguishes this lease from earlier ones of the same owner."""
     saved_turns: int = 0
     """How many turns an interrupted attempt left, to continue from; `Store.saved_turns` returns them."""
     run_id: str | None = None
-    """The run that the rollout is part of; None if it was submitted alone."""
+    """None if the rollout was submitted alone."""
     group: int | None = None
     """The number of its group in that run."""
 
@@ -93,13 +92,11 @@ class EncodedSteps:
 
 @dataclass(frozen=True, slots=True)
 class UnsavedTurn:
-    """One turn of a leased rollout, ready to be saved."""
-
     rollout_id: str
     token: int
-    """The token of the lease under which the turn was made."""
+    """Of the lease under which the turn was made."""
     number: int
-    """The turn's number in its rollout, from 0."""
+    """In its rollout, from 0."""
     data: bytes
 
 
@@ -117,7 +114,7 @@ class Store(SummaryStore, Protocol):
 
     @property
     def errors(self) -> int:
-        """The number of failed calls since the store was opened."""
+        """Failed calls since the store was opened."""
         ...
 
     def size_bytes(self) -> int: ...
@@ -129,12 +126,12 @@ class Store(SummaryStore, Protocol):
 
     @property
     def rewinds(self) -> int:
-        """A number that grows whenever the store's leases may be others than its owners know, as after a failover."""
+        """Grows whenever the store's leases may be others than its owners know, as after a failover."""
         ...
 
     @property
     def shards(self) -> Sequence[StoreShard]:
-        """The shards, in an order that never changes; the store itself if it is not spread."""
+        """In an order that never changes; the store itself if it is not spread."""
         ...
 
     def shard_of(self, name: str) -> int:
@@ -157,9 +154,7 @@ class Store(SummaryStore, Protocol):
         ...
 
     @property
-    def cluster(self) -> ClusterStore:
-        """The nodes that share the store, and who leads."""
-        ...
+    def cluster(self) -> ClusterStore: ...
 
     async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
         """Make a rollout durable; return it and whether it is new.
@@ -184,15 +179,15 @@ class Store(SummaryStore, Protocol):
         """Lease up to `limit` rollouts, oldest first: queued ones, and those whose lease from another owner expired.
 
         Shards take turns, and each gives its own oldest.
+
         With `pools`, only rollouts of these pools are leased, and until the next claim `wait_for_work` waits for these
         alone. `waits` does the same for environments: only rollouts of these are leased, each once it has been queued
-        for this many seconds, so that a node that suits it better can take it first. A rollout that `owner` already
-        holds is never leased to it again, however long the store could not be written to.
+        for this many seconds, so that a node that suits it better can take it first.
         """
         ...
 
     async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> list[str]:
-        """Renew these leases, if this owner holds them; return the ids of those that it has lost."""
+        """Return the ids of those of these leases that this owner has lost."""
         ...
 
     async def recover(self, owner: str) -> int:
@@ -247,9 +242,8 @@ class Store(SummaryStore, Protocol):
     async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = (), kept_turns: int = 0) -> bool:
         """Requeue a leased rollout with the first `kept_turns` of its saved turns; return False if the lease is lost.
 
-        The next attempt goes on after these and has the same number, since this one is not counted. `spans` are those
-        of all attempts so far; the next lease carries them. If cancellation was requested, the rollout is cancelled
-        instead.
+        The next attempt goes on after these and has the same number, since this one is not counted. `spans`, and a
+        requested cancellation, are as in `retry`.
         """
         ...
 
@@ -273,7 +267,7 @@ class Store(SummaryStore, Protocol):
         ...
 
     async def saved_turns(self, rollout_id: str) -> list[bytes]:
-        """Return the data of a rollout's saved turns, in order; empty if there are none."""
+        """Return the data of a rollout's saved turns, in order."""
         ...
 
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
@@ -284,7 +278,7 @@ class Store(SummaryStore, Protocol):
         ...
 
     async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
-        """Return the stored steps of these rollouts, the earliest stored first; those without any are left out."""
+        """Return the stored steps, the earliest stored first; rollouts without any are left out."""
         ...
 
     async def cancel(self, rollout_id: str) -> RolloutState | None:
@@ -317,7 +311,7 @@ class Store(SummaryStore, Protocol):
         ...
 
     async def counts(self) -> dict[RolloutState, int]:
-        """Return the number of rollouts in each state, without states that have none."""
+        """Leave out states that have no rollout."""
         ...
 
     async def record(self, kind: str, subject: str, data: dict[str, JsonValue]) -> Event:

@@ -1,6 +1,5 @@
 """The contract on engines between services that share a store: which there are, and the commands to pools.
 
-Guarantees:
 - A backend that one service puts here is followed by all, until one of them removes it.
 - A pool has at most one open command. Commands are numbered; a repeated request for the open one gets its number.
 - A command ends once: the first `finish` counts, with its result and the pool's new state, in one step.
@@ -25,8 +24,6 @@ from api_schemas.inference import BackendSpec
 
 
 class CommandKind(StrEnum):
-    """A command to all backends of a pool."""
-
     PAUSE = "pause"
     RESUME = "resume"
     WEIGHTS = "weights"
@@ -41,11 +38,11 @@ class SharedBackend:
     loopback_of: str = ""
     """The machine whose services alone can reach it, for a loopback address; empty for every other address."""
     exports: tuple[str, ...] = ()
-    """The token extras that it returned when it was checked."""
+    """Token extras that it returned when it was checked."""
     is_draining: bool = False
     """Whether it is given no new requests."""
     lease_until: float | None = field(default=None, compare=False)
-    """When its lease runs out, as Unix time; None without one."""
+    """In Unix seconds; None without a lease."""
 
 
 def end_of_lease(spec: BackendSpec) -> float | None:
@@ -59,18 +56,17 @@ class PoolRecord:
 
     pool: str
     number: int
-    """The number of the last command."""
+    """Of the last command."""
     kind: CommandKind
     request: str
-    """The request as JSON."""
+    """As JSON."""
     is_open: bool
-    """Whether the command has not been finished."""
     state: str
     """The state that the last finished command left, as JSON of `PoolState`; empty before the first."""
     revision: int
-    """A number that grows with every change of `state`."""
+    """Grows with every change of `state`."""
     held_by: frozenset[str]
-    """The services that hold their requests for the open command, by their identities."""
+    """The identities of the services that hold their requests for the open command."""
 
 
 class BackendStore(Protocol):
@@ -90,11 +86,11 @@ class BackendStore(Protocol):
         ...
 
     async def remove(self, backend_id: str) -> bool:
-        """Remove a backend; return whether it was there."""
+        """Return whether the backend was there."""
         ...
 
     async def backends(self) -> Sequence[SharedBackend]:
-        """Return all backends in the order in which they were first put."""
+        """In the order in which they were first put."""
         ...
 
     async def wait_for_change(self, after: int) -> int:
@@ -137,5 +133,5 @@ class EnginesStore(BackendStore, Protocol):
         ...
 
     async def result(self, pool: str, number: int) -> str | None:
-        """Return the result of a finished command, as it was given to `finish`; only the last ones are kept."""
+        """Return the result as it was given to `finish`; only the last ones are kept."""
         ...

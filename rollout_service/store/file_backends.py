@@ -1,7 +1,7 @@
 """The backends of a service that shares its store with nobody, in a file that survives restarts.
 
-Guarantee: the file is always whole, however many backends are registered at once. A file that cannot be written is
-logged, and the backends work until the service ends.
+The file is always whole, however many backends are registered at once. A file that cannot be written is logged, and the
+backends work until the service ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPECS = TypeAdapter(list[BackendSpec])
 
 
 class FileBackends(BackendStore):
-    """Backends in a JSON file; a drain lasts until the service ends, and leases begin again with it."""
+    """A drain lasts until the service ends, and leases begin again with it."""
 
     is_shared = False
 

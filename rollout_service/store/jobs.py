@@ -1,10 +1,8 @@
 """The thread of a store's database, which does the jobs that wait together as one.
 
-Guarantees:
 - Jobs are done in the order of their requests.
 - Cancelling a caller does not stop its job.
 - If the thread itself fails, every caller gets an error, and `failed` raises it.
-- Any thread may record how long jobs took to become durable, and any other may read it.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def commit_histogram() -> Histogram:
 class Job:
     writes: bool
     future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """The future that the caller awaits."""
+    """Awaited by the caller."""
 
 
 J = TypeVar("J", bound=Job)
@@ -95,7 +93,7 @@ class JobThread(ABC, Generic[J]):
 
     @property
     def errors(self) -> int:
-        """The number of calls that failed because of the database."""
+        """Calls that failed because of the database."""
         return self.health.errors
 
     @abstractmethod
@@ -217,7 +215,7 @@ class JobThread(ABC, Generic[J]):
 
 @dataclass(slots=True)
 class StoreHealth:
-    """The failures of a database and of what belongs to it, as they were last seen; used on the event loop alone.
+    """The failures of a database and of its parts, as they were last seen; used on the event loop alone.
 
     The log says once that it fails, and once that it works again.
     """
@@ -225,7 +223,7 @@ class StoreHealth:
     address: str
     """Where it is, for the log."""
     errors: int = 0
-    """The number of calls that failed."""
+    """Calls that failed."""
     _open: dict[str, StoreError] = field(default_factory=dict)
     _last: StoreError | None = None
     _failed_at: float = 0.0
@@ -239,7 +237,7 @@ class StoreHealth:
         return self._last if time.monotonic() - self._failed_at < PROBLEM_SECONDS else None
 
     def failed(self, part: str, error: StoreError, *, calls: int = 0) -> None:
-        """Record a failure of a part, with the number of calls that it failed."""
+        """`calls` is how many calls it failed."""
         self._open[part] = self._last = error
         self._failed_at = time.monotonic()
         self.errors += calls

@@ -1,6 +1,5 @@
 """The contract of the lists that people look at: rollouts as short rows, a run's groups, and how a run went over time.
 
-Guarantees:
 - A page is found without looking at more than `LOOKED_AT` records, however many there are. If so few match that this
   does not fill the page, it is short or empty, and its cursor goes on from there; the last page has none.
 - Following the cursors gives every record that matches all the time exactly once, while new ones arrive.
@@ -22,8 +21,6 @@ CLOCK_STEP_SECONDS = 300.0
 
 
 class SummaryStore(Protocol):
-    """Rollouts as rows of lists."""
-
     async def summaries(
         self,
         which: SummaryFilter,
@@ -32,7 +29,7 @@ class SummaryStore(Protocol):
         cursor: str | None = None,
         limit: int = 100,
     ) -> SummaryPage:
-        """Return a page of up to `limit` rollouts, in the order in which they were submitted or its reverse.
+        """Return a page of rollouts, in the order in which they were submitted or its reverse.
 
         Raises:
             StoreError: The store fails.
@@ -43,7 +40,7 @@ class SummaryStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupSelection:
-    """Which groups of a run to list; None stands for any."""
+    """None stands for any."""
 
     state: str | None = None
     """`open`, `ready`, `batched`, `acknowledged` or `dropped`."""
@@ -68,7 +65,7 @@ class RunLists(Protocol):
         cursor: str | None = None,
         limit: int = 50,
     ) -> GroupPage:
-        """Return a page of up to `limit` groups by number, or the highest number first.
+        """Return a page of groups by number, or the highest number first.
 
         Raises:
             InvalidFieldError: The cursor is not one that an earlier page of this order returned.

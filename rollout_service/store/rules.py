@@ -1,7 +1,7 @@
 """The rules of runs, groups and batches as pure functions, for every store.
 
-A store reads records, asks a rule, and writes the decision in the same transaction. So all stores decide alike, and a
-rule can be tested without a database. Where a store filters rows itself for speed, the bound comes from a rule.
+A store reads records, asks a rule, and writes the decision in the same transaction, so all stores decide alike. Where a
+store filters rows itself for speed, the bound comes from a rule.
 """
 
 from __future__ import annotations
@@ -26,26 +26,23 @@ from rollout_service.store.runs_contract import (
 )
 
 DROPPED = "dropped:"
-"""The prefix of the counters of dropped groups; the reason follows."""
+"""Counts dropped groups; the reason follows."""
 WORK = "work:"
-"""The prefix of the sums of how rollouts used sub-agents; the name in `groups.work_sums` follows."""
+"""Sums how rollouts used sub-agents; the name in `groups.work_sums` follows."""
 DROPPED_IN_A_ROW = "in_a_row:dropped:"
-"""The prefix of the counters of groups that were dropped since the last one that was kept; the reason follows."""
+"""Counts groups that were dropped since the last one that was kept; the reason follows."""
 FAILED_IN_A_ROW = "in_a_row:failed:"
-"""The prefix of the counter of groups in a row that one permanent error ended; its code follows."""
+"""Counts groups in a row that one permanent error ended; its code follows."""
 OVER = frozenset({RunState.ENDED, RunState.FINISHED})
 
 
 class BatchState(StrEnum):
-    """The states of a batch; the last two are final."""
+    """The last two are final."""
 
     LEASED = "leased"
     RETURNED = "returned"
     ACKNOWLEDGED = "acknowledged"
     DISSOLVED = "dissolved"
-
-
-# -- versions ------------------------------------------------------------------
 
 
 def oldest_allowed(run: RunRecord) -> int | None:
@@ -54,16 +51,13 @@ def oldest_allowed(run: RunRecord) -> int | None:
 
 
 def is_stale(oldest_version: int | None, bound: int | None) -> bool:
-    """Return whether tokens of this version are older than the bound; without a bound nothing is stale."""
+    """Without a bound nothing is stale."""
     return bound is not None and oldest_version is not None and oldest_version < bound
-
-
-# -- the next batch ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """A new batch: the groups to put into it, and what becomes of the others."""
+    """The groups to put into a new batch, and what becomes of the others."""
 
     groups: Sequence[int]
     surplus: Sequence[int] = ()
@@ -77,11 +71,9 @@ def next_batch(
 ) -> NewBatch | NoBatch:
     """Return the next new batch of a run, or why there is none now.
 
-    Args:
-        run: the run, with its current counters.
-        ready: all its ready groups, in the order of their numbers, with their owners if it has live sessions.
-        bound: the oldest version that a token may have; None takes stale groups too.
-        due_in: after how many seconds the next lease of another batch runs out.
+    `ready` are all its ready groups, in the order of their numbers, with their owners if it has live sessions. `bound`
+    is the oldest version that a token may have; None takes stale groups too. `due_in` is after how many seconds the
+    next lease of another batch runs out.
     """
     if any(is_stale(group.oldest_version, bound) for group in ready):
         return NoBatch(over=False, due_in=math.inf, stale=True)
@@ -97,14 +89,11 @@ def next_batch(
 
 
 def _batch(run: RunRecord, ready: Sequence[ReadyGroup], *, is_last: bool) -> Sequence[ReadyGroup]:
-    """Return the groups of the next batch; none if they do not fill it, unless it is the last one."""
+    """Return no groups if they do not fill the batch, unless it is the last one."""
     size, live = run.request.batch_size, run.request.live
     if live is not None:
         return shares.next_batch(ready, size, live, is_last=is_last)
     return ready[:size] if is_last or len(ready) >= size else []
-
-
-# -- counters ------------------------------------------------------------------
 
 
 def dropped_counts(counters: Mapping[str, int]) -> dict[str, int]:
@@ -122,12 +111,12 @@ def work_counts(counters: Mapping[str, int]) -> dict[str, int]:
 
 
 def dropped_in_a_row(counters: Mapping[str, int]) -> dict[str, int]:
-    """Return how many groups were dropped since the last one that was kept, by reason."""
+    """By reason."""
     return _with_prefix(counters, DROPPED_IN_A_ROW)
 
 
 def failed_in_a_row(counters: Mapping[str, int]) -> dict[str, int]:
-    """Return how many groups in a row one permanent error ended, by its code; there is at most one."""
+    """By the error's code; there is at most one."""
     return _with_prefix(counters, FAILED_IN_A_ROW)
 
 
@@ -181,7 +170,7 @@ def ends_problem(run: RunRecord, closure: GroupClosure) -> bool:
 
 
 def delivered_rollouts(samples: Sequence[ClosedSample]) -> list[str]:
-    """Return the ids of the rollouts whose tokens are delivered: all but the stale ones."""
+    """Leave out stale rollouts."""
     return [sample.rollout_id for sample in samples if sample.masked_because != STALE]
 
 
@@ -212,9 +201,6 @@ def is_worth_keeping(samples: Sequence[ClosedSample], request: RunRequest) -> bo
     return sum(sample.usable for sample in samples) >= max(1, request.min_usable)
 
 
-# -- runs ----------------------------------------------------------------------
-
-
 def total_tasks(source: TaskSource, tasks: int) -> int | None:
     """Return the number of tasks over all epochs; None while it is unbounded."""
     if isinstance(source, InlineTasks) and source.open:
@@ -230,7 +216,7 @@ def is_finished(run: RunRecord) -> bool:
 
 
 def next_state(run: RunRecord, requested: RunState | None) -> RunState:
-    """Return the state of a run after a request to change it; None requests no change.
+    """None requests no change.
 
     Raises:
         ConflictError: The run is over and cannot be paused or resumed.
@@ -249,7 +235,10 @@ def can_start(run: RunRecord, groups: Sequence[NewGroup]) -> bool:
 
 
 def check_append(run: RunRecord, offset: int) -> None:
-    """Raise ConflictError unless tasks can be appended to a run at this offset."""
+    """
+    Raises:
+        ConflictError: Tasks cannot be appended to the run at this offset.
+    """
     source = run.request.source
     is_open = isinstance(source, InlineTasks) and source.open
     if not is_open or run.total is not None or run.state in OVER:
@@ -270,11 +259,12 @@ def is_appended(run: RunRecord, there: Sequence[Task], tasks: Sequence[Task], *,
     return bool(tasks) and list(there) == list(tasks) and (run.total is not None) == close
 
 
-# -- batches -------------------------------------------------------------------
-
-
 def check_acknowledge(batch_id: str, state: BatchState) -> bool:
-    """Return whether to acknowledge a batch, not if it is already; raise ConflictError if it was dissolved."""
+    """Return False for a batch that is acknowledged already.
+
+    Raises:
+        ConflictError: The batch was dissolved.
+    """
     if state is BatchState.DISSOLVED:
         raise ConflictError(
             f"the batch {batch_id} was dissolved: its lease had expired or been returned, "
@@ -285,7 +275,10 @@ def check_acknowledge(batch_id: str, state: BatchState) -> bool:
 
 
 def check_renewal(batch_id: str, state: BatchState, *, holder: str | None, key: str | None) -> None:
-    """Raise ConflictError unless the lease of a batch can be renewed with this key; None stands for any key."""
+    """
+    Raises:
+        ConflictError: The lease cannot be renewed with this key; None stands for any key.
+    """
     if state is BatchState.LEASED and key in (None, holder):
         return
     why = "leased by another consumer" if state is BatchState.LEASED else str(state)
@@ -296,15 +289,16 @@ def check_renewal(batch_id: str, state: BatchState, *, holder: str | None, key: 
 
 
 def check_return(batch_id: str, state: BatchState) -> bool:
-    """Return whether to return a batch, not if it is free already; raise ConflictError if it is acknowledged."""
+    """Return False for a batch that is free already.
+
+    Raises:
+        ConflictError: The batch is acknowledged.
+    """
     if state is BatchState.ACKNOWLEDGED:
         raise ConflictError(
             f"the batch {batch_id} is acknowledged", hint="An acknowledged batch is never delivered again."
         )
     return state is BatchState.LEASED
-
-
-# -- pruning -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """The contract of the store of runs, groups and batches.
 
-Guarantees:
 - Each method is one transaction.
 - A run's cursor moves in the transaction that makes the group's rollouts durable: a crash neither repeats nor skips a
   task.
@@ -42,16 +41,16 @@ from rollout_service.store.lists_contract import RunLists
 class RunRecord:
     run_id: str
     request: RunRequest
-    """The request with all patches applied; inline tasks are stored separately."""
+    """With all patches applied; inline tasks are stored separately."""
     state: RunState
     version: int
     first_version: int
     tasks: int
-    """The number of tasks in one epoch so far."""
+    """In one epoch so far."""
     total: int | None
-    """The number of tasks over all epochs; None while it is unbounded."""
+    """Tasks over all epochs; None while it is unbounded."""
     digest: str | None
-    """The digest of the file that the tasks come from."""
+    """Of the file that the tasks come from."""
     cursor: int
     counters: Mapping[str, int]
     """Groups by state, dropped ones as `dropped:<reason>`; `masked`, `masked:stale` and `retried` samples; acknowledged
@@ -68,7 +67,7 @@ class RunRecord:
         return over or self.state in (RunState.ENDED, RunState.FINISHED)
 
     def count(self, name: str) -> int:
-        """Return a counter, 0 if it was never raised."""
+        """A counter that was never raised is 0."""
         return self.counters.get(name, 0)
 
 
@@ -92,7 +91,7 @@ class GroupMember:
     oldest_version: int | None
     newest_version: int | None
     is_straggler: bool
-    """Whether it is being cut off as a straggler."""
+    """Whether it is being cut off."""
     is_erased: bool = False
     """Whether its contents were erased on a person's demand."""
 
@@ -104,7 +103,7 @@ class OpenGroup:
     number: int
     members: Sequence[GroupMember]
     cancel_reason: str | None
-    """Why the group is being cancelled; None if it is not."""
+    """None if the group is not being cancelled."""
     lost: Sequence[str] = ()
     """The ids of its rollouts that the store has lost."""
     reward_weights: RewardWeights | None = None
@@ -113,7 +112,7 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class ClosedSample:
-    """One sample of a closed group: `GroupSample` without the rollout."""
+    """`GroupSample` without the rollout."""
 
     sample: int
     rollout_id: str
@@ -144,10 +143,10 @@ class GroupClosure:
     reward_mean: float | None
     reward_std: float | None
     oldest_version: int | None
-    """The lowest version of a token in a usable sample."""
+    """Of a token in a usable sample."""
     newest_version: int | None
     reward_weights: RewardWeights | None = None
-    """The weights of the parts of the rewards; None if the run has no auxiliary reward."""
+    """Of the parts of the rewards; None if the run has no auxiliary reward."""
     measured_on: RewardPart | None = None
     """The part of the rewards whose mean and deviation these are; None if it is their total."""
     filtered_on: Sequence[RewardPart] = ()
@@ -171,10 +170,10 @@ class GroupHead:
 
     number: int
     json: bytes
-    """The `Group` as JSON, with empty columns."""
+    """The `Group`, with empty columns."""
     samples: Sequence[ClosedSample]
     tokens: Sequence[Sequence[int]]
-    """The number of tokens of each segment, by sample; empty for a sample without a trajectory."""
+    """Of each segment, by sample; empty for a sample without a trajectory."""
     oldest_version: int | None
     newest_version: int | None
 
@@ -190,7 +189,7 @@ class BatchLeaseRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchLease:
-    """A leased batch; its groups are read one by one."""
+    """Its groups are read one by one."""
 
     batch_id: str
     run_id: str
@@ -204,13 +203,13 @@ class BatchLease:
 
 @dataclass(frozen=True, slots=True)
 class NoBatch:
-    """The answer to a lease when no batch is available."""
-
     over: bool
     """Whether there will never be another batch."""
     due_in: float
     """After how many seconds the next lease expires, so that a batch may become available; infinity if none is out.
-    A duration, since the caller's host may have another time than the store."""
+
+    A duration, since the caller's host may have another time than the store.
+    """
     stale: bool = False
     """Whether waiting groups have become too old: call `reclose_group` for each, then ask again."""
 
@@ -236,7 +235,7 @@ class RunStore(RunLists, Protocol):
     async def get(self, run_id: str) -> RunRecord: ...
 
     async def list(self) -> Sequence[RunRecord]:
-        """Return all runs, oldest first."""
+        """Oldest first."""
         ...
 
     async def active(self) -> Sequence[RunRecord]:
@@ -270,7 +269,7 @@ class RunStore(RunLists, Protocol):
         ...
 
     async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
-        """Return tasks of an inline run by their number in the epoch."""
+        """`first` is a number in the epoch."""
         ...
 
     async def start_groups(self, run_id: str, groups: Sequence[NewGroup]) -> int:
@@ -278,7 +277,7 @@ class RunStore(RunLists, Protocol):
         ...
 
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
-        """Return the open groups, oldest first."""
+        """Oldest first."""
         ...
 
     async def extend_group(self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]) -> None:
@@ -298,8 +297,8 @@ class RunStore(RunLists, Protocol):
         ...
 
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
-        """Keep or drop an open group; any other group is left unchanged, and so is one with a usable sample that was
-        erased since the closure was decided.
+        """Keep or drop an open group; leave any other unchanged, and one with a usable sample that was erased since the
+        decision.
 
         A group that is kept ends the problem of a run that is running.
         """
@@ -354,7 +353,7 @@ class RunStore(RunLists, Protocol):
         ...
 
     async def group_states(self, run_id: str) -> Mapping[int, str]:
-        """Return the state of every group by its number; a dropped one is `dropped:<reason>`."""
+        """By number; a dropped group is `dropped:<reason>`."""
         ...
 
     async def group(self, run_id: str, number: int) -> Group:
@@ -421,7 +420,7 @@ class RunStore(RunLists, Protocol):
 
 
 class ShardRuns(RunStore, Protocol):
-    """The runs of one shard, which one service at a time manages: that which leads the role there."""
+    """The runs of one shard, which one service at a time manages: the one that leads the role there."""
 
     def fenced(self, lease: RoleLease) -> ShardRuns:
         """Return the same runs for a service that leads a role: its writes are refused once another service leads.

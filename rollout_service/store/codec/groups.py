@@ -1,9 +1,8 @@
 """Closed groups as stored records: the data for trainers, exports and batches, from the rows of a group and its
 rollouts.
 
-Guarantees: every store delivers the same from the same records. A stale sample is delivered without its tokens. The
-sub-agents of a sample are delivered whole or by reference. A damaged record raises RecordLostError and names its
-rollout.
+Every store delivers the same from the same records. A stale sample is delivered without its tokens. The sub-agents of a
+sample are delivered whole or by reference. A damaged record raises RecordLostError and names its rollout.
 
 The row of a group has `run_id`, `number`, `epoch`, `samples` and `summary`; the row of a rollout has what
 `codec.rollouts.decode_rollout` needs, and its encoded `trajectory` or None. Decoding tokens is slow, so call these in a
@@ -50,7 +49,7 @@ def decode_group(row: Row, members: Sequence[Row]) -> Group:
 
 
 def decode_exported(row: Row, members: Sequence[Row]) -> list[ExportedSample]:
-    """Return the samples of a group for an export; none if all its rollouts were lost before it was cancelled."""
+    """Return the samples for an export; none if all rollouts of the group were lost before it was cancelled."""
     if not members:
         return []
     by_id = {member["rollout_id"]: member for member in members}
@@ -90,8 +89,7 @@ def _with_nodes(rollout: Rollout, row: Row) -> Rollout:
 
 
 def make_head(row: Row, members: Sequence[Row]) -> GroupHead:
-    """Return the head of a group.
-
+    """
     Raises:
         RecordLostError: A rollout of the group is missing or damaged.
         OverflowError: A trajectory does not fit the columns, such as one with token ids beyond 32 bits.
@@ -143,12 +141,6 @@ def _delivered(row: Row) -> set[str]:
     return set(rules.delivered_rollouts(run_codec.decode_samples(row["samples"])))
 
 
-# Groups of a run as rows of a list.
-#
-# Guarantees: every store makes the same row of the same group. A row is whole as far as its rollouts are still
-# stored; the statistics and the time of its close outlive them.
-
-
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
     number: int
@@ -159,9 +151,9 @@ class StoredGroup:
     members: Sequence[str]
     """The ids of its rollouts, by sample; none once they are deleted."""
     summary: str | None
-    """The output of `codec.runs.encode_summary`."""
+    """As `codec.runs.encode_summary` writes it."""
     record: bytes
-    """The output of `codec.history.encode_record`; empty for a group without a record."""
+    """As `codec.runs.encode_record` writes it; empty for a group without a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +166,10 @@ class StoredGroups:
 
 
 def make_row(group: StoredGroup, rollouts: Mapping[str, Row]) -> GroupRow:
-    """Return a group with its rollouts; these have `state`, `reward`, `code`, `tokens` and `environment`."""
+    """Return a group as a row of a list; its rollouts have `state`, `reward`, `code`, `tokens` and `environment`.
+
+    The row is whole as far as the rollouts are still stored; the statistics and the time of its close outlive them.
+    """
     closed_at, mean, std = decode_closed(group.record)
     summary = json.loads(group.summary or "{}")
     found = [(sample, name, rollouts[name]) for sample, name in enumerate(group.members) if name in rollouts]
@@ -201,10 +196,9 @@ def make_row(group: StoredGroup, rollouts: Mapping[str, Row]) -> GroupRow:
     )
 
 
-# The heads of kept groups: everything a batch contains of a group except tokens, made once, when the group is closed.
-#
-# Guarantees: except for the tokens, the JSON of a head equals that of `RunStore.group`, byte for byte. A head that was
-# written under another definition of the wire models is not read but made again.
+# The head of a kept group has everything that a batch contains of it except tokens, and is made once, when the group is
+# closed. Except for the tokens, its JSON equals that of `RunStore.group`, byte for byte. A head that was written under
+# another definition of the wire models is not read but made again.
 
 
 def group_json(group: Group) -> bytes:

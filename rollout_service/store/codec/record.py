@@ -1,7 +1,6 @@
 """The record of a rollout's tokens: its own trajectory's, followed by those of its sub-agents if they have any.
 
-Guarantees: the bytes of its own trajectory are the same whether others follow or not, and without others they are the
-whole record.
+The bytes of its own trajectory are the same whether others follow or not, and without others they are the whole record.
 
 Layout with others: the byte 2, then the length (uint64, little-endian) and the bytes of each trajectory, its own first.
 The length 0 stands for a sub-agent without a trajectory.
@@ -24,7 +23,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def join(own: bytes, others: Sequence[bytes]) -> bytes:
-    """Return the record of these encoded trajectories; an empty one stands for none."""
+    """Join encoded trajectories; an empty one stands for none."""
     if not any(others):
         return own
     parts = [_JOINED]
@@ -34,7 +33,10 @@ def join(own: bytes, others: Sequence[bytes]) -> bytes:
 
 
 def own_part(record: bytes) -> bytes:
-    """Return the rollout's own encoded trajectory; raise ValueError if the record was cut off."""
+    """
+    Raises:
+        ValueError: The record was cut off.
+    """
     return _parts(record)[0] if record.startswith(_JOINED) else record
 
 
@@ -56,13 +58,12 @@ def _parts(record: bytes) -> list[bytes]:
     return parts
 
 
-# The fingerprint by which a store tells a repeated request from another one with the same id.
-#
-# Guarantee: the caller's trace does not count, since a client that repeats a request may do so within another span.
-
-
 def fingerprint(request: BaseModel) -> bytes:
-    """Return the SHA-256 of the request's canonical JSON: sorted keys, defaults filled in, no white space."""
+    """Return the SHA-256 of the request's canonical JSON: sorted keys, defaults filled in, no white space.
+
+    It tells a repeated request from another one with the same id. The caller's trace does not count, since a client
+    that repeats a request may do so within another span.
+    """
     canonical = json.dumps(request.model_dump(mode="json", exclude={"trace"}), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).digest()
 
@@ -72,9 +73,6 @@ def id_taken(noun: str, name: str) -> ConflictError:
         f"the {noun} {name} already exists with a different request",
         hint=f"Choose another {noun}_id, or send exactly the same request again.",
     )
-
-
-# The part of a stored record that the codecs need.
 
 
 class Row(Protocol):

@@ -1,8 +1,10 @@
 """Rollouts, leases and events as stored records.
 
 A rollout's result is stored without the facts that the store keeps elsewhere (the request's fields, the state, the
-attempt, the retries, the times), so each fact has one place. Trajectories have a codec of their own. Decoding a damaged
-record raises RecordLostError, which names its rollout.
+attempt, the retries, the times), so each fact has one place. Sub-agents and the marks of turns are compressed parts of
+the result, without the trajectories, which are in the record of the rollout's tokens, so that they are pruned together.
+Reading returns what was written, to the last bit. Decoding a damaged record raises RecordLostError, which names its
+rollout.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from rollout_service.store.contract import Lease
 _RETRIES = TypeAdapter(list[ErrorInfo])
 _SPANS = TypeAdapter(list[Span])
 _UNREADABLE = (ValueError, KeyError, TypeError, zstandard.ZstdError, struct.error)
-"""The errors that decoding a damaged record raises."""
+"""Raised by decoding a damaged record."""
 RESTORE = "Restore a backup of the store and resume the run, or end the run."
 _RESULT_FIELDS = {
     "reward",
@@ -66,7 +68,7 @@ def when(seconds: float) -> datetime:
 
 @contextmanager
 def reading(rollout_id: str) -> Iterator[None]:
-    """Turn the errors of decoding a damaged record of this rollout into RecordLostError."""
+    """Turn the errors of decoding a damaged record into RecordLostError."""
     try:
         yield
     except _UNREADABLE as error:
@@ -135,13 +137,13 @@ class Shown(Enum):
 
 
 def decode_rollout(row: Row, shown: Shown = Shown.REQUESTED) -> Rollout:
-    """Return a rollout from its row, joined with its request and, if there is one, its result."""
+    """Decode a row that is joined with its request and, if there is one, its result."""
     with reading(row["rollout_id"]):
         return _decode_rollout(row, shown)
 
 
 def make_page(rows: Sequence[Row], limit: int, counts: dict[RolloutState, int]) -> RolloutPage:
-    """Return a page of rollouts from their rows, of which there is one more if another page follows."""
+    """The rows are one more than the limit if another page follows."""
     return RolloutPage(
         rollouts=[decode_rollout(row, Shown.WORK) for row in rows[:limit]],
         next_cursor=str(rows[limit - 1]["seq"]) if len(rows) > limit else None,
@@ -229,10 +231,6 @@ def decode_event(row: Row) -> Event:
     )
 
 
-# The marks of the turns of a stored part of a session, as a compressed part of the rollout's result.
-#
-# Guarantee: reading returns what was written, to the last bit.
-
 _MARKS = TypeAdapter(list[TurnMark])
 _LEVEL = 1
 
@@ -249,12 +247,6 @@ def encode_turn_marks(marks: Sequence[TurnMark]) -> str:
     return _packed(_MARKS.dump_json(list(marks)))
 
 
-# The sub-agents of a stored rollout.
-#
-# Their descriptions are part of the rollout's result, compressed; their trajectories are in the record of its tokens,
-# so that they are pruned together. Guarantees: reading returns the tree that was written, to the last bit. No token of
-# a frozen sub-agent is stored as one to train on.
-
 _NODES = TypeAdapter(list[AgentNode])
 _WITHOUT_TRAJECTORY = {"__all__": {"trajectory"}}
 
@@ -266,10 +258,9 @@ class FrozenTokensError(DefectError):
 
 
 def check_frozen(nodes: Sequence[AgentNode]) -> None:
-    """Check that no token of a frozen sub-agent is to be trained on.
-
+    """
     Raises:
-        FrozenTokensError: There is such a token.
+        FrozenTokensError: A token of a frozen sub-agent is to be trained on.
     """
     for node in nodes:
         if node.trainable or node.trajectory is None:
@@ -282,7 +273,7 @@ def check_frozen(nodes: Sequence[AgentNode]) -> None:
 
 
 def encode(nodes: Sequence[AgentNode]) -> str:
-    """Return the descriptions of sub-agents, without their trajectories, as text."""
+    """Encode the descriptions of sub-agents, without their trajectories."""
     return _packed(_NODES.dump_json(list(nodes), exclude=_WITHOUT_TRAJECTORY))
 
 
@@ -315,7 +306,7 @@ def _recorded(rollout: Rollout, request: RolloutRequest) -> Sequence[AgentNode]:
 
 
 def with_trajectories(nodes: Sequence[AgentNode], tokens: bytes | None) -> list[AgentNode]:
-    """Return sub-agents with their trajectories, if the record of the rollout's tokens has any."""
+    """Add the trajectories that the record of the rollout's tokens has."""
     packed = None if tokens is None else record.other_parts(tokens)
     if packed is None:
         return list(nodes)

@@ -1,4 +1,9 @@
-"""Runs, groups, batches, and the histories of runs as stored records."""
+"""Runs, groups, batches, and the histories of runs as stored records.
+
+A history has one record of fixed size for each group, in the order of their numbers, so it is found, and changed, by
+its number alone. A reason is stored as a checksum, since all reasons of a run are the names of its counters. Making a
+history of 100,000 groups takes some 20 ms; call it in a thread.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ _OWNERS = {"__all__": {"owner"}}
 
 
 def without_tasks(request: RunRequest) -> RunRequest:
-    """Return the request without its inline tasks, which may be many and are stored one by one."""
+    """Leave out inline tasks, which may be many and are stored one by one."""
     if not isinstance(request.source, InlineTasks):
         return request
     return request.model_copy(update={"source": request.source.model_copy(update={"tasks": []})})
@@ -49,7 +54,7 @@ def decode_tasks(texts: Iterable[str | bytes]) -> list[Task]:
 
 
 def decode_run(row: Row, counters: Mapping[str, int], *, request: RunRequest | None = None) -> RunRecord:
-    """Return a run from its row and its counters; `request` is the row's, if it is parsed already."""
+    """`request` is the row's, if it is parsed already."""
     return RunRecord(
         run_id=row["run_id"],
         request=request or RunRequest.model_validate_json(row["request"]),
@@ -68,7 +73,7 @@ def decode_run(row: Row, counters: Mapping[str, int], *, request: RunRequest | N
 
 
 def decode_member(row: Row, now: float, *, sample: int, is_straggler: bool) -> GroupMember | None:
-    """Return a member of a group from the row of its rollout at a time in Unix seconds; None if the rollout is gone."""
+    """Decode the row of a rollout at a time in Unix seconds; None if the rollout is gone."""
     if row["state"] is None:
         return None
     state = RolloutState(row["state"])
@@ -125,9 +130,7 @@ def decode_weights(summary: str | None) -> RewardWeights | None:
 
 
 def decode_group(row: Row, rollouts: Mapping[str, Rollout], *, referred: Collection[str] = ()) -> Group:
-    """Return a closed group from its row and its rollouts by id.
-
-    `referred` are the ids of those whose sub-agents were left out."""
+    """`referred` are the ids of the rollouts whose sub-agents were left out."""
     closed = decode_samples(row["samples"])
     for gone in (sample.rollout_id for sample in closed if sample.rollout_id not in rollouts):
         raise RecordLostError(f"the rollout {gone} of a group is missing from the store", hint=codec.RESTORE)
@@ -197,12 +200,6 @@ def decode_batch(row: Row, run_id: str, groups: Sequence[int]) -> BatchLease:
         dropped=json.loads(row["dropped"]),
     )
 
-
-# The history of a run as stored records, one of fixed size for each group, in the order of their numbers.
-#
-# Guarantees: the record of a group is found, and changed, by its number alone. A reason is stored as a checksum, since
-# all reasons of a run are the names of its counters. Making a history of 100,000 groups takes some 20 ms; call it in a
-# thread.
 
 _RECORD = np.dtype(
     [

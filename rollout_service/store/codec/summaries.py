@@ -1,7 +1,7 @@
 """Rollouts as rows of lists, and the cursors of lists.
 
-Guarantees: every store makes the same row of the same rollout. A cursor says where a page ended and in which order, so
-one of another order is refused instead of giving a wrong page.
+Every store makes the same row of the same rollout. A cursor says where a page ended and in which order, so one of
+another order is refused instead of giving a wrong page.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rollout_service.store.codec.record import Row
 from rollout_service.store.codec.rollouts import reading, when
 
 NO_FIGURES: Mapping[str, int | float | None] = {"turns": None, "tokens": None, "worked": None}
-"""The figures of a rollout whose record cannot be read."""
+"""Of a rollout whose record cannot be read."""
 _CURSOR = re.compile(r"([no])([0-9]{1,18})")
 
 
 def figures(result: Rollout) -> dict[str, int | float | None]:
-    """Return the figures of a result that lists show: `turns`, sampled `tokens`, and seconds `worked`."""
+    """Return `turns`, sampled `tokens`, and seconds `worked`."""
     usage, worked = result.usage, sum(span.seconds for span in result.spans)
     return {"turns": usage.turns, "tokens": usage.sampled_tokens, "worked": worked}
 
@@ -51,7 +51,7 @@ def decode_summary(row: Row) -> RolloutSummary:
 
 
 def count_states(counts: Mapping[RolloutState, int], states: Collection[RolloutState]) -> int:
-    """Return how many rollouts are in these states; in any without them."""
+    """Count rollouts in these states; in any without them."""
     return sum(count for state, count in counts.items() if not states or state in states)
 
 
@@ -60,8 +60,7 @@ def encode_cursor(order: SummaryOrder, position: int | None) -> str | None:
 
 
 def decode_cursor(order: SummaryOrder, cursor: str | None) -> int | None:
-    """Return the position that a cursor stands for.
-
+    """
     Raises:
         InvalidFieldError: It is not a cursor of this order.
     """

@@ -1,8 +1,8 @@
 """Stored trajectories: compressed columns of numbers, with the rest as JSON before them.
 
-Guarantees: reading returns the trajectory that was written, to the last bit. Log-probabilities are stored as float32 if
-each of them is exactly a float32, else as float64. A trajectory that does not fit the columns is stored as compressed
-JSON. A column is unpacked only when it is needed, so a batch can be sent without being in memory as a whole.
+Reading returns the trajectory that was written, to the last bit. Log-probabilities are stored as float32 if each of
+them is exactly a float32, else as float64. A trajectory that does not fit the columns is stored as compressed JSON. A
+column is unpacked only when it is needed, so a batch can be sent without being in memory as a whole.
 
 Layout: the byte 1, the header's length (uint32, little-endian), the header (compressed JSON), then the compressed bytes
 of every column of every segment. The header contains their lengths and each segment's number of tokens. The functions
@@ -29,7 +29,7 @@ _EXACT: np.dtype[Any] = np.dtype("<f8")
 _COLUMNAR = b"\x01"
 _LENGTH = struct.Struct("<I")
 _LEVEL = 1
-"""The compression level; token ids and log-probabilities gain little from a higher one."""
+"""Token ids and log-probabilities gain little from a higher one."""
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -40,7 +40,7 @@ class CompressedColumn:
     data: memoryview
 
     def array(self) -> NDArray[Any]:
-        """Return the numbers; slow for long columns, so call it in a thread."""
+        """Unpack the numbers; slow for long columns, so call it in a thread."""
         return np.frombuffer(_unpack(self.data), self.dtype)
 
     def fill(self, target: NDArray[Any]) -> None:
@@ -63,7 +63,7 @@ class CompressedColumn:
         return pack(values)
 
     def detached(self) -> CompressedColumn:
-        """Return the column in memory of its own, so that the memory of others can be freed."""
+        """Copy the column, so that the memory that it shares can be freed."""
         shared = self.data.nbytes < memoryview(self.data.obj).nbytes
         return replace(self, data=memoryview(bytes(self.data))) if shared else self
 
@@ -91,7 +91,7 @@ def compress(data: bytes | memoryview) -> bytes:
 
 
 def pack(array: NDArray[Any]) -> bytes:
-    """Return the bytes of an array as a frame of zstd."""
+    """Return a frame of zstd."""
     return compress(array.data.cast("B") if len(array) else b"")
 
 
@@ -169,7 +169,7 @@ def _unpack(data: bytes | memoryview) -> bytes:
 
 
 def _unpack_into(data: memoryview, target: memoryview) -> None:
-    """Unpack into memory of the right size."""
+    """The target has the right size."""
     with _decompressors.own.stream_reader(data) as reader:
         if reader.readinto(target) != len(target) or reader.read(1):
             raise ValueError(f"a column does not have the expected {len(target)} bytes")
@@ -208,7 +208,6 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "versions": np.dtype("<i4"),
     "turn_ids": np.dtype("<i4"),
 }
-"""The columns of a segment and their types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +256,6 @@ class Columns:
 
 
 def cast_into(values: NDArray[Any], target: NDArray[Any]) -> None:
-    """Copy numbers into an array, rounded to its type."""
+    """Round the numbers to the type of the array."""
     with np.errstate(over="ignore"):
         target[:] = values

@@ -1,8 +1,8 @@
 """A Redis is used only after it has been checked, and again after every lost connection.
 
-Guarantees: it is Redis 7 or newer, a primary, durable unless the settings say otherwise, and evicts nothing; its keys
-under the prefix are this program's, of this release's schema; it has this release's functions; and a durable one that
-has lost everything, as with its files, is not used until the service starts again.
+It is Redis 7 or newer, a primary, durable unless the settings say otherwise, and evicts nothing; its keys under the
+prefix are this program's, of this release's schema; it has this release's functions; and a durable one that has lost
+everything, as with its files, is not used until the service starts again.
 
 A function that connects raises ConfigurationError if the password cannot be read, StoreError if the Redis must not be
 used, and redis.RedisError if it does not answer.
@@ -28,18 +28,10 @@ from redis.retry import Retry
 from rollout_service.base.errors import StoreError
 from rollout_service.store.redis.config import Durability, RedisConfig
 
-# The functions that change the store, as one library of Redis.
-#
-# Guarantees: a function runs to its end before any other command. The library and its functions are named by a digest
-# of their text, so services of several releases use one Redis at once, each with its own functions.
-#
-# The library is the files of `lua/`, in the order of `FILES`, as one chunk: each file exports one local table, and
-# registers its functions with `common.register`.
-
 FILES = ("common", "schema", "idle", "cluster", "engines", "segments", "index", "rollouts", "runs", "lists")
-"""The files of `lua/`; a file may use the tables of those before it."""
+"""Of `lua/`; a file may use the tables of those before it."""
 LIBRARY_NAMES = "rollouts_*"
-"""The pattern of the names of this program's libraries, of whichever release."""
+"""The names of this program's libraries, of whichever release."""
 _DIGITS = 12
 
 
@@ -48,7 +40,7 @@ class FunctionLibrary:
     name: str
     text: str
     suffix: str
-    """The end of the names by which Redis knows its functions."""
+    """Of the names by which Redis knows its functions."""
 
 
 def library_name(listed: Any) -> str:
@@ -101,10 +93,9 @@ class StoreIdentity:
     """The URLs of all nodes of the cluster, as last seen; where else to ask if that of the settings is gone."""
 
     def check(self, found: str, config: RedisConfig) -> None:
-        """Check that it is the same store as before.
-
+        """
         Raises:
-            StoreError: It is another one.
+            StoreError: It is another store than before.
         """
         if self.store is None or config.durability is Durability.RELAXED:
             self.store = found
@@ -132,7 +123,8 @@ def open_client(config: RedisConfig, url: str | None = None) -> redis.Redis:
     """Return a client with one connection, which is made by its first command; once lost, it is not made again.
 
     Its commands then raise ConnectionLostError before they are sent, so that nothing reaches a Redis unchecked. It is a
-    client of the Redis of the settings, unless there is a URL."""
+    client of the Redis of the settings, unless there is a URL.
+    """
     options: dict[str, Any] = {"redis_connect_func": _OneConnection()}
     if (password := config.password()) is not None:
         options["password"] = password
@@ -186,7 +178,7 @@ def _owner_url(client: redis.Redis, config: RedisConfig, url: str, identity: Sto
 
 
 def _node_url(seed: str, node: Sequence[Any]) -> str:
-    """Return the URL of a node of the cluster that the seed is in; one that names no host is at the seed's."""
+    """Return the URL of a node of the seed's cluster; one that names no host is at the seed's."""
     parts = urlsplit(seed)
     user, at, _ = parts.netloc.rpartition("@")
     host = _text(node[0] or "") or parts.hostname or "127.0.0.1"
@@ -208,7 +200,7 @@ def warn_of_failover(client: redis.Redis, config: RedisConfig) -> None:
 
 
 def execute(client: redis.Redis, *command: Any) -> Any:
-    """Run one command, and return redis-py's answer, in which texts are bytes."""
+    """Return redis-py's answer, in which texts are bytes."""
     return client.execute_command(*command)  # type: ignore[no-untyped-call]
 
 
@@ -222,7 +214,7 @@ def load(client: redis.Redis) -> None:
 
 
 def call_arguments(config: RedisConfig, name: str, now: float | None, *arguments: Any) -> tuple[Any, ...]:
-    """Return the command that calls a function; `now` is in Unix seconds, None for Redis's clock."""
+    """`now` is in Unix seconds, None for Redis's clock."""
     clock = "" if now is None else repr(now)
     return ("FCALL", name + function_library().suffix, 1, config.root, clock, *arguments)
 
@@ -269,7 +261,7 @@ def _settings(client: redis.Redis, info: dict[str, Any]) -> dict[str, str]:
 
 
 def store_id(client: redis.Redis, config: RedisConfig) -> str:
-    """Return the random id of the store under the prefix; it is empty if there is no store."""
+    """Return the random id of the store under the prefix, empty if there is none."""
     found = execute(client, "HGET", f"{config.root}:segments:mark", "id")
     return "" if found is None else _text(found)
 

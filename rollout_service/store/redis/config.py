@@ -1,6 +1,6 @@
 """The address of a store's Redis, and the store's demands on it.
 
-Guarantee: a password is never part of an error, a log line or a representation.
+A password is never part of an error, a log line or a representation.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ class RedisConfig:
     url: str
     """`redis://`, `rediss://` or `unix://`, as redis-py reads it."""
     prefix: str = "rollouts"
-    """The name that the keys of all services with the same work begin with."""
+    """The keys of all services with the same work begin with it."""
     password_file: Path | None = None
-    """The file with the password; it is read again for every new connection."""
+    """Read again for every new connection."""
     durability: Durability = Durability.STRICT
     replicas: int = 0
-    """How many replicas must have a write before it is acknowledged."""
+    """How many must have a write before it is acknowledged."""
     answer_seconds: float = 10.0
     """How long Redis may take to accept a connection or to answer."""
     shard: int = 0
-    """Which part of the store this is, from 0."""
+    """From 0."""
     shards: int = 1
-    """How many parts the store has."""
     home: str = ""
     """The id of the store's first shard, which the others have in them; empty for the first one."""
 
     @classmethod
     def of(cls, settings: StoreSettings) -> Sequence[Self]:
-        """Return the configurations of the shards that the settings describe, mostly one; none without a Redis."""
+        """Return the configurations of the shards, mostly one; none without a Redis."""
         urls = settings.url * settings.shards
         return [
             cls(
@@ -77,8 +76,7 @@ class RedisConfig:
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     def password(self) -> str | None:
-        """Return the password from its file; None if there is no file.
-
+        """
         Raises:
             ConfigurationError: The file cannot be read, or others can read it.
         """

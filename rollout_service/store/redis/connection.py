@@ -1,13 +1,11 @@
 """The connection of a store to its Redis: a thread that sends the calls that wait together, as one pipeline.
 
-Guarantees:
 - Calls take effect in the order in which they were made, each as a whole or not at all.
 - An answer is passed on only after Redis gave it, which a durable Redis does after its disk; that of a write, after as
   many replicas have it as the settings demand.
 - A call that fails because the connection was lost may still have taken effect: callers repeat idempotent calls.
 - After a lost connection, Redis is checked again before it is used; a library that it has lost is loaded again.
 - The event loop never waits for Redis.
-- If the thread itself fails, every caller gets an error, and `failed` raises it.
 """
 
 from __future__ import annotations
@@ -116,14 +114,14 @@ class RedisConnection(JobThread[_RedisJob]):
         return self._used_memory
 
     async def call(self, function: str, *arguments: Argument) -> Any:
-        """Run a function that writes, and return its answer; cancelling the caller does not stop it."""
+        """Cancelling the caller does not stop the function."""
         return await self._run(self._function(function, arguments), writes=True)
 
     async def read(self, function: str, *arguments: Argument) -> Any:
         return await self._run(self._function(function, arguments), writes=False)
 
     async def command(self, *command: Argument) -> Any:
-        """Run a command that only reads, and return its answer; `key` has the full names of keys."""
+        """`key` has the full names of keys."""
         return await self._run(command, writes=False)
 
     @property

@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 1_000
 LOOKED_AT = 20_000
 """The most rollouts that one page looks at."""
 _WITH_CODE = (RolloutState.QUEUED, RolloutState.FAILED)
-"""The states in which a rollout has the code of an error."""
+"""States in which a rollout has the code of an error."""
 _LAST = 2**53
 
 
@@ -176,12 +176,8 @@ _COLUMNS = (
     *("seq", "state", "attempt", "pool", "environment", "run_id", "group_number", "reward", "stop_reason"),
     *("code", "created_at", "changed_at", "turns", "tokens", "worked", "branch_of"),
 )
-"""The fields of a row in the order of `lists.lua`."""
+"""In the order of `lists.lua`."""
 
-
-# The index of rollouts in Redis, which `index.lua` writes: the numbers that a search finds in it.
-#
-# Guarantee: numbers come in order, few at a time.
 
 CHUNK = 8_192
 """How many numbers one key has bits for, as in `index.lua`."""

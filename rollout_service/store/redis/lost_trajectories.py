@@ -1,8 +1,8 @@
 """Which trajectories of a Redis store are not in its shared folder, and how to begin again with another folder.
 
-Guarantees: looking changes nothing. After `begin_again`, no trajectory can be stored in a file of the folder before;
-services at work notice that within seconds and use the new one. What was lost stays referenced, so files that turn up
-later can be put into the new folder.
+Looking changes nothing. After `begin_again`, no trajectory can be stored in a file of the folder before; services at
+work notice that within seconds and use the new one. What was lost stays referenced, so files that turn up later can be
+put into the new folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class LostTrajectory:
     rollout_id: str
     file: str
     run_id: str | None
-    """The run that its rollout is part of, if any."""
     environment: str
 
 
@@ -47,11 +46,11 @@ class FolderReport:
     lost: Sequence[LostTrajectory]
 
     def by_run(self) -> Counter[str | None]:
-        """Return how many trajectories each run has lost; None stands for rollouts of no run."""
+        """None stands for rollouts of no run."""
         return Counter(one.run_id for one in self.lost)
 
     def by_environment(self) -> Counter[str]:
-        """Return how many trajectories of each environment are lost; `session` has parts of live sessions."""
+        """`session` has parts of live sessions."""
         return Counter(one.environment for one in self.lost)
 
 

@@ -25,7 +25,7 @@ _BY_PREFIX = {
     "UNKILLABLE": "A script blocks Redis: restart it.",
     "TRYAGAIN": "The cluster of Redis moves the store's slot: wait.",
 }
-"""Hints by the first word of an answer. All these errors pass once their hint is followed."""
+"""By the first word of an answer. All these errors pass once their hint is followed."""
 _BY_TYPE = (
     (redis.AuthenticationError, _BY_PREFIX["WRONGPASS"]),
     (redis.ReadOnlyError, _BY_PREFIX["READONLY"]),
@@ -60,7 +60,7 @@ def is_away(error: redis.RedisError | OSError) -> bool:
 
 
 def explain(error: redis.RedisError | OSError, address: str) -> ServiceError:
-    """Return the service's error for an error of Redis, which becomes its cause."""
+    """Return the service's error, with Redis's as its cause."""
     text = str(error) or type(error).__name__
     hint = _hint(error, text)
     failure: ServiceError

@@ -45,7 +45,7 @@ FIELDS: Mapping[str, tuple[str, Callable[[bytes], Any]]] = {
     "branch_of": ("b", bytes.decode),
     "is_erased": ("Y", bool),
 }
-"""The fields that are in a rollout's hash: their names there, as in `rollouts.lua`, and how they are read."""
+"""Their names in a rollout's hash, as in `rollouts.lua`, and how they are read."""
 
 
 def decode_row(reply: Sequence[Any]) -> RolloutRow:
@@ -66,7 +66,7 @@ def decode_row(reply: Sequence[Any]) -> RolloutRow:
 
 
 def decode_fields(names: Iterable[str], values: Sequence[bytes | None]) -> RolloutRow:
-    """Return these of `FIELDS` from the values in Redis, which are in the same order."""
+    """The values in Redis are in the same order as the names."""
     pairs = zip(names, values, strict=True)
     return {name: None if value is None else FIELDS[name][1](value) for name, value in pairs}
 

@@ -45,8 +45,6 @@ _STAGES = (RolloutState.INIT, RolloutState.ROLLOUT, RolloutState.EVALUATE)
 
 
 class RedisRollouts(BaseStore):
-    """The part of `Store` that concerns rollouts and events; its methods are described there."""
-
     def __init__(
         self,
         connection: RedisConnection,
@@ -262,8 +260,6 @@ class RedisRollouts(BaseStore):
         """Delete the files of trajectories that are gone. Call it from one service at a time."""
         await self._place.collect()
 
-    # -- reads -------------------------------------------------------------------
-
     async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:
         rows = await self.rows([rollout_id])
         shown = codec.Shown.ALL if whole_tree else codec.Shown.REQUESTED
@@ -337,8 +333,6 @@ class RedisRollouts(BaseStore):
         found = dict(zip(stored, await self._place.read(stored), strict=True))
         return [row | {"trajectory": found.get(row["rollout_id"])} for row in rows]
 
-    # -- parts -------------------------------------------------------------------
-
     async def _follow(self, owner: str) -> None:
         """Follow the topic of an owner, before anything is published on it."""
         if owner not in self._owners:
@@ -372,7 +366,7 @@ class RedisRollouts(BaseStore):
         trajectory: bytes,
         outcome: Sequence[str | int],
     ) -> bool | None:
-        """Write a result; return whether the lease was held, or None if the file of its trajectory was sealed."""
+        """Return whether the lease was held, or None if the file of the result's trajectory was sealed."""
         key = (lease.rollout_id, lease.token)
         values = (int(key in self._lost_results), state.value, result, trajectory, *outcome)
         try:

@@ -1,7 +1,7 @@
 """Signals for those who wait in this service, from what is published on its topics.
 
-Guarantees: a change is never missed, whichever service made it, and nobody is woken by a change that it has already
-seen: the numbers of wake-ups and events say which came first. If messages may be lost, everyone looks anew.
+A change is never missed, whichever service made it, and nobody is woken by a change that it has already seen: the
+numbers of wake-ups and events say which came first. If messages may be lost, everyone looks anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NewsSignal:
         self._newest = 0
         self._seen = _NEVER_SEEN
         self.changed = ChangeSignal()
-        """A signal of everything that may end a wait."""
+        """Everything that may end a wait."""
 
     @property
     def is_news(self) -> bool:

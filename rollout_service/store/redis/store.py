@@ -1,7 +1,6 @@
-"""The store in Redis, which the services of many nodes share.
+"""The store in Redis, which the services of many nodes share: `rollouts`, `runs`, its nodes and their engines.
 
-Guarantees: those of `connection`, `rollouts` and `runs`. An opened store holds two connections and two threads until it
-closes.
+An opened store holds two connections and two threads until it closes.
 """
 
 from __future__ import annotations
@@ -42,15 +41,11 @@ from rollout_service.store.redis.runs.store import RedisRuns
 from rollout_service.store.redis.trajectories import InSharedFolder, RedisSegmentLedger, TrajectoryPlace
 from rollout_service.store.segments import SegmentFiles, SegmentFolder
 
-# The backends and the commands to pools of all services that share a Redis.
-#
-# Guarantees beyond the contract: changes are published on a topic, so nobody polls.
-
 _BACKEND = TypeAdapter(SharedBackend)
 
 
 class RedisEngines(EnginesStore):
-    """The engines of all services with the same prefix in one Redis."""
+    """Changes are published on a topic, so nobody polls."""
 
     is_shared = True
 
@@ -67,8 +62,6 @@ class RedisEngines(EnginesStore):
         await self._connection.topics.confirmed("cluster")
         return await self._changes.wait_above(after)
 
-    # ---- backends
-
     async def put(self, backend: SharedBackend) -> None:
         await self._connection.call("engines_put", backend.backend_id, _BACKEND.dump_json(backend))
 
@@ -78,8 +71,6 @@ class RedisEngines(EnginesStore):
     async def backends(self) -> Sequence[SharedBackend]:
         found: list[bytes | None] = await self._connection.read("engines_list")
         return [_BACKEND.validate_json(record) for record in found if record]
-
-    # ---- commands
 
     async def ask(self, pool: str, kind: CommandKind, request: str) -> int | None:
         return await self._connection.call("engines_ask", pool, kind.value, request) or None
@@ -123,16 +114,15 @@ LIBRARIES_SECONDS = 3_600.0
 """How often the service that collects looks for functions of other releases."""
 
 
-# The nodes that share a Redis: who is a member, and who leads.
-#
-# Guarantees beyond the contract: all times are Redis's own. A leader that let its lease expire keeps its token if
-# nobody else led meanwhile, since nothing can have happened that it would write over.
-
 _REPORT = TypeAdapter(NodeReport)
 
 
 class RedisCluster(ClusterStore):
-    """The cluster of all services with the same prefix in one Redis."""
+    """The cluster of all services with the same prefix in one Redis, whose clock alone counts.
+
+    A leader that let its lease expire keeps its token if nobody else led meanwhile, since nothing can have happened
+    that it would write over.
+    """
 
     is_shared = True
 
@@ -232,7 +222,8 @@ class RedisCluster(ClusterStore):
     async def delete_unused_libraries(self) -> int:
         """Delete the functions of other releases that no member calls any more; return how many libraries that was.
 
-        A service that still calls one of them, under another prefix for example, loads it again."""
+        A service that still calls one of them, under another prefix for example, loads it again.
+        """
         used = {name.decode() for name in await self._connection.read("cluster_libraries")}
         unused = await self._connection.libraries() - used
         for name in unused:
@@ -259,7 +250,6 @@ class RedisStore(RedisRollouts):
     """The Redis store: `async with await RedisStore.open(config, is_gone=is_gone) as store:`."""
 
     segments: SegmentFolder | None = None
-    """The shared place of the trajectories; None if they are in Redis."""
 
     def __init__(
         self,
@@ -295,8 +285,8 @@ class RedisStore(RedisRollouts):
 
         Raises:
             StoreError: The Redis does not answer, or must not be used.
-            ConfigurationError: The address or the password file is wrong, or the place is not writable, is not
-                shared, or belongs to another store.
+            ConfigurationError: The address or the password file is wrong, or the place is not writable, is not shared,
+                or belongs to another store.
         """
         connection = await RedisConnection.open(
             config, clock=clock, commit_seconds=commit_seconds, may_be_away=may_be_away
@@ -341,7 +331,7 @@ class RedisStore(RedisRollouts):
             await self._cluster.delete_unused_libraries()
 
     def _tell_of_folder(self, problem: StoreError | None) -> None:
-        """Let a folder that cannot be used count as a store that fails."""
+        """A folder that cannot be used counts as a store that fails."""
         if problem is None:
             self._connection.health.succeeded("folder")
         else:

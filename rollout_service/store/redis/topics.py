@@ -5,8 +5,8 @@ their subscribers: `owner:NAME` (work for a service, cancellations), `rollout:ID
 advances them), `cluster` (nodes and engines), and `events`. A change of a rollout costs the same however many services
 there are.
 
-Guarantees: a subscriber receives every change in order. It may miss those before its subscription is confirmed or while
-the connection is lost, and then receives None, which means: read everything again.
+A subscriber receives every change in order. It may miss those before its subscription is confirmed or while the
+connection is lost, and then receives None, which means: read everything again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONFIRM_SECONDS = 1.0
 _AT_ONCE = 500
 """The most topics in one command, and the most messages that are passed on together."""
 _RETRY_SECONDS = 0.5
-"""The wait before connecting again."""
+"""Before connecting again."""
 
 TopicListener = Callable[[bytes | None], None]
 """Receives a message; None means that some may be lost, so everything is to be looked at anew."""
@@ -80,7 +80,7 @@ class TopicReader:
         self._is_moving = threading.Event()
         self._topics: dict[str, _Topic] = {}
         self._ticks = 0
-        """The number of changes so far: counters are never below those of an earlier subscription."""
+        """Changes so far: counters are never below those of an earlier subscription."""
         self._orders: SimpleQueue[tuple[str, bool]] = SimpleQueue()
         """The topics to subscribe to (True) or no longer (False), for the thread."""
         self._woken, self._waker = socket.socketpair()
@@ -142,7 +142,7 @@ class TopicReader:
         self._interrupt()
 
     async def close(self) -> None:
-        """End the thread; idempotent."""
+        """Idempotent."""
         self._closing.set()
         for topic in self._topics.values():
             if topic.end is not None:
@@ -241,7 +241,7 @@ class TopicReader:
         for (
             topic,
             subscribe,
-        ) in orders:  # before any is sent: what is not subscribed to now is at the next connection
+        ) in orders:
             if subscribe:
                 self._subscribed[topic] = None
             else:

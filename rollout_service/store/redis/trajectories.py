@@ -1,6 +1,6 @@
 """The places of the trajectories of a Redis store: Redis itself, or segment files of a shared folder or bucket.
 
-Guarantee: the reference from `keep` finds the trajectory again, on every node, until its rollout is deleted.
+The reference from `keep` finds the trajectory again, on every node, until its rollout is deleted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TrajectoryPlace(Protocol):
 
 
 class InRedis(TrajectoryPlace):
-    """Keeps trajectories in Redis itself, for short ones and for tests."""
+    """For short trajectories and for tests."""
 
     problem = None
 
@@ -65,7 +65,7 @@ class InRedis(TrajectoryPlace):
         raise DefectError(f"Redis refused a trajectory of {len(stored)} bytes", hint="Report it with the log.")
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """Do nothing: Redis itself has deleted them."""
+        """Redis itself has deleted them."""
 
     async def collect(self) -> int:
         return 0  # nothing is left behind
@@ -75,7 +75,7 @@ class InRedis(TrajectoryPlace):
 
 
 class InSharedFolder(TrajectoryPlace):
-    """Keeps trajectories in segment files; Redis stores references to them."""
+    """Redis stores references to them."""
 
     def __init__(self, segments: SegmentFolder) -> None:
         self._segments = segments
@@ -121,13 +121,8 @@ def _whole(record: bytes | RecordLostError) -> bytes:
     return record
 
 
-# The ledger of segment files in Redis.
-#
-# Guarantee: each step is one function of Redis, so services that share the store see the same files.
-
-
 class RedisSegmentLedger(SegmentLedger):
-    """The segment files of the store in a Redis; see `SegmentLedger`."""
+    """Each step is one function of Redis, so services that share the store see the same files."""
 
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection

@@ -66,9 +66,7 @@ class SegmentFiles(Protocol):
     """How many threads may read at once."""
 
     @property
-    def texts(self) -> PlaceTexts:
-        """How errors speak of the place."""
-        ...
+    def texts(self) -> PlaceTexts: ...
 
     def prepare(self) -> None:
         """Create the place if that is possible and it does not exist."""
@@ -116,7 +114,7 @@ class SegmentFiles(Protocol):
     def has(self, name: str) -> bool: ...
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of each file, in bytes, by its name."""
+        """In bytes, by name."""
         ...
 
     def ages(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Segment files in a folder that hosts share.
 
-Guarantees: a new file has its name only once its header and its name are on the disk; nothing relies on locks or on
-appending, so hosts may share the folder over NFS. Only the owner can read the files.
+A new file has its name only once its header and its name are on the disk; nothing relies on locks or on appending, so
+hosts may share the folder over NFS. Only the owner can read the files.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class _FolderFile(SegmentFile):
 
 
 def files_of(settings: StoreSettings, shard: int = 0) -> SegmentFiles | None:
-    """Return the shared folder or the object store of a shard of the store; None if the settings name neither.
+    """Return None if the settings name neither a shared folder nor an object store.
 
     Raises:
         ConfigurationError: The object store cannot be used, or its packages are not installed.

@@ -1,8 +1,7 @@
 """The shared folder of a store: large records go in, references come out.
 
-A folder is one of a file system, or a part of a bucket: whatever `contract` describes.
-
-Guarantees: see `writer`, `files`, `ledger` and `proof`, each of which has a part of it.
+A folder is one of a file system, or a part of a bucket: whatever `contract` describes. `writer`, `files`, `ledger` and
+`proof` each have a part of the guarantees.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class SegmentFolder:
         await self.close()
 
     def keep(self, records: Sequence[bytes]) -> AbstractAsyncContextManager[list[str]]:
-        """Write records and yield their references; the block stores them. See `SegmentWriter.keep`."""
+        """See `SegmentWriter.keep`."""
         return self._writer.keep(records)
 
     async def abandon(self, reference: str) -> None:
@@ -146,19 +145,19 @@ class SegmentFolder:
                 self._files.overwrite(record.file, record.offset, record.framed_length)
 
     async def keep_tidy(self) -> None:
-        """Close this service's own file whenever it is old, until cancelled: an idle service holds up no deletion."""
+        """Close this service's own file whenever it is old: an idle service holds up no deletion."""
         while True:
             await anyio.sleep(TIDY_SECONDS)
             await self.tidy()
 
     async def tidy(self) -> None:
-        """Close this service's own file if it is old."""
         await self._writer.rotate(only_old=True)
 
     async def collect(self) -> int:
         """Delete garbage and, once a day, old files that the ledger does not know; return how many files.
 
-        Only the leader of `retention` calls this. See `collect` and `sweep`."""
+        Only the leader of `retention` calls this.
+        """
         await anyio.to_thread.run_sync(self._proof.check)
         deleted = await collect(self._files, self.ledger)
         if time.monotonic() >= self._sweep_at:
@@ -174,12 +173,6 @@ class SegmentFolder:
         await self._writer.close()
 
 
-# Reads records from segment files, whoever wrote them.
-#
-# Guarantees: the event loop never waits for the disk; a record that cannot be read is a RecordLostError, which harms
-# no other record; a folder that has gone away as a whole is a StoreError, since its records are not lost.
-
-
 class SegmentReader:
     def __init__(self, files: SegmentFiles, proof: FolderProof) -> None:
         self._files = files
@@ -187,14 +180,17 @@ class SegmentReader:
         self._threads = anyio.CapacityLimiter(files.reads_at_once)
 
     async def read(self, reference: str, subject: str) -> bytes:
-        """Return a record; `subject` names its owner in errors."""
+        """`subject` names the record's owner in errors."""
         found = (await self.read_all({subject: reference}))[0]
         if isinstance(found, RecordLostError):
             raise found
         return found
 
     async def read_all(self, references: Mapping[str, str]) -> Sequence[bytes | RecordLostError]:
-        """Return many records by their subjects, in this order; each that is lost is an error in its place."""
+        """Return records by their subjects, in this order; each that is lost is an error in its place.
+
+        A folder that has gone away as a whole is a StoreError, since its records are not lost.
+        """
         pairs = list(references.items())
         found: list[bytes | RecordLostError] = [b""] * len(pairs)
 
@@ -226,16 +222,10 @@ class SegmentReader:
         return reference.extract(framed)
 
 
-# Whether the shared folder can be used, as this service last saw it.
-#
-# Guarantees: a folder that was lost, exchanged, filled, made read-only, or that does not answer, is noticed within
-# seconds although nothing is written; once it is usable again, that is noticed by itself. After the store's folder
-# was exchanged for a new one on purpose, the new one is used without a restart.
-
 CHECK_SECONDS = 5.0
-"""How often the folder is checked. A check writes one small file."""
+"""A check writes one small file."""
 AGAIN_SECONDS = 1.0
-"""How often it is checked while it cannot be used."""
+"""How often the folder is checked while it cannot be used."""
 HANGS_SECONDS = 10.0
 """How long a check may take; file systems over a network wait for their server without end."""
 WRITE_SECONDS = 3.0
@@ -243,7 +233,12 @@ WRITE_SECONDS = 3.0
 
 
 class FolderWatch:
-    """Checks the folder, and hears of failures there."""
+    """Whether the shared folder can be used, as this service last saw it.
+
+    A folder that was lost, exchanged, filled, made read-only, or that does not answer, is noticed within seconds
+    although nothing is written; once it is usable again, that is noticed by itself. After the store's folder was
+    exchanged for a new one on purpose, the new one is used without a restart.
+    """
 
     def __init__(self, proof: FolderProof, ledger: SegmentLedger) -> None:
         self._proof = proof
@@ -262,7 +257,6 @@ class FolderWatch:
         return self._checked or (self._write if recent else None)
 
     async def run(self) -> None:
-        """Check again and again, until cancelled."""
         while True:
             await anyio.sleep(CHECK_SECONDS if self.problem is None else AGAIN_SECONDS)
             async with anyio.create_task_group() as tasks:
@@ -309,12 +303,6 @@ class FolderWatch:
         self._found(folder_hangs(self._proof.files, HANGS_SECONDS))
 
 
-# Deletes the segment files that nothing refers to any more.
-#
-# Guarantees: no file is deleted that is referenced, or that may yet be. The ledger names the files to delete, so
-# nothing is scanned; only a rare sweep lists the folder, for files that the ledger does not know, such as after its
-# store was restored from an older backup. Call this from one service at a time; a second one does no harm.
-
 T = TypeVar("T")
 
 PROBE_NAME = re.compile(r"probe-[0-9a-f]{32}", re.ASCII)
@@ -326,7 +314,10 @@ UNKNOWN_SECONDS = 86_400.0
 async def collect(files: SegmentFiles, ledger: SegmentLedger) -> int:
     """Seal the files of services that have left or died, and delete garbage; return how many files.
 
-    A service that was only taken for dead writes to another file when it goes on."""
+    The ledger names the files, so nothing is scanned, and no file is deleted that is referenced, or that may yet be.
+    Call this from one service at a time; a second one does no harm. A service that was only taken for dead writes to
+    another file when it goes on.
+    """
     if orphans := await ledger.orphans():
         await ledger.seal(orphans)
     deleted = 0
@@ -338,7 +329,10 @@ async def collect(files: SegmentFiles, ledger: SegmentLedger) -> int:
 
 
 async def sweep(files: SegmentFiles, ledger: SegmentLedger, *, age: float = UNKNOWN_SECONDS) -> int:
-    """Delete files that the ledger does not know, and forgotten probes, older than `age` seconds; return how many."""
+    """Delete files that the ledger does not know, and forgotten probes, older than `age` seconds; return how many.
+
+    The ledger may not know files after its store was restored from an older backup.
+    """
     ages = await _in_thread(files, files.ages)
     old = sorted(name for name, seconds in ages.items() if FILE_NAME.fullmatch(name) and seconds >= age)
     probes = [name for name, seconds in ages.items() if PROBE_NAME.fullmatch(name) and seconds >= age]

@@ -21,10 +21,10 @@ from typing import Protocol, Self
 @dataclass(frozen=True, slots=True)
 class SegmentTotals:
     files: int
-    """Files that are open or referenced."""
+    """Open or referenced."""
     records: int
     bytes: int
-    """The length of these records; the files are larger by the records that were dropped from them."""
+    """Of these records; the files are larger by the records that were dropped from them."""
     garbage: int
     """Files that are yet to be deleted."""
 
@@ -70,13 +70,8 @@ class SegmentLedger(Protocol):
     async def totals(self) -> SegmentTotals: ...
 
 
-# Records in segment files, and the references to them.
-#
-# Guarantee: a record is returned exactly as it was written, or not at all. Its length and its checksum are in the
-# reference as well as before the bytes, so a torn, overwritten or exchanged file is always noticed.
-#
-# A file begins with FILE_HEADER. A record is its length and its CRC-32 (uint32 each, little-endian), then its bytes.
-# A reference is the text `FILE:OFFSET:LENGTH:CRC`, with the CRC in hexadecimal digits.
+# A file begins with FILE_HEADER. A record is its length and its CRC-32 (uint32 each, little-endian), then its bytes. A
+# reference is the text `FILE:OFFSET:LENGTH:CRC`, with the CRC in hexadecimal digits.
 
 FILE_HEADER = b"rollout segment 1\n"
 FILE_NAME = re.compile(r"[0-9a-f]{12}-[0-9]{1,12}\.segment", re.ASCII)
@@ -87,19 +82,21 @@ _FORM = re.compile(rf"({FILE_NAME.pattern}):([0-9]{{1,15}}):([0-9]{{1,10}}):([0-
 
 @dataclass(frozen=True, slots=True)
 class SegmentReference:
-    """Where a record is, and how to know it."""
+    """Where a record is, and how to know it.
+
+    Its length and its checksum are also before the bytes, so a torn, overwritten or exchanged file is always noticed.
+    """
 
     file: str
     offset: int
     """Where the record's header begins, in bytes."""
     length: int
-    """The length of the record without its header, in bytes."""
+    """Without the header, in bytes."""
     crc: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the reference with this text.
-
+        """
         Raises:
             ValueError: The text is not a reference.
         """
@@ -114,7 +111,7 @@ class SegmentReference:
 
     @property
     def framed_length(self) -> int:
-        """The length of the record with its header, in bytes."""
+        """With the header, in bytes."""
         return _HEADER.size + self.length
 
     def extract(self, framed: bytes) -> bytes:

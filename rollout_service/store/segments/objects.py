@@ -1,7 +1,8 @@
 """Segment files as objects of a bucket that speaks S3's API.
 
-Guarantees: a file is one object that one request writes, so it is there as a whole or not at all, and nothing of a
-write that failed is left in the bucket unseen. What is there already is replaced only by requests with a condition.
+A file is one object that one request writes, so it is there as a whole or not at all, and nothing of a write that
+failed is left in the bucket unseen. What is there already is replaced only by requests with a condition. Of a server's
+answer only its code is passed on, because the rest may contain what a request was signed with.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class ObjectFiles(SegmentFiles):
     reads_at_once = READS_AT_ONCE
 
     def __init__(self, store: ObjectStore, address: str, *, write_seconds: float = WRITE_SECONDS) -> None:
-        """Use the objects of a store; `address` is how errors call it."""
+        """`address` is how errors call the store."""
         self._store = store
         self._address = address
         self.write_seconds = write_seconds
@@ -56,7 +57,7 @@ class ObjectFiles(SegmentFiles):
         )
 
     def prepare(self) -> None:
-        """Do nothing: a prefix needs no creation, and buckets are the operator's."""
+        """A prefix needs no creation, and buckets are the operator's."""
 
     def begin(self, name: str) -> SegmentFile:
         return _ObjectFile(self, name)
@@ -151,13 +152,8 @@ class _ObjectFile(SegmentFile):
         return True  # the server has said so
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Nothing is held."""
 
-
-# Failures of an object store as errors that say what to do next.
-#
-# Guarantee: of a server's answer only its code is passed on, because the rest may contain what a request was signed
-# with.
 
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>|\(code: ([A-Za-z0-9]{1,64})\)", re.ASCII)
 _STATUS = re.compile(r"status code: ([0-9]{3})", re.ASCII)
@@ -203,8 +199,6 @@ _MEANINGS: dict[str, tuple[str, str]] = {
 
 
 class RequestFailedError(OSError):
-    """A request that an object store did not do."""
-
     def __init__(self, code: str) -> None:
         why, self.hint = _MEANINGS.get(code, ("a request failed", "Look at the log of its server."))
         super().__init__(errno.EIO, f"{why} ({code})" if code[0].isupper() or code[0].isdigit() else why)

@@ -1,8 +1,8 @@
 """The proof that a folder is shared by all services of one store, and by no other store.
 
-Guarantees: a service that cannot write, flush and name files in the folder does not start, nor does one that sees
-another folder than the services before it. Whoever relies on the folder later can check that it is still the one that
-was proved. Nothing depends on the clocks of the hosts.
+A service that cannot write, flush and name files in the folder does not start, nor does one that sees another folder
+than the services before it. Whoever relies on the folder later can check that it is still the one that was proved.
+Nothing depends on the clocks of the hosts.
 
 The file MARK_FILE contains the id of the store and a random mark; the store keeps both. The first service writes the
 file, and only then the store remembers its mark. So a service that sees no file although the store has a mark looks at
@@ -157,8 +157,6 @@ def _not_shared(files: SegmentFiles, why: str) -> ConfigurationError:
     return ConfigurationError(f"{files.texts.subject} {why}", hint=f"{files.texts.shared} {BEGIN_AGAIN_HINT}")
 
 
-# Failures of the shared folder as errors of the store, with what to do next.
-
 LOST_HINT = (
     "Restore the file from a backup, or let the task run again under another rollout_id. "
     "`rollout-service store check` names all that is lost."
@@ -167,15 +165,13 @@ BEGIN_AGAIN_HINT = "If it is lost for good, `rollout-service store new-folder` s
 
 
 def folder_lost(files: SegmentFiles, why: str) -> StoreError:
-    """Return the store's error for a folder that is not the store's any more."""
     return StoreError(f"{files.texts.subject} {why}", hint=f"{files.texts.bring_back} {BEGIN_AGAIN_HINT}")
 
 
 def folder_hangs(files: SegmentFiles, seconds: float) -> StoreError:
-    """Return the store's error for a folder that does not answer."""
     return StoreError(f"{files.texts.subject} has not answered for {seconds:g} s", hint=files.texts.slow)
 
 
 def record_lost(subject: str, why: str) -> RecordLostError:
-    """Return the error for a record that cannot be read; `subject` names its owner."""
+    """`subject` names the record's owner."""
     return RecordLostError(f"a record of {subject} is lost: {why}", hint=LOST_HINT)

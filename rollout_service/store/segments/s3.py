@@ -1,7 +1,7 @@
 """Opens the part of a bucket that the settings name.
 
-Guarantee: credentials come from where the AWS tools have them (variables, files in ~/.aws, the role of the machine),
-and are never part of the settings, of an error or of a log line. They are read again every few minutes.
+Credentials come from where the AWS tools have them (variables, files in ~/.aws, the role of the machine), and are never
+part of the settings, of an error or of a log line. They are read again every few minutes.
 """
 
 from __future__ import annotations

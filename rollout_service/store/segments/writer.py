@@ -1,6 +1,5 @@
 """Writes the records of one service to its own segment files.
 
-Guarantees:
 - A reference is given out only once the record is on the disk, in a file that its name leads to, in the store's folder.
 - Records that wait at the same time share one write and one flush to the disk; an object is written once.
 - After a failed write nothing more is written to that file, since nobody knows what the disk holds of it.
@@ -52,7 +51,7 @@ class _Registered:
 
     name: str
     pending: int = 0
-    """The number of callers that hold references to it."""
+    """Callers that hold references to it."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -91,7 +90,7 @@ class SegmentWriter:
         file_seconds: float = FILE_SECONDS,
         wrote: Callable[[StoreError | None], None] = lambda _: None,
     ) -> None:
-        """Write files of an owner. Their names begin with 12 hexadecimal digits that nobody else has.
+        """The names of its files begin with `name`, 12 hexadecimal digits that nobody else has.
 
         `wrote` is called after each write to the folder, with its error or None.
         """
@@ -305,7 +304,7 @@ class SegmentWriter:
     async def _retire(self, segment: _OpenSegment) -> None:
         self._segment = None
         self._retired.append(segment)
-        with suppress(OSError):  # what counts is flushed
+        with suppress(OSError):  # all that counts is flushed
             await anyio.to_thread.run_sync(segment.file.close, limiter=self._thread)
 
     def _is_full(self, segment: _OpenSegment) -> bool:

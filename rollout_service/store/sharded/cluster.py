@@ -38,7 +38,7 @@ class ShardedCluster(ClusterStore):
         """How often this node has joined single shards again, where its leases were lost."""
 
     async def join(self, report: NodeReport, *, replacing: str | None = None) -> None:
-        """Become a member of each shard that answers; the others follow with a heartbeat."""
+        """Join each shard that answers; the others follow with a heartbeat."""
 
         async def join(shard: Shard) -> None:
             await shard.store.cluster.join(report, replacing=replacing)
@@ -51,7 +51,8 @@ class ShardedCluster(ClusterStore):
     async def heartbeat(self, report: NodeReport) -> Heartbeat:
         """Report a node to each shard that answers; return what the first of them says of all nodes.
 
-        Where alone it is no member, it joins again; the leases there are lost, which `rejoined` tells."""
+        Where alone it is no member, it joins again; the leases there are lost, which `rejoined` tells.
+        """
         answers = await ask_each(self._shards, lambda shard: shard.store.cluster.heartbeat(report))
         beats = {n: beat for n, beat in sorted(answers.found.items()) if beat.is_member}
         if not beats:

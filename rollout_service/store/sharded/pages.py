@@ -1,8 +1,8 @@
 """Pages of lists that are merged from those of shards.
 
-Guarantees: a page is in order, and following the cursors gives every record once, also those of a shard that was away
-for some of the pages: its place in the cursor stays. Only if nothing but such shards is left, the page fails. A record
-that arrives meanwhile may be on a later page, where a shard had none on the pages before.
+A page is in order, and following the cursors gives every record once, also those of a shard that was away for some of
+the pages: its place in the cursor stays. Only if nothing but such shards is left, the page fails. A record that arrives
+meanwhile may be on a later page, where a shard had none on the pages before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PageSource(Generic[P, R]):
     newest: bool = False
 
 
-@dataclass(frozen=True)  # slots would break generic classes that are frozen
+@dataclass(frozen=True)  # as above
 class MergedPage(Generic[R]):
     """Rows of all shards in order, and the cursor of the next page."""
 
@@ -46,8 +46,7 @@ class MergedPage(Generic[R]):
 async def merged_page(
     shards: Sequence[Shard], source: PageSource[P, R], cursor: str | None, limit: int
 ) -> MergedPage[R]:
-    """Return a page of all shards.
-
+    """
     Raises:
         StoreError: Every shard that has rows left fails.
         InvalidFieldError: The cursor is not one of an earlier page.

@@ -22,8 +22,6 @@ class ShardedRuns(RunStore):
     def at_shard_of(self, run_id: str) -> RedisRuns:
         return self._shards[self._shard_of(run_id)].present.runs
 
-    # -- all runs ------------------------------------------------------------------
-
     async def list(self) -> Sequence[RunRecord]:
         return _by_age(await ask_each(self._shards, lambda shard: shard.store.runs.list()))
 
@@ -54,8 +52,6 @@ class ShardedRuns(RunStore):
     async def delete_expired(self, keep: RetentionSettings) -> int:
         answers = await ask_each(self._shards, lambda shard: shard.store.runs.delete_expired(keep))
         return sum(answers.some())
-
-    # -- one run ---------------------------------------------------------------------
 
     create = in_its_shard(RunStore.create, lambda request: request.run_id or "")
     lease = in_its_shard(RunStore.lease, lambda order: order.run_id)

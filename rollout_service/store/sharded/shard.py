@@ -1,7 +1,7 @@
 """One shard of a store, and whether it answers; and questions to several at once.
 
-Guarantees: a shard that does not answer keeps nobody waiting for longer than `AWAY_SECONDS` and a moment, though a call
-to it cannot be cut short; it is asked nothing until it answers again. What it answered too late is not lost unnoticed.
+A shard that does not answer keeps nobody waiting for longer than `AWAY_SECONDS` and a moment, though a call to it
+cannot be cut short; it is asked nothing until it answers again. What it answered too late is not lost unnoticed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _ShardCall(Generic[T]):
 
 
 class Shard:
-    """A shard; `watch` notices whether it answers."""
+    """`watch` notices whether it answers."""
 
     def __init__(self, number: int, store: RedisStore, tasks: TaskGroup) -> None:
         """`tasks` has the calls that a shard does not answer in time."""
@@ -121,7 +121,7 @@ class Shard:
         self._owed = call
 
     async def watch(self) -> None:
-        """Ask now and then whether it answers, until cancelled."""
+        """Ask now and then whether it answers."""
         while True:
             asked = _ShardCall(self.store.last_event)
             self._tasks.start_soon(asked.ask)
@@ -150,7 +150,7 @@ class Shard:
 
 @dataclass(slots=True)
 class ShardAnswers(Generic[T]):
-    """The answers of shards, by their numbers, and why the others gave none."""
+    """By the numbers of shards, their answers, and why the others gave none."""
 
     found: dict[int, T] = field(default_factory=dict)
     failures: dict[int, StoreError] = field(default_factory=dict)

@@ -62,7 +62,7 @@ class ShardedStore(Store):
         """The shards that may have work, as the last wait found; None if there was no wait since the last claim."""
         self._turn = 0
         self._strays = 0
-        """The rollouts that claims leased whose answers came too late."""
+        """Rollouts that claims leased whose answers came too late."""
 
     @classmethod
     @asynccontextmanager
@@ -75,7 +75,7 @@ class ShardedStore(Store):
         files: Sequence[SegmentFiles | None] = (),
         owner: str = "",
     ) -> AsyncIterator[ShardedStore]:
-        """Open the shards for the block; `files` has the place of each, and the rest is that of `RedisStore.open`.
+        """`files` has the place of each shard, and the rest is that of `RedisStore.open`.
 
         Raises:
             StoreError: The home does not answer, or a Redis cannot be used, or belongs to another store.
@@ -102,8 +102,6 @@ class ShardedStore(Store):
                 tasks.start_soon(shard.watch)
             yield cls(shards, commit_seconds)
             tasks.cancel_scope.cancel()
-
-    # -- the shards --------------------------------------------------------------
 
     @property
     def shards(self) -> Sequence[RedisStore]:
@@ -155,8 +153,6 @@ class ShardedStore(Store):
     def at_shard_of(self, rollout_id: str) -> RedisStore:
         return self._shards[self.shard_of(rollout_id)].present
 
-    # -- single rollouts -----------------------------------------------------------
-
     submit = in_its_shard(Store.submit, lambda request: request.rollout_id or "")
     advance = in_its_shard(Store.advance, _rollout_of)
     retry = in_its_shard(Store.retry, _rollout_of)
@@ -168,8 +164,6 @@ class ShardedStore(Store):
     tree = in_its_shard(Store.tree)
     saved_turns = in_its_shard(Store.saved_turns)
     wait_for_result = in_its_shard(Store.wait_for_result)
-
-    # -- rollouts of several shards --------------------------------------------------
 
     async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
         parts = divided(turns, lambda turn: self.shard_of(turn.rollout_id))
@@ -214,8 +208,6 @@ class ShardedStore(Store):
         for held in answers.some():
             found |= held
         return found
-
-    # -- claims --------------------------------------------------------------------
 
     async def claim(
         self,
@@ -273,8 +265,6 @@ class ShardedStore(Store):
             await shard.store.wait_for_cancels()
 
         await first_of(*(partial(wait, shard) for shard in self._shards))
-
-    # -- lists ---------------------------------------------------------------------
 
     async def counts(self) -> dict[RolloutState, int]:
         answers = await ask_each(self._shards, lambda shard: shard.store.counts())

@@ -219,7 +219,7 @@ def _row(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:
 
 
 def read_group(db: sqlite3.Connection, run_id: str, number: int) -> tuple[sqlite3.Row, list[sqlite3.Row]]:
-    """Return the row of a closed group, and the rows of its rollouts, to be decoded in another thread."""
+    """Return the rows of a closed group and its rollouts, to be decoded in another thread."""
     row = _closed_group(db, run_id, number)
     samples = run_codec.decode_samples(row["samples"])
     return row, read_rollouts(db, [sample.rollout_id for sample in samples])

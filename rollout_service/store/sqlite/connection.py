@@ -1,9 +1,9 @@
 """Opening the store's file.
 
-Guarantees: only one process at a time has the file open, and errors say what to do. Whether the open file is still at
-its path can be asked at any time: SQLite itself writes to a file that was deleted. The claim on a file is a lock on
-`<file>.lock`, which the kernel releases however the process dies; the lock file contains the owner's pid for people to
-read. No child process inherits the lock, since every child calls `exec`.
+Only one process at a time has the file open, and errors say what to do. Whether the open file is still at its path can
+be asked at any time: SQLite itself writes to a file that was deleted. The claim on a file is a lock on `<file>.lock`,
+which the kernel releases however the process dies; the lock file contains the owner's pid for people to read. No child
+process inherits the lock, since every child calls `exec`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollout_service.base.private_files import make_private
 from rollout_service.store.sqlite.schema import STORE, DatabaseSchema, prepare
 
 IN_MEMORY = ":memory:"
-"""The path of a store that lives and dies with its process, for tests."""
+"""Lives and dies with its process, for tests."""
 
 _HINTS = {
     sqlite3.SQLITE_BUSY: "Another program, such as a `sqlite3` shell, has locked the file: close it.",
@@ -35,7 +35,7 @@ _HINTS = {
 _REPORT = "Report it with the log's traceback; the database was not changed."
 
 _PASSING = _HINTS.keys() | {sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_PROTOCOL}
-"""Errors that may end while the service runs, by themselves or once their hint is followed."""
+"""May end while the service runs, by themselves or once their hint is followed."""
 
 
 def _code(error: sqlite3.Error) -> int:
@@ -49,7 +49,7 @@ def explain(error: sqlite3.Error) -> StoreError:
 
 
 def explain_job(error: sqlite3.Error) -> ServiceError:
-    """Return the error of a job on an open store: DefectError, unless the file or its disk is at fault."""
+    """Return a DefectError unless the file or its disk is at fault."""
     failure: ServiceError = explain(error)
     if _code(error) not in _PASSING:
         failure = DefectError(f"a statement on the store is wrong: {error}", hint=_REPORT)
@@ -72,7 +72,10 @@ class FilePlace:
         self._known: dict[Path, os.stat_result] = {path: path.stat()}
 
     def check(self) -> None:
-        """Raise FileLostError unless the paths lead to the open files."""
+        """
+        Raises:
+            FileLostError: A path no longer leads to the open file.
+        """
         for path in self._paths:
             try:
                 found = path.stat()
@@ -157,7 +160,10 @@ class Database:
             raise
 
     def check_place(self) -> None:
-        """Raise FileLostError unless the file is where it was opened."""
+        """
+        Raises:
+            FileLostError: The file is not where it was opened.
+        """
         if self._place is not None:
             self._place.check()
 

@@ -1,9 +1,9 @@
-"""The erasure of rollouts' contents, on a person's demand, and the deletion of expired records; each function runs
-inside one transaction, in the database's thread.
+"""The erasure of rollouts' contents, on a person's demand, and the deletion of expired records.
 
-Guarantees: erased data is overwritten, and so is everything that the connection deletes from then on. A group that
-waits for a batch is dropped if too few usable samples are left in it; in a batch that is not acknowledged, the sample
-stays in its place, masked and without tokens. The batches that had it are returned.
+Each function runs inside one transaction, in the database's thread. Erased data is overwritten, and so is everything
+that the connection deletes from then on. Nothing that expires is deleted while a trainer still has to acknowledge it,
+nor any rollout that has not ended. A transaction deletes a bounded number of groups or rollouts, so other jobs do not
+wait for long.
 """
 
 from __future__ import annotations
@@ -92,11 +92,6 @@ def _take_out(db: sqlite3.Connection, group: sqlite3.Row, rollout_ids: Sequence[
         finish_if_done(db, group["run_id"], now)
     announce(db, group["run_id"], now)
 
-
-# The deletion of expired records.
-#
-# Guarantees: nothing that a trainer still has to acknowledge is deleted, nor any rollout that has not ended. A
-# transaction deletes a bounded number of groups or rollouts, so other jobs do not wait for long.
 
 GROUPS_AT_ONCE = 64
 ROLLOUTS_AT_ONCE = 512

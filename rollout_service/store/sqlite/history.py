@@ -52,7 +52,7 @@ def read_from(db: sqlite3.Connection, run: int, part: int) -> list[tuple[int, by
 
 
 def records_of(db: sqlite3.Connection, run: int, numbers: Iterable[int]) -> dict[int, bytes]:
-    """Return the records of some groups; an empty one for a group without."""
+    """A group without a record has an empty one."""
     wanted = list(numbers)
     parts = json.dumps(sorted({number // RECORDS_IN_ROW for number in wanted}))
     rows = {row["part"]: row["records"] for row in db.execute(_SOME, (run, parts))}

@@ -42,8 +42,6 @@ _IN_STATES = "SELECT coalesce(sum(count), 0) FROM counts WHERE state IN (SELECT 
 
 @dataclass(frozen=True, slots=True)
 class SummarySearch:
-    """A query of the list: its filter, its order, its start and its limit."""
-
     which: SummaryFilter
     order: SummaryOrder
     after: int | None
@@ -60,7 +58,7 @@ class SummaryRows:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A way through the rollouts: an index and the condition by which it is used."""
+    """An index and the condition by which it is used."""
 
     source: str
     conditions: Sequence[str]
@@ -132,9 +130,6 @@ def _conditions(which: SummaryFilter) -> Iterator[str]:
     yield from (condition for condition, value in given.items() if value is not None)
 
 
-# -- the way through -----------------------------------------------------------
-
-
 def _numbers(path: _Path, direction: str) -> str:
     """Return the statement for the numbers of the next rollouts on a path."""
     arms = [
@@ -179,9 +174,6 @@ SELECT count(*) FROM (SELECT 1 FROM rollouts {source} WHERE {condition} LIMIT {_
     return _Path(source, [condition], rows)
 
 
-# -- bounds --------------------------------------------------------------------
-
-
 def _bounds(db: sqlite3.Connection, search: SummarySearch, values: dict[str, Any]) -> tuple[int, int]:
     """Return the lowest and the highest number that is worth looking at."""
     low, high = 0, _NEWEST
@@ -212,8 +204,6 @@ def _number_at(db: sqlite3.Connection, time: float) -> int:
             low = found["seq"] + 1
     return int(low)
 
-
-# -- the groups of a run --------------------------------------------------------
 
 _GROUP_COLUMNS = """
 groups.number, groups.state, groups.reason, groups.members, groups.summary, batches.number AS batch_number

@@ -223,7 +223,7 @@ def _fail_damaged(db: sqlite3.Connection, row: sqlite3.Row, error: RecordLostErr
 
 
 def advance(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
-    """Record a stage; return whether the lease is held."""
+    """Return whether the lease is held."""
     if db.execute(_ADVANCE, values).rowcount:
         return True
     held = db.execute(_HELD_STATE, values).fetchone()
@@ -240,7 +240,7 @@ def finish(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
 
 
 def cancel(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[RolloutState | None, bool]:
-    """Cancel a rollout; return the state it was in, None if unknown, and whether this ended it."""
+    """Return the state the rollout was in, None if unknown, and whether this ended it."""
     row = db.execute(_STATE_AND_OWNER, values).fetchone()
     if row is None:
         db.execute(_ADD_TOMBSTONE, values)
@@ -330,7 +330,7 @@ def saved(db: sqlite3.Connection, rollout_id: str) -> list[bytes]:
 
 
 def delete(db: sqlite3.Connection, values: dict[str, Any]) -> None:
-    """Delete the turns of the rollout `id`, except for the first `kept`, if this is given."""
+    """Keep the first `kept` turns, if this is given."""
     db.execute(_DELETE, {"kept": 0} | values)
 
 

@@ -161,5 +161,4 @@ class SqliteRuns(BaseRuns):
         return self  # no other service can have the file open
 
     def rollout_ended(self) -> None:
-        """Wake those who wait for changes, since a rollout has ended."""
         self._changes.increment()

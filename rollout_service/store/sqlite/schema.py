@@ -1,6 +1,7 @@
 """The schema of the store's files.
 
-The database itself enforces the invariants, by constraints and triggers, so no code path can break them.
+The database itself enforces the invariants, by constraints and triggers, so no code path can break them. Triggers write
+the counts and events in the transaction of the change they describe.
 """
 
 from __future__ import annotations
@@ -11,11 +12,8 @@ from typing import Literal, Self
 
 from rollout_service.base.errors import StoreError
 
-# The tables of runs, their groups and their batches.
-#
-# An acknowledged group or batch never changes, and a dropped group never comes back. Triggers write the counts and
-# events in the transaction of the change they describe. Groups refer to their rollouts by id; the outcome of a rollout
-# is stored only in the tables of rollouts.
+# An acknowledged group or batch never changes, and a dropped group never comes back. Groups refer to their rollouts by
+# id; the outcome of a rollout is stored only in the tables of rollouts.
 
 RUNS = """
 CREATE TABLE runs (
@@ -159,11 +157,8 @@ END;
 """
 
 
-# The tables of rollouts and of events.
-#
-# A trigger rejects every change of a terminal rollout, and triggers write the events and the counts in the transaction
-# of the change they describe. Large data is kept out of `rollouts`, whose rows are rewritten several times in a
-# rollout's life.
+# A trigger rejects every change of a terminal rollout. Large data is kept out of `rollouts`, whose rows are rewritten
+# several times in a rollout's life.
 
 EVENTS = """
 CREATE TABLE events (
@@ -294,7 +289,7 @@ CREATE TABLE IF NOT EXISTS branches (seq INTEGER PRIMARY KEY, branch_of TEXT NOT
 
 
 Disk = Literal["local", "network"]
-"""Whether a file is on a disk of this host, or on a file system that other hosts see too."""
+"""A disk of this host, or a file system that other hosts see too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,12 +297,13 @@ class DatabaseSchema:
     """The schema of a database file, and the durability of its writes."""
 
     tables: str
-    """The script that creates the tables, indexes and triggers of a new file."""
+    """Creates the tables, indexes and triggers of a new file."""
     application_id: int
     """The mark of such files."""
     added: str = ""
-    """The script that creates tables which files of the same version may lack, since a later release added them. The
-    releases before know nothing of these tables."""
+    """Creates tables which files of the same version may lack, since a later release added them. The releases before
+    know nothing of these tables.
+    """
     version: int = 1
     has_events: bool = False
     """Whether it has the table `events`, whose newest id each commit reports."""
@@ -320,12 +316,11 @@ class DatabaseSchema:
     """`WAL` needs an index in memory that all openers share, which a file system of several hosts cannot give them."""
 
     def on_disk(self, disk: Disk) -> Self:
-        """Return the same schema for a file on such a disk."""
         return replace(self, journal_mode="WAL" if disk == "local" else "TRUNCATE")
 
 
 STORE = DatabaseSchema(tables=EVENTS + ROLLOUTS + RUNS, added=ADDED, application_id=0x526F6C6C, has_events=True)
-"""The store of rollouts and runs; its mark is "Roll" in ASCII."""
+"""Its mark is "Roll" in ASCII."""
 
 
 def prepare(connection: sqlite3.Connection, schema: DatabaseSchema = STORE) -> None:

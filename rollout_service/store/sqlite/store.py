@@ -47,16 +47,15 @@ from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.store.sqlite.schema import STORE, Disk
 from rollout_service.store.sqlite.thread import DatabaseThread, newest_event, reads, writes
 
-# The nodes of a store that only one process can have open: that process.
-#
-# Guarantees: it leads every role and is never declared dead. A drain lasts until it is undone or the process ends.
-
 Record = Callable[[str, str, dict[str, JsonValue]], Awaitable[Event]]
 """Appends an event: kind, subject, data."""
 
 
 class SingleCluster(ClusterStore):
-    """A cluster of at most one node, in memory."""
+    """The only node of a store that one process alone can have open, in memory.
+
+    It leads every role and is never declared dead. A drain lasts until it is undone or the process ends.
+    """
 
     is_shared = False
 
@@ -169,8 +168,8 @@ class SqliteStore(BaseStore):
         """Open the store in a file, or create it; `clock` returns Unix seconds.
 
         Raises:
-            StoreError: Another process has the file open, or the file is damaged, has another schema, or cannot
-                be created.
+            StoreError: Another process has the file open, or the file is damaged, has another schema, or cannot be
+                created.
         """
         store = cls(path, clock=clock, disk=disk)
         await store._thread.start()

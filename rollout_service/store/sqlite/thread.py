@@ -1,12 +1,10 @@
 """The thread that owns the database and commits in groups.
 
-Guarantees:
 - Jobs run one at a time, in the order of their requests.
 - Writing jobs that wait at the same time share one transaction, and so one flush to the disk.
 - A job that fails undoes its own changes and no others.
 - A result is returned only after its transaction is on the disk, in a file that is where it was opened.
 - The event loop never waits for the disk.
-- If the thread itself fails, every caller gets an error, and `failed` raises it.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Statement = Callable[Concatenate[sqlite3.Connection, P], T]
-"""A function that runs in the database's thread, as a whole or not at all."""
+"""Runs in the database's thread, as a whole or not at all."""
 
 LOOK_SECONDS = 2.0
 """How often the thread looks whether the file is still there, besides each time it writes."""
@@ -43,7 +41,7 @@ class _DatabaseJob(Job):
 
 
 class DatabaseThread(JobThread[_DatabaseJob]):
-    """A thread that runs jobs on a store's file, from `start` to `close`."""
+    """Runs jobs on a store's file, from `start` to `close`."""
 
     def __init__(self, path: Path | str, on_commit: Callable[[int], None], schema: DatabaseSchema = STORE) -> None:
         """`on_commit` is called on the event loop after each commit, with the id of the newest event."""
@@ -54,7 +52,7 @@ class DatabaseThread(JobThread[_DatabaseJob]):
         self._look_at = 0.0
 
     def size_bytes(self) -> int:
-        """Return the size of the database with its write-ahead log; 0 in memory."""
+        """Include the write-ahead log; 0 in memory."""
         total = 0
         for suffix in ("", "-wal", "-shm"):
             with suppress(OSError):
@@ -62,7 +60,7 @@ class DatabaseThread(JobThread[_DatabaseJob]):
         return total
 
     async def read(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a statement that only reads, and return its result; cancelling the caller does not stop it.
+        """Run a statement that only reads; cancelling the caller does not stop it.
 
         Raises:
             StoreError: The database failed, or the store is closed.
@@ -73,7 +71,7 @@ class DatabaseThread(JobThread[_DatabaseJob]):
         return result
 
     async def write(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a statement that writes, and return its result once it is durable; it raises what `read` does."""
+        """Return the result once it is durable; raise what `read` does."""
         result: T = await self._submit(_DatabaseJob(run=lambda db: statement(db, *args, **kwargs), writes=True))
         return result
 

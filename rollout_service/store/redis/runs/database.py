@@ -1,8 +1,8 @@
 """Reading and changing a run in Redis.
 
-Guarantees: all that one read returns is of one moment. A change is applied as a whole, and only if nobody has changed
-the run since it was read; otherwise it is decided again from a new read, so that changes from many services follow one
-another. A fenced change is refused once another service leads.
+All that one read returns is of one moment. A change is applied as a whole, and only if nobody has changed the run since
+it was read; otherwise it is decided again from a new read, so that changes from many services follow one another. A
+fenced change is refused once another service leads.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RunDatabase:
         return run, now, replies
 
     async def closed_records(self, run_id: str, numbers: Sequence[int]) -> dict[int, ClosedRecord]:
-        """Return the records of those of these groups that are closed and not deleted."""
+        """Leave out groups that are not closed, or deleted."""
         if not numbers:
             return {}
         _, (found,) = await self.read([("HMGET", self.keys(run_id).closed, *numbers)])

@@ -1,6 +1,6 @@
 """A run's record as a transaction changes it.
 
-Guarantees: only the fields that changed are written, and a run that is over never changes its state.
+Only the fields that changed are written, and a run that is over never changes its state.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RunDraft:
         return float(text) if name in _TIMES else text
 
     def set(self, **fields: Any) -> None:
-        """Change fields; None removes one."""
+        """None removes a field."""
         for name, value in fields.items():
             if value is None:
                 self._fields.pop(name, None)
@@ -72,7 +72,7 @@ class RunDraft:
 
     @property
     def reported(self) -> dict[str, int]:
-        """The counts of dropped groups that the latest batch reported."""
+        """Counts of dropped groups that the latest batch reported."""
         return dict(json.loads(self["reported"]))
 
     @property
@@ -106,5 +106,5 @@ class RunDraft:
 
 @lru_cache(maxsize=256)
 def _request(text: str) -> RunRequest:
-    """Return a parsed request, which nobody changes; parsing it costs more than the rest of the record."""
+    """Cache the request, which nobody changes; parsing it costs more than the rest of the record."""
     return RunRequest.model_validate_json(text)

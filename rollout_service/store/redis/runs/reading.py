@@ -1,6 +1,6 @@
 """Reading groups: their members while they are open, and all that a trainer or an export gets once they are closed.
 
-Guarantees: decoding happens in threads. A group that retention has deleted is as unknown as one that never closed.
+Decoding happens in threads. A group that retention has deleted is as unknown as one that never closed.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ MEMBERS_AT_ONCE = 1_000
 MAX_HEAD_BYTES = 65_536
 """A larger head is not kept in memory of Redis, but made again when its group is delivered."""
 _ROW = ("state", "reward", "code", "tokens", "environment")
-"""The fields of a rollout that a row of a group has."""
+"""Of a rollout in a row of a group."""
 _MEMBER = ("state", "reward", "changed_at", "oldest_version", "newest_version", "is_erased")
-"""The fields of a rollout that a member of a group has."""
+"""Of a rollout in a member of a group."""
 
 
 class GroupReader(BaseRuns):
@@ -115,8 +115,6 @@ class GroupReader(BaseRuns):
             _, (data,) = await self._database.read([("GETRANGE", key, first * SIZE, last)])
             parts.append(data)
         return parts, run.record.counters
-
-    # -- single groups -----------------------------------------------------------
 
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
         keys = self._database.keys(run_id)
@@ -222,7 +220,7 @@ class GroupReader(BaseRuns):
         return {number: GroupStatus.parse(text.decode()).counter for number, text in by_number(reply).items()}
 
     async def _samples(self, run_id: str, numbers: Sequence[int]) -> AsyncIterator[tuple[int, list[ClosedSample]]]:
-        """Yield the samples of those of these groups that are closed and not deleted."""
+        """Leave out groups that are not closed, or deleted."""
         for some in chunks(numbers, GROUPS_AT_ONCE):
             _, (records,) = await self._database.read([("HMGET", self._database.keys(run_id).closed, *some)])
             for pair in await anyio.to_thread.run_sync(_decode_samples, some, records):
@@ -277,7 +275,7 @@ def _stored_group(
 
 
 def _epoch(started: bytes | None, closed: bytes | None) -> int | None:
-    """Return the epoch of a group from its open or its closed record; None without either."""
+    """Return None without either record."""
     if started is not None:
         return OpenRecord.decode(started).epoch
     return None if closed is None else ClosedRecord.decode(closed).epoch
@@ -293,7 +291,7 @@ def _decode_samples(numbers: Sequence[int], records: Sequence[bytes | None]) -> 
 
 
 def _pack_head(row: Row, members: Sequence[Row]) -> bytes | None:
-    """Return the head of a group as bytes, None if it cannot be made or is too large to keep."""
+    """Return None if the head cannot be made or is too large to keep."""
     head = group_codec.encode_head(row, members)
     if head is None:
         return None

@@ -1,7 +1,7 @@
 """The records of groups and batches as Redis keeps them.
 
-Guarantees: decoding returns the encoded record. The record of a closed group is compressed, since a run keeps one for
-each of its groups: about 0.3 KB for eight samples instead of 1.3 KB.
+The record of a closed group is compressed, since a run keeps one for each of its groups: about 0.3 KB for eight samples
+instead of 1.3 KB.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class ClosedRecord:
     earlier: Sequence[str]
     cut: Sequence[int]
     samples: str
-    """The samples as `codec.runs.encode_samples` writes them."""
+    """As `codec.runs.encode_samples` writes them."""
     summary: str
-    """The statistics as `codec.runs.encode_summary` writes them."""
+    """As `codec.runs.encode_summary` writes it."""
     size: int
-    """The bytes of the encoded trajectories of its samples when it was closed."""
+    """Bytes of the encoded trajectories of its samples when it was closed."""
     opened_at: float
 
     @classmethod
     def close(cls, group: OpenRecord, closure: GroupClosure, *, size: int) -> Self:
-        """Return the record of a group that was open; `size` is in bytes."""
+        """`size` is in bytes."""
         return cls(
             epoch=group.epoch,
             members=group.members,
@@ -82,7 +82,7 @@ class ClosedRecord:
 
     @property
     def rollout_ids(self) -> list[str]:
-        """The ids of all its rollouts, with those that were replaced."""
+        """Of all its rollouts, with those that were replaced."""
         return [*self.members, *self.earlier]
 
     def row(self, run_id: str, number: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class ClosedRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """The state of a group; as text `open`, `ready`, `batched:BATCH`, `acknowledged:BATCH` or `dropped:REASON`."""
+    """As text `open`, `ready`, `batched:BATCH`, `acknowledged:BATCH` or `dropped:REASON`."""
 
     state: str
     detail: str | None = None
@@ -138,7 +138,7 @@ class WaitingGroup:
     number: int
     oldest_version: int | None
     size: int
-    """The bytes of its encoded trajectories."""
+    """Bytes of its encoded trajectories."""
 
     def ready(self, owners: Sequence[Owner] = ()) -> ReadyGroup:
         return ReadyGroup(self.number, self.oldest_version, owners)
@@ -188,8 +188,6 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-# Commands as one argument of a function, in MessagePack, since a function takes only some thousand arguments.
-
 Word = str | bytes | int | float
 Command = Sequence[Word]
 
@@ -198,7 +196,7 @@ _ARRAY_32, _TEXT_32 = 0xDD, 0xDB
 
 
 def pack(commands: Sequence[Command]) -> bytes:
-    """Return commands as an array of arrays of texts."""
+    """Encode commands in MessagePack as one argument, since a function takes only some thousand arguments."""
     parts = [_ARRAY.pack(_ARRAY_32, len(commands))]
     for command in commands:
         parts.append(_ARRAY.pack(_ARRAY_32, len(command)))

@@ -1,8 +1,7 @@
-"""The deletion of records that are no longer needed, or may not be kept; each step is one change of a run, of a bounded
-number of groups.
+"""The deletion of records that are no longer needed, or may not be kept.
 
-Guarantees: nothing that a trainer still has to acknowledge is deleted unless a person demands it, nor any rollout that
-has not ended.
+Each step is one change of a run, of a bounded number of groups. Nothing that a trainer still has to acknowledge is
+deleted unless a person demands it, nor any rollout that has not ended.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
 
 DELETED_AT_ONCE = 64
 """The most rollouts that one call deletes, each in 25 µs of Redis's thread, so that no other call waits for long; a
-group is deleted as a whole."""
+group is deleted as a whole.
+"""
 GROUPS_AT_ONCE = 64
 """The most groups that one step deletes, in several calls, or one change prunes."""
 RUNS_AT_ONCE = 128

@@ -7,12 +7,6 @@ from collections.abc import Iterable
 from rollout_service.store.redis.replies import FIELDS
 from rollout_service.store.redis.runs.records import Command
 
-# The keys of one run in Redis.
-#
-# A group's record moves from `open` to `closed`; its state is kept apart in `states`, so that settling a group rewrites
-# no record. What is asked for often is small and separate: the groups that wait for a batch, and the batches that are
-# out.
-
 
 class RunKeys:
     def __init__(self, root: str, run_id: str) -> None:
@@ -27,7 +21,9 @@ class RunKeys:
         self.closed = f"{self.run}:closed"
         """A hash: the records of closed groups by number, until they are deleted by retention."""
         self.states = f"{self.run}:states"
-        """A hash: the state of every group by number, as `GroupStatus` writes it."""
+        """A hash: the state of every group by number, as `GroupStatus` writes it, so that settling a group rewrites no
+        record.
+        """
         self.ready = f"{self.run}:ready"
         """A hash: the facts that a lease needs about the groups that wait for a batch, by number."""
         self.heads = f"{self.run}:heads"
@@ -41,7 +37,7 @@ class RunKeys:
         self.held = f"{self.run}:held"
         """A sorted set: the settled groups that still have trajectories, by the same time."""
         self.history = f"{self.run}:history"
-        """A text: the records of closed groups in the order of their numbers, as `codec.history` writes them."""
+        """A text: the records of closed groups in the order of their numbers, as `codec.runs` writes them."""
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -50,30 +46,30 @@ class RunKeys:
 
 
 def all_runs(root: str) -> str:
-    """Return the key of the sorted set of all runs, oldest first."""
+    """A sorted set, oldest first."""
     return f"{root}:runs"
 
 
 def active_runs(root: str) -> str:
-    """Return the key of the sorted set of the runs that still need work, oldest first."""
+    """A sorted set of the runs that still need work, oldest first."""
     return f"{root}:runs:active"
 
 
 def fields_read(root: str, rollout_id: str, names: Iterable[str]) -> Command:
-    """Return the command that reads these of `replies.FIELDS` of a rollout, for `replies.decode_fields`."""
+    """Read these of `replies.FIELDS`, for `replies.decode_fields`."""
     return ("HMGET", f"{root}:r:{rollout_id}", *(FIELDS[name][0] for name in names))
 
 
 def erased_read(root: str, rollout_id: str) -> Command:
-    """Return the command that reads whether a rollout was erased: `1`, or nothing."""
+    """The reply is `1`, or nothing."""
     return ("HGET", f"{root}:r:{rollout_id}", "Y")
 
 
 def result_read(root: str, rollout_id: str) -> Command:
-    """Return the command that reads a rollout's stored result and the record of its trajectory."""
+    """Read a rollout's stored result and the record of its trajectory."""
     return ("MGET", f"{root}:x:{rollout_id}", f"{root}:t:{rollout_id}")
 
 
 def size_read(root: str, rollout_id: str) -> Command:
-    """Return the command that reads a rollout's state, and the bytes of its encoded trajectory, if it has one."""
+    """Read a rollout's state, and the bytes of its encoded trajectory, if it has one."""
     return ("HMGET", f"{root}:r:{rollout_id}", "s", "B")

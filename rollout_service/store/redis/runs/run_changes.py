@@ -114,7 +114,7 @@ def _open_group(replies: Replies) -> OpenRecord | None:
 
 
 def cancel_groups(change: RunTransaction, replies: Replies, reason: str) -> None:
-    """Record why the open groups are being cancelled; a reason that is recorded stays."""
+    """A reason that is recorded stays."""
     for number, group in open_records(replies[0]).items():
         if group.reason is None:
             group.reason = reason

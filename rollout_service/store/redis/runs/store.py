@@ -60,8 +60,6 @@ class RedisRuns(GroupReader):
     def fenced(self, lease: RoleLease) -> RedisRuns:
         return RedisRuns(self._database.fenced(lease), self._rollouts, self._topics)
 
-    # -- signals ---------------------------------------------------------------
-
     def deliveries(self, run_id: str) -> int:
         return self._topics.changes(f"run:{run_id}")
 
@@ -72,8 +70,6 @@ class RedisRuns(GroupReader):
     async def wait_for_change(self, after: int) -> int:
         async with self._topics.watching("runs") as changes:
             return await changes.wait_above(after)
-
-    # -- runs ------------------------------------------------------------------
 
     async def create(
         self, request: RunRequest, *, tasks: int, digest: str | None, version: int
@@ -149,8 +145,6 @@ class RedisRuns(GroupReader):
         _, _, (texts,) = await self._database.look(run_id, [("LRANGE", key, first, first + limit - 1)])
         return run_codec.decode_tasks(texts)
 
-    # -- open groups -----------------------------------------------------------
-
     async def start_groups(self, run_id: str, groups: Sequence[NewGroup]) -> int:
         started = 0
         for some in _of_size(groups, ROLLOUTS_AT_ONCE):
@@ -182,15 +176,13 @@ class RedisRuns(GroupReader):
         await self._database.change(run_id, reads, run_changes.close_group, closure, size=size, head=head)
 
     def _erased(self, closure: GroupClosure) -> Iterator[Command]:
-        """Yield a command for each usable sample, which reads whether it was erased."""
+        """Read for each usable sample whether it was erased."""
         for sample in closure.samples:
             if sample.usable:
                 yield erased_read(self._database.root, sample.rollout_id)
 
     def _open(self, run_id: str, number: int) -> tuple[str, str, int]:
         return ("HGET", self._database.keys(run_id).open, number)
-
-    # -- groups that wait ------------------------------------------------------
 
     async def ready_groups(self, run_id: str) -> Sequence[ReadyGroup]:
         _, _, (reply,) = await self._database.look(run_id, [("HGETALL", self._database.keys(run_id).ready)])
@@ -210,8 +202,6 @@ class RedisRuns(GroupReader):
         reads: list[Command] = [("HGET", keys.ready, closure.number), ("HGET", keys.closed, closure.number)]
         reads += self._erased(closure)
         await self._database.change(run_id, reads, run_changes.reclose_group, closure, head=head)
-
-    # -- batches ---------------------------------------------------------------
 
     async def lease(self, order: BatchLeaseRequest) -> BatchLease | NoBatch:
         keys = self._database.keys(order.run_id)
@@ -248,8 +238,6 @@ class RedisRuns(GroupReader):
         keys = self._database.keys(run_id)
         return [("HGET", keys.out, number), ("HGET", keys.batches, number)]
 
-    # -- retention -------------------------------------------------------------
-
     async def rollouts_of(self, user: str) -> Sequence[str]:
         runs = [run.run_id for run in await self.list() if run.request.live is not None]
         return [one for run_id in runs for one in await self._rollouts_of(run_id, user)]
@@ -258,7 +246,7 @@ class RedisRuns(GroupReader):
         return await self._retention.erase(rollout_ids)
 
     async def overwrite_deleted(self) -> None:
-        """Do nothing: Redis keeps what it deletes in its append-only file alone, until that is rewritten."""
+        """Redis keeps what it deletes in its append-only file alone, until that is rewritten."""
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
         return await self._retention.prune(run_id, seconds=seconds, max_bytes=max_bytes)

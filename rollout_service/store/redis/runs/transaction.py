@@ -1,7 +1,7 @@
 """One change of a run: what to write if nobody else has changed the run since it was read.
 
-Guarantees: the events and counts of a change belong to the change, so that no code path can forget them. A group that
-is settled and a batch that is settled never change again, since their records leave the keys that changes start from.
+The events and counts of a change belong to the change, so that no code path can forget them. A group that is settled
+and a batch that is settled never change again, since their records leave the keys that changes start from.
 """
 
 from __future__ import annotations
@@ -68,8 +68,6 @@ class RunTransaction:
             self.run.set(state=RunState.FINISHED.value)
             self.touch()
 
-    # -- groups ----------------------------------------------------------------
-
     def submit(self, request: RolloutRequest, number: int) -> str:
         """Queue a rollout of a group; return its id."""
         if request.rollout_id is None:
@@ -130,8 +128,6 @@ class RunTransaction:
         self.do("ZREM", self.keys.held, number)
         self.run.set(held_bytes=self.run["held_bytes"] - record.size)
 
-    # -- batches ---------------------------------------------------------------
-
     def put_batch(self, batch: BatchRecord) -> None:
         self.do("HSET", self.keys.out, batch.number, batch.encode())
 
@@ -144,8 +140,6 @@ class RunTransaction:
         self.do("HSET", self.keys.batches, batch.number, state.value)
         self.batch_moved(batch, state)
 
-    # -- runs ------------------------------------------------------------------
-
     def append_tasks(self, tasks: Sequence[Task]) -> None:
         for some in chunks(tasks, TASKS_AT_ONCE):
             self.do("RPUSH", self.keys.tasks, *(task.model_dump_json() for task in some))
@@ -153,8 +147,6 @@ class RunTransaction:
     def delete_run(self) -> None:
         self.do("ZREM", all_runs(self.keys.root), self.keys.run_id)
         self.do("UNLINK", *self.keys.all)
-
-    # -- the end ---------------------------------------------------------------
 
     def finish(self) -> list[Command]:
         """Return all commands, with those that the run's own changes need; none if nothing changes."""
@@ -168,8 +160,6 @@ class RunTransaction:
             self.do("HDEL", self.keys.run, *removed)
         return self.commands
 
-
-# Replies of Redis as Python values, and long requests in parts.
 
 T = TypeVar("T")
 
@@ -185,5 +175,5 @@ def open_records(reply: Sequence[bytes]) -> dict[int, OpenRecord]:
 
 
 def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Return the items in parts of this size; the last one may be smaller."""
+    """The last part may be smaller."""
     return (items[first : first + size] for first in range(0, len(items), size))
