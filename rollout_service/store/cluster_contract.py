@@ -124,7 +124,6 @@ class ClusterStore(Protocol):
     @property
     def is_shared(self) -> bool:
         """Whether other services may have the store open."""
-        ...
 
     async def join(self, report: NodeReport, *, replacing: str | None = None) -> None:
         """Become a member, ready to claim rollouts.
@@ -135,19 +134,15 @@ class ClusterStore(Protocol):
         Raises:
             NameTakenError: A live node has the name.
         """
-        ...
 
     async def heartbeat(self, report: NodeReport) -> Heartbeat:
         """Report a node, and declare silent ones dead."""
-        ...
 
     async def leave(self, owner: str) -> None:
         """Queue the node's rollouts again, resign its roles and free its name. Idempotent."""
-        ...
 
     async def nodes(self) -> Sequence[NodeRecord]:
         """Return all nodes by name: members, and dead ones that nobody has removed or replaced."""
-        ...
 
     async def change_state(self, name: str, state: NodeState) -> None:
         """Tell a node to claim no more rollouts (`draining`), or to claim them again (`ready`).
@@ -158,7 +153,6 @@ class ClusterStore(Protocol):
             NotFoundError: No node has this name.
             ConflictError: The node is dead.
         """
-        ...
 
     async def remove(self, name: str) -> None:
         """Forget a dead node.
@@ -167,18 +161,15 @@ class ClusterStore(Protocol):
             NotFoundError: No node has this name.
             ConflictError: The node is alive.
         """
-        ...
 
     async def wait_for_change(self, after: int) -> int:
         """Wait until a node has joined, ended or changed its state since the call that returned `after`; start with 0.
 
         The first call returns at once.
         """
-        ...
 
     async def lead(self, role: str, owner: str) -> RoleLease | None:
         """Claim a free role, or renew it, for `LEADER_SECONDS`; return None if another service leads it."""
-        ...
 
     async def wait_for_role(self, role: str) -> None:
         """Wait until a role that another service leads may be free; only `lead` says whether it is.
@@ -186,10 +177,8 @@ class ClusterStore(Protocol):
         It may be once it is resigned, or its lease has ended. Leases that are renewed in time cost a member no request:
         its heartbeats tell of them.
         """
-        ...
 
     async def resign(self, role: str, owner: str) -> None:
         """Free a role, so that another service can take it at once. Idempotent."""
-        ...
 
     async def leader(self, role: str) -> RoleLease | None: ...

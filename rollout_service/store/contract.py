@@ -110,48 +110,39 @@ class Store(SummaryStore, Protocol):
     @property
     def problem(self) -> StoreError | None:
         """Why the store cannot be written to at the moment; None if no reason is known."""
-        ...
 
     @property
     def errors(self) -> int:
         """Failed calls since the store was opened."""
-        ...
 
     def size_bytes(self) -> int: ...
 
     @property
     def commit_seconds(self) -> Histogram:
         """How long writes took until they were durable, each shared by the calls that waited together."""
-        ...
 
     @property
     def rewinds(self) -> int:
         """Grows whenever the store's leases may be others than its owners know, as after a failover."""
-        ...
 
     @property
     def shards(self) -> Sequence[StoreShard]:
         """In an order that never changes; the store itself if it is not spread."""
-        ...
 
     def shard_of(self, name: str) -> int:
         """Return the number of the shard that has a run or a rollout, by its id."""
-        ...
 
     @property
     def failing(self) -> Mapping[int, StoreError]:
         """Why shards cannot be used at the moment, by their numbers, while others can."""
-        ...
 
     @property
     def runs(self) -> RunStore:
         """Runs, groups and batches, in the same database."""
-        ...
 
     @property
     def engines(self) -> EnginesStore | None:
         """The engines of all services that share the store; None if only one service can have it open."""
-        ...
 
     @property
     def cluster(self) -> ClusterStore: ...
@@ -165,7 +156,6 @@ class Store(SummaryStore, Protocol):
         Raises:
             ConflictError: The id is taken by a different request.
         """
-        ...
 
     async def claim(
         self,
@@ -184,11 +174,9 @@ class Store(SummaryStore, Protocol):
         alone. `waits` does the same for environments: only rollouts of these are leased, each once it has been queued
         for this many seconds, so that a node that suits it better can take it first.
         """
-        ...
 
     async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> list[str]:
         """Return the ids of those of these leases that this owner has lost."""
-        ...
 
     async def recover(self, owner: str) -> int:
         """Requeue the rollouts of services that are gone; return how many that was.
@@ -197,21 +185,18 @@ class Store(SummaryStore, Protocol):
         service are not touched: a store that services share asks `cluster.identity.is_gone` about each owner; in a
         store that only one process can have open, every other owner is gone.
         """
-        ...
 
     async def release(self, owner: str, rollout_ids: Sequence[str] | None = None) -> int:
         """Requeue this owner's rollouts, or only these; return how many that was.
 
         Attempts that had begun are not counted, since an orderly shutdown is not a failure.
         """
-        ...
 
     async def held(self, owner: str, *, believed: Mapping[str, int] | None = None) -> Mapping[str, int]:
         """Return the tokens of the leases that this owner holds, by rollout.
 
         Of a shard that fails, those that the owner believes to hold, since nobody knows better.
         """
-        ...
 
     async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
         """Record the stage of a leased rollout; return False if the lease is lost.
@@ -219,7 +204,6 @@ class Store(SummaryStore, Protocol):
         Raises:
             ValueError: The state is terminal, or precedes one that this attempt has already reached.
         """
-        ...
 
     async def retry(
         self,
@@ -237,7 +221,6 @@ class Store(SummaryStore, Protocol):
         before its first stage. Its saved turns are deleted unless `keep_turns`. If cancellation was requested, the
         rollout is cancelled instead.
         """
-        ...
 
     async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = (), kept_turns: int = 0) -> bool:
         """Requeue a leased rollout with the first `kept_turns` of its saved turns; return False if the lease is lost.
@@ -245,7 +228,6 @@ class Store(SummaryStore, Protocol):
         The next attempt goes on after these and has the same number, since this one is not counted. `spans`, and a
         requested cancellation, are as in `retry`.
         """
-        ...
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
         """Write the terminal state and the result; return False, and write nothing, if the lease is lost.
@@ -257,29 +239,24 @@ class Store(SummaryStore, Protocol):
             ValueError: The result's state is not terminal, or its id is not the lease's.
             FrozenTokensError: A frozen sub-agent has tokens to train on.
         """
-        ...
 
     async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
         """Make turns of any rollouts durable; return how many were saved.
 
         The others have lost their lease, have a gap before them, or are saved already.
         """
-        ...
 
     async def saved_turns(self, rollout_id: str) -> list[bytes]:
         """Return the data of a rollout's saved turns, in order."""
-        ...
 
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
         """Store the steps of attempts, after those of earlier ones; return how many were stored.
 
         The others are of rollouts that were deleted or erased, or that have enough.
         """
-        ...
 
     async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
         """Return the stored steps, the earliest stored first; rollouts without any are left out."""
-        ...
 
     async def cancel(self, rollout_id: str) -> RolloutState | None:
         """Request the cancellation of a rollout; return the state it was in, or None if the id is unknown.
@@ -288,18 +265,15 @@ class Store(SummaryStore, Protocol):
         through `finish`. A terminal one stays as it is. An unknown id leaves a tombstone: if it is submitted later, it
         is created as cancelled.
         """
-        ...
 
     async def cancel_requested(self, owner: str) -> list[str]:
         """Return the ids of this owner's leases whose cancellation was requested."""
-        ...
 
     async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:
         """Return a rollout in its current state, without trajectories.
 
         It has its sub-agents and its work only if its request asks for them, or with `whole_tree`.
         """
-        ...
 
     async def trajectory(self, rollout_id: str) -> Trajectory | None: ...
 
@@ -308,31 +282,24 @@ class Store(SummaryStore, Protocol):
 
         With `trajectories`, they have those that were recorded and are still stored.
         """
-        ...
 
     async def counts(self) -> dict[RolloutState, int]:
         """Leave out states that have no rollout."""
-        ...
 
     async def record(self, kind: str, subject: str, data: dict[str, JsonValue]) -> Event:
         """Append an event about the service itself."""
-        ...
 
     async def wait_for_work(self) -> None:
         """Wait until `claim` may return something, including after a delay or an expired lease."""
-        ...
 
     async def wait_for_cancels(self) -> None:
         """Wait until the cancellation of a leased rollout has been requested since the last `cancel_requested`."""
-        ...
 
     async def wait_for_result(self, rollout_id: str) -> Rollout | None:
         """Wait until a rollout is terminal, then return it without its trajectory; None at once if it is unknown."""
-        ...
 
     async def close(self) -> None:
         """Flush and close; idempotent."""
-        ...
 
     async def list(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
@@ -342,7 +309,6 @@ class Store(SummaryStore, Protocol):
         Raises:
             InvalidFieldError: The cursor is not one that an earlier page returned.
         """
-        ...
 
 
 class StoreShard(Store, Protocol):
@@ -356,18 +322,15 @@ class StoreShard(Store, Protocol):
 
     async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
         """Return events with ids above `after`, in order."""
-        ...
 
     async def last_event(self) -> int:
         """Return the id of the newest event; 0 if there is none."""
-        ...
 
     async def wait_for_events(self, *, after: int) -> int:
         """Wait until the newest event's id is above `after`, then return it.
 
         If it is below `after`, since the store has lost events, it is returned at once: go on from there.
         """
-        ...
 
     async def failed(self) -> None:
         """Wait until the store fails for good, which only a defect can cause.
@@ -375,7 +338,6 @@ class StoreShard(Store, Protocol):
         Raises:
             StoreError: The store has failed.
         """
-        ...
 
 
 async def cancel_unfinished(store: Store, pool: str | None = None) -> list[str]:

@@ -79,26 +79,21 @@ class BackendStore(Protocol):
     @property
     def is_shared(self) -> bool:
         """Whether other services may change the backends."""
-        ...
 
     async def put(self, backend: SharedBackend) -> None:
         """Add a backend, or replace the one with its id."""
-        ...
 
     async def remove(self, backend_id: str) -> bool:
         """Return whether the backend was there."""
-        ...
 
     async def backends(self) -> Sequence[SharedBackend]:
         """In the order in which they were first put."""
-        ...
 
     async def wait_for_change(self, after: int) -> int:
         """Wait until something has changed since the call that returned `after`; start with 0.
 
         The first call returns at once.
         """
-        ...
 
 
 class EnginesStore(BackendStore, Protocol):
@@ -110,28 +105,21 @@ class EnginesStore(BackendStore, Protocol):
 
     async def ask(self, pool: str, kind: CommandKind, request: str) -> int | None:
         """Open a command and return its number; None while another one is open."""
-        ...
 
     async def pools(self) -> Sequence[PoolRecord]:
         """Return the records of all pools that ever had a command."""
-        ...
 
     async def hold(self, pool: str, number: int, owner: str) -> None:
         """Record that a service holds its requests for the open command."""
-        ...
 
     async def begin(self, pool: str, number: int) -> bool:
         """Record that the open command is carried out; return whether nobody had begun before."""
-        ...
 
     async def finish(self, pool: str, number: int, result: str, state: str) -> bool:
         """End the open command; return whether it was still open."""
-        ...
 
     async def save_state(self, pool: str, revision: int, state: str) -> bool:
         """Replace the state of a pool without an open command, if it still has this revision; return whether it was."""
-        ...
 
     async def result(self, pool: str, number: int) -> str | None:
         """Return the result as it was given to `finish`; only the last ones are kept."""
-        ...

@@ -35,7 +35,6 @@ class SummaryStore(Protocol):
             StoreError: The store fails.
             InvalidFieldError: The cursor is not one that an earlier page of this order returned.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,6 @@ class RunLists(Protocol):
         Raises:
             InvalidFieldError: The cursor is not one that an earlier page of this order returned.
         """
-        ...
 
     async def history(self, run_id: str, *, points: int) -> RunHistory:
         """Return how the run went, in up to `points` intervals of about as many closed groups each."""
-        ...

@@ -230,17 +230,14 @@ class RunStore(RunLists, Protocol):
         Raises:
             ConflictError: The id is taken by a different request.
         """
-        ...
 
     async def get(self, run_id: str) -> RunRecord: ...
 
     async def list(self) -> Sequence[RunRecord]:
         """Oldest first."""
-        ...
 
     async def active(self) -> Sequence[RunRecord]:
         """Return the runs that are not over, and ended runs whose groups are still open."""
-        ...
 
     async def update(
         self,
@@ -258,7 +255,6 @@ class RunStore(RunLists, Protocol):
         Raises:
             ConflictError: The run is over and cannot be paused or resumed.
         """
-        ...
 
     async def append(self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool) -> RunRecord:
         """Append tasks to an open run; repeating the same tasks at the same offset changes nothing.
@@ -266,35 +262,27 @@ class RunStore(RunLists, Protocol):
         Raises:
             ConflictError: The run takes no more tasks, or has another number of them.
         """
-        ...
 
     async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
         """`first` is a number in the epoch."""
-        ...
 
     async def start_groups(self, run_id: str, groups: Sequence[NewGroup]) -> int:
         """Start the groups that follow the cursor; return how many, 0 if the run is not running."""
-        ...
 
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
         """Oldest first."""
-        ...
 
     async def extend_group(self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]) -> None:
         """Add samples to an open group that has `first` of them; change nothing if it has another number."""
-        ...
 
     async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
         """Replace a failed sample by another rollout."""
-        ...
 
     async def mark_stragglers(self, run_id: str, number: int, samples: Sequence[int]) -> None:
         """Record that these samples of an open group are being cut off."""
-        ...
 
     async def cancel_groups(self, run_id: str, reason: str) -> None:
         """Record why the open groups are being cancelled."""
-        ...
 
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
         """Keep or drop an open group; leave any other unchanged, and one with a usable sample that was erased since the
@@ -302,29 +290,24 @@ class RunStore(RunLists, Protocol):
 
         A group that is kept ends the problem of a run that is running.
         """
-        ...
 
     async def ready_groups(self, run_id: str) -> Sequence[ReadyGroup]:
         """Return the groups that wait for a batch, the oldest first."""
-        ...
 
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
         """Return the groups that wait for a batch and have a usable sample older than version `bound`.
 
         Returned batches that contain such groups are dissolved first.
         """
-        ...
 
     async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
         """Close a waiting group again, with more samples masked; what `close_group` leaves unchanged, this does too."""
-        ...
 
     async def lease(self, order: BatchLeaseRequest) -> BatchLease | NoBatch:
         """Lease the oldest batch that was returned or whose lease expired, or else a new one.
 
         A new batch of a run that cancels its surplus drops the remaining ready groups and cancels the open ones.
         """
-        ...
 
     async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
         """Renew the lease of a batch from now on; return when it expires.
@@ -334,7 +317,6 @@ class RunStore(RunLists, Protocol):
         Raises:
             ConflictError: The batch is no longer leased, or is leased under another key.
         """
-        ...
 
     async def acknowledge(self, run_id: str, batch: int) -> None:
         """Acknowledge a batch, so that it is never delivered again; idempotent.
@@ -342,7 +324,6 @@ class RunStore(RunLists, Protocol):
         Raises:
             ConflictError: The batch was dissolved.
         """
-        ...
 
     async def give_back(self, run_id: str, batch: int) -> None:
         """Return a batch, so that it can be leased again at once.
@@ -350,43 +331,33 @@ class RunStore(RunLists, Protocol):
         Raises:
             ConflictError: The batch is acknowledged.
         """
-        ...
 
     async def group_states(self, run_id: str) -> Mapping[int, str]:
         """By number; a dropped group is `dropped:<reason>`."""
-        ...
 
     async def group(self, run_id: str, number: int) -> Group:
         """Return a closed group with its rollouts and their trajectories."""
-        ...
 
     async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
         """Return closed groups without tokens, in this order; for kept groups they are stored ready-made."""
-        ...
 
     async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
         """Return the columns of all segments of a closed group, sample by sample."""
-        ...
 
     async def closed_groups(self, run_id: str) -> Sequence[int]:
         """Return the numbers of all closed groups, kept or dropped."""
-        ...
 
     async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]:
         """Return the samples of a closed group with everything that an export contains."""
-        ...
 
     async def rollout_ids(self, run_id: str) -> Sequence[str]:
         """Return the ids of the rollouts of all closed groups, in task order."""
-        ...
 
     async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
         """Return rollouts with everything needed to score them again, in this order, without those that are gone."""
-        ...
 
     async def rollouts_of(self, user: str) -> Sequence[str]:
         """Return the rollouts that are parts of sessions of a user, by the hash; of each sample the first one."""
-        ...
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
         """Erase the contents of rollouts that have ended, on a person's demand; return the batches that had them.
@@ -396,27 +367,21 @@ class RunStore(RunLists, Protocol):
         masked, in an open group once it closes. A group that waits is dropped if it has too few usable samples left; in
         a batch that is not acknowledged, the sample stays in its place.
         """
-        ...
 
     async def overwrite_deleted(self) -> None:
         """Overwrite whatever is deleted from now on, since it may be a person's, as far as the store can."""
-        ...
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
         """Delete the trajectories of settled groups beyond these limits; return the number of groups pruned."""
-        ...
 
     async def delete_expired(self, keep: RetentionSettings) -> int:
         """Delete some of the records that have expired; return 0 once none is left."""
-        ...
 
     def deliveries(self, run_id: str) -> int:
         """Return a number that grows with every change, other than of time, that may change what `lease` returns."""
-        ...
 
     async def wait_for_delivery(self, run_id: str, after: int) -> int:
         """Wait until `deliveries` may be above `after`, then return it."""
-        ...
 
 
 class ShardRuns(RunStore, Protocol):
@@ -428,8 +393,6 @@ class ShardRuns(RunStore, Protocol):
         Each write of the returned store can raise LeadershipLostError. A store that only one process can have open
         refuses none.
         """
-        ...
 
     async def wait_for_change(self, after: int) -> int:
         """Wait until a run or a rollout of one has changed since the call that returned `after`; start with 0."""
-        ...

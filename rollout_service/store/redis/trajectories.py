@@ -29,27 +29,21 @@ class TrajectoryPlace(Protocol):
     @property
     def problem(self) -> StoreError | None:
         """Why no trajectory can be kept at the moment, or None."""
-        ...
 
     def keep(self, data: bytes) -> AbstractAsyncContextManager[bytes]:
         """Make a trajectory durable; yield the record for Redis to store within the block."""
-        ...
 
     async def abandon(self, stored: bytes) -> None:
         """Put the next trajectories elsewhere, since Redis refused to store this."""
-        ...
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
         """Overwrite trajectories to which Redis no longer refers; those that are gone are no error."""
-        ...
 
     async def collect(self) -> int:
         """Delete what belongs to no rollout any more; return how many files."""
-        ...
 
     async def read(self, stored: Mapping[str, bytes]) -> Sequence[bytes]:
         """Return trajectories, by the ids of their rollouts, from their records in Redis; in this order."""
-        ...
 
 
 class InRedis(TrajectoryPlace):

@@ -42,15 +42,12 @@ class SegmentFile(Protocol):
 
     def append(self, parts: Sequence[bytes], offset: int) -> None:
         """Write all parts, one after the other; return once they are durable."""
-        ...
 
     def is_there(self) -> bool:
         """Return whether readers who know its name find what was written."""
-        ...
 
     def close(self) -> None:
         """Give up what is held for writing."""
-        ...
 
 
 class SegmentFiles(Protocol):
@@ -70,18 +67,15 @@ class SegmentFiles(Protocol):
 
     def prepare(self) -> None:
         """Create the place if that is possible and it does not exist."""
-        ...
 
     def begin(self, name: str) -> SegmentFile:
         """Begin a segment file; its records come after `FILE_HEADER`.
 
         The name must be one that nobody else uses, now or later.
         """
-        ...
 
     def store(self, name: str, data: bytes) -> None:
         """Write a whole file, durably."""
-        ...
 
     def store_once(self, name: str, data: bytes) -> None:
         """Write a whole file, durably, if nobody has written one of this name.
@@ -89,7 +83,6 @@ class SegmentFiles(Protocol):
         Raises:
             FileExistsError: There is such a file.
         """
-        ...
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Return up to this many bytes; fewer where the file ends.
@@ -97,7 +90,6 @@ class SegmentFiles(Protocol):
         Raises:
             FileNotFoundError: There is no such file.
         """
-        ...
 
     def overwrite(self, name: str, offset: int, length: int) -> None:
         """Overwrite bytes of a file with zeros, durably.
@@ -105,22 +97,17 @@ class SegmentFiles(Protocol):
         Raises:
             FileNotFoundError: There is no such file.
         """
-        ...
 
     def delete(self, *names: str) -> None:
         """Delete files, if they exist, and what was left of unfinished ones of these names."""
-        ...
 
     def has(self, name: str) -> bool: ...
 
     def sizes(self) -> dict[str, int]:
         """In bytes, by name."""
-        ...
 
     def ages(self) -> dict[str, float]:
         """Return for how many seconds each file is unchanged, by its name and by the place's own clock."""
-        ...
 
     def failed(self, error: OSError) -> StoreError:
         """Return the store's error for a failure of the place, with what to do next."""
-        ...

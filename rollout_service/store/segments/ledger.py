@@ -41,31 +41,24 @@ class SegmentLedger(Protocol):
 
         If there is no mark yet, it becomes the proposal.
         """
-        ...
 
     async def register(self, file: str, owner: str) -> None:
         """Open a file that this owner will write."""
-        ...
 
     async def seal(self, files: Collection[str]) -> None:
         """Accept no more references to these files; idempotent."""
-        ...
 
     async def orphans(self) -> Sequence[str]:
         """Return the open files whose owner is not a member of the cluster: it has left, or was declared dead."""
-        ...
 
     async def garbage(self, limit: int) -> Sequence[str]:
         """Return up to this many sealed files without references."""
-        ...
 
     async def forget(self, files: Collection[str]) -> None:
         """Remove garbage from the ledger once it is deleted."""
-        ...
 
     async def unknown(self, files: Collection[str]) -> Sequence[str]:
         """Return those of the files that are neither open, nor referenced, nor garbage."""
-        ...
 
     async def totals(self) -> SegmentTotals: ...
 
