@@ -1,6 +1,6 @@
-"""The part of a store that is the same for every database: encoding, decoding and pages of what a database keeps.
+"""The part of a store that is the same for every database: encoding, decoding and pages of records.
 
-A store inherits these classes and reads or writes records. Decoding and encoding that takes long happens in threads.
+Decoding and encoding that takes long happens in threads.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.runs_contract import GroupHead, ShardRuns
 
 HEADS_AT_ONCE = 16
-"""Heads that one read returns at most; with long conversations they take megabytes."""
+"""With long conversations, heads take megabytes."""
 _INLINE_BYTES = 16_384
-"""A trajectory of up to this many compressed bytes is decoded on the event loop, a larger one in a thread."""
+"""The most compressed bytes of a trajectory that are decoded on the event loop."""
 
 
 class BaseStore(StoreShard):
-    """A store of rollouts, to be entered once it is open."""
-
     def __init__(self, database: JobThread[Any]) -> None:
         self._database = database
 
@@ -121,11 +119,10 @@ class BaseStore(StoreShard):
     async def _summaries(
         self, which: SummaryFilter, order: SummaryOrder, after: int | None, limit: int
     ) -> tuple[Sequence[RolloutSummary], int | None]:
-        """Return rollouts after a number, and the number after which to go on, None if nothing is left."""
+        """Return also the number after which to go on, None if nothing is left."""
 
     @abstractmethod
-    async def _page(self, state: RolloutState | None, after: int, limit: int) -> RolloutPage:
-        """Return rollouts with numbers above `after`, only those in `state` if that is set."""
+    async def _page(self, state: RolloutState | None, after: int, limit: int) -> RolloutPage: ...
 
     async def list(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
@@ -188,28 +185,27 @@ class BaseRuns(ShardRuns):
     @abstractmethod
     async def _groups(
         self, run_id: str, which: GroupSelection, order: SummaryOrder, after: int | None, limit: int
-    ) -> StoredGroups:
-        """Return groups that match, after a number if one is given."""
+    ) -> StoredGroups: ...
 
     @abstractmethod
     async def _history(self, run_id: str) -> tuple[Sequence[bytes], Mapping[str, int]]:
-        """Return the records of all groups of a run, in parts that follow each other, and the run's counters."""
+        """Return the records of all groups, in parts that follow each other, and the run's counters."""
 
     @abstractmethod
     async def _group(self, run_id: str, number: int) -> tuple[Row, Sequence[Row]]:
-        """Return the row of a closed group and those of its rollouts, as `codec.groups` reads them."""
+        """Return the rows of a closed group and its rollouts, as `codec.groups` reads them."""
 
     @abstractmethod
     async def _trajectories(self, run_id: str, number: int) -> Sequence[bytes]:
-        """Return the encoded trajectories of a closed group in the order of its samples, without stale ones."""
+        """In the order of the group's samples, without stale ones."""
 
     @abstractmethod
     async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead | None]:
-        """Return the stored heads of closed groups, in this order; None for one that has to be made again."""
+        """Keep the order; None stands for a head that has to be made again."""
 
     @abstractmethod
     async def _whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
-        """Return the rows of the rollouts that exist, with their encoded trajectories."""
+        """Leave out rollouts that do not exist."""
 
 
 def unknown_run(run_id: str) -> NotFoundError:

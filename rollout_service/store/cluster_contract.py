@@ -25,11 +25,10 @@ from api_schemas.nodes import NodeState
 from rollout_service.base.errors import ConfigurationError, ConflictError, NotFoundError
 
 HEARTBEAT_SECONDS = 2.0
-"""How often a node reports."""
 DEAD_SECONDS = 10.0
-"""How long a node may be silent; four of its heartbeats have then been lost."""
+"""Four heartbeats have then been lost."""
 LEADER_SECONDS = 6.0
-"""How long a role stays with a leader that has stopped renewing; a leader renews with every heartbeat."""
+"""A leader renews with every heartbeat."""
 
 
 class NameTakenError(ConfigurationError):
@@ -61,16 +60,14 @@ def live_node(name: str) -> ConflictError:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """Sent with every heartbeat."""
-
     name: str
     owner: str
     """The identity in whose name it leases rollouts."""
     address: str = ""
-    """The URL of its API; empty if unknown."""
+    """Empty if unknown."""
     labels: Sequence[str] = ()
     environments: Sequence[str] = ()
-    """Those whose rollouts it takes: loaded there, with all required labels."""
+    """Environments that are loaded there, with all required labels."""
     images: Sequence[str] = ()
     """Those of `environments` whose image is there, or that need none."""
     places: int = 0
@@ -84,7 +81,6 @@ class NodeRecord:
     report: NodeReport
     state: NodeState
     silent_seconds: float
-    """Since its last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +89,15 @@ class Heartbeat:
     """If not, the node was declared dead: its leases are lost, and it has to join again once it has dropped their work.
     """
     state: NodeState = NodeState.READY
-    """Whether the node is to claim rollouts."""
     places: int = 0
-    """Of all nodes that claim rollouts."""
+    """The sum over all nodes that claim rollouts."""
     environments: Mapping[str, int] = field(default_factory=dict)
-    """How many nodes claim rollouts of each environment."""
+    """How many nodes claim rollouts of each."""
     images: Mapping[str, int] = field(default_factory=dict)
     """How many of them have its image."""
     states: Mapping[str, int] = field(default_factory=dict)
-    """How many nodes are in each state."""
     dead: Sequence[str] = ()
-    """The names of nodes that this call declared dead."""
+    """Nodes that this call declared dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +109,7 @@ class RoleLease:
 
 
 class ClusterStore(Protocol):
-    """Membership and leadership.
-
+    """
     Raises:
         StoreError: The store fails; every method can raise it.
     """
@@ -136,13 +129,13 @@ class ClusterStore(Protocol):
         """
 
     async def heartbeat(self, report: NodeReport) -> Heartbeat:
-        """Report a node, and declare silent ones dead."""
+        """Declare silent nodes dead, too."""
 
     async def leave(self, owner: str) -> None:
         """Queue the node's rollouts again, resign its roles and free its name. Idempotent."""
 
     async def nodes(self) -> Sequence[NodeRecord]:
-        """Return all nodes by name: members, and dead ones that nobody has removed or replaced."""
+        """In the order of their names, with dead ones that nobody has removed or replaced."""
 
     async def change_state(self, name: str, state: NodeState) -> None:
         """Tell a node to claim no more rollouts (`draining`), or to claim them again (`ready`).
@@ -155,8 +148,7 @@ class ClusterStore(Protocol):
         """
 
     async def remove(self, name: str) -> None:
-        """Forget a dead node.
-
+        """
         Raises:
             NotFoundError: No node has this name.
             ConflictError: The node is alive.
@@ -174,11 +166,10 @@ class ClusterStore(Protocol):
     async def wait_for_role(self, role: str) -> None:
         """Wait until a role that another service leads may be free; only `lead` says whether it is.
 
-        It may be once it is resigned, or its lease has ended. Leases that are renewed in time cost a member no request:
-        its heartbeats tell of them.
+        Leases that are renewed in time cost a member no request: its heartbeats tell of them.
         """
 
     async def resign(self, role: str, owner: str) -> None:
-        """Free a role, so that another service can take it at once. Idempotent."""
+        """Idempotent."""
 
     async def leader(self, role: str) -> RoleLease | None: ...

@@ -54,34 +54,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A rollout that its owner may work on until the lease expires or is renewed."""
-
     rollout_id: str
     request: RolloutRequest
     attempt: int
-    """From 1. The attempt counts once it enters a stage or fails."""
+    """Counts from 1, once the attempt enters a stage or fails."""
     retries: list[ErrorInfo]
-    """The failures of earlier attempts."""
     spans: list[Span]
-    """The stages of earlier attempts that failed; a crash leaves none."""
+    """Stages of earlier attempts that failed; a crash leaves none."""
     created_at: datetime
-    """When the rollout was submitted."""
     queued_seconds: float
-    """How long ago it was queued, submitted or released after an attempt, when it was claimed; by the store's clock,
-    since this host may have another time.
+    """From its submission or its release after an attempt to this claim, by the store's clock, since this host may have
+    another time.
     """
     token: int
-    """Grows with every claim and distinguishes this lease from earlier ones of the same owner."""
+    """Grows with every claim."""
     saved_turns: int = 0
-    """How many turns an interrupted attempt left, to continue from; `Store.saved_turns` returns them."""
+    """Turns that an interrupted attempt left, to continue from; `Store.saved_turns` returns them."""
     run_id: str | None = None
     """None if the rollout was submitted alone."""
     group: int | None = None
-    """The number of its group in that run."""
 
 
 MAX_RECORDS = 64
-"""The most attempts whose steps a rollout keeps: more than can fail, and few of those that may be handed back."""
+"""More attempts than can fail keep their steps, and few of those that may be handed back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,26 +89,23 @@ class EncodedSteps:
 class UnsavedTurn:
     rollout_id: str
     token: int
-    """Of the lease under which the turn was made."""
     number: int
-    """In its rollout, from 0."""
+    """Counts from 0 in its rollout."""
     data: bytes
 
 
 class Store(SummaryStore, Protocol):
-    """Rollouts, results, events, the turns of rollouts that have not ended, and the steps of those that were tried.
-
+    """
     Raises:
         StoreError: The store fails; every method can raise it.
     """
 
     @property
     def problem(self) -> StoreError | None:
-        """Why the store cannot be written to at the moment; None if no reason is known."""
+        """Why the store cannot be written to at the moment, if that is known."""
 
     @property
-    def errors(self) -> int:
-        """Failed calls since the store was opened."""
+    def errors(self) -> int: ...
 
     def size_bytes(self) -> int: ...
 
@@ -130,19 +122,18 @@ class Store(SummaryStore, Protocol):
         """In an order that never changes; the store itself if it is not spread."""
 
     def shard_of(self, name: str) -> int:
-        """Return the number of the shard that has a run or a rollout, by its id."""
+        """`name` is the id of a run or a rollout."""
 
     @property
     def failing(self) -> Mapping[int, StoreError]:
         """Why shards cannot be used at the moment, by their numbers, while others can."""
 
     @property
-    def runs(self) -> RunStore:
-        """Runs, groups and batches, in the same database."""
+    def runs(self) -> RunStore: ...
 
     @property
     def engines(self) -> EnginesStore | None:
-        """The engines of all services that share the store; None if only one service can have it open."""
+        """None if only one service can have the store open."""
 
     @property
     def cluster(self) -> ClusterStore: ...
@@ -181,9 +172,9 @@ class Store(SummaryStore, Protocol):
     async def recover(self, owner: str) -> int:
         """Requeue the rollouts of services that are gone; return how many that was.
 
-        `owner` calls this before its first claim. An attempt that had begun stays counted. The rollouts of a live
-        service are not touched: a store that services share asks `cluster.identity.is_gone` about each owner; in a
-        store that only one process can have open, every other owner is gone.
+        `owner` calls this before its first claim. An attempt that had begun stays counted. A store that services share
+        asks `cluster.identity.is_gone` about each owner; in one that only one process can have open, every other owner
+        is gone.
         """
 
     async def release(self, owner: str, rollout_ids: Sequence[str] | None = None) -> int:
@@ -193,9 +184,9 @@ class Store(SummaryStore, Protocol):
         """
 
     async def held(self, owner: str, *, believed: Mapping[str, int] | None = None) -> Mapping[str, int]:
-        """Return the tokens of the leases that this owner holds, by rollout.
+        """Return the tokens of the owner's leases, by rollout.
 
-        Of a shard that fails, those that the owner believes to hold, since nobody knows better.
+        For a shard that fails, those that the owner believes to hold stand in, since nobody knows better.
         """
 
     async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
@@ -247,7 +238,7 @@ class Store(SummaryStore, Protocol):
         """
 
     async def saved_turns(self, rollout_id: str) -> list[bytes]:
-        """Return the data of a rollout's saved turns, in order."""
+        """In the order of the turns."""
 
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
         """Store the steps of attempts, after those of earlier ones; return how many were stored.
@@ -256,7 +247,7 @@ class Store(SummaryStore, Protocol):
         """
 
     async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
-        """Return the stored steps, the earliest stored first; rollouts without any are left out."""
+        """The earliest come first; rollouts without any are left out."""
 
     async def cancel(self, rollout_id: str) -> RolloutState | None:
         """Request the cancellation of a rollout; return the state it was in, or None if the id is unknown.
@@ -266,11 +257,10 @@ class Store(SummaryStore, Protocol):
         is created as cancelled.
         """
 
-    async def cancel_requested(self, owner: str) -> list[str]:
-        """Return the ids of this owner's leases whose cancellation was requested."""
+    async def cancel_requested(self, owner: str) -> list[str]: ...
 
     async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:
-        """Return a rollout in its current state, without trajectories.
+        """Return a rollout without trajectories.
 
         It has its sub-agents and its work only if its request asks for them, or with `whole_tree`.
         """
@@ -280,7 +270,7 @@ class Store(SummaryStore, Protocol):
     async def tree(self, rollout_id: str, *, trajectories: bool = False) -> RolloutNodes | None:
         """Return the sub-agents of a finished rollout, whatever its request asks for, or None.
 
-        With `trajectories`, they have those that were recorded and are still stored.
+        With `trajectories`, they have those that are still stored.
         """
 
     async def counts(self) -> dict[RolloutState, int]:
@@ -304,7 +294,7 @@ class Store(SummaryStore, Protocol):
     async def list(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
     ) -> RolloutPage:
-        """Return a page of rollouts, oldest first, without trajectories and sub-agents.
+        """Return rollouts without trajectories and sub-agents, oldest first.
 
         Raises:
             InvalidFieldError: The cursor is not one that an earlier page returned.
@@ -312,19 +302,19 @@ class Store(SummaryStore, Protocol):
 
 
 class StoreShard(Store, Protocol):
-    """A whole store, or one of the shards of one: it has events, and runs whose changes can be fenced."""
+    """A whole store, or one of its shards: it has events, and runs whose changes can be fenced."""
 
     segments: SegmentFolder | None
-    """The shared place of the trajectories; None if they are in the database."""
+    """Has the trajectories; None if they are in the database."""
 
     @property
     def runs(self) -> ShardRuns: ...
 
     async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
-        """Return events with ids above `after`, in order."""
+        """In the order of their ids."""
 
     async def last_event(self) -> int:
-        """Return the id of the newest event; 0 if there is none."""
+        """Return 0 if there is none."""
 
     async def wait_for_events(self, *, after: int) -> int:
         """Wait until the newest event's id is above `after`, then return it.
@@ -333,7 +323,7 @@ class StoreShard(Store, Protocol):
         """
 
     async def failed(self) -> None:
-        """Wait until the store fails for good, which only a defect can cause.
+        """Wait for a failure for good, which only a defect can cause.
 
         Raises:
             StoreError: The store has failed.
@@ -341,8 +331,8 @@ class StoreShard(Store, Protocol):
 
 
 async def cancel_unfinished(store: Store, pool: str | None = None) -> list[str]:
-    """Cancel the rollouts of a pool, or of all, that have not ended; return their ids."""
-    unfinished: dict[str, None] = {}  # in order, since one may come to another state meanwhile
+    """Return the ids of the rollouts; without a pool, cancel those of all."""
+    unfinished: dict[str, None] = {}  # ordered; one may come to another state meanwhile
     for state in (state for state in RolloutState if not state.terminal):
         cursor: str | None = None
         while True:

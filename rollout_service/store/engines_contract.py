@@ -36,17 +36,16 @@ class SharedBackend:
     backend_id: str
     spec: BackendSpec
     loopback_of: str = ""
-    """The machine whose services alone can reach it, for a loopback address; empty for every other address."""
+    """The machine whose services alone can reach a loopback address; empty for every other address."""
     exports: tuple[str, ...] = ()
     """Token extras that it returned when it was checked."""
     is_draining: bool = False
-    """Whether it is given no new requests."""
     lease_until: float | None = field(default=None, compare=False)
-    """In Unix seconds; None without a lease."""
+    """Unix seconds; None without a lease."""
 
 
 def end_of_lease(spec: BackendSpec) -> float | None:
-    """Return when a lease that begins now runs out, as Unix time; None for an engine without one."""
+    """Return Unix seconds for a lease that begins now; None for an engine without one."""
     return None if spec.lease_seconds is None else time.time() + spec.lease_seconds
 
 
@@ -56,13 +55,12 @@ class PoolRecord:
 
     pool: str
     number: int
-    """Of the last command."""
     kind: CommandKind
     request: str
-    """As JSON."""
+    """JSON."""
     is_open: bool
     state: str
-    """The state that the last finished command left, as JSON of `PoolState`; empty before the first."""
+    """JSON of `PoolState`, which the last finished command left; empty before the first."""
     revision: int
     """Grows with every change of `state`."""
     held_by: frozenset[str]
@@ -70,35 +68,28 @@ class PoolRecord:
 
 
 class BackendStore(Protocol):
-    """The registered backends.
-
+    """
     Raises:
         StoreError: The store fails; every method can raise it.
     """
 
     @property
-    def is_shared(self) -> bool:
-        """Whether other services may change the backends."""
+    def is_shared(self) -> bool: ...
 
     async def put(self, backend: SharedBackend) -> None:
         """Add a backend, or replace the one with its id."""
 
-    async def remove(self, backend_id: str) -> bool:
-        """Return whether the backend was there."""
+    async def remove(self, backend_id: str) -> bool: ...
 
     async def backends(self) -> Sequence[SharedBackend]:
-        """In the order in which they were first put."""
+        """Keep the order in which backends were first put."""
 
     async def wait_for_change(self, after: int) -> int:
-        """Wait until something has changed since the call that returned `after`; start with 0.
-
-        The first call returns at once.
-        """
+        """Wait for a change since the call that returned `after`; start with 0, which returns at once."""
 
 
 class EnginesStore(BackendStore, Protocol):
-    """Backends, and the commands to their pools, in a store that services share.
-
+    """
     Raises:
         StoreError: The store fails; every method can raise it.
     """
@@ -107,19 +98,19 @@ class EnginesStore(BackendStore, Protocol):
         """Open a command and return its number; None while another one is open."""
 
     async def pools(self) -> Sequence[PoolRecord]:
-        """Return the records of all pools that ever had a command."""
+        """Include every pool that ever had a command."""
 
     async def hold(self, pool: str, number: int, owner: str) -> None:
         """Record that a service holds its requests for the open command."""
 
     async def begin(self, pool: str, number: int) -> bool:
-        """Record that the open command is carried out; return whether nobody had begun before."""
+        """Return whether nobody had begun before."""
 
     async def finish(self, pool: str, number: int, result: str, state: str) -> bool:
-        """End the open command; return whether it was still open."""
+        """Return whether the command was still open."""
 
     async def save_state(self, pool: str, revision: int, state: str) -> bool:
-        """Replace the state of a pool without an open command, if it still has this revision; return whether it was."""
+        """Change nothing during a command, or at another revision; return whether the state was replaced."""
 
     async def result(self, pool: str, number: int) -> str | None:
-        """Return the result as it was given to `finish`; only the last ones are kept."""
+        """Only the last results are kept."""

@@ -1,7 +1,6 @@
-"""The backends of a service that shares its store with nobody, in a file that survives restarts.
+"""The backends of a service that shares its store with nobody, in a file that survives restarts and is always whole.
 
-The file is always whole, however many backends are registered at once. A file that cannot be written is logged, and the
-backends work until the service ends.
+A file that cannot be written is logged, and the backends work until the service ends.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ from rollout_service.base.errors import StoreError
 log = structlog.get_logger(__name__)
 
 PROBLEM_SECONDS = 3.0
-"""The shortest time for which `problem` reports a failure."""
+"""`problem` reports a failure at least for so long."""
 COMMIT_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 MAX_BATCH = 256
-"""The most jobs that are done as one, so that the first does not wait for too many others."""
+"""The first job does not wait for too many others."""
 
 
 def commit_histogram() -> Histogram:
@@ -46,7 +46,6 @@ def commit_histogram() -> Histogram:
 class Job:
     writes: bool
     future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Awaited by the caller."""
 
 
 J = TypeVar("J", bound=Job)
@@ -59,7 +58,7 @@ class JobResult(Generic[J]):
     error: BaseException | None = None
 
     def deliver(self) -> None:
-        """Pass the result to the caller, unless the caller is gone. Call it on the event loop."""
+        """Pass the result to the caller, unless it is gone. Call it on the event loop."""
         if self.job.future.done():
             return
         if self.error is not None:
@@ -69,13 +68,10 @@ class JobResult(Generic[J]):
 
 
 class JobThread(ABC, Generic[J]):
-    """A thread that does jobs from `start` to `close`; create it on the event loop."""
+    """Does jobs from `start` to `close`; create it on the event loop."""
 
     def __init__(self, name: str, address: str, commit_seconds: Histogram | None = None) -> None:
-        """`address` is where the database is, for the log.
-
-        `commit_seconds` has the times of several threads together; without it, this one has its own.
-        """
+        """`address` is for the log. Threads may share `commit_seconds`."""
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[J | None] = SimpleQueue()
         self._opened: asyncio.Future[None] = self._loop.create_future()
@@ -88,20 +84,18 @@ class JobThread(ABC, Generic[J]):
 
     @property
     def problem(self) -> StoreError | None:
-        """Why the database cannot be used at the moment; None if no reason is known."""
+        """None if no reason is known."""
         return self._failure or self.health.problem
 
     @property
     def errors(self) -> int:
-        """Calls that failed because of the database."""
         return self.health.errors
 
     @abstractmethod
     def size_bytes(self) -> int: ...
 
     async def start(self) -> None:
-        """Start the thread and open the database.
-
+        """
         Raises:
             StoreError: The database cannot be opened.
         """
@@ -119,7 +113,7 @@ class JobThread(ABC, Generic[J]):
         raise self._failure or StoreError("the store failed")
 
     async def close(self) -> None:
-        """Do the remaining jobs, close the database and end the thread; idempotent."""
+        """Do the remaining jobs first; idempotent."""
         self._refuse()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._thread.join)
@@ -148,7 +142,6 @@ class JobThread(ABC, Generic[J]):
         return job.future.result()
 
     def _die(self, error: BaseException, batch: Sequence[J] = ()) -> None:
-        """Fail everyone who waits."""
         self._failure = StoreError(
             f"a thread of the store failed: {type(error).__name__}: {error}", hint="Restart the service."
         )
@@ -161,7 +154,7 @@ class JobThread(ABC, Generic[J]):
             JobResult(job, error=self._failure).deliver()
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the event loop, unless the loop is closed and nobody waits."""
+        """Skip a loop that is closed: nobody waits."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -177,7 +170,7 @@ class JobThread(ABC, Generic[J]):
     def _disconnect(self) -> None: ...
 
     def _next_job(self) -> J | None:
-        """Wait for a job; None ends the thread."""
+        """None ends the thread."""
         return self._jobs.get()
 
     def _work(self) -> None:
@@ -197,7 +190,7 @@ class JobThread(ABC, Generic[J]):
             self._disconnect()
 
     def _next_batch(self) -> list[J]:
-        """Return the waiting jobs, at least one; an empty list ends the thread."""
+        """Return at least one job; an empty list ends the thread."""
         batch: list[J] = []
         job = self._next_job()
         while job is not None:
@@ -215,15 +208,13 @@ class JobThread(ABC, Generic[J]):
 
 @dataclass(slots=True)
 class StoreHealth:
-    """The failures of a database and of its parts, as they were last seen; used on the event loop alone.
+    """The failures of a database, as they were last seen; used on the event loop alone.
 
     The log says once that it fails, and once that it works again.
     """
 
     address: str
-    """Where it is, for the log."""
     errors: int = 0
-    """Calls that failed."""
     _open: dict[str, StoreError] = field(default_factory=dict)
     _last: StoreError | None = None
     _failed_at: float = 0.0
@@ -237,7 +228,6 @@ class StoreHealth:
         return self._last if time.monotonic() - self._failed_at < PROBLEM_SECONDS else None
 
     def failed(self, part: str, error: StoreError, *, calls: int = 0) -> None:
-        """`calls` is how many calls it failed."""
         self._open[part] = self._last = error
         self._failed_at = time.monotonic()
         self.errors += calls

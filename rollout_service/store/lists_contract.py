@@ -15,9 +15,8 @@ from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.views.summaries import SummaryFilter, SummaryOrder, SummaryPage
 
 LOOKED_AT = 50_000
-"""The most records that one call looks at."""
 CLOCK_STEP_SECONDS = 300.0
-"""By how much the clock may ever have been set back without hiding a rollout from a search by time."""
+"""By so much may the clock have been set back without hiding a rollout from a search by time."""
 
 
 class SummaryStore(Protocol):
@@ -29,7 +28,7 @@ class SummaryStore(Protocol):
         cursor: str | None = None,
         limit: int = 100,
     ) -> SummaryPage:
-        """Return a page of rollouts, in the order in which they were submitted or its reverse.
+        """Order rollouts by their submission.
 
         Raises:
             StoreError: The store fails.
@@ -48,8 +47,7 @@ class GroupSelection:
 
 
 class RunLists(Protocol):
-    """The groups and the history of runs.
-
+    """
     Raises:
         StoreError: The store fails; every method can raise it.
         NotFoundError: There is no such run.
@@ -64,11 +62,11 @@ class RunLists(Protocol):
         cursor: str | None = None,
         limit: int = 50,
     ) -> GroupPage:
-        """Return a page of groups by number, or the highest number first.
+        """Order groups by number.
 
         Raises:
             InvalidFieldError: The cursor is not one that an earlier page of this order returned.
         """
 
     async def history(self, run_id: str, *, points: int) -> RunHistory:
-        """Return how the run went, in up to `points` intervals of about as many closed groups each."""
+        """Return up to `points` intervals of about as many closed groups each."""

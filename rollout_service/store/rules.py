@@ -26,13 +26,13 @@ from rollout_service.store.runs_contract import (
 )
 
 DROPPED = "dropped:"
-"""Counts dropped groups; the reason follows."""
+"""Prefix; the reason follows."""
 WORK = "work:"
-"""Sums how rollouts used sub-agents; the name in `groups.work_sums` follows."""
+"""Prefix; the name in `groups.work_sums` follows."""
 DROPPED_IN_A_ROW = "in_a_row:dropped:"
-"""Counts groups that were dropped since the last one that was kept; the reason follows."""
+"""Prefix for groups since the last one that was kept; the reason follows."""
 FAILED_IN_A_ROW = "in_a_row:failed:"
-"""Counts groups in a row that one permanent error ended; its code follows."""
+"""Prefix for groups that one permanent error ended; its code follows."""
 OVER = frozenset({RunState.ENDED, RunState.FINISHED})
 
 
@@ -46,7 +46,7 @@ class BatchState(StrEnum):
 
 
 def oldest_allowed(run: RunRecord) -> int | None:
-    """Return the oldest version that a token in a batch may have; None if the run sets no limit."""
+    """Return None if the run sets no limit."""
     return oldest_allowed_version(version=run.version, max_staleness=run.request.max_staleness)
 
 
@@ -57,11 +57,8 @@ def is_stale(oldest_version: int | None, bound: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """The groups to put into a new batch, and what becomes of the others."""
-
     groups: Sequence[int]
     surplus: Sequence[int] = ()
-    """Ready groups to drop."""
     cancels_open: bool = False
     """Whether to cancel the groups under way as surplus too."""
 
@@ -69,11 +66,8 @@ class NewBatch:
 def next_batch(
     run: RunRecord, ready: Sequence[ReadyGroup], *, bound: int | None, due_in: float = math.inf
 ) -> NewBatch | NoBatch:
-    """Return the next new batch of a run, or why there is none now.
-
-    `ready` are all its ready groups, in the order of their numbers, with their owners if it has live sessions. `bound`
-    is the oldest version that a token may have; None takes stale groups too. `due_in` is after how many seconds the
-    next lease of another batch runs out.
+    """`ready` are all ready groups, in the order of their numbers, with their owners if the run has live sessions. A
+    `bound` of None takes stale groups too. `due_in` is after how many seconds the next lease of another batch runs out.
     """
     if any(is_stale(group.oldest_version, bound) for group in ready):
         return NoBatch(over=False, due_in=math.inf, stale=True)
@@ -101,7 +95,6 @@ def dropped_counts(counters: Mapping[str, int]) -> dict[str, int]:
 
 
 def group_counts(counters: Mapping[str, int]) -> dict[str, int]:
-    """Return a run's counters of groups, samples and batches."""
     others = (WORK, DROPPED_IN_A_ROW, FAILED_IN_A_ROW)
     return {name: n for name, n in counters.items() if not name.startswith(others)}
 
@@ -125,12 +118,12 @@ def _with_prefix(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
 
 
 def added_counts(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """Return by how much counts have grown, without zeros."""
+    """Leave out counts that have not grown."""
     return {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
 
 
 def masked_counts(samples: Sequence[ClosedSample], before: Sequence[ClosedSample] | None = None) -> dict[str, int]:
-    """Return what to add to a run's counters when a group is closed; `before` are its samples at an earlier close."""
+    """Return what to add to a run's counters; `before` are the group's samples at an earlier close."""
     counted = {sample.sample for sample in before or () if not sample.usable}
     added = [sample for sample in samples if sample.sample not in counted]
     counts = {
@@ -141,7 +134,7 @@ def masked_counts(samples: Sequence[ClosedSample], before: Sequence[ClosedSample
 
 
 def closing_counts(closure: GroupClosure, counters: Mapping[str, int]) -> dict[str, int]:
-    """Return what to add to a run's counters when a group is closed for the first time."""
+    """Return what to add to a run's counters at the first close."""
     added = {name: count for name, count in closure.counts.items() if count}
     return masked_counts(closure.samples) | added | _in_a_row_counts(closure, counters)
 
@@ -165,7 +158,7 @@ def restart_counts(counters: Mapping[str, int], *prefixes: str) -> dict[str, int
 
 
 def ends_problem(run: RunRecord, closure: GroupClosure) -> bool:
-    """Return whether a group ends the problem of a run that goes on: that none was kept."""
+    """The problem of a run that goes on is that no group was kept."""
     return closure.reason is None and run.problem is not None and run.state is RunState.RUNNING
 
 
@@ -175,17 +168,14 @@ def delivered_rollouts(samples: Sequence[ClosedSample]) -> list[str]:
 
 
 def first_rollouts(rollout_ids: Iterable[str]) -> list[str]:
-    """Return the first rollouts of the samples that these are rollouts of."""
+    """Return the first rollout of each sample that these belong to."""
     return sorted({str(replace(SampleId.parse(one), retry=0)) for one in rollout_ids})
 
 
 def without_erased(
     samples: Sequence[ClosedSample], rollout_ids: Collection[str], *, is_settled: bool
 ) -> list[ClosedSample]:
-    """Return the samples of a closed group after the rollouts of some were erased.
-
-    Those of a settled group are history, and only nobody's any more.
-    """
+    """Samples of a settled group are history, and only nobody's any more."""
 
     def erased(sample: ClosedSample) -> ClosedSample:
         sample = replace(sample, owner=None)
@@ -197,19 +187,18 @@ def without_erased(
 
 
 def is_worth_keeping(samples: Sequence[ClosedSample], request: RunRequest) -> bool:
-    """Return whether a closed group has as many usable samples as its run wants."""
     return sum(sample.usable for sample in samples) >= max(1, request.min_usable)
 
 
 def total_tasks(source: TaskSource, tasks: int) -> int | None:
-    """Return the number of tasks over all epochs; None while it is unbounded."""
+    """Return the tasks over all epochs; None while they are unbounded."""
     if isinstance(source, InlineTasks) and source.open:
         return None
     return None if source.epochs is None else source.epochs * tasks
 
 
 def is_finished(run: RunRecord) -> bool:
-    """Return whether a run has taken all its tasks and every batch of it is acknowledged."""
+    """All tasks are taken, and every batch is acknowledged."""
     if run.state in OVER or run.total is None or run.cursor < run.total:
         return False
     return not any(run.count(state) for state in ("open", "ready", "batched"))
@@ -255,7 +244,7 @@ def check_append(run: RunRecord, offset: int) -> None:
 
 
 def is_appended(run: RunRecord, there: Sequence[Task], tasks: Sequence[Task], *, close: bool) -> bool:
-    """Return whether tasks were appended before: the same are `there`, and the run is as open as it is to be."""
+    """The same tasks are `there`, and the run is as open as it is to be."""
     return bool(tasks) and list(there) == list(tasks) and (run.total is not None) == close
 
 
@@ -303,7 +292,7 @@ def check_return(batch_id: str, state: BatchState) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SettledGroup:
-    """A group that was acknowledged or dropped, and that still has its trajectories."""
+    """A group that still has its trajectories."""
 
     number: int
     bytes: int
@@ -314,7 +303,7 @@ class SettledGroup:
 def groups_to_prune(
     settled: Sequence[SettledGroup], *, seconds: float | None, max_bytes: int | None, now: float
 ) -> list[int]:
-    """Return the groups whose trajectories to delete: those beyond an age, and the oldest beyond a total size.
+    """Return the groups beyond an age, and the oldest beyond a total size.
 
     `settled` is ordered from newest to oldest; None sets no limit.
     """

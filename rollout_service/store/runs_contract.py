@@ -46,11 +46,11 @@ class RunRecord:
     version: int
     first_version: int
     tasks: int
-    """In one epoch so far."""
+    """Counts one epoch so far."""
     total: int | None
-    """Tasks over all epochs; None while it is unbounded."""
+    """Counts all epochs; None while unbounded."""
     digest: str | None
-    """Of the file that the tasks come from."""
+    """The digest of the file with the tasks."""
     cursor: int
     counters: Mapping[str, int]
     """Groups by state, dropped ones as `dropped:<reason>`; `masked`, `masked:stale` and `retried` samples; acknowledged
@@ -62,12 +62,10 @@ class RunRecord:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further group will start."""
         over = self.total is not None and self.cursor >= self.total
         return over or self.state in (RunState.ENDED, RunState.FINISHED)
 
     def count(self, name: str) -> int:
-        """A counter that was never raised is 0."""
         return self.counters.get(name, 0)
 
 
@@ -80,34 +78,32 @@ class NewGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """A rollout of an open group, as far as its state is cheap to read."""
+    """As far as its state is cheap to read."""
 
     sample: int
     rollout_id: str
     state: RolloutState
     reward: float | None
     rolling_seconds: float | None
-    """How long its agent has been working, by the store's clock; None unless the agent is working."""
+    """How long its agent has been working, by the store's clock; None unless it is working."""
     oldest_version: int | None
     newest_version: int | None
     is_straggler: bool
-    """Whether it is being cut off."""
     is_erased: bool = False
-    """Whether its contents were erased on a person's demand."""
+    """On a person's demand."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A group whose rollouts have not all ended, or that was not closed yet."""
+    """A group that was not closed yet."""
 
     number: int
     members: Sequence[GroupMember]
     cancel_reason: str | None
-    """None if the group is not being cancelled."""
     lost: Sequence[str] = ()
-    """The ids of its rollouts that the store has lost."""
+    """Rollouts that the store has lost."""
     reward_weights: RewardWeights | None = None
-    """The weights with which it was closed; None if it was not, or if its run has no auxiliary reward."""
+    """The weights with which it was closed, if its run has an auxiliary reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +117,15 @@ class ClosedSample:
     reward: float | None
     advantage: float | None
     owner: Owner | None = None
-    """Whose session it is a part of; None for an attempt at a task, and for a sample that was erased."""
+    """None for an attempt at a task, and for a sample that was erased."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyGroup:
-    """A kept group that waits for a batch."""
-
     number: int
     oldest_version: int | None
     owners: Sequence[Owner] = ()
-    """Whose sessions its samples are parts of, in runs of live sessions."""
+    """In runs of live sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +137,20 @@ class GroupClosure:
     reward_mean: float | None
     reward_std: float | None
     oldest_version: int | None
-    """Of a token in a usable sample."""
+    """The lowest version of a token in a usable sample."""
     newest_version: int | None
     reward_weights: RewardWeights | None = None
-    """Of the parts of the rewards; None if the run has no auxiliary reward."""
+    """None if the run has no auxiliary reward."""
     measured_on: RewardPart | None = None
     """The part of the rewards whose mean and deviation these are; None if it is their total."""
     filtered_on: Sequence[RewardPart] = ()
-    """The parts of the rewards that the filters looked at, if there are parts."""
+    """Parts of the rewards that the filters looked at, if there are parts."""
     critical_steps: StepsSpread | None = None
     failure: str | None = None
-    """The code of the permanent error that ended every sample; None if there is not one such error."""
+    """The code of the permanent error that ended every sample, if there is one such error."""
     figures: GroupFigures | None = None
-    """How its rollouts went, for the history of the run."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """The increments of the run's counters when the group is closed, and not when it is closed again."""
+    """Added to the run's counters when the group is closed, and not when it is closed again."""
 
     @property
     def state(self) -> str:
@@ -170,10 +163,10 @@ class GroupHead:
 
     number: int
     json: bytes
-    """The `Group`, with empty columns."""
+    """A `Group` with empty columns."""
     samples: Sequence[ClosedSample]
     tokens: Sequence[Sequence[int]]
-    """Of each segment, by sample; empty for a sample without a trajectory."""
+    """By sample and segment; empty for a sample without a trajectory."""
     oldest_version: int | None
     newest_version: int | None
 
@@ -206,17 +199,15 @@ class NoBatch:
     over: bool
     """Whether there will never be another batch."""
     due_in: float
-    """After how many seconds the next lease expires, so that a batch may become available; infinity if none is out.
-
-    A duration, since the caller's host may have another time than the store.
+    """The seconds after which a lease expires, so that a batch may become available; infinity if none is out. They are
+    no time, since the caller's host may have another clock than the store.
     """
     stale: bool = False
     """Whether waiting groups have become too old: call `reclose_group` for each, then ask again."""
 
 
 class RunStore(RunLists, Protocol):
-    """Runs, groups and batches.
-
+    """
     Raises:
         StoreError: The store fails; every method can raise it.
         NotFoundError: There is no run or batch of that id; every method that takes one can raise it.
@@ -225,7 +216,7 @@ class RunStore(RunLists, Protocol):
     async def create(
         self, request: RunRequest, *, tasks: int, digest: str | None, version: int
     ) -> tuple[RunRecord, bool]:
-        """Make a run durable; return it and whether it is new. `request.run_id` must be set.
+        """Return also whether the run is new. `request.run_id` must be set.
 
         Raises:
             ConflictError: The id is taken by a different request.
@@ -237,7 +228,7 @@ class RunStore(RunLists, Protocol):
         """Oldest first."""
 
     async def active(self) -> Sequence[RunRecord]:
-        """Return the runs that are not over, and ended runs whose groups are still open."""
+        """Include ended runs whose groups are still open."""
 
     async def update(
         self,
@@ -248,16 +239,14 @@ class RunStore(RunLists, Protocol):
         request: RunRequest | None = None,
         problem: ErrorInfo | None = None,
     ) -> RunRecord:
-        """Change the given fields and return the run.
-
-        A version only grows. Resuming clears the problem, and the counters of groups in a row.
+        """A version only grows. Resuming clears the problem, and the counters of groups in a row.
 
         Raises:
             ConflictError: The run is over and cannot be paused or resumed.
         """
 
     async def append(self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool) -> RunRecord:
-        """Append tasks to an open run; repeating the same tasks at the same offset changes nothing.
+        """Repeating the same tasks at the same offset changes nothing.
 
         Raises:
             ConflictError: The run takes no more tasks, or has another number of them.
@@ -273,16 +262,13 @@ class RunStore(RunLists, Protocol):
         """Oldest first."""
 
     async def extend_group(self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]) -> None:
-        """Add samples to an open group that has `first` of them; change nothing if it has another number."""
+        """Change nothing unless the open group has `first` samples."""
 
-    async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
-        """Replace a failed sample by another rollout."""
+    async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None: ...
 
-    async def mark_stragglers(self, run_id: str, number: int, samples: Sequence[int]) -> None:
-        """Record that these samples of an open group are being cut off."""
+    async def mark_stragglers(self, run_id: str, number: int, samples: Sequence[int]) -> None: ...
 
-    async def cancel_groups(self, run_id: str, reason: str) -> None:
-        """Record why the open groups are being cancelled."""
+    async def cancel_groups(self, run_id: str, reason: str) -> None: ...
 
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
         """Keep or drop an open group; leave any other unchanged, and one with a usable sample that was erased since the
@@ -292,12 +278,11 @@ class RunStore(RunLists, Protocol):
         """
 
     async def ready_groups(self, run_id: str) -> Sequence[ReadyGroup]:
-        """Return the groups that wait for a batch, the oldest first."""
+        """Oldest first."""
 
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
-        """Return the groups that wait for a batch and have a usable sample older than version `bound`.
-
-        Returned batches that contain such groups are dissolved first.
+        """Return waiting groups with a usable sample older than version `bound`; dissolve returned batches of such
+        groups first.
         """
 
     async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
@@ -310,7 +295,7 @@ class RunStore(RunLists, Protocol):
         """
 
     async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
-        """Renew the lease of a batch from now on; return when it expires.
+        """Return when the lease expires, `seconds` from now.
 
         An expired lease can be renewed until somebody else leases the batch.
 
@@ -319,14 +304,14 @@ class RunStore(RunLists, Protocol):
         """
 
     async def acknowledge(self, run_id: str, batch: int) -> None:
-        """Acknowledge a batch, so that it is never delivered again; idempotent.
+        """Idempotent.
 
         Raises:
             ConflictError: The batch was dissolved.
         """
 
     async def give_back(self, run_id: str, batch: int) -> None:
-        """Return a batch, so that it can be leased again at once.
+        """The batch can be leased again at once.
 
         Raises:
             ConflictError: The batch is acknowledged.
@@ -339,25 +324,24 @@ class RunStore(RunLists, Protocol):
         """Return a closed group with its rollouts and their trajectories."""
 
     async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
-        """Return closed groups without tokens, in this order; for kept groups they are stored ready-made."""
+        """Keep the order. Heads of kept groups are stored ready-made."""
 
     async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
         """Return the columns of all segments of a closed group, sample by sample."""
 
     async def closed_groups(self, run_id: str) -> Sequence[int]:
-        """Return the numbers of all closed groups, kept or dropped."""
+        """Kept or dropped."""
 
-    async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]:
-        """Return the samples of a closed group with everything that an export contains."""
+    async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]: ...
 
     async def rollout_ids(self, run_id: str) -> Sequence[str]:
-        """Return the ids of the rollouts of all closed groups, in task order."""
+        """In task order, from all closed groups."""
 
     async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
-        """Return rollouts with everything needed to score them again, in this order, without those that are gone."""
+        """Keep the order, without rollouts that are gone."""
 
     async def rollouts_of(self, user: str) -> Sequence[str]:
-        """Return the rollouts that are parts of sessions of a user, by the hash; of each sample the first one."""
+        """`user` is a hash. Return the first rollout of each sample of the user's sessions."""
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
         """Erase the contents of rollouts that have ended, on a person's demand; return the batches that had them.
@@ -372,7 +356,7 @@ class RunStore(RunLists, Protocol):
         """Overwrite whatever is deleted from now on, since it may be a person's, as far as the store can."""
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
-        """Delete the trajectories of settled groups beyond these limits; return the number of groups pruned."""
+        """Return the number of settled groups whose trajectories were deleted."""
 
     async def delete_expired(self, keep: RetentionSettings) -> int:
         """Delete some of the records that have expired; return 0 once none is left."""
@@ -385,13 +369,12 @@ class RunStore(RunLists, Protocol):
 
 
 class ShardRuns(RunStore, Protocol):
-    """The runs of one shard, which one service at a time manages: the one that leads the role there."""
+    """The runs of one shard, which the service that leads the role there manages."""
 
     def fenced(self, lease: RoleLease) -> ShardRuns:
-        """Return the same runs for a service that leads a role: its writes are refused once another service leads.
+        """Return runs whose writes are refused once another service leads: each can raise LeadershipLostError.
 
-        Each write of the returned store can raise LeadershipLostError. A store that only one process can have open
-        refuses none.
+        A store that only one process can have open refuses none.
         """
 
     async def wait_for_change(self, after: int) -> int:

@@ -1,8 +1,8 @@
 """Closed groups as stored records: the data for trainers, exports and batches, from the rows of a group and its
 rollouts.
 
-Every store delivers the same from the same records. A stale sample is delivered without its tokens. The sub-agents of a
-sample are delivered whole or by reference. A damaged record raises RecordLostError and names its rollout.
+A stale sample is delivered without its tokens. The sub-agents of a sample are delivered whole or by reference. A
+damaged record raises RecordLostError and names its rollout.
 
 The row of a group has `run_id`, `number`, `epoch`, `samples` and `summary`; the row of a rollout has what
 `codec.rollouts.decode_rollout` needs, and its encoded `trajectory` or None. Decoding tokens is slow, so call these in a
@@ -39,7 +39,7 @@ MAX_NODES_BYTES = 1 << 20
 
 
 def decode_group(row: Row, members: Sequence[Row]) -> Group:
-    """Return a group as a trainer gets it: without the tokens of stale samples."""
+    """Leave out the tokens of stale samples."""
     kept = _delivered(row)
     rollouts = (
         decode_whole(member) if member["rollout_id"] in kept else rollout_codec.decode_rollout(member)
@@ -49,7 +49,7 @@ def decode_group(row: Row, members: Sequence[Row]) -> Group:
 
 
 def decode_exported(row: Row, members: Sequence[Row]) -> list[ExportedSample]:
-    """Return the samples for an export; none if all rollouts of the group were lost before it was cancelled."""
+    """Return no samples if all rollouts of the group were lost before it was cancelled."""
     if not members:
         return []
     by_id = {member["rollout_id"]: member for member in members}
@@ -58,7 +58,6 @@ def decode_exported(row: Row, members: Sequence[Row]) -> list[ExportedSample]:
 
 
 def decode_recorded(rows: Sequence[Row]) -> dict[str, RecordedRollout]:
-    """Return rollouts by id, with everything needed to score them again."""
     return {
         row["rollout_id"]: without_tokens(
             RolloutRequest.model_validate_json(row["request"]),
@@ -69,7 +68,7 @@ def decode_recorded(rows: Sequence[Row]) -> dict[str, RecordedRollout]:
 
 
 def decode_whole(row: Row) -> Rollout:
-    """Return a rollout with its trajectory, and those of the sub-agents that it asked for, as far as they are left."""
+    """Return a rollout with all trajectories that its request asks for and that are left."""
     return _with_trajectory(_with_nodes(rollout_codec.decode_rollout(row), row), row)
 
 
@@ -122,12 +121,11 @@ def encode_head(row: Row, members: Sequence[Row]) -> Mapping[str, Any] | None:
 
 
 def locate_columns(packed: Sequence[bytes]) -> list[Columns]:
-    """Return the columns of all segments of these encoded trajectories, in order."""
     return [segment for data in packed for segment in trajectory_codec.columns_of(data)]
 
 
 def _delivered_group(row: Row, rollouts: Iterable[Rollout]) -> Group:
-    """Return a group for a batch, in which sub-agents that are too large are left out."""
+    """Leave out sub-agents that are too large."""
     delivered, referred = {}, set()
     for rollout in rollouts:
         if sum(len(node.model_dump_json()) for node in rollout.nodes) > MAX_NODES_BYTES:
@@ -146,29 +144,27 @@ class StoredGroup:
     number: int
     state: str
     reason: str | None
-    """Why it was dropped, or is being cancelled."""
     batch: int | None
     members: Sequence[str]
-    """The ids of its rollouts, by sample; none once they are deleted."""
+    """By sample; none once they are deleted."""
     summary: str | None
-    """As `codec.runs.encode_summary` writes it."""
     record: bytes
-    """As `codec.runs.encode_record` writes it; empty for a group without a record."""
+    """Empty for a group without a record."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredGroups:
     groups: Sequence[StoredGroup]
     rollouts: Mapping[str, Row]
-    """Those of their members that exist, by id."""
+    """Only those that exist, by id."""
     next: int | None
     """The number after which to go on; None if nothing is left."""
 
 
 def make_row(group: StoredGroup, rollouts: Mapping[str, Row]) -> GroupRow:
-    """Return a group as a row of a list; its rollouts have `state`, `reward`, `code`, `tokens` and `environment`.
+    """The rollouts have `state`, `reward`, `code`, `tokens` and `environment`.
 
-    The row is whole as far as the rollouts are still stored; the statistics and the time of its close outlive them.
+    The row is whole as far as they are still stored; the statistics and the time of its close outlive them.
     """
     closed_at, mean, std = decode_closed(group.record)
     summary = json.loads(group.summary or "{}")
@@ -196,26 +192,25 @@ def make_row(group: StoredGroup, rollouts: Mapping[str, Row]) -> GroupRow:
     )
 
 
-# The head of a kept group has everything that a batch contains of it except tokens, and is made once, when the group is
-# closed. Except for the tokens, its JSON equals that of `RunStore.group`, byte for byte. A head that was written under
-# another definition of the wire models is not read but made again.
+# A head, made once when a group is kept, has everything that a batch contains of the group except tokens. Its JSON
+# equals that of `RunStore.group`, byte for byte. A head that was written under another definition of the wire models is
+# made again.
 
 
 def group_json(group: Group) -> bytes:
-    """Return a group as JSON, made sample by sample so that other threads can run in between."""
+    """Go sample by sample, so that other threads can run in between."""
     samples = b",".join(sample.model_dump_json().encode() for sample in group.samples)
     rest = group.model_dump_json(exclude={"samples"}).encode()
     return b'{"samples":[' + samples + b"]," + rest[1:]
 
 
 def encode(head: GroupHead) -> dict[str, Any]:
-    """Return the stored part of a head; the row of its group has the rest."""
     data = trajectory_codec.compress(head.json)
     return {"form": _form(), "tokens": json.dumps(head.tokens), "json": data}
 
 
 def decode(row: Row) -> GroupHead | None:
-    """Return the head from a group's row joined with it; None if it is of other wire models, or there is none."""
+    """Return None if there is no head, or if it is of other wire models."""
     if row["form"] != _form():
         return None
     return _head(row, zstandard.ZstdDecompressor().decompress(row["json"]), json.loads(row["tokens"]))

@@ -23,7 +23,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def join(own: bytes, others: Sequence[bytes]) -> bytes:
-    """Join encoded trajectories; an empty one stands for none."""
+    """Empty bytes stand for a missing trajectory."""
     if not any(others):
         return own
     parts = [_JOINED]
@@ -41,7 +41,7 @@ def own_part(record: bytes) -> bytes:
 
 
 def other_parts(record: bytes) -> list[bytes] | None:
-    """Return the encoded trajectories of the sub-agents, empty for those without; None if the record has none."""
+    """Return empty bytes for sub-agents without a trajectory, and None if the record has no sub-agents."""
     return _parts(record)[1:] if record.startswith(_JOINED) else None
 
 
@@ -76,6 +76,4 @@ def id_taken(noun: str, name: str) -> ConflictError:
 
 
 class Row(Protocol):
-    """A record with named fields, such as a row of SQLite or a dictionary."""
-
     def __getitem__(self, name: str, /) -> Any: ...

@@ -38,7 +38,6 @@ from rollout_service.store.contract import Lease
 _RETRIES = TypeAdapter(list[ErrorInfo])
 _SPANS = TypeAdapter(list[Span])
 _UNREADABLE = (ValueError, KeyError, TypeError, zstandard.ZstdError, struct.error)
-"""Raised by decoding a damaged record."""
 RESTORE = "Restore a backup of the store and resume the run, or end the run."
 _RESULT_FIELDS = {
     "reward",
@@ -56,13 +55,11 @@ _RESULT_FIELDS = {
 
 
 _INLINE_TOKENS = 2_048
-"""A trajectory of up to this many tokens is encoded on the event loop (about 1 ms), a larger one in a thread."""
+"""Up to so many tokens are encoded on the event loop, which takes about 1 ms."""
 _IMPERSONAL_FIELDS = {"stop_reason", "error", "usage", "spans", "kind"}
-"""The remains of a result that was erased."""
 
 
 def when(seconds: float) -> datetime:
-    """Convert Unix seconds, as stored, to a time as on the wire."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
@@ -77,7 +74,7 @@ def reading(rollout_id: str) -> Iterator[None]:
 
 
 def encode_result(result: Rollout) -> str:
-    """Return the part of a result that the store does not keep elsewhere, as JSON."""
+    """Leave out what the store keeps elsewhere."""
     check_frozen(result.nodes)
     text = result.model_dump_json(include=_RESULT_FIELDS)
     if result.nodes:
@@ -108,36 +105,36 @@ async def encode_finished(lease: Lease, result: Rollout) -> tuple[str, bytes | N
 
 
 def erase_result(text: str) -> str:
-    """Return a stored result without the rollout's contents: its tokens, texts, score, and whose it was."""
+    """Leave out the rollout's contents: its tokens, texts, score, and whose it was."""
     result = json.loads(text)
     return json.dumps({name: value for name, value in result.items() if name in _IMPERSONAL_FIELDS})
 
 
 def encode_failure(error: ErrorInfo) -> str:
-    """Return the result of a rollout that failed before it could be read, as JSON."""
+    """Encode the failure of a rollout that could not be read."""
     return json.dumps({"error": error.model_dump(mode="json")})
 
 
 def version_range(trajectory: Trajectory | None) -> dict[str, int | None]:
-    """Return the oldest and the newest version that sampled a token to train on; None for both if there is none."""
+    """Look only at tokens to train on; None for both if there is none."""
     pairs = ((s.versions, s.loss_mask) for s in (trajectory.segments if trajectory else []))
     sampled = {version for versions, mask in pairs for version in set(compress(versions, mask))}
     return {"oldest_version": min(sampled, default=None), "newest_version": max(sampled, default=None)}
 
 
 class Shown(Enum):
-    """How much of its sub-agents, and of the marks of its turns, to return with a rollout."""
+    """Which exports to return with a rollout."""
 
     ALL = auto()
     """Everything but the trajectories of sub-agents."""
     REQUESTED = auto()
     """The exports that its request asks for, except for the trajectories of sub-agents."""
     WORK = auto()
-    """If its request asks for them, how the work was divided among sub-agents, and which session it is a part of."""
+    """If its request asks for them, how the work was divided among sub-agents, and its session."""
 
 
 def decode_rollout(row: Row, shown: Shown = Shown.REQUESTED) -> Rollout:
-    """Decode a row that is joined with its request and, if there is one, its result."""
+    """The row is joined with its request and, if there is one, its result."""
     with reading(row["rollout_id"]):
         return _decode_rollout(row, shown)
 
@@ -152,7 +149,7 @@ def make_page(rows: Sequence[Row], limit: int, counts: dict[RolloutState, int]) 
 
 
 def decode_tree(row: Row) -> RolloutNodes | None:
-    """Return the sub-agents of a rollout, with their trajectories if the row has the record of its tokens."""
+    """Return trajectories, too, if the row has the record of its tokens."""
     if row["result"] is None:
         return None
     with reading(row["rollout_id"]):
@@ -204,7 +201,7 @@ def encode_spans(spans: Sequence[Span]) -> str:
 
 
 def decode_lease(row: Row) -> Lease:
-    """Return a lease from a claimed row joined with its request."""
+    """The row is joined with its request."""
     with reading(row["rollout_id"]):
         return Lease(
             rollout_id=row["rollout_id"],
@@ -273,7 +270,7 @@ def check_frozen(nodes: Sequence[AgentNode]) -> None:
 
 
 def encode(nodes: Sequence[AgentNode]) -> str:
-    """Encode the descriptions of sub-agents, without their trajectories."""
+    """Leave out the trajectories."""
     return _packed(_NODES.dump_json(list(nodes), exclude=_WITHOUT_TRAJECTORY))
 
 
@@ -282,10 +279,7 @@ def decode(text: str) -> list[AgentNode]:
 
 
 def encode_tokens(rollout: Rollout, request: RolloutRequest) -> bytes | None:
-    """Return the trajectories of a rollout, and of its sub-agents if asked for, as one record.
-
-    None stands for a rollout without a trajectory of its own.
-    """
+    """Return None for a rollout without a trajectory of its own."""
     if rollout.trajectory is None:
         return None
     others = (node.trajectory for node in _recorded(rollout, request))
@@ -296,7 +290,7 @@ def encode_tokens(rollout: Rollout, request: RolloutRequest) -> bytes | None:
 
 
 def count_tokens(rollout: Rollout, request: RolloutRequest) -> int:
-    """Return the number of tokens that `encode_tokens` encodes, to which its cost is proportional."""
+    """The cost of `encode_tokens` is proportional to this."""
     trajectories = (rollout.trajectory, *(node.trajectory for node in _recorded(rollout, request)))
     return sum(len(segment.token_ids) for one in trajectories if one for segment in _segments(one))
 
@@ -306,7 +300,6 @@ def _recorded(rollout: Rollout, request: RolloutRequest) -> Sequence[AgentNode]:
 
 
 def with_trajectories(nodes: Sequence[AgentNode], tokens: bytes | None) -> list[AgentNode]:
-    """Add the trajectories that the record of the rollout's tokens has."""
     packed = None if tokens is None else record.other_parts(tokens)
     if packed is None:
         return list(nodes)

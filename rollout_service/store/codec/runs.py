@@ -39,7 +39,7 @@ _OWNERS = {"__all__": {"owner"}}
 
 
 def without_tasks(request: RunRequest) -> RunRequest:
-    """Leave out inline tasks, which may be many and are stored one by one."""
+    """Inline tasks may be many and are stored one by one."""
     if not isinstance(request.source, InlineTasks):
         return request
     return request.model_copy(update={"source": request.source.model_copy(update={"tasks": []})})
@@ -73,7 +73,7 @@ def decode_run(row: Row, counters: Mapping[str, int], *, request: RunRequest | N
 
 
 def decode_member(row: Row, now: float, *, sample: int, is_straggler: bool) -> GroupMember | None:
-    """Decode the row of a rollout at a time in Unix seconds; None if the rollout is gone."""
+    """`now` is in Unix seconds. Return None if the rollout is gone."""
     if row["state"] is None:
         return None
     state = RolloutState(row["state"])
@@ -109,7 +109,6 @@ def rollouts_of(text: str, user: str) -> set[str]:
 
 
 def encode_summary(closure: GroupClosure) -> str:
-    """Return the statistics of a closed group as JSON, and the weights of its rewards if there are any."""
     fields = ("reward_mean", "reward_std", "oldest_version", "newest_version")
     summary: dict[str, object] = {field: getattr(closure, field) for field in fields}
     if closure.reward_weights is not None:
@@ -124,13 +123,13 @@ def encode_summary(closure: GroupClosure) -> str:
 
 
 def decode_weights(summary: str | None) -> RewardWeights | None:
-    """Return the weights in what `encode_summary` wrote; None if there are none, or for a group that is open."""
+    """Return None for a group that is open, or without weights."""
     weights = json.loads(summary).get("reward_weights") if summary else None
     return None if weights is None else RewardWeights.model_validate(weights)
 
 
 def decode_group(row: Row, rollouts: Mapping[str, Rollout], *, referred: Collection[str] = ()) -> Group:
-    """`referred` are the ids of the rollouts whose sub-agents were left out."""
+    """`referred` are rollouts whose sub-agents were left out."""
     closed = decode_samples(row["samples"])
     for gone in (sample.rollout_id for sample in closed if sample.rollout_id not in rollouts):
         raise RecordLostError(f"the rollout {gone} of a group is missing from the store", hint=codec.RESTORE)
@@ -162,7 +161,7 @@ def decode_group(row: Row, rollouts: Mapping[str, Rollout], *, referred: Collect
 
 
 def decode_exported(row: Row, group: Group, members: Mapping[str, Row]) -> list[ExportedSample]:
-    """Return the samples of a closed group from its row, joined with its batch's, and the rows of its rollouts."""
+    """The row is joined with its batch's."""
     in_batch = None if row["batch_number"] is None else str(BatchId(row["run_id"], row["batch_number"]))
     exported = []
     for sample in group.samples:
@@ -217,16 +216,14 @@ _RECORD = np.dtype(
     ]
 )
 SIZE = _RECORD.itemsize
-"""The bytes of a record."""
 REASON_AT = 4
-"""Where in a record the reason is."""
 MAX_GROUPS = 6_000_000
-"""The most groups of a run that have a record, since a value of Redis has at most 512 MB."""
+"""A value of Redis has at most 512 MB."""
 _CLOSED, _ACCEPTED = 1, 2
 
 
 def encode_record(closure: GroupClosure, *, version: int, now: float) -> bytes:
-    """Return the record of a group that was closed now, when the run was at this version."""
+    """`version` is the run's."""
     figures = closure.figures or GroupFigures()
     oldest = closure.oldest_version
     record = np.zeros(1, _RECORD)
@@ -243,12 +240,12 @@ def encode_record(closure: GroupClosure, *, version: int, now: float) -> bytes:
 
 
 def encode_reason(reason: str) -> bytes:
-    """Return the part of a record at `REASON_AT`, for a group that is dropped after it had passed the filters."""
+    """Encode the part at `REASON_AT`, for a group that is dropped after it had passed the filters."""
     return np.array([_checksum(reason)], "<u4").tobytes()
 
 
 def decode_closed(data: bytes) -> tuple[float | None, float | None, float | None]:
-    """Return when a group was closed, and the mean and deviation of its rewards; None if it has no record."""
+    """Return when a group was closed, and the mean and deviation of its rewards."""
     if len(data) < SIZE:
         return None, None, None
     record = np.frombuffer(data, _RECORD, 1)[0]
@@ -258,7 +255,7 @@ def decode_closed(data: bytes) -> tuple[float | None, float | None, float | None
 
 
 def make_history(run_id: str, data: bytes, reasons: Collection[str], points: int) -> RunHistory:
-    """Return a run over time, from all its records and the reasons for which groups were dropped."""
+    """`reasons` are all for which groups were dropped."""
     records = _in_order(np.frombuffer(data, _RECORD, len(data) // SIZE))
     count = len(records)
     edges = np.arange(min(points, count), dtype=np.int64) * count // max(1, min(points, count))
@@ -308,7 +305,7 @@ class _Sums:
         return self.add(self._records[name])
 
     def means(self, name: str) -> list[float | None]:
-        """Return the mean of a field in each interval, of the groups that have it."""
+        """Leave out groups without the field."""
         values = self._records[name].astype(float)
         known = ~np.isnan(values)
         return _ratios(self.add(np.where(known, values, 0.0)), self.add(known.astype(float)))

@@ -1,7 +1,6 @@
 """Rollouts as rows of lists, and the cursors of lists.
 
-Every store makes the same row of the same rollout. A cursor says where a page ended and in which order, so one of
-another order is refused instead of giving a wrong page.
+A cursor says where a page ended and in which order, so one of another order is refused instead of giving a wrong page.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from rollout_service.store.codec.record import Row
 from rollout_service.store.codec.rollouts import reading, when
 
 NO_FIGURES: Mapping[str, int | float | None] = {"turns": None, "tokens": None, "worked": None}
-"""Of a rollout whose record cannot be read."""
+"""Stand for a record that cannot be read."""
 _CURSOR = re.compile(r"([no])([0-9]{1,18})")
 
 
 def figures(result: Rollout) -> dict[str, int | float | None]:
-    """Return `turns`, sampled `tokens`, and seconds `worked`."""
     usage, worked = result.usage, sum(span.seconds for span in result.spans)
     return {"turns": usage.turns, "tokens": usage.sampled_tokens, "worked": worked}
 
@@ -51,7 +49,7 @@ def decode_summary(row: Row) -> RolloutSummary:
 
 
 def count_states(counts: Mapping[RolloutState, int], states: Collection[RolloutState]) -> int:
-    """Count rollouts in these states; in any without them."""
+    """No states stand for all."""
     return sum(count for state, count in counts.items() if not states or state in states)
 
 

@@ -29,7 +29,7 @@ _EXACT: np.dtype[Any] = np.dtype("<f8")
 _COLUMNAR = b"\x01"
 _LENGTH = struct.Struct("<I")
 _LEVEL = 1
-"""Token ids and log-probabilities gain little from a higher one."""
+"""Token ids and log-probabilities gain little from a higher level."""
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -40,7 +40,7 @@ class CompressedColumn:
     data: memoryview
 
     def array(self) -> NDArray[Any]:
-        """Unpack the numbers; slow for long columns, so call it in a thread."""
+        """Slow for long columns, so call it in a thread."""
         return np.frombuffer(_unpack(self.data), self.dtype)
 
     def fill(self, target: NDArray[Any]) -> None:
@@ -51,7 +51,7 @@ class CompressedColumn:
             cast_into(self.array(), target)
 
     def frame(self, dtype: np.dtype[Any], length: int) -> bytes | memoryview:
-        """Return `length` numbers as a frame of zstd, which is the stored one if they have this type.
+        """Return a frame of zstd, the stored one if it has this type.
 
         Raises:
             ValueError: The column has another length.
@@ -86,12 +86,10 @@ def encode(trajectory: Trajectory) -> bytes:
 
 
 def compress(data: bytes | memoryview) -> bytes:
-    """Return a frame of zstd."""
     return zstandard.ZstdCompressor(level=_LEVEL).compress(data)
 
 
 def pack(array: NDArray[Any]) -> bytes:
-    """Return a frame of zstd."""
     return compress(array.data.cast("B") if len(array) else b"")
 
 
@@ -138,7 +136,7 @@ def columns_of(data: bytes) -> list[Columns]:
 
 
 def _located(data: bytes) -> tuple[Any, list[Columns]]:
-    """Return the JSON part, and the columns of all segments, still compressed; those to train on come first."""
+    """Return the JSON part, and the compressed columns of all segments, those to train on first."""
     view = memoryview(data)
     (length,) = _LENGTH.unpack_from(view, 1)
     at = 1 + _LENGTH.size
@@ -155,7 +153,7 @@ def _located(data: bytes) -> tuple[Any, list[Columns]]:
 
 
 class _Decompressors(threading.local):
-    """One decompressor per thread, since creating one costs as much as unpacking a small column."""
+    """One for each thread, since creating one costs as much as unpacking a small column."""
 
     def __init__(self) -> None:
         self.own = zstandard.ZstdDecompressor()
@@ -169,7 +167,6 @@ def _unpack(data: bytes | memoryview) -> bytes:
 
 
 def _unpack_into(data: memoryview, target: memoryview) -> None:
-    """The target has the right size."""
     with _decompressors.own.stream_reader(data) as reader:
         if reader.readinto(target) != len(target) or reader.read(1):
             raise ValueError(f"a column does not have the expected {len(target)} bytes")
@@ -212,8 +209,6 @@ COLUMNS: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of one segment by name, all of the same length."""
-
     tokens: int
     columns: Mapping[str, CompressedColumn | NDArray[Any]]
 
@@ -221,12 +216,12 @@ class Columns:
         return self.tokens
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return one column; it is unpacked anew on each call."""
+        """Unpack the column anew on each call."""
         column = self.columns[name]
         return column if isinstance(column, np.ndarray) else column.array()
 
     def fill(self, name: str, target: NDArray[Any]) -> None:
-        """Unpack one column into an array of this length, whose type may be narrower."""
+        """The array's type may be narrower."""
         column = self.columns[name]
         if isinstance(column, np.ndarray):
             cast_into(column, target)
@@ -234,7 +229,7 @@ class Columns:
             column.fill(target)
 
     def frame(self, name: str, dtype: np.dtype[Any]) -> bytes | memoryview:
-        """Return one column as a frame of zstd, of a type that may be narrower.
+        """Return a frame of zstd, of a type that may be narrower.
 
         Raises:
             ValueError: The column has another length.
@@ -247,7 +242,7 @@ class Columns:
         return column.frame(dtype, self.tokens)
 
     def without(self, name: str) -> Columns:
-        """Return the other columns, so that the memory of this one can be freed."""
+        """The memory of the column can then be freed."""
         others = {other: column for other, column in self.columns.items() if other != name}
         kept = {
             other: column if isinstance(column, np.ndarray) else column.detached() for other, column in others.items()

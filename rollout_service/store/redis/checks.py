@@ -29,9 +29,9 @@ from rollout_service.base.errors import StoreError
 from rollout_service.store.redis.config import Durability, RedisConfig
 
 FILES = ("common", "schema", "idle", "cluster", "engines", "segments", "index", "rollouts", "runs", "lists")
-"""Of `lua/`; a file may use the tables of those before it."""
+"""A file of `lua/` may use the tables of those before it."""
 LIBRARY_NAMES = "rollouts_*"
-"""The names of this program's libraries, of whichever release."""
+"""Libraries of all releases."""
 _DIGITS = 12
 
 
@@ -40,11 +40,11 @@ class FunctionLibrary:
     name: str
     text: str
     suffix: str
-    """Of the names by which Redis knows its functions."""
+    """Ends the names of its functions in Redis."""
 
 
 def library_name(listed: Any) -> str:
-    """Return the name of a library in the answer to FUNCTION LIST."""
+    """`listed` is a part of the answer to FUNCTION LIST."""
     pairs = listed.items() if isinstance(listed, dict) else zip(listed[::2], listed[1::2], strict=True)
     return str(dict(pairs)[b"library_name"].decode())
 
@@ -62,13 +62,13 @@ log = structlog.get_logger(__name__)
 
 APPLICATION = "rollout-service"
 _OLDEST = 7
-"""The oldest major version of Redis with functions."""
+"""Older versions have no functions."""
 _DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 _ANYWAY = 'or accept that a crash of Redis loses work: [store] redis_durability = "relaxed"'
 
 
 class ConnectionLostError(redis.ConnectionError):
-    """The connection was lost before this command, which was not sent."""
+    """The command was not sent."""
 
 
 class _OneConnection:
@@ -86,11 +86,11 @@ class _OneConnection:
 
 @dataclass(slots=True)
 class StoreIdentity:
-    """Which store the Redis had when it was first checked, by its random id, and the nodes of its cluster."""
+    """Which store the Redis had when it was first checked, by its random id."""
 
     store: str | None = None
     nodes: Sequence[str] = ()
-    """The URLs of all nodes of the cluster, as last seen; where else to ask if that of the settings is gone."""
+    """URLs of the cluster as last seen, to ask if that of the settings is gone."""
 
     def check(self, found: str, config: RedisConfig) -> None:
         """
@@ -120,10 +120,9 @@ def connect(config: RedisConfig, identity: StoreIdentity) -> redis.Redis:
 
 
 def open_client(config: RedisConfig, url: str | None = None) -> redis.Redis:
-    """Return a client with one connection, which is made by its first command; once lost, it is not made again.
+    """Return a client with one connection, which its first command makes; once lost, it is not made again.
 
-    Its commands then raise ConnectionLostError before they are sent, so that nothing reaches a Redis unchecked. It is a
-    client of the Redis of the settings, unless there is a URL.
+    Its commands then raise ConnectionLostError before they are sent, so that nothing reaches a Redis unchecked.
     """
     options: dict[str, Any] = {"redis_connect_func": _OneConnection()}
     if (password := config.password()) is not None:
@@ -141,7 +140,7 @@ def open_client(config: RedisConfig, url: str | None = None) -> redis.Redis:
 
 
 def open_owner(config: RedisConfig, identity: StoreIdentity | None = None) -> redis.Redis:
-    """Return a client of the Redis of the settings or, in a cluster, of the node that has the store's slot."""
+    """In a cluster, return a client of the node that has the store's slot."""
     seeds = list(dict.fromkeys([config.url, *(identity.nodes if identity else ())]))
     for url in seeds[:-1]:
         with suppress(redis.RedisError, OSError):
@@ -150,7 +149,7 @@ def open_owner(config: RedisConfig, identity: StoreIdentity | None = None) -> re
 
 
 def _follow(config: RedisConfig, url: str, identity: StoreIdentity | None) -> redis.Redis:
-    """Return a client of the node that has the store's slot, by what the node at this URL says."""
+    """Ask the node at this URL which node has the store's slot."""
     client = open_client(config, url)
     try:
         owner = _owner_url(client, config, url, identity)
@@ -178,7 +177,7 @@ def _owner_url(client: redis.Redis, config: RedisConfig, url: str, identity: Sto
 
 
 def _node_url(seed: str, node: Sequence[Any]) -> str:
-    """Return the URL of a node of the seed's cluster; one that names no host is at the seed's."""
+    """A node that names no host is at the seed's."""
     parts = urlsplit(seed)
     user, at, _ = parts.netloc.rpartition("@")
     host = _text(node[0] or "") or parts.hostname or "127.0.0.1"
@@ -188,7 +187,7 @@ def _node_url(seed: str, node: Sequence[Any]) -> str:
 
 
 def warn_of_failover(client: redis.Redis, config: RedisConfig) -> None:
-    """Log a warning if a failover to a replica can lose acknowledged writes."""
+    """Warn if a failover to a replica can lose acknowledged writes."""
     replicas = execute(client, "INFO", "replication").get("connected_slaves", 0)
     if replicas and not config.replicas and config.durability is Durability.STRICT:
         log.warning(
@@ -205,7 +204,7 @@ def execute(client: redis.Redis, *command: Any) -> Any:
 
 
 def load(client: redis.Redis) -> None:
-    """Load the library of this release, unless another service has."""
+    """Another service may have loaded the library."""
     try:
         execute(client, "FUNCTION LOAD", function_library().text)
     except redis.ResponseError as error:
@@ -247,7 +246,7 @@ def _check_settings(client: redis.Redis, config: RedisConfig, info: dict[str, An
 
 
 def _settings(client: redis.Redis, info: dict[str, Any]) -> dict[str, str]:
-    """Return the server's settings; where CONFIG is not allowed, those that INFO has."""
+    """Fall back on INFO where CONFIG is not allowed."""
     found: dict[str, str] = {}
     try:
         for name in (*_DURABLE, "maxmemory", "maxmemory-policy"):
@@ -261,7 +260,7 @@ def _settings(client: redis.Redis, info: dict[str, Any]) -> dict[str, str]:
 
 
 def store_id(client: redis.Redis, config: RedisConfig) -> str:
-    """Return the random id of the store under the prefix, empty if there is none."""
+    """Return a random id, empty if there is no store under the prefix."""
     found = execute(client, "HGET", f"{config.root}:segments:mark", "id")
     return "" if found is None else _text(found)
 
@@ -280,7 +279,7 @@ def _check_schema(client: redis.Redis, config: RedisConfig) -> None:
 
 
 def _check_shard(config: RedisConfig, shard: str, shards: str, home: str) -> None:
-    """Check that the settings spread the store as those that began it; runs are found by the number of shards."""
+    """Refuse another number of shards, by which runs are found."""
     if (shard, shards) != (str(config.shard), str(config.shards)):
         why = f"has shard {shard} of {shards}, and by the settings it is shard {config.shard} of {config.shards}"
         hint = "Give [store] url and shards as they were when the store began, or choose another [store] prefix."

@@ -18,8 +18,6 @@ from rollout_service.settings import StoreSettings
 
 
 class Durability(StrEnum):
-    """The durability that a store demands of Redis before it answers."""
-
     STRICT = "strict"
     """Every write is on Redis's disk before it is acknowledged."""
     RELAXED = "relaxed"
@@ -28,28 +26,26 @@ class Durability(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RedisConfig:
-    """The address of a Redis, and the part of it that a store uses."""
-
     url: str
     """`redis://`, `rediss://` or `unix://`, as redis-py reads it."""
     prefix: str = "rollouts"
-    """The keys of all services with the same work begin with it."""
+    """Begins the keys of all services with the same work."""
     password_file: Path | None = None
     """Read again for every new connection."""
     durability: Durability = Durability.STRICT
     replicas: int = 0
-    """How many must have a write before it is acknowledged."""
+    """So many must have a write before it is acknowledged."""
     answer_seconds: float = 10.0
-    """How long Redis may take to accept a connection or to answer."""
+    """Limits connecting, and each answer."""
     shard: int = 0
-    """From 0."""
+    """Counts from 0."""
     shards: int = 1
     home: str = ""
-    """The id of the store's first shard, which the others have in them; empty for the first one."""
+    """The id of the store's first shard, which the others keep; empty for the first one."""
 
     @classmethod
     def of(cls, settings: StoreSettings) -> Sequence[Self]:
-        """Return the configurations of the shards, mostly one; none without a Redis."""
+        """Return one configuration for each shard; none without a Redis."""
         urls = settings.url * settings.shards
         return [
             cls(
@@ -71,7 +67,7 @@ class RedisConfig:
 
     @property
     def address(self) -> str:
-        """The URL without its password and options, for messages."""
+        """The URL without its password and options."""
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

@@ -34,9 +34,9 @@ from rollout_service.store.redis.problems import (
 from rollout_service.store.redis.topics import TopicReader
 
 REPLICA_SECONDS = 2.0
-"""How long replicas may take to have a write."""
+"""Replicas may take so long to have a write."""
 LOOK_SECONDS = 10.0
-"""How old the size of Redis's memory may be, and the last look whether it still has the store."""
+"""How often to look at Redis's memory, and whether it still has the store."""
 
 Argument = str | bytes | int | float
 
@@ -47,10 +47,10 @@ class _RedisJob(Job):
 
 
 class RedisConnection(JobThread[_RedisJob]):
-    """A store's connection, from `open` to `close`.
+    """Sends calls from `open` to `close`.
 
-    `call` runs a function that writes, `read` one that does not, and `command` any other command that does not.
-    `topics` passes on the changes that somebody here waits for. Answers are those of redis-py: texts are bytes.
+    `call` runs a function that writes, `read` one that does not, and `command` any other command that does not. Answers
+    are those of redis-py: texts are bytes.
 
     Raises:
         StoreError: Redis does not answer or refuses, or the store is closed; every call can raise it. Whether a
@@ -72,7 +72,7 @@ class RedisConnection(JobThread[_RedisJob]):
         self._client: redis.Redis | None = None
         self._was_connected = False
         self.reconnects = 0
-        """How often it has connected again: the Redis there may then be another, which lacks the last writes."""
+        """Each time, the Redis may be another, which lacks the last writes."""
         self._identity = checks.StoreIdentity()
         self.topics = TopicReader(config, self._identity, self.health, self._die)
         self._used_memory, self._looked_at = 0, -LOOK_SECONDS
@@ -87,9 +87,9 @@ class RedisConnection(JobThread[_RedisJob]):
         commit_seconds: Histogram | None = None,
         may_be_away: bool = False,
     ) -> RedisConnection:
-        """Connect to a Redis and check it; `clock` returns Unix seconds, and Redis's own clock is used without it.
+        """`clock` returns Unix seconds, and Redis's own clock is used without it.
 
-        Shards share one `commit_seconds`. One that may be away is connected to as soon as it answers.
+        Shards share one `commit_seconds`. A Redis that may be away is connected to as soon as it answers.
 
         Raises:
             StoreError: The Redis does not answer, or must not be used.
@@ -110,7 +110,7 @@ class RedisConnection(JobThread[_RedisJob]):
         return self._identity.store or ""
 
     def size_bytes(self) -> int:
-        """Return the memory that Redis uses for all its data, as of a few seconds ago."""
+        """Return the memory of all of Redis's data, as of a few seconds ago."""
         return self._used_memory
 
     async def call(self, function: str, *arguments: Argument) -> Any:
@@ -129,7 +129,7 @@ class RedisConnection(JobThread[_RedisJob]):
         return function_library().name
 
     async def libraries(self) -> set[str]:
-        """Return the names of the libraries of other releases in this Redis."""
+        """Return the libraries of other releases in this Redis."""
         found = await self.command("FUNCTION LIST", "LIBRARYNAME", LIBRARY_NAMES)
         return {library_name(each) for each in found} - {self.library_name}
 
@@ -148,7 +148,7 @@ class RedisConnection(JobThread[_RedisJob]):
         return self.config.root
 
     async def close(self) -> None:
-        """Run the remaining calls, disconnect and end the threads; idempotent."""
+        """Run the remaining calls first; idempotent."""
         self._refuse()
         with anyio.CancelScope(shield=True):
             await self.topics.close()
@@ -217,7 +217,6 @@ class RedisConnection(JobThread[_RedisJob]):
         return answers
 
     def _look(self, client: redis.Redis) -> None:
-        """Look now and then whether Redis still has the store, and how much memory it uses."""
         if time.monotonic() - self._looked_at >= LOOK_SECONDS:
             self._identity.check(checks.store_id(client, self.config), self.config)
             self._used_memory = int(checks.execute(client, "INFO", "memory")["used_memory"])

@@ -26,11 +26,10 @@ from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
 from rollout_service.store.redis.runs.rollouts import RunKeys
 
 ROWS_AT_ONCE = 1_000
-"""The most rollouts that one call looks at, which takes Redis about 1 ms."""
+"""Takes Redis about 1 ms."""
 LOOKED_AT = 20_000
-"""The most rollouts that one page looks at."""
 _WITH_CODE = (RolloutState.QUEUED, RolloutState.FAILED)
-"""States in which a rollout has the code of an error."""
+"""Only in these states a rollout may have an error's code."""
 _LAST = 2**53
 
 
@@ -42,7 +41,7 @@ async def find_summaries(
     after: int | None,
     limit: int,
 ) -> tuple[list[RolloutSummary], int | None]:
-    """Return rollouts after a number, and the number after which to go on, None if nothing is left."""
+    """Return also the number after which to go on, None if nothing is left."""
     bounds = await _span(connection, which)
     if bounds is None:
         return [], None
@@ -63,7 +62,7 @@ class _RowSearch:
         self.newest = newest
         self.rows: list[RolloutSummary] = []
         self.after: int | None = None
-        """The number after which to go on; None if nothing is left."""
+        """None if nothing is left."""
         self._filter, self._states, self._limit = _filter(which), _states(which), limit
 
     @property
@@ -79,7 +78,7 @@ class _RowSearch:
         return to_json({"filter": given, "states": self._states, "newest": self.newest} | among)
 
     async def look(self, low: int, high: int, **among: Sequence[str] | Sequence[int]) -> None:
-        """Look at the rollouts between two numbers, only at some by their `ids` or `numbers` if these are given."""
+        """`low` and `high` are included; `among` has `ids` or `numbers`, if only some rollouts are to be looked at."""
         found, last = await self.connection.read(
             "lists_summaries", self.text(**among), low, high, ROWS_AT_ONCE, self.wanted
         )
@@ -97,7 +96,6 @@ async def _follow(
     ids: Sequence[bytes] | None,
     names: Sequence[Sequence[bytes]],
 ) -> None:
-    """Look where the index says, or else at all rollouts between the first and the last number."""
     low, high = (int(min(float(number), _LAST)) for number in (first, last))
     if ids is not None:
         await search.look(low, high, ids=[name.decode() for name in ids])
@@ -180,9 +178,9 @@ _COLUMNS = (
 
 
 CHUNK = 8_192
-"""How many numbers one key has bits for, as in `index.lua`."""
+"""One key has bits for so many numbers, as in `index.lua`."""
 CHUNKS_AT_ONCE = 32
-"""How many keys of each name one command reads: 32 kB."""
+"""One command reads so many keys of each name, 32 kB."""
 
 _Names = Sequence[Sequence[str]]
 
@@ -197,13 +195,12 @@ def windows(low: int, high: int, *, newest: bool) -> Iterator[range]:
 
 
 async def find_numbers(connection: RedisConnection, names: _Names, chunks: range, *, newest: bool) -> Iterator[int]:
-    """Return the numbers in these chunks that have a bit of one name of each list, in order."""
+    """Return, in order, the numbers in these chunks that have a bit of one name of each list."""
     found = await _read(connection, names, chunks)
     return (number for chunk, bits in zip(chunks, found, strict=True) for number in _set(bits, chunk, newest))
 
 
 async def _read(connection: RedisConnection, names: _Names, chunks: Sequence[int]) -> list[int]:
-    """Return for each chunk the bits of which each list has one name."""
     flat = [name for some in names for name in some]
     if not all(names):
         return [0] * len(chunks)
@@ -217,7 +214,6 @@ def _bits(data: bytes | None) -> int:
 
 
 def _set(bits: int, chunk: int, newest: bool) -> Iterator[int]:
-    """Yield the numbers whose bits are set, in order."""
     if not bits:
         return
     text = f"{bits:0{CHUNK}b}"

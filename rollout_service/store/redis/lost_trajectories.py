@@ -28,8 +28,6 @@ _SCANNED_AT_ONCE = 1_000
 
 @dataclass(frozen=True, slots=True)
 class LostTrajectory:
-    """A trajectory that its rollout refers to, and that the folder lacks."""
-
     rollout_id: str
     file: str
     run_id: str | None
@@ -38,10 +36,10 @@ class LostTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class FolderReport:
-    """A comparison of a store's shared folder with its references."""
+    """Compares a store's shared folder with its references."""
 
     problem: StoreError | None
-    """Why the folder itself cannot be used, or None."""
+    """Why the folder itself cannot be used."""
     referenced: int
     lost: Sequence[LostTrajectory]
 
@@ -55,7 +53,6 @@ class FolderReport:
 
 
 async def look(connection: RedisConnection, files: SegmentFiles) -> FolderReport:
-    """Compare the trajectories that a store refers to with the files in its folder."""
     ledger = RedisSegmentLedger(connection)
     proof = FolderProof(files, FolderMark(*await ledger.mark(None)))
     problem = await anyio.to_thread.run_sync(_problem, proof)
@@ -69,7 +66,7 @@ async def look(connection: RedisConnection, files: SegmentFiles) -> FolderReport
 
 
 async def begin_again(connection: RedisConnection, files: SegmentFiles) -> None:
-    """Let a store use another folder, which is created and marked; see the module.
+    """Let a store use another folder, which is created and marked.
 
     Raises:
         ConfigurationError: The folder is still as it should be, cannot be written, or belongs to another store.
@@ -87,7 +84,6 @@ async def begin_again(connection: RedisConnection, files: SegmentFiles) -> None:
 
 
 async def _references(connection: RedisConnection) -> AsyncIterator[tuple[str, SegmentReference]]:
-    """Yield each rollout whose trajectory is in a file, with the reference to it."""
     prefix = connection.key("t:")
     cursor = b"0"
     seen: set[bytes] = set()  # Redis may return a key more than once

@@ -52,7 +52,7 @@ _BY_TYPE = (
 
 
 def is_away(error: redis.RedisError | OSError) -> bool:
-    """Return whether a Redis does not answer, or not yet, rather than refuse."""
+    """Tell a Redis that does not answer, or not yet, from one that refuses."""
     if isinstance(error, redis.AuthenticationError):  # a ConnectionError too
         return False
     not_yet = (redis.BusyLoadingError, redis.exceptions.ClusterDownError, redis.exceptions.MasterDownError)
@@ -60,7 +60,7 @@ def is_away(error: redis.RedisError | OSError) -> bool:
 
 
 def explain(error: redis.RedisError | OSError, address: str) -> ServiceError:
-    """Return the service's error, with Redis's as its cause."""
+    """The error becomes the cause."""
     text = str(error) or type(error).__name__
     hint = _hint(error, text)
     failure: ServiceError
@@ -73,7 +73,7 @@ def explain(error: redis.RedisError | OSError, address: str) -> ServiceError:
 
 
 def too_few_replicas(reached: Any, config: RedisConfig) -> StoreError | None:
-    """Return an error if a write is not in enough replicas; `reached` is the answer to WAIT."""
+    """`reached` is the answer to WAIT."""
     if isinstance(reached, int) and reached >= config.replicas:
         return None
     return StoreError(
@@ -83,13 +83,13 @@ def too_few_replicas(reached: Any, config: RedisConfig) -> StoreError | None:
 
 
 def was_not_run(error: BaseException) -> bool:
-    """Return whether a call is to be repeated at once: Redis has lost the library, or another node has the store."""
+    """The call is to be repeated at once: Redis has lost the library, or another node has the store."""
     is_lost = isinstance(error, redis.ResponseError) and "unction not found" in str(error)
     return is_lost or isinstance(error, redis.exceptions.MovedError)
 
 
 def breaks_connection(error: BaseException) -> bool:
-    """Return whether to connect anew before the next call: the connection is gone, or leads to the wrong server."""
+    """The connection is gone, or leads to the wrong server."""
     return isinstance(
         error,
         redis.ConnectionError

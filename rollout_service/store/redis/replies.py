@@ -16,11 +16,10 @@ STATES = (
     RolloutState.FAILED,
     RolloutState.CANCELLED,
 )
-"""The order in which the functions count."""
 
 
 RolloutRow = dict[str, Any]
-"""A stored rollout: its fields by the names that the codecs use, and those of the queue."""
+"""Its fields have the names that the codecs use."""
 
 FIELDS: Mapping[str, tuple[str, Callable[[bytes], Any]]] = {
     "seq": ("n", int),
@@ -49,7 +48,7 @@ FIELDS: Mapping[str, tuple[str, Callable[[bytes], Any]]] = {
 
 
 def decode_row(reply: Sequence[Any]) -> RolloutRow:
-    """Return the row of a reply of `rollouts.row`, with its trajectory if the reply has one."""
+    """`reply` is of `rollouts.row` in `rollouts.lua`."""
     rollout_id, flat, request, result, retries, spans, turns, *rest = reply
     pairs = iter(flat)
     found = {name.decode(): value for name, value in zip(pairs, pairs, strict=True)}
@@ -66,7 +65,6 @@ def decode_row(reply: Sequence[Any]) -> RolloutRow:
 
 
 def decode_fields(names: Iterable[str], values: Sequence[bytes | None]) -> RolloutRow:
-    """The values in Redis are in the same order as the names."""
     pairs = zip(names, values, strict=True)
     return {name: None if value is None else FIELDS[name][1](value) for name, value in pairs}
 

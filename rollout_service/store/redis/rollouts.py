@@ -38,9 +38,8 @@ from rollout_service.store.redis.signals import RolloutSignals
 from rollout_service.store.redis.trajectories import InRedis, TrajectoryPlace
 
 ROWS_AT_ONCE = 256
-"""The most rollouts, or records of them, that one call reads or writes."""
 _REFUSED = 2
-"""The answer to a result whose trajectory is in a file that was sealed, since this service was taken for dead."""
+"""The file of a result's trajectory was sealed, since this service was taken for dead."""
 _STAGES = (RolloutState.INIT, RolloutState.ROLLOUT, RolloutState.EVALUATE)
 
 
@@ -53,10 +52,7 @@ class RedisRollouts(BaseStore):
         place: TrajectoryPlace | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`is_gone` tells whether the service of an owner has certainly ended.
-
-        `place` keeps the trajectories, Redis itself without it. `clock` is that of the connection, if it has one.
-        """
+        """Without a `place`, Redis itself keeps the trajectories. `clock` is that of the connection, if it has one."""
         super().__init__(connection)
         self._connection = connection
         self._place = place or InRedis()
@@ -66,9 +62,9 @@ class RedisRollouts(BaseStore):
         self._lost_since: dict[str, int] = {}
         """By owner, the first claim whose answer was lost since the last one that arrived."""
         self._lost_results: set[tuple[str, int]] = set()
-        """The leases whose results may have been written, since the answer was lost."""
+        """Leases whose results may have been written, since the answer was lost."""
         self._owners: set[str] = set()
-        """The owners whose topics are followed."""
+        """Their topics are followed."""
         connection.topics.listen("cluster", self._signals.cluster_changed)
 
     async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
@@ -177,8 +173,7 @@ class RedisRollouts(BaseStore):
         return saved
 
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
-        # In Redis itself, also where trajectories are in files: a record of one or two kilobytes would keep a whole
-        # file of trajectories alive after these were pruned.
+        # A record of one or two kilobytes would keep a whole file of trajectories alive after these were pruned.
         saved = 0
         for some in chunks(attempts, ROWS_AT_ONCE):
             values: list[str | bytes] = []
@@ -221,7 +216,6 @@ class RedisRollouts(BaseStore):
 
     @property
     def may_have_work(self) -> bool:
-        """Whether `wait_for_work` returns at once."""
         return self._signals.may_be_work
 
     async def wait_for_work(self) -> None:
@@ -248,16 +242,16 @@ class RedisRollouts(BaseStore):
                 await changes.wait_above(seen)
 
     async def delete_expired(self, seconds: float) -> int:
-        """Delete some of the rollouts of no run that ended this long ago; return 0 once none is left."""
+        """Delete rollouts of no run that ended this long ago; return 0 once none is left."""
         deleted: int = await self._connection.call("rollouts_delete_expired", seconds, DELETED_AT_ONCE)
         return deleted
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """Overwrite trajectories that no rollout has any more, given their records in Redis."""
+        """`stored` are records in Redis of trajectories that no rollout has any more."""
         await self._place.overwrite(stored)
 
     async def collect_garbage(self) -> None:
-        """Delete the files of trajectories that are gone. Call it from one service at a time."""
+        """Call it from one service at a time."""
         await self._place.collect()
 
     async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:
@@ -315,7 +309,7 @@ class RedisRollouts(BaseStore):
         return codec.make_page([decode_row(row) for row in found], limit, decode_counts(counts))
 
     async def rows(self, rollout_ids: Sequence[str], *, trajectories: bool = False) -> Sequence[RolloutRow]:
-        """Return the rows of the rollouts that exist, in this order, with Redis's records of their trajectories."""
+        """Leave out rollouts that do not exist; return Redis's records of their trajectories."""
         found: list[RolloutRow] = []
         for some in chunks(rollout_ids, ROWS_AT_ONCE):
             answer = await self._connection.read("rollouts_rows", int(trajectories), *some)
@@ -323,7 +317,7 @@ class RedisRollouts(BaseStore):
         return found
 
     async def whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[RolloutRow]:
-        """Return the rows of the rollouts that exist, in this order, with their encoded trajectories.
+        """As `rows`, with encoded trajectories.
 
         Raises:
             RecordLostError: A trajectory is damaged, or gone without having been pruned.
@@ -334,7 +328,7 @@ class RedisRollouts(BaseStore):
         return [row | {"trajectory": found.get(row["rollout_id"])} for row in rows]
 
     async def _follow(self, owner: str) -> None:
-        """Follow the topic of an owner, before anything is published on it."""
+        """Call it before anything is published on the owner's topic."""
         if owner not in self._owners:
             self._owners.add(owner)
             self._connection.topics.listen(f"owner:{owner}", self._signals.told)
@@ -342,7 +336,7 @@ class RedisRollouts(BaseStore):
                 await self._connection.topics.confirmed(f"owner:{owner}")
 
     async def _lease(self, reply: Sequence[Any], owner: str) -> Lease | None:
-        """Return the lease of a claimed row; a rollout whose record is damaged ends as failed."""
+        """A rollout whose record is damaged ends as failed."""
         row = decode_row(reply)
         try:
             return codec.decode_lease(row)
@@ -379,7 +373,6 @@ class RedisRollouts(BaseStore):
 
 
 def _held(lease: Lease, owner: str) -> tuple[str, str, int]:
-    """Return the first arguments of a function on a lease."""
     return lease.rollout_id, owner, lease.token
 
 

@@ -23,7 +23,6 @@ class NewsSignal:
         self._newest = 0
         self._seen = _NEVER_SEEN
         self.changed = ChangeSignal()
-        """Everything that may end a wait."""
 
     @property
     def is_news(self) -> bool:
@@ -34,7 +33,6 @@ class NewsSignal:
         self.changed.notify()
 
     def looked(self, number: int) -> None:
-        """Record a look that saw everything up to a number."""
         self._seen = number
 
     def forget(self) -> None:
@@ -43,23 +41,20 @@ class NewsSignal:
         self.changed.notify()
 
     async def wait(self) -> None:
-        """Wait until something has happened after the last look."""
         while not self.is_news:
             await self.changed.wait()
 
 
 class RolloutSignals:
-    """Wakes those who wait for work and cancellations."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` is in seconds, for the time at which there may be work without any message."""
+        """`clock` is in seconds, for work that comes without any message."""
         self._clock = clock
         self._due = math.inf
         self.work = NewsSignal()
         self.cancels = NewsSignal()
 
     def told(self, message: bytes | None) -> None:
-        """Wake those whom a message to an owner concerns; None means that some may be lost."""
+        """None means that some messages may be lost."""
         if message is None:
             self.work.forget()
             self.cancels.forget()
@@ -68,12 +63,12 @@ class RolloutSignals:
         (self.cancels if what == b"cancel" else self.work).happened(int(number))
 
     def cluster_changed(self, message: bytes | None) -> None:
-        """Wake those who wait for work if a node may claim again; before, it got nothing."""
+        """A node that may claim again got nothing before."""
         if message is None or message.startswith((b"node.ready", b"node.joined")):
             self.work.forget()
 
     def claimed(self, *, due_in: float, lease_seconds: float) -> None:
-        """Record in how many seconds a claim found that there may be work, and how long its leases last.
+        """Both are in seconds.
 
         Others' leases that the claim has not seen cannot end before one that began now. Then it is time to look, also
         since whoever is woken for a rollout may end before it has it.

@@ -45,8 +45,6 @@ _BACKEND = TypeAdapter(SharedBackend)
 
 
 class RedisEngines(EnginesStore):
-    """Changes are published on a topic, so nobody polls."""
-
     is_shared = True
 
     def __init__(self, connection: RedisConnection) -> None:
@@ -111,14 +109,13 @@ def _record(pool: bytes, fields: Sequence[bytes | None], held: Sequence[bytes]) 
 
 
 LIBRARIES_SECONDS = 3_600.0
-"""How often the service that collects looks for functions of other releases."""
 
 
 _REPORT = TypeAdapter(NodeReport)
 
 
 class RedisCluster(ClusterStore):
-    """The cluster of all services with the same prefix in one Redis, whose clock alone counts.
+    """All times are those of Redis's clock.
 
     A leader that let its lease expire keeps its token if nobody else led meanwhile, since nothing can have happened
     that it would write over.
@@ -130,7 +127,7 @@ class RedisCluster(ClusterStore):
         self._connection = connection
         self._changes = MonotonicCounter(1)
         self._free_at: dict[str, float] = {}
-        """When the known lease of each role ends, unless it is renewed, on the clock of the event loop."""
+        """On the clock of the event loop, unless the role is renewed."""
         self._resigned = ChangeSignal()
         connection.topics.listen("cluster", self._notice)
 
@@ -222,7 +219,7 @@ class RedisCluster(ClusterStore):
     async def delete_unused_libraries(self) -> int:
         """Delete the functions of other releases that no member calls any more; return how many libraries that was.
 
-        A service that still calls one of them, under another prefix for example, loads it again.
+        A service that still calls one, under another prefix for example, loads it again.
         """
         used = {name.decode() for name in await self._connection.read("cluster_libraries")}
         unused = await self._connection.libraries() - used
@@ -237,7 +234,7 @@ def _encoded(report: NodeReport) -> tuple[bytes, int, bytes, bytes]:
 
 
 def _counts(pairs: Any) -> dict[str, int]:
-    """Return the answer to HGETALL, which is a flat list inside a function's answer."""
+    """Inside a function's answer, that to HGETALL is a flat list."""
     flat = [part for pair in pairs.items() for part in pair] if isinstance(pairs, dict) else list(pairs)
     return {name.decode(): int(count) for name, count in zip(flat[::2], flat[1::2], strict=True)}
 
@@ -324,14 +321,13 @@ class RedisStore(RedisRollouts):
         return self._connection.reconnects
 
     async def collect_garbage(self) -> None:
-        """Delete the files of trajectories that are gone and, now and then, the functions that no node calls."""
+        """Delete also, now and then, the functions that no node calls."""
         await super().collect_garbage()
         if time.monotonic() >= self._look_at_libraries:
             self._look_at_libraries = time.monotonic() + LIBRARIES_SECONDS
             await self._cluster.delete_unused_libraries()
 
     def _tell_of_folder(self, problem: StoreError | None) -> None:
-        """A folder that cannot be used counts as a store that fails."""
         if problem is None:
             self._connection.health.succeeded("folder")
         else:

@@ -33,20 +33,19 @@ from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.problems import explain
 
 PING_SECONDS = 5.0
-"""After how long a silence Redis is asked whether it is still there."""
+"""After so long a silence Redis is asked whether it is still there."""
 LINGER_SECONDS = 5.0
-"""How long a topic stays subscribed after the last wait for it, since most waits are repeated."""
+"""Most waits are repeated."""
 CONFIRM_SECONDS = 1.0
-"""The longest wait for a subscription. A caller that goes on without it is woken once it is confirmed."""
+"""A caller that goes on without a confirmation is woken by it later."""
 _AT_ONCE = 500
-"""The most topics in one command, and the most messages that are passed on together."""
+"""Limits a command's topics, and the messages that are passed on together."""
 _RETRY_SECONDS = 0.5
-"""Before connecting again."""
 
 TopicListener = Callable[[bytes | None], None]
-"""Receives a message; None means that some may be lost, so everything is to be looked at anew."""
+"""None means that some messages may be lost, so everything is to be looked at anew."""
 Message = tuple[str, bytes | None]
-"""The name of a topic and what was published on it, None once the subscription is confirmed."""
+"""A topic's name and message, None once the subscription is confirmed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,11 +55,11 @@ class _Topic:
     listeners: list[TopicListener] = field(default_factory=list)
     watchers: int = 0
     end: asyncio.TimerHandle | None = None
-    """The end of the subscription, unless somebody watches before it."""
+    """Unless somebody watches before it."""
 
 
 class TopicReader:
-    """Passes on, on the event loop, what is published on the topics that somebody follows."""
+    """Passes messages on, on the event loop."""
 
     def __init__(
         self,
@@ -80,9 +79,9 @@ class TopicReader:
         self._is_moving = threading.Event()
         self._topics: dict[str, _Topic] = {}
         self._ticks = 0
-        """Changes so far: counters are never below those of an earlier subscription."""
+        """Counters are never below those of an earlier subscription."""
         self._orders: SimpleQueue[tuple[str, bool]] = SimpleQueue()
-        """The topics to subscribe to (True) or no longer (False), for the thread."""
+        """For the thread: topics to subscribe to (True) or no longer (False)."""
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._subscribed: dict[str, None] = {}  # the thread's
@@ -90,11 +89,10 @@ class TopicReader:
         """How often the thread has asked to end a subscription, and has no answer."""
         self._client: redis.Redis | None = None
         self._connection: Any = None
-        """The client's only one."""
         self._prefix = f"{config.root}:topic:"
 
     async def start(self, *, may_be_away: bool = False) -> None:
-        """Connect; if the Redis may be away, as soon as it answers.
+        """A Redis that may be away is connected to as soon as it answers.
 
         Raises:
             StoreError: The Redis fails.
@@ -105,19 +103,18 @@ class TopicReader:
         await self._started
 
     def listen(self, topic: str, listener: TopicListener) -> None:
-        """Call a listener with all further messages of a topic."""
         found = self._topics.get(topic) or self._subscribe(topic)
         found.watchers += 1
         found.listeners.append(listener)
 
     async def confirmed(self, topic: str) -> None:
-        """Wait until a topic that is followed is subscribed to, but not for long if Redis does not answer."""
+        """Wait, but not for long if Redis does not answer, until a topic that is followed is subscribed to."""
         with anyio.move_on_after(CONFIRM_SECONDS):
             await self._topics[topic].confirmed.wait()
 
     @asynccontextmanager
     async def watching(self, topic: str) -> AsyncIterator[MonotonicCounter]:
-        """Follow a topic meanwhile; the counter grows with every message, and whenever one may be lost."""
+        """The counter grows with every message, and whenever one may be lost."""
         found = self._topics.get(topic) or self._subscribe(topic)
         if found.end is not None:
             found.end.cancel()
@@ -132,7 +129,7 @@ class TopicReader:
                 found.end = self._loop.call_later(LINGER_SECONDS, self._unsubscribe, topic)
 
     def changes(self, topic: str) -> int:
-        """Return the counter of a topic; 0 if nobody has watched it lately."""
+        """Return 0 if nobody has watched the topic lately."""
         found = self._topics.get(topic)
         return found.changes.value if found is not None else 0
 
@@ -219,7 +216,7 @@ class TopicReader:
                 self._closing.wait(_RETRY_SECONDS)
 
     def _connect(self) -> None:
-        """Connect, and subscribe to everything that was subscribed to before."""
+        """Subscribe again to everything."""
         self._is_moving.clear()
         self._ending.clear()
         self._client = checks.connect(self._config, self._identity)
@@ -234,7 +231,7 @@ class TopicReader:
             client.close()
 
     def _take_orders(self) -> None:
-        """Subscribe to topics, and end subscriptions, in the order in which this was asked for."""
+        """Keep the order in which this was asked for."""
         orders: list[tuple[str, bool]] = []
         while not self._orders.empty():
             orders.append(self._orders.get())
@@ -270,7 +267,6 @@ class TopicReader:
                 raise redis.TimeoutError("it does not answer")
 
     def _messages(self) -> Iterator[Message]:
-        """Return what has come by now."""
         for _ in range(_AT_ONCE):
             if not self._connection.can_read(0):
                 return

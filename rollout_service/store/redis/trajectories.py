@@ -19,16 +19,14 @@ _MARK = b"@"
 
 
 class TrajectoryPlace(Protocol):
-    """Keeps encoded trajectories.
-
+    """
     Raises:
         StoreError: The place fails; every method can raise it.
         RecordLostError: A trajectory that is read is gone or damaged.
     """
 
     @property
-    def problem(self) -> StoreError | None:
-        """Why no trajectory can be kept at the moment, or None."""
+    def problem(self) -> StoreError | None: ...
 
     def keep(self, data: bytes) -> AbstractAsyncContextManager[bytes]:
         """Make a trajectory durable; yield the record for Redis to store within the block."""
@@ -37,13 +35,13 @@ class TrajectoryPlace(Protocol):
         """Put the next trajectories elsewhere, since Redis refused to store this."""
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """Overwrite trajectories to which Redis no longer refers; those that are gone are no error."""
+        """Redis no longer refers to these; those that are gone are no error."""
 
     async def collect(self) -> int:
         """Delete what belongs to no rollout any more; return how many files."""
 
     async def read(self, stored: Mapping[str, bytes]) -> Sequence[bytes]:
-        """Return trajectories, by the ids of their rollouts, from their records in Redis; in this order."""
+        """`stored` has Redis's records by rollout. Keep their order."""
 
 
 class InRedis(TrajectoryPlace):
@@ -103,7 +101,7 @@ class InSharedFolder(TrajectoryPlace):
 
 
 def referred(stored: bytes | None) -> str | None:
-    """Return the reference in Redis's record of a trajectory; None if there is none."""
+    """Return the reference in Redis's record of a trajectory."""
     if stored is None or not stored.startswith(_MARK):
         return None
     return stored.removeprefix(_MARK).decode(errors="replace")

@@ -14,12 +14,10 @@ from rollout_service.base.errors import StoreError
 
 @dataclass(frozen=True, slots=True)
 class PlaceTexts:
-    """How errors speak of a place."""
-
     where: str
     """Its path or its address."""
     subject: str
-    """The same, after what kind of place it is."""
+    """As `where`, after the kind of place."""
     unused: str
     """How to give another store a place of its own."""
     shared: str
@@ -31,7 +29,7 @@ class PlaceTexts:
 
 
 class SegmentFile(Protocol):
-    """A file that is being written, by one service alone.
+    """A file that one service alone writes.
 
     Raises:
         OSError: The place fails; every method can raise it.
@@ -41,65 +39,60 @@ class SegmentFile(Protocol):
     """Whether another write may follow the first."""
 
     def append(self, parts: Sequence[bytes], offset: int) -> None:
-        """Write all parts, one after the other; return once they are durable."""
+        """Return once the parts are durable."""
 
     def is_there(self) -> bool:
         """Return whether readers who know its name find what was written."""
 
-    def close(self) -> None:
-        """Give up what is held for writing."""
+    def close(self) -> None: ...
 
 
 class SegmentFiles(Protocol):
-    """The files of a place.
-
+    """
     Raises:
         OSError: The place fails; every method can raise it.
     """
 
     write_seconds: float
-    """How long a service gathers records, from the beginning of one write to that of the next."""
+    """From the beginning of one write to that of the next, a service gathers records."""
     reads_at_once: int
-    """How many threads may read at once."""
+    """Limits the threads."""
 
     @property
     def texts(self) -> PlaceTexts: ...
 
     def prepare(self) -> None:
-        """Create the place if that is possible and it does not exist."""
+        """Create the place if possible."""
 
     def begin(self, name: str) -> SegmentFile:
-        """Begin a segment file; its records come after `FILE_HEADER`.
-
-        The name must be one that nobody else uses, now or later.
-        """
+        """Records come after `FILE_HEADER`. The name must be one that nobody else uses, now or later."""
 
     def store(self, name: str, data: bytes) -> None:
-        """Write a whole file, durably."""
+        """Write a whole file durably."""
 
     def store_once(self, name: str, data: bytes) -> None:
-        """Write a whole file, durably, if nobody has written one of this name.
+        """Write a whole file durably.
 
         Raises:
             FileExistsError: There is such a file.
         """
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Return up to this many bytes; fewer where the file ends.
+        """Return fewer bytes where the file ends.
 
         Raises:
             FileNotFoundError: There is no such file.
         """
 
     def overwrite(self, name: str, offset: int, length: int) -> None:
-        """Overwrite bytes of a file with zeros, durably.
+        """Write zeros durably.
 
         Raises:
             FileNotFoundError: There is no such file.
         """
 
     def delete(self, *names: str) -> None:
-        """Delete files, if they exist, and what was left of unfinished ones of these names."""
+        """Delete also what was left of unfinished files of these names."""
 
     def has(self, name: str) -> bool: ...
 
@@ -107,7 +100,7 @@ class SegmentFiles(Protocol):
         """In bytes, by name."""
 
     def ages(self) -> dict[str, float]:
-        """Return for how many seconds each file is unchanged, by its name and by the place's own clock."""
+        """Return for how many seconds each file is unchanged, by the place's own clock."""
 
     def failed(self, error: OSError) -> StoreError:
-        """Return the store's error for a failure of the place, with what to do next."""
+        """The error says what to do next."""

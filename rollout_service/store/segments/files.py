@@ -60,7 +60,7 @@ class SharedFiles(SegmentFiles):
         self.close(self.create(name, data))
 
     def create(self, name: str, header: bytes) -> int:
-        """Create a durable file that begins with a header; return a descriptor to write to.
+        """Return a descriptor to write to, after a durable header.
 
         The name must be one that nobody else uses, now or later.
         """
@@ -124,7 +124,7 @@ class SharedFiles(SegmentFiles):
             os.close(descriptor)
 
     def leads_to(self, name: str, descriptor: int) -> bool:
-        """Return whether a name still leads to an open file: not if the file was deleted, moved or replaced.
+        """A file that was deleted, moved or replaced is no longer at its name.
 
         The name is opened anew, because NFS may answer a mere question about it from memory.
         """

@@ -1,7 +1,6 @@
-"""The shared folder of a store: large records go in, references come out.
+"""The shared folder of a store, or the part of a bucket: large records go in, references come out.
 
-A folder is one of a file system, or a part of a bucket: whatever `contract` describes. `writer`, `files`, `ledger` and
-`proof` each have a part of the guarantees.
+`writer`, `files`, `ledger` and `proof` each have a part of the guarantees.
 """
 
 from __future__ import annotations
@@ -39,13 +38,12 @@ from sandboxes.task_groups import open_task_group
 log = structlog.get_logger(__name__)
 
 SWEEP_SECONDS = 86_400.0
-"""How often the service that collects looks for files that the ledger does not know."""
+"""How often to look for files that the ledger does not know."""
 TIDY_SECONDS = 60.0
-"""How often a service looks whether its own file is old."""
 
 
 class SegmentFolder:
-    """One service's view of the folder: `async with await SegmentFolder.open(...) as segments:`.
+    """`async with await SegmentFolder.open(...) as segments:`.
 
     Raises:
         StoreError: The store or the folder fails at the moment; every method can raise it.
@@ -63,7 +61,6 @@ class SegmentFolder:
         self._proof = proof
         self.ledger = ledger
         self.watch = watch
-        """Whether the folder can be used."""
         self._writer = writer
         self._reader = SegmentReader(files, proof)
         self._sweep_at = time.monotonic()
@@ -82,8 +79,8 @@ class SegmentFolder:
     ) -> Self:
         """Prove that the folder is shared, and open it.
 
-        `owner` is the identity of this service, and `name` its random part, of 12 hexadecimal digits. If the store may
-        be away and is, `watch` proves the folder later, and it cannot be used before.
+        `owner` is the identity of this service, and `name` its random part, of 12 hexadecimal digits. A store that may
+        be away does not fail: `watch` proves the folder later, and it cannot be used before.
 
         Raises:
             ConfigurationError: The folder is not writable, is not shared, or belongs to another store.
@@ -117,11 +114,10 @@ class SegmentFolder:
         await self.close()
 
     def keep(self, records: Sequence[bytes]) -> AbstractAsyncContextManager[list[str]]:
-        """See `SegmentWriter.keep`."""
         return self._writer.keep(records)
 
     async def abandon(self, reference: str) -> None:
-        """Open another file for the next records, since the ledger refused this reference."""
+        """Put the next records elsewhere, since the ledger refused this reference."""
         await self.watch.follow()  # it refuses all files of a folder that was exchanged
         await self._writer.abandon(reference)
 
@@ -132,7 +128,7 @@ class SegmentFolder:
         return await self._reader.read_all(references)
 
     async def overwrite(self, references: Sequence[str]) -> None:
-        """Overwrite records to which nothing refers any more; those that are gone, or damaged, are left."""
+        """Nothing refers to these records any more; those that are gone, or damaged, are left."""
         try:
             await anyio.to_thread.run_sync(self._overwrite, references)
         except OSError as error:
@@ -187,7 +183,7 @@ class SegmentReader:
         return found
 
     async def read_all(self, references: Mapping[str, str]) -> Sequence[bytes | RecordLostError]:
-        """Return records by their subjects, in this order; each that is lost is an error in its place.
+        """Keep the order; a record that is lost is an error in its place.
 
         A folder that has gone away as a whole is a StoreError, since its records are not lost.
         """
@@ -223,11 +219,11 @@ class SegmentReader:
 
 
 CHECK_SECONDS = 5.0
-"""A check writes one small file."""
+"""Each check writes one small file."""
 AGAIN_SECONDS = 1.0
-"""How often the folder is checked while it cannot be used."""
+"""As long as the folder cannot be used."""
 HANGS_SECONDS = 10.0
-"""How long a check may take; file systems over a network wait for their server without end."""
+"""File systems over a network wait for their server without end."""
 WRITE_SECONDS = 3.0
 """How long a failed write counts: a small file may still fit where a record does not."""
 
@@ -236,23 +232,21 @@ class FolderWatch:
     """Whether the shared folder can be used, as this service last saw it.
 
     A folder that was lost, exchanged, filled, made read-only, or that does not answer, is noticed within seconds
-    although nothing is written; once it is usable again, that is noticed by itself. After the store's folder was
-    exchanged for a new one on purpose, the new one is used without a restart.
+    although nothing is written, and so is its return. After it was exchanged on purpose, the new one is used without a
+    restart.
     """
 
     def __init__(self, proof: FolderProof, ledger: SegmentLedger) -> None:
         self._proof = proof
         self._ledger = ledger
         self._checked: StoreError | None = None
-        """The result of the last check."""
         self._write: StoreError | None = None
         self._write_failed_at = 0.0
         self.tell: Callable[[StoreError | None], None] = lambda _: None
-        """Told why the folder cannot be used, or None, whenever that was looked at."""
+        """Told the problem, or None, after each look."""
 
     @property
     def problem(self) -> StoreError | None:
-        """Why the folder cannot be used, or None."""
         recent = time.monotonic() - self._write_failed_at < WRITE_SECONDS
         return self._checked or (self._write if recent else None)
 
@@ -265,7 +259,7 @@ class FolderWatch:
                 tasks.cancel_scope.cancel()
 
     async def check(self) -> None:
-        """Check now whether the folder is the one that the store uses, and can be written."""
+        """Check that the folder is the one that the store uses, and can be written."""
         await self.follow()
         try:
             # A check that waits for a file server must not hold up the end of the service.
@@ -276,7 +270,7 @@ class FolderWatch:
             self._found(None)
 
     async def follow(self) -> None:
-        """Learn which folder the store uses now: it may have been exchanged, or Redis may have lost everything."""
+        """The folder may have been exchanged, or Redis may have lost everything."""
         try:
             if self._proof.mark.store:
                 self._proof.mark = FolderMark(*await self._ledger.mark(None))
@@ -288,7 +282,7 @@ class FolderWatch:
             return  # the store itself fails, and says so
 
     def wrote(self, error: StoreError | None) -> None:
-        """Hear how a write to the folder ended. One that succeeded proves little: its file was open before."""
+        """A write that succeeded proves little: its file was open before."""
         self._write = error
         if error is not None:
             self._write_failed_at = time.monotonic()
@@ -308,15 +302,14 @@ T = TypeVar("T")
 PROBE_NAME = re.compile(r"probe-[0-9a-f]{32}", re.ASCII)
 FILES_AT_ONCE = 500
 UNKNOWN_SECONDS = 86_400.0
-"""The age from which a file that the ledger does not know is deleted."""
+"""Files that the ledger does not know are deleted at this age."""
 
 
 async def collect(files: SegmentFiles, ledger: SegmentLedger) -> int:
     """Seal the files of services that have left or died, and delete garbage; return how many files.
 
-    The ledger names the files, so nothing is scanned, and no file is deleted that is referenced, or that may yet be.
-    Call this from one service at a time; a second one does no harm. A service that was only taken for dead writes to
-    another file when it goes on.
+    The ledger names the files, so nothing is scanned, and no file is deleted that may yet be referenced. A second
+    service that does this does no harm. A service that was only taken for dead writes to another file when it goes on.
     """
     if orphans := await ledger.orphans():
         await ledger.seal(orphans)
@@ -329,9 +322,10 @@ async def collect(files: SegmentFiles, ledger: SegmentLedger) -> int:
 
 
 async def sweep(files: SegmentFiles, ledger: SegmentLedger, *, age: float = UNKNOWN_SECONDS) -> int:
-    """Delete files that the ledger does not know, and forgotten probes, older than `age` seconds; return how many.
+    """Delete files that the ledger does not know, as after its store was restored from an older backup, and forgotten
+    probes.
 
-    The ledger may not know files after its store was restored from an older backup.
+    Only those older than `age` seconds are deleted; return how many.
     """
     ages = await _in_thread(files, files.ages)
     old = sorted(name for name, seconds in ages.items() if FILE_NAME.fullmatch(name) and seconds >= age)

@@ -21,25 +21,21 @@ from typing import Protocol, Self
 @dataclass(frozen=True, slots=True)
 class SegmentTotals:
     files: int
-    """Open or referenced."""
     records: int
     bytes: int
-    """Of these records; the files are larger by the records that were dropped from them."""
+    """Files are larger by the records that were dropped from them."""
     garbage: int
-    """Files that are yet to be deleted."""
 
 
 class SegmentLedger(Protocol):
-    """The segment files of a store.
-
+    """
     Raises:
         StoreError: The store fails; every method can raise it.
     """
 
     async def mark(self, proposal: str | None) -> tuple[str, str | None]:
-        """Return the random id of this store, the same for all services, and the mark of its shared folder.
-
-        If there is no mark yet, it becomes the proposal.
+        """Return the random id of this store, and the mark of its shared folder, which becomes the proposal if there is
+        none.
         """
 
     async def register(self, file: str, owner: str) -> None:
@@ -49,16 +45,16 @@ class SegmentLedger(Protocol):
         """Accept no more references to these files; idempotent."""
 
     async def orphans(self) -> Sequence[str]:
-        """Return the open files whose owner is not a member of the cluster: it has left, or was declared dead."""
+        """Return open files whose owner has left the cluster, or was declared dead."""
 
     async def garbage(self, limit: int) -> Sequence[str]:
-        """Return up to this many sealed files without references."""
+        """Return sealed files without references."""
 
     async def forget(self, files: Collection[str]) -> None:
-        """Remove garbage from the ledger once it is deleted."""
+        """The files are deleted."""
 
     async def unknown(self, files: Collection[str]) -> Sequence[str]:
-        """Return those of the files that are neither open, nor referenced, nor garbage."""
+        """Return files that are neither open, nor referenced, nor garbage."""
 
     async def totals(self) -> SegmentTotals: ...
 
@@ -77,14 +73,14 @@ _FORM = re.compile(rf"({FILE_NAME.pattern}):([0-9]{{1,15}}):([0-9]{{1,10}}):([0-
 class SegmentReference:
     """Where a record is, and how to know it.
 
-    Its length and its checksum are also before the bytes, so a torn, overwritten or exchanged file is always noticed.
+    Length and checksum are also before the bytes, so a torn, overwritten or exchanged file is always noticed.
     """
 
     file: str
     offset: int
-    """Where the record's header begins, in bytes."""
+    """The place of the record's header, in bytes."""
     length: int
-    """Without the header, in bytes."""
+    """Bytes without the header."""
     crc: int
 
     @classmethod
@@ -104,12 +100,11 @@ class SegmentReference:
 
     @property
     def framed_length(self) -> int:
-        """With the header, in bytes."""
+        """Bytes with the header."""
         return _HEADER.size + self.length
 
     def extract(self, framed: bytes) -> bytes:
-        """Return the record from its bytes with the header.
-
+        """
         Raises:
             ValueError: These are not the bytes that were written.
         """
@@ -122,6 +117,6 @@ class SegmentReference:
 
 
 def frame(file: str, offset: int, data: bytes) -> tuple[SegmentReference, bytes]:
-    """Return a record's reference and its header."""
+    """Return also the record's header."""
     crc = zlib.crc32(data)
     return SegmentReference(file, offset, len(data), crc), _HEADER.pack(len(data), crc)

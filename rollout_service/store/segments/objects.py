@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta, PutMode
 
 WRITE_SECONDS = 0.2
-"""How long a service gathers records for the next object: each has its price, so it writes at most five in a second."""
+"""Each object has its price; so there are at most five in a second."""
 READS_AT_ONCE = 32
 ANOTHER = f'"{"0" * 32}"'
-"""The tag of contents that no object has."""
+"""No object's contents have this tag."""
 TRIES = 8
-"""How often an object is read and written again, if others change it meanwhile, before an overwriting fails."""
+"""An object is read and written again so often, if others change it meanwhile, before an overwriting fails."""
 
 
 class ObjectFiles(SegmentFiles):
@@ -40,7 +40,7 @@ class ObjectFiles(SegmentFiles):
     reads_at_once = READS_AT_ONCE
 
     def __init__(self, store: ObjectStore, address: str, *, write_seconds: float = WRITE_SECONDS) -> None:
-        """`address` is how errors call the store."""
+        """Errors call the store by its `address`."""
         self._store = store
         self._address = address
         self.write_seconds = write_seconds
@@ -130,7 +130,7 @@ class ObjectFiles(SegmentFiles):
             return [one for some in obstore.list(self._store) for one in some]
 
     def _ignores(self, name: str, data: bytes, condition: PutMode) -> bool:
-        """Return whether the server writes although a condition does not hold."""
+        """Try to write although a condition does not hold."""
         with suppress(FileExistsError, ObjectChangedError), explained():
             obstore.put(self._store, name, data, mode=condition)
             return True
@@ -206,12 +206,12 @@ class RequestFailedError(OSError):
 
     @property
     def is_beyond_end(self) -> bool:
-        """Whether bytes were asked for that come after the end of an object."""
+        """Bytes after the end of an object were asked for."""
         return self.code in (_BEYOND_END, "416")
 
 
 class ObjectChangedError(OSError):
-    """An object is not the one that was to be replaced."""
+    """The object is not the one that was to be replaced."""
 
 
 @contextmanager
@@ -241,7 +241,7 @@ def explained() -> Iterator[None]:
 
 
 def _code(text: str) -> str | None:
-    """Return the code in a server's answer, its status without one, or None if there was no answer."""
+    """Return a server's code, or its status without one, or None if there was no answer."""
     for sign, code in (("timed out", _LATE), ("TimedOut", _LATE), ("StartTooLarge", _BEYOND_END)):
         if sign in text:
             return code

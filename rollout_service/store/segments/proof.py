@@ -31,11 +31,11 @@ _MARK_BYTES = 4_096
 class FolderMark:
     store: str
     mark: str | None
-    """None: no service of the store has marked a folder yet."""
+    """None while no service of the store has marked a folder."""
 
 
 class FolderProof:
-    """The mark that was proved, to be looked for again before anything in the folder is relied on.
+    """To be checked again before anything in the folder is relied on.
 
     `check` and `check_usable` may block: call them in threads.
     """
@@ -43,13 +43,11 @@ class FolderProof:
     def __init__(self, files: SegmentFiles, mark: FolderMark) -> None:
         self.files = files
         self.mark = mark
-        """The mark that the folder is to have."""
 
     def check(self) -> None:
-        """Check that the folder is still there, and is no other.
-
+        """
         Raises:
-            StoreError: It is not, or it cannot be read.
+            StoreError: The folder is gone or another one, or it cannot be read.
         """
         try:
             found = _read(self.files)
@@ -65,10 +63,9 @@ class FolderProof:
             raise folder_lost(self.files, "is not the one that the other services of this store use")
 
     def check_usable(self) -> None:
-        """Check the folder as `check` does, and that files can be written there.
-
+        """
         Raises:
-            StoreError: It is another folder, or it cannot be written.
+            StoreError: The folder is gone or another one, or it cannot be written.
         """
         self.check()
         try:
@@ -108,7 +105,7 @@ async def _prove(files: SegmentFiles, ledger: SegmentLedger, store: str, *, may_
 
 
 def _look(files: SegmentFiles, store: str, may_create: bool) -> tuple[FolderMark | None, bool]:
-    """Return the folder's mark, and whether it was written now."""
+    """Return also whether the mark was written now."""
     try:
         if may_create:
             files.prepare()
@@ -128,7 +125,7 @@ def _look(files: SegmentFiles, store: str, may_create: bool) -> tuple[FolderMark
 
 
 def _probe(files: SegmentFiles) -> None:
-    """Check that files can be created, flushed, read and deleted."""
+    """Create, flush, read and delete a file."""
     name, data = f"probe-{uuid4().hex}", b"probe"
     try:
         files.store(name, data)

@@ -30,24 +30,24 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 FILE_BYTES = 64_000_000
-"""The size beyond which a file takes no more records; deleting files of this size costs little."""
+"""Deleting files of this size costs little."""
 FILE_SECONDS = 600.0
-"""The age beyond which a file takes no more records, so that records of one file expire at about the same time."""
+"""The records of one file expire at about the same time."""
 BATCH_BYTES = 16_000_000
-"""The size beyond which a write takes no more records, so that the first does not wait for too many others."""
+"""The first record does not wait for too many others."""
 
 
 FILES_PER_WRITE = 3
-"""How many files may be deleted under a write before it fails."""
+"""So many files may be deleted under a write before it fails."""
 
 
 class _SegmentGoneError(Exception):
-    """The file that was written was deleted or exchanged; its folder is as it should be."""
+    """The file was deleted or exchanged; its folder is as it should be."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _Registered:
-    """A file that the ledger has as open, whether or not it exists."""
+    """The ledger has the file as open, whether or not it exists."""
 
     name: str
     pending: int = 0
@@ -64,7 +64,7 @@ class _OpenSegment(_Registered):
 
 @dataclass(eq=False)
 class _PendingWrite:
-    """Records that wait to be written; after `woken`, either they are done, or it is their caller's turn to write."""
+    """After `woken`, either the records are written, or it is their caller's turn to write."""
 
     records: Sequence[bytes]
     woken: anyio.Event = field(default_factory=anyio.Event)
@@ -90,7 +90,7 @@ class SegmentWriter:
         file_seconds: float = FILE_SECONDS,
         wrote: Callable[[StoreError | None], None] = lambda _: None,
     ) -> None:
-        """The names of its files begin with `name`, 12 hexadecimal digits that nobody else has.
+        """`name` is 12 hexadecimal digits that nobody else has; the names of files begin with it.
 
         `wrote` is called after each write to the folder, with its error or None.
         """
@@ -106,14 +106,14 @@ class SegmentWriter:
         self._queue: list[_PendingWrite] = []
         self._is_writing = False
         self._write_at = 0.0
-        """When the next write may begin, in monotonic seconds."""
+        """In monotonic seconds."""
         self._segment: _OpenSegment | None = None
         self._retired: list[_Registered] = []
         self._thread = anyio.CapacityLimiter(1)
 
     @asynccontextmanager
     async def keep(self, records: Sequence[bytes]) -> AsyncIterator[list[str]]:
-        """Write records, and yield their references; the block stores them.
+        """Yield references for the block to store.
 
         Raises:
             StoreError: The records could not be written.
@@ -130,14 +130,14 @@ class SegmentWriter:
                     await self.seal()
 
     async def rotate(self, *, only_old: bool = False) -> None:
-        """Close the current file to records, or only if it is old; the next record opens another."""
+        """The next record opens another file."""
         segment = self._segment
         if segment is not None and not self._is_writing and (not only_old or self._is_old(segment)):
             await self._retire(segment)
         await self.seal()
 
     async def abandon(self, reference: str) -> None:
-        """Close the file of a reference that the ledger refused to further records.
+        """Close the file of a reference that the ledger refused.
 
         If the store has deleted the file before it was whole, nobody else deletes it now.
         """
@@ -149,7 +149,7 @@ class SegmentWriter:
                 await self._in_thread(self._files.delete, name)
 
     async def seal(self) -> None:
-        """Seal the files that nobody needs any more; if the ledger fails, a later call does it."""
+        """If the ledger fails, a later call does it."""
         files = [segment for segment in self._retired if not segment.pending]
         if not files:
             return
@@ -158,7 +158,7 @@ class SegmentWriter:
             self._retired = [segment for segment in self._retired if segment not in files]
 
     async def close(self) -> None:
-        """Seal all files; call it once nobody writes any more. Idempotent."""
+        """Call it once nobody writes any more. Idempotent."""
         with anyio.CancelScope(shield=True):
             await self.rotate()
 
@@ -198,7 +198,6 @@ class SegmentWriter:
                 self._queue[0].woken.set()
 
     async def _write_batch(self, batch: Sequence[_PendingWrite]) -> tuple[_OpenSegment, list[list[SegmentReference]]]:
-        """Write records to the current file; return it, and the references of each write."""
         for _ in range(FILES_PER_WRITE):
             segment = await self._current()
             try:
@@ -225,7 +224,7 @@ class SegmentWriter:
             )
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do something in the folder, and tell if it fails."""
+        """Tell of a failure."""
         try:
             return await anyio.to_thread.run_sync(work, *arguments, limiter=self._thread)
         except OSError as error:
@@ -252,7 +251,7 @@ class SegmentWriter:
                 write.error = error
 
     def _append(self, segment: _OpenSegment, batch: Sequence[_PendingWrite]) -> list[list[SegmentReference]]:
-        """Write records to the disk, in a thread; return the references of each write."""
+        """Call it in a thread."""
         end = segment.end
         parts: list[bytes] = []
         found: list[list[SegmentReference]] = []
@@ -280,7 +279,6 @@ class SegmentWriter:
             raise _SegmentGoneError
 
     async def _current(self) -> _OpenSegment:
-        """Return the file for the next records, a new one if there is none that may take them."""
         segment = self._segment
         if segment is not None and (segment.broken or self._is_full(segment) or self._is_old(segment)):
             await self._retire(segment)

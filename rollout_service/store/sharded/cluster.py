@@ -35,7 +35,7 @@ class ShardedCluster(ClusterStore):
         self._shards = shards
         self._home, *self._others = shards
         self.rejoined = 0
-        """How often this node has joined single shards again, where its leases were lost."""
+        """How often this node lost its leases in single shards."""
 
     async def join(self, report: NodeReport, *, replacing: str | None = None) -> None:
         """Join each shard that answers; the others follow with a heartbeat."""
@@ -49,9 +49,9 @@ class ShardedCluster(ClusterStore):
             others.some()
 
     async def heartbeat(self, report: NodeReport) -> Heartbeat:
-        """Report a node to each shard that answers; return what the first of them says of all nodes.
+        """Return what the first shard that answers says of all nodes.
 
-        Where alone it is no member, it joins again; the leases there are lost, which `rejoined` tells.
+        Where alone the node is no member, it joins again; the leases there are lost, which `rejoined` tells.
         """
         answers = await ask_each(self._shards, lambda shard: shard.store.cluster.heartbeat(report))
         beats = {n: beat for n, beat in sorted(answers.found.items()) if beat.is_member}
@@ -70,7 +70,7 @@ class ShardedCluster(ClusterStore):
             await shard.ask(partial(shard.store.cluster.join, report))
 
     async def _follow(self, name: str, state: NodeState, beats: Mapping[int, Heartbeat]) -> None:
-        """Bring the state of a node to the shards that missed a command."""
+        """Bring the node's state to the shards that missed a command."""
         behind = [self._shards[number] for number, beat in beats.items() if beat.state is not state]
         await self._each_that_can(behind, lambda shard: shard.store.cluster.change_state(name, state))
 

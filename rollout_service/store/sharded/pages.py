@@ -28,7 +28,7 @@ R = TypeVar("R")
 @dataclass(frozen=True)  # slots would break generic classes that are frozen
 class PageSource(Generic[P, R]):
     fetch: Callable[[Shard, str | None, int], Awaitable[P]]
-    """Returns a page of a shard after a cursor, with up to so many rows."""
+    """Given a cursor and the most rows."""
     rows: Callable[[P], Sequence[R]]
     next: Callable[[P], str | None]
     when: Callable[[R], datetime]
@@ -37,8 +37,6 @@ class PageSource(Generic[P, R]):
 
 @dataclass(frozen=True)  # as above
 class MergedPage(Generic[R]):
-    """Rows of all shards in order, and the cursor of the next page."""
-
     rows: list[R]
     next_cursor: str | None
 
@@ -83,7 +81,6 @@ def _rows(source: PageSource[P, R], pages: dict[int, P], shard: Shard) -> Sequen
 
 
 def _shares(source: PageSource[P, R], pages: dict[int, P], limit: int) -> Counter[int]:
-    """Return how many rows of each shard are on a merged page."""
     marked = ([(source.when(row), number) for row in source.rows(page)] for number, page in sorted(pages.items()))
     merged = heapq.merge(*marked, key=lambda one: one[0], reverse=source.newest)
     return Counter(number for _, number in islice(merged, limit))
@@ -95,7 +92,7 @@ def _merge(source: PageSource[P, R], pages: dict[int, P]) -> Sequence[R]:
 
 
 def _parse(cursor: str | None, shards: int) -> list[str]:
-    """Return the cursor of each shard: `_BEGIN` before its first page, `_END` after its last."""
+    """Return `_BEGIN` for a shard before its first page, `_END` after its last."""
     if cursor is None:
         return [_BEGIN] * shards
     places = cursor.split(_BETWEEN)

@@ -20,10 +20,10 @@ from rollout_service.base.signals import ChangeSignal, first_of
 from rollout_service.store.redis.store import RedisStore
 
 AWAY_SECONDS = 2.0
-"""After how long a silence a shard is away: well before its silence makes this node look dead to the others."""
+"""Well before a shard's silence makes this node look dead to the others."""
 PROBE_SECONDS = 1.0
 REST_SECONDS = 1.0
-"""How long to leave a shard alone after it refused a claim."""
+"""After it refused a claim."""
 _GRACE_SECONDS = 0.05
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,16 +51,13 @@ class _ShardCall(Generic[T]):
 
 
 class Shard:
-    """`watch` notices whether it answers."""
-
     def __init__(self, number: int, store: RedisStore, tasks: TaskGroup) -> None:
         """`tasks` has the calls that a shard does not answer in time."""
         self.number = number
         self.store = store
         self.away: StoreError | None = None
-        """Why it does not answer, or None."""
+        """Why it does not answer."""
         self.claimed_for: object = None
-        """The kind of the last claim there."""
         self._tasks = tasks
         self._changed = ChangeSignal()
         self._rests_until = 0.0
@@ -72,10 +69,9 @@ class Shard:
 
     @property
     def present(self) -> RedisStore:
-        """The store of the shard.
-
+        """
         Raises:
-            StoreError: It is away.
+            StoreError: The shard is away.
         """
         self._check()
         return self.store
@@ -85,7 +81,7 @@ class Shard:
             raise self.away
 
     async def ask(self, call: Callable[[], Awaitable[T]], late: Callable[[T], None] | None = None) -> T:
-        """Return what a call to this shard returns, whether or not the caller is cancelled meanwhile.
+        """Return the answer, whether or not the caller is cancelled meanwhile.
 
         Raises:
             StoreError: The shard fails, or is away. The call may still take effect; `late` then gets its answer.
@@ -103,7 +99,6 @@ class Shard:
         return asked.answers[0]
 
     def rest(self) -> None:
-        """Leave the shard alone for a moment."""
         self._rests_until = anyio.current_time() + REST_SECONDS
 
     async def usable(self) -> None:
@@ -121,7 +116,6 @@ class Shard:
         self._owed = call
 
     async def watch(self) -> None:
-        """Ask now and then whether it answers."""
         while True:
             asked = _ShardCall(self.store.last_event)
             self._tasks.start_soon(asked.ask)
@@ -150,13 +144,13 @@ class Shard:
 
 @dataclass(slots=True)
 class ShardAnswers(Generic[T]):
-    """By the numbers of shards, their answers, and why the others gave none."""
+    """By the numbers of the shards."""
 
     found: dict[int, T] = field(default_factory=dict)
     failures: dict[int, StoreError] = field(default_factory=dict)
 
     def some(self) -> Sequence[T]:
-        """Return the answers in the order of the shards.
+        """Return answers in the order of the shards.
 
         Raises:
             StoreError: Every shard that was asked failed.
@@ -166,7 +160,7 @@ class ShardAnswers(Generic[T]):
         return [self.found[number] for number in sorted(self.found)]
 
     def whole(self) -> Sequence[T]:
-        """Return the answers in the order of the shards.
+        """Return answers in the order of the shards.
 
         Raises:
             StoreError: A shard failed.
@@ -177,7 +171,7 @@ class ShardAnswers(Generic[T]):
 
 
 async def ask_each(shards: Iterable[Shard], call: Callable[[Shard], Awaitable[T]]) -> ShardAnswers[T]:
-    """Ask shards at once, and wait until each has answered, failed or gone away.
+    """Wait until each shard has answered, failed or gone away.
 
     Errors other than a StoreError, such as that of a wrong request, are the caller's.
     """
@@ -208,9 +202,9 @@ def divided(items: Iterable[T], shard_of: Callable[[T], int]) -> Mapping[int, li
 
 
 def in_its_shard(method: F, name: Callable[[Any], str] = str) -> F:
-    """Return a method that is carried out by the shard of its first argument, a run or a rollout.
+    """Return a method that the shard of its first argument carries out.
 
-    `name` returns the id of that; the class has `at_shard_of` for it.
+    `name` returns the id of the run or rollout; the class has `at_shard_of` for it.
     """
 
     @wraps(method)

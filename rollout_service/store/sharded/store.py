@@ -36,11 +36,11 @@ from rollout_service.store.sharded.runs import ShardedRuns
 from rollout_service.store.sharded.shard import Shard, ask_each, divided, in_its_shard
 
 Take = Callable[[Shard, int], Awaitable[list[Lease]]]
-"""Claims up to so many rollouts of a shard."""
+"""Given a shard and the most rollouts to claim."""
 
 
 def shard_of(name: str, shards: int) -> int:
-    """Return the number of the shard of a run, or of a rollout, whose id begins with that of its run and a dot."""
+    """A rollout's id begins with that of its run and a dot."""
     digest = blake2b(name.partition(".")[0].encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % shards
 
@@ -59,7 +59,7 @@ class ShardedStore(Store):
         self._cluster = ShardedCluster(shards)
         self._runs = ShardedRuns(shards, self.shard_of)
         self._woken: set[int] | None = None
-        """The shards that may have work, as the last wait found; None if there was no wait since the last claim."""
+        """As the last wait found; None if there was no wait since the last claim."""
         self._turn = 0
         self._strays = 0
         """Rollouts that claims leased whose answers came too late."""
@@ -322,9 +322,9 @@ class ShardedStore(Store):
 
 
 async def _take_in_turns(shards: Sequence[Shard], limit: int, take: Take, failures: list[StoreError]) -> list[Lease]:
-    """Claim from shards in this order: an equal share of each, then what is left of those that had as much.
+    """Give each shard an equal share in this order, then what is left to those that had as much.
 
-    The errors of those that fail are added to `failures`.
+    Errors are added to `failures`.
     """
     leases: list[Lease] = []
 

@@ -101,7 +101,7 @@ _BATCH = "SELECT * FROM batches WHERE run = ? AND number = ?"
 
 
 def lease(db: sqlite3.Connection, request: BatchLeaseRequest, now: float) -> BatchLease | NoBatch:
-    """Lease a batch: the one this consumer holds already, one that is free again, or a new one."""
+    """Lease the batch that this consumer holds already, one that is free again, or a new one."""
     row = row_of(db, request.run_id)
     run = record_of(db, row)
     held = db.execute(_HELD, {"run": row["seq"], "key": request.key, "now": now}).fetchone()
@@ -129,7 +129,7 @@ def _dissolve_if_stale(db: sqlite3.Connection, batch: sqlite3.Row, bound: int | 
 
 
 def stale_groups(db: sqlite3.Connection, now: float, run_id: str, bound: int) -> list[OpenGroup]:
-    """Return the ready groups with samples older than this version, after dissolving returned batches with such."""
+    """Dissolve returned batches with stale groups first."""
     run = row_of(db, run_id)["seq"]
     for batch in db.execute(_RETURNED, (run,)).fetchall():
         _dissolve_if_stale(db, batch, bound, now)
@@ -219,7 +219,7 @@ def _row(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:
 
 
 def read_group(db: sqlite3.Connection, run_id: str, number: int) -> tuple[sqlite3.Row, list[sqlite3.Row]]:
-    """Return the rows of a closed group and its rollouts, to be decoded in another thread."""
+    """The rows are decoded in another thread."""
     row = _closed_group(db, run_id, number)
     samples = run_codec.decode_samples(row["samples"])
     return row, read_rollouts(db, [sample.rollout_id for sample in samples])
@@ -235,7 +235,7 @@ def _closed_group(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.R
 def read_closing(
     db: sqlite3.Connection, run_id: str, closure: GroupClosure
 ) -> tuple[sqlite3.Row | None, list[sqlite3.Row]]:
-    """Return the row that a group will have once it is closed, None if it cannot be, and the rows of its rollouts."""
+    """Return the row that the group will have once it is closed, None if it cannot be."""
     values = {
         "run": run_id,
         "number": closure.number,
@@ -247,7 +247,7 @@ def read_closing(
 
 
 def read_heads(db: sqlite3.Connection, run_id: str, numbers: Sequence[int]) -> list[sqlite3.Row]:
-    """Return the rows of closed groups, joined with their heads, in this order."""
+    """Keep the order."""
     rows = {row["number"]: row for row in db.execute(_HEADS, (run_id, json.dumps(list(numbers))))}
     for number in numbers:
         if number not in rows:
@@ -256,7 +256,7 @@ def read_heads(db: sqlite3.Connection, run_id: str, numbers: Sequence[int]) -> l
 
 
 def read_trajectories(db: sqlite3.Connection, run_id: str, number: int) -> list[bytes]:
-    """Return the encoded trajectories of a closed group in the order of its samples, without stale ones."""
+    """In the order of the samples, without stale ones."""
     samples = run_codec.decode_samples(_closed_group(db, run_id, number)["samples"])
     kept = rules.delivered_rollouts(samples)
     found = {row["rollout_id"]: row["trajectory"] for row in db.execute(_TRAJECTORIES, (json.dumps(kept),))}

@@ -18,7 +18,7 @@ from rollout_service.base.private_files import make_private
 from rollout_service.store.sqlite.schema import STORE, DatabaseSchema, prepare
 
 IN_MEMORY = ":memory:"
-"""Lives and dies with its process, for tests."""
+"""For tests: the store ends with its process."""
 
 _HINTS = {
     sqlite3.SQLITE_BUSY: "Another program, such as a `sqlite3` shell, has locked the file: close it.",
@@ -35,7 +35,7 @@ _HINTS = {
 _REPORT = "Report it with the log's traceback; the database was not changed."
 
 _PASSING = _HINTS.keys() | {sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_PROTOCOL}
-"""May end while the service runs, by themselves or once their hint is followed."""
+"""These may end while the service runs, by themselves or once their hint is followed."""
 
 
 def _code(error: sqlite3.Error) -> int:
@@ -98,7 +98,7 @@ def _lost(path: Path, why: str) -> FileLostError:
 
 
 class FileClaim:
-    """This process's claim on a store's file, until `release` or the end of the process."""
+    """Lasts until `release` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_name(path.name + ".lock")
@@ -121,7 +121,7 @@ class FileClaim:
 
 
 def _close_to_others(path: Path) -> None:
-    """Make the file private before SQLite opens it; SQLite gives its log and index the same mode."""
+    """SQLite gives its log and index the mode of the file."""
     make_private(path)
     for suffix in ("-wal", "-shm"):
         if (beside := path.with_name(path.name + suffix)).exists():
@@ -129,10 +129,10 @@ def _close_to_others(path: Path) -> None:
 
 
 class Database:
-    """An open store file: one connection, for use in the thread that created it.
+    """For use in the thread that created it.
 
-    SQLite guarantees that a commit that has returned is on the disk if its schema is `synchronous=FULL`, and in the
-    operating system's hands if it is `NORMAL`.
+    A commit that has returned is on the disk if its schema is `synchronous=FULL`, and in the operating system's hands
+    if it is `NORMAL`.
 
     Raises:
         StoreError: The file is in use, is damaged, belongs to another program, or cannot be created.
@@ -168,7 +168,7 @@ class Database:
             self._place.check()
 
     def close(self) -> None:
-        """Merge a write-ahead log into the file, close the file and release the claim."""
+        """Merge a write-ahead log into the file first."""
         try:
             self.connection.close()
         finally:

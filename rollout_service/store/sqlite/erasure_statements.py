@@ -56,7 +56,7 @@ def overwrite_deleted(db: sqlite3.Connection) -> None:
 
 
 def erase(db: sqlite3.Connection, rollout_ids: Sequence[str], now: float) -> dict[str, str]:
-    """Erase the contents of these rollouts, and of later ones of the same samples; return their batches."""
+    """Erase later rollouts of the same samples, too; return the batches."""
     overwrite_deleted(db)
     batches: dict[str, str] = {}
     for rollout_id in rollout_ids:
@@ -76,7 +76,7 @@ def erase(db: sqlite3.Connection, rollout_ids: Sequence[str], now: float) -> dic
 
 
 def _take_out(db: sqlite3.Connection, group: sqlite3.Row, rollout_ids: Sequence[str], now: float) -> None:
-    """Remove the samples of these rollouts from a group, as far as it can still be delivered."""
+    """Take samples out of a group, as far as it can still be delivered."""
     before = run_codec.decode_samples(group["samples"])
     is_settled = group["state"] not in ("ready", "batched")
     samples = rules.without_erased(before, rollout_ids, is_settled=is_settled)
@@ -159,7 +159,7 @@ def _delete_run(db: sqlite3.Connection, before: float) -> int:
 
 
 def _empty(db: sqlite3.Connection, groups: Sequence[sqlite3.Row]) -> int:
-    """Delete the rollouts of these groups, but keep the record that the groups existed; return how many groups."""
+    """Keep the record that the groups existed; return how many."""
     for group in groups:
         values = {"run": group["run"], "number": group["number"]}
         _delete_rollouts(db, db.execute(_OF_GROUP, values).fetchall())

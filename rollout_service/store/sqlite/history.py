@@ -1,7 +1,7 @@
 """The statements on the history of runs; each function runs inside one transaction, in the database's thread.
 
-The records of `RECORDS_IN_ROW` groups are one row: to read 100,000 of them reads 8 MB in a few thousand rows, and to
-write one rewrites at most 2.5 kB.
+The records of `RECORDS_IN_ROW` groups are one row: reading 100,000 of them takes 8 MB in a few thousand rows, and
+writing one rewrites at most 2.5 kB.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from rollout_service.store.codec.runs import REASON_AT, SIZE, encode_reason
 
 RECORDS_IN_ROW = 32
 ROWS_AT_ONCE = 1_000
-"""The most rows that one job reads."""
 
 _READ = "SELECT records FROM group_history WHERE run = ? AND part = ?"
 _WRITE = """
@@ -32,7 +31,7 @@ def write(db: sqlite3.Connection, run: int, number: int, record: bytes) -> None:
 
 
 def write_reason(db: sqlite3.Connection, run: int, number: int, reason: str) -> None:
-    """Write why a group was dropped after it had passed the filters."""
+    """The group had passed the filters."""
     _patch(db, run, number, REASON_AT, encode_reason(reason))
 
 
@@ -47,7 +46,7 @@ def _patch(db: sqlite3.Connection, run: int, number: int, offset: int, data: byt
 
 
 def read_from(db: sqlite3.Connection, run: int, part: int) -> list[tuple[int, bytes]]:
-    """Return the next rows of records from this one on, with their numbers."""
+    """Return the next rows, with their numbers."""
     return [(row["part"], row["records"]) for row in db.execute(_PARTS, (run, part, ROWS_AT_ONCE))]
 
 

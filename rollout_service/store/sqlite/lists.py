@@ -19,9 +19,9 @@ from rollout_service.store.sqlite.history import records_of
 from rollout_service.store.sqlite.run_statements import row_of
 
 ROWS_AT_ONCE = 10_000
-"""The most rows that one job looks at, which takes about 10 ms."""
+"""Takes about 10 ms."""
 _COUNTED = 10_000
-"""Up to how many rows of an index are counted to compare it with others."""
+"""Up to so many rows of an index are counted to compare it with others."""
 _NEWEST = 2**62
 
 _COLUMNS = """
@@ -45,7 +45,7 @@ class SummarySearch:
     which: SummaryFilter
     order: SummaryOrder
     after: int | None
-    """The number of the rollout after which to go on; None begins."""
+    """None begins."""
     limit: int
 
 
@@ -53,7 +53,7 @@ class SummarySearch:
 class SummaryRows:
     rows: Sequence[sqlite3.Row]
     next: int | None
-    """The number of the rollout after which to go on; None if nothing is left."""
+    """None if nothing is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class _Path:
     source: str
     conditions: Sequence[str]
     rows: int
-    """About how many rows are on it, `_COUNTED` at most."""
+    """At most `_COUNTED`."""
 
 
 def look(db: sqlite3.Connection, search: SummarySearch) -> SummaryRows:
-    """Return the next rollouts that match, among the next `ROWS_AT_ONCE` that may."""
+    """Look only at the next `ROWS_AT_ONCE` that may match."""
     values = _values(search)
     if search.which.run is not None:
         run = db.execute(_RUN, (search.which.run,)).fetchone()
@@ -131,7 +131,6 @@ def _conditions(which: SummaryFilter) -> Iterator[str]:
 
 
 def _numbers(path: _Path, direction: str) -> str:
-    """Return the statement for the numbers of the next rollouts on a path."""
     arms = [
         f"SELECT seq FROM rollouts {path.source} WHERE {condition} AND seq BETWEEN :low AND :high"  # noqa: S608
         for condition in path.conditions
@@ -239,7 +238,6 @@ def look_at_groups(
 
 
 def _looked_groups(which: GroupSelection, direction: str) -> str:
-    """Return the statement for the next groups in the order of their numbers."""
     source = "groups" if which.state is None else "groups INDEXED BY groups_by_state"
     in_state = "" if which.state is None else "AND state = :state"
     return f"""

@@ -154,7 +154,7 @@ EVENTS = "SELECT * FROM events WHERE event_id > ? ORDER BY event_id LIMIT ?"
 def submission(
     request: RolloutRequest, now: float, *, run: int | None = None, group_number: int | None = None
 ) -> dict[str, Any]:
-    """Return the values of `submit` for a request; `run` and `group_number` are those of the group it belongs to."""
+    """`run` and `group_number` are those of the group that the rollout belongs to."""
     if request.rollout_id is None:
         raise ValueError("set the request's rollout_id before submitting it")
     return {
@@ -185,9 +185,9 @@ def submit(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[Rollout, boo
 
 
 def claim(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[list[Lease], list[str], float]:
-    """Lease rollouts; return the leases, the ids of rollouts that ended instead, and when there may be more.
+    """Return the leases, the rollouts that ended instead, and when there may be more, in Unix seconds.
 
-    The time is in Unix seconds. A rollout whose record is damaged ends as failed, so it keeps no other from starting.
+    A rollout whose record is damaged ends as failed, so it keeps no other from starting.
     """
     ended = [row["rollout_id"] for row in db.execute(_END_CANCELLED, values).fetchall()]
     any_environment = values["waits"] is None
@@ -259,7 +259,7 @@ def get(db: sqlite3.Connection, rollout_id: str, shown: codec.Shown = codec.Show
 
 
 def tree(db: sqlite3.Connection, rollout_id: str, *, with_trajectories: bool) -> sqlite3.Row | None:
-    """Return the row of a rollout that has ended, as `codec.decode_tree` reads it."""
+    """`codec.decode_tree` reads the row."""
     values = {"id": rollout_id, "with_trajectories": with_trajectories}
     row: sqlite3.Row | None = db.execute(_TREE, values).fetchone()
     return row
@@ -335,7 +335,7 @@ def delete(db: sqlite3.Connection, values: dict[str, Any]) -> None:
 
 
 def restart(db: sqlite3.Connection, values: dict[str, Any]) -> list[sqlite3.Row]:
-    """Requeue a leased rollout with its first turns alone; return its row, or nothing if the lease is lost."""
+    """Return nothing if the lease is lost."""
     rows = db.execute(_RESTART, values).fetchall()
     if rows:
         delete(db, values)

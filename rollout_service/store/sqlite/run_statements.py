@@ -206,7 +206,7 @@ def update(
 
 
 def announce(db: sqlite3.Connection, run_id: str, now: float) -> None:
-    """Record that a run is no longer as it was, where no other event says so."""
+    """Report a change that no other event reports."""
     db.execute(statements.RECORD, {"now": now, "kind": "run.changed", "subject": run_id, "data": "{}"})
 
 
@@ -258,7 +258,7 @@ def open_groups(db: sqlite3.Connection, run_id: str, now: float) -> list[OpenGro
 
 
 def stale_groups(db: sqlite3.Connection, run: int, bound: int, now: float) -> list[OpenGroup]:
-    """Return the groups that wait for a batch and have a usable sample older than this version."""
+    """Return waiting groups with a usable sample older than this version."""
     return _groups(db.execute(_STALE, (run, bound)).fetchall(), now)
 
 
@@ -267,7 +267,7 @@ def _groups(rows: Sequence[sqlite3.Row], now: float) -> list[OpenGroup]:
 
 
 def _group(rows: Sequence[sqlite3.Row], now: float) -> OpenGroup:
-    """Return a group from its rows, one for each of its rollouts."""
+    """There is a row for each rollout."""
     first = rows[0]
     cut = json.loads(first["cut"])
     members = (
@@ -361,7 +361,7 @@ def reclose_group(
 
 
 def _uses_erased(db: sqlite3.Connection, closure: GroupClosure) -> bool:
-    """Return whether a sample was erased since it was decided to use it."""
+    """Compare with erasures since the closure was decided."""
     ids = [sample.rollout_id for sample in closure.samples if sample.usable]
     return db.execute(_ERASED, (json.dumps(ids),)).fetchone() is not None
 
@@ -390,7 +390,6 @@ def _count(db: sqlite3.Connection, run: int, counts: Mapping[str, int]) -> None:
 
 
 def finish_if_done(db: sqlite3.Connection, run_id: str, now: float) -> None:
-    """Finish a run whose tasks are all taken and whose batches are all acknowledged."""
     if rules.is_finished(get(db, run_id)):
         db.execute(_FINISH, {"id": run_id, "now": now})
 

@@ -294,24 +294,20 @@ Disk = Literal["local", "network"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatabaseSchema:
-    """The schema of a database file, and the durability of its writes."""
-
     tables: str
-    """Creates the tables, indexes and triggers of a new file."""
+    """The script for a new file."""
     application_id: int
-    """The mark of such files."""
     added: str = ""
-    """Creates tables which files of the same version may lack, since a later release added them. The releases before
-    know nothing of these tables.
+    """The script for tables that a later release added, so files of the same version may lack them. Earlier releases
+    ignore these tables.
     """
     version: int = 1
     has_events: bool = False
-    """Whether it has the table `events`, whose newest id each commit reports."""
+    """Each commit reports the newest id of the table `events`."""
     synchronous: Literal["FULL", "NORMAL"] = "FULL"
     """`FULL` keeps each commit through a loss of power, `NORMAL` through the end of the process alone."""
     page_size: int = 4096
     secure_delete: bool = False
-    """Whether deleted content is overwritten."""
     journal_mode: Literal["WAL", "TRUNCATE"] = "WAL"
     """`WAL` needs an index in memory that all openers share, which a file system of several hosts cannot give them."""
 
@@ -324,7 +320,7 @@ STORE = DatabaseSchema(tables=EVENTS + ROLLOUTS + RUNS, added=ADDED, application
 
 
 def prepare(connection: sqlite3.Connection, schema: DatabaseSchema = STORE) -> None:
-    """Create the tables of a new database, in one transaction; check that any other has this schema, and complete it.
+    """Create the tables of a new database, in one transaction; check any other, and complete it.
 
     Raises:
         StoreError: The file belongs to another program or to a release with another schema.

@@ -48,11 +48,11 @@ from rollout_service.store.sqlite.schema import STORE, Disk
 from rollout_service.store.sqlite.thread import DatabaseThread, newest_event, reads, writes
 
 Record = Callable[[str, str, dict[str, JsonValue]], Awaitable[Event]]
-"""Appends an event: kind, subject, data."""
+"""Given kind, subject and data."""
 
 
 class SingleCluster(ClusterStore):
-    """The only node of a store that one process alone can have open, in memory.
+    """The only node of a store, in memory.
 
     It leads every role and is never declared dead. A drain lasts until it is undone or the process ends.
     """
@@ -142,7 +142,7 @@ _STAGES = (RolloutState.QUEUED, RolloutState.INIT, RolloutState.ROLLOUT, Rollout
 
 
 class SqliteStore(BaseStore):
-    """The SQLite store: `async with await SqliteStore.open(path) as store:`.
+    """`async with await SqliteStore.open(path) as store:`.
 
     The path `:memory:` opens a store for tests that ends with its process.
     """
@@ -165,7 +165,7 @@ class SqliteStore(BaseStore):
 
     @classmethod
     async def open(cls, path: Path | str, *, clock: Callable[[], float] = time.time, disk: Disk = "local") -> Self:
-        """Open the store in a file, or create it; `clock` returns Unix seconds.
+        """`clock` returns Unix seconds.
 
         Raises:
             StoreError: Another process has the file open, or the file is damaged, has another schema, or cannot be
@@ -268,7 +268,7 @@ class SqliteStore(BaseStore):
         return self._requeued(await self._thread.write(statements.restart, values)) > 0
 
     def _requeued(self, rows: Sequence[sqlite3.Row]) -> int:
-        """Wake those whom these rollouts concern; return how many there are."""
+        """Return how many rollouts there are."""
         self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
         self._work.set()
         return len(rows)

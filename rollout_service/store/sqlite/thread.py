@@ -30,19 +30,17 @@ Statement = Callable[Concatenate[sqlite3.Connection, P], T]
 """Runs in the database's thread, as a whole or not at all."""
 
 LOOK_SECONDS = 2.0
-"""How often the thread looks whether the file is still there, besides each time it writes."""
+"""The thread also looks each time it writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DatabaseJob(Job):
     run: Callable[[sqlite3.Connection], Any]
     alone: bool = False
-    """Whether it runs outside any transaction, after the others of its batch."""
+    """Runs outside any transaction, after the others of its batch."""
 
 
 class DatabaseThread(JobThread[_DatabaseJob]):
-    """Runs jobs on a store's file, from `start` to `close`."""
-
     def __init__(self, path: Path | str, on_commit: Callable[[int], None], schema: DatabaseSchema = STORE) -> None:
         """`on_commit` is called on the event loop after each commit, with the id of the newest event."""
         super().__init__("store", str(path))
@@ -60,7 +58,7 @@ class DatabaseThread(JobThread[_DatabaseJob]):
         return total
 
     async def read(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a statement that only reads; cancelling the caller does not stop it.
+        """Cancelling the caller does not stop the statement.
 
         Raises:
             StoreError: The database failed, or the store is closed.
@@ -71,12 +69,12 @@ class DatabaseThread(JobThread[_DatabaseJob]):
         return result
 
     async def write(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the result once it is durable; raise what `read` does."""
+        """Return once the result is durable; raise what `read` does."""
         result: T = await self._submit(_DatabaseJob(run=lambda db: statement(db, *args, **kwargs), writes=True))
         return result
 
     async def truncate_log(self) -> None:
-        """Merge the write-ahead log into the file and empty it, so that the log keeps nothing that was deleted."""
+        """Merge the log into the file and empty it, so that it keeps nothing that was deleted."""
         await self._submit(_DatabaseJob(run=_truncate_log, writes=False, alone=True))
 
     def _open(self) -> None:
@@ -86,7 +84,7 @@ class DatabaseThread(JobThread[_DatabaseJob]):
         self._database.close()
 
     def _next_job(self) -> _DatabaseJob | None:
-        """Wait for a job, and look now and then whether the file is still there."""
+        """Look now and then whether the file is still there."""
         while True:
             self._look()
             try:
@@ -150,9 +148,9 @@ class DatabaseThread(JobThread[_DatabaseJob]):
 
 
 def reads(statement: Statement[P, T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return the method that runs a statement which only reads, for a class whose objects have a `_thread`.
+    """Return a method for a class whose objects have a `_thread`: `get = reads(run_statements.get)`.
 
-    It has the statement's own parameters but the first, and its type: `get = reads(run_statements.get)`.
+    It has the statement's own parameters but the first, and its type.
     """
 
     async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -163,7 +161,7 @@ def reads(statement: Statement[P, T]) -> Callable[Concatenate[Any, P], Coroutine
 
 
 def writes(statement: Statement[P, T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return the method that runs a statement which writes; see `reads`."""
+    """See `reads`."""
 
     async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         thread: DatabaseThread = self._thread
@@ -176,9 +174,9 @@ def writes_now(
     statement: Callable[Concatenate[sqlite3.Connection, float, P], T],
     after: Callable[[Any], None] = lambda _: None,
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return the method that runs a statement which writes at a time, that of the object's `_clock`; see `reads`.
+    """The statement gets the time of the object's `_clock`; see `reads`.
 
-    Once the statement is durable, `after` is called with the object.
+    Once it is durable, `after` is called with the object.
     """
 
     async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -218,6 +216,6 @@ def _truncate_log(connection: sqlite3.Connection) -> None:
 
 
 def newest_event(connection: sqlite3.Connection) -> int:
-    """Return the id of the newest event; 0 if there is none."""
+    """Return 0 if there is none."""
     row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
     return row[0] if row else 0

@@ -29,9 +29,9 @@ def lease(
     waiting: Mapping[int, WaitingGroup],
     owners: Mapping[int, Sequence[Owner]],
 ) -> tuple[BatchLease | NoBatch, bool]:
-    """Lease a batch: the one this consumer holds already, one that is free again, or a new one.
+    """Lease the batch that this consumer holds already, one that is free again, or a new one.
 
-    `owners` has whose sessions the groups are parts of. Return also whether to cancel the open groups as surplus.
+    Return also whether to cancel the open groups as surplus.
     """
     run, until = change.run.record, change.now + request.seconds
     out = [batches[number] for number in sorted(batches)]
@@ -106,7 +106,7 @@ def _leased(change: RunTransaction, batch: BatchRecord) -> BatchLease:
 
 
 def dissolve(change: RunTransaction, batch: BatchRecord) -> Sequence[WaitingGroup]:
-    """Let the groups of a batch wait again; return them."""
+    """Return the groups, which wait again."""
     change.settle_batch(batch, BatchState.DISSOLVED)
     for group in batch.groups:
         change.move_group(group.number, run_changes.BATCHED, run_changes.READY)
@@ -115,7 +115,7 @@ def dissolve(change: RunTransaction, batch: BatchRecord) -> Sequence[WaitingGrou
 
 
 def stale_groups(change: RunTransaction, replies: Replies, bound: int) -> list[int]:
-    """Return the waiting groups that are older than this version, after dissolving returned batches with such."""
+    """Dissolve returned batches with stale groups first."""
     waiting = read_waiting(replies[1])
     for batch in read_batches(replies[0]).values():
         if batch.state is BatchState.RETURNED and rules.is_stale(batch.oldest_version, bound):
@@ -137,7 +137,7 @@ def acknowledge(change: RunTransaction, replies: Replies, number: int) -> None:
 
 
 def renew(change: RunTransaction, replies: Replies, number: int, *, key: str | None, seconds: float) -> float:
-    """Return when the lease expires, in Unix seconds."""
+    """Return Unix seconds."""
     batch, state = _batch(change, replies, number)
     name, holder = str(BatchId(change.keys.run_id, number)), batch.lease_key if batch else None
     rules.check_renewal(name, state, holder=holder, key=key)
@@ -157,7 +157,7 @@ def give_back(change: RunTransaction, replies: Replies, number: int) -> None:
 
 
 def _batch(change: RunTransaction, replies: Replies, number: int) -> tuple[BatchRecord | None, BatchState]:
-    """Return a batch, None if it is settled, and its state, from its record and its final state."""
+    """Return None for a batch that is settled, with its final state."""
     stored, final = replies
     if stored is not None:
         batch = BatchRecord.decode(stored)

@@ -29,12 +29,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Replies = Sequence[Any]
-"""The replies to the commands of a read, in order, as Redis sends them."""
+"""In the order of the commands, as Redis sends them."""
 
 
 class RunDatabase:
-    """The runs of one store, as records.
-
+    """
     Raises:
         StoreError: The store fails; every method can raise it.
         NotFoundError: There is no such run; every method that takes one can raise it.
@@ -48,11 +47,10 @@ class RunDatabase:
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
 
     def fenced(self, fence: RoleLease) -> RunDatabase:
-        """Return the same database, whose changes need this leadership."""
         return RunDatabase(self._connection, fence=fence)
 
     def draining(self) -> RunDatabase:
-        """Return the same database, whose changes free memory, so that they are applied although Redis is full."""
+        """Return a database whose changes free memory, so that they are applied although Redis is full."""
         other = copy(self)
         other._drains = True
         return other
@@ -65,7 +63,7 @@ class RunDatabase:
         return RunKeys(self.root, run_id)
 
     async def read(self, commands: Sequence[Command]) -> tuple[float, Replies]:
-        """Return the time in Unix seconds, and the replies to these commands, all of one moment."""
+        """Return the time in Unix seconds, and the replies, all of one moment."""
         now, *replies = await self._connection.read("runs_read", pack(commands))
         return float(now), replies
 
@@ -85,7 +83,7 @@ class RunDatabase:
         return {number: ClosedRecord.decode(data) for number, data in pairs if data is not None}
 
     async def create(self, run_id: str, fields: Mapping[str, Any], tasks: Sequence[Task]) -> RunRecord | None:
-        """Create a run with its inline tasks; return None, with nothing written, if there is one of this id."""
+        """Return None, with nothing written, if there is a run of this id."""
         now, _ = await self.read([])
         run = RunDraft.create(run_id, {**fields, "created_at": now, "changed_at": now})
         change = RunTransaction(self.keys(run_id), run, now)
@@ -102,8 +100,6 @@ class RunDatabase:
         **kwargs: P.kwargs,
     ) -> T:
         """Read a run and the replies to these commands, apply what `plan` makes of them, and return its result.
-
-        `plan` also gets the remaining arguments.
 
         Raises:
             LeadershipLostError: The change is fenced, and another service leads.
@@ -132,7 +128,7 @@ class RunDatabase:
                     return result
 
     async def commit(self, transaction: RunTransaction) -> bool:
-        """Apply a change; return False, with nothing written, if the run has changed since it was read."""
+        """Return False, with nothing written, if the run has changed since it was read."""
         if not (commands := transaction.finish()):
             return True
         run, fence = transaction.run, self._fence

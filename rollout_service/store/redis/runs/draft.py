@@ -21,7 +21,7 @@ _TIMES = ("created_at", "changed_at", "settled_at")
 
 
 class RunDraft:
-    """The fields of a run's hash, as text, and the changes that a transaction makes to them."""
+    """The fields of a run's hash, as text, with the changes of a transaction."""
 
     def __init__(self, run_id: str, fields: Mapping[str, str]) -> None:
         self.run_id = run_id
@@ -36,14 +36,13 @@ class RunDraft:
 
     @classmethod
     def create(cls, run_id: str, fields: Mapping[str, Any]) -> Self:
-        """Return a run that is not stored yet."""
         draft = cls(run_id, {})
         draft.set(cursor=0, batches=0, held_bytes=0, settled_at=0.0, reported="{}")
         draft.set(**fields)
         return draft
 
     def __getitem__(self, name: str) -> Any:
-        """Return a field with its type, as the codecs read it."""
+        """Give the field its type, as the codecs read it."""
         if name == "run_id":
             return self.run_id
         text = self._fields.get(name)
@@ -67,12 +66,12 @@ class RunDraft:
 
     @property
     def revision(self) -> str:
-        """The revision that was read; empty for a run that is not stored yet."""
+        """As it was read; empty for a run that is not stored yet."""
         return self._before.get("revision", "")
 
     @property
     def reported(self) -> dict[str, int]:
-        """Counts of dropped groups that the latest batch reported."""
+        """By the latest batch."""
         return dict(json.loads(self["reported"]))
 
     @property
@@ -96,7 +95,7 @@ class RunDraft:
         return None if self._before.get("state") == self._fields["state"] else RunState(self["state"])
 
     def written(self) -> list[str]:
-        """Return the names and values of the fields to write, one after the other."""
+        """Return names and values, one after the other."""
         changed = {name: text for name, text in self._fields.items() if self._before.get(name) != text}
         return [part for pair in changed.items() for part in pair]
 
@@ -106,5 +105,5 @@ class RunDraft:
 
 @lru_cache(maxsize=256)
 def _request(text: str) -> RunRequest:
-    """Cache the request, which nobody changes; parsing it costs more than the rest of the record."""
+    """Nobody changes the request; parsing it costs more than the rest of the record."""
     return RunRequest.model_validate_json(text)

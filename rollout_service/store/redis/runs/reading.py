@@ -1,4 +1,4 @@
-"""Reading groups: their members while they are open, and all that a trainer or an export gets once they are closed.
+"""Groups: their members while they are open, and all that a trainer or an export gets once they are closed.
 
 Decoding happens in threads. A group that retention has deleted is as unknown as one that never closed.
 """
@@ -33,22 +33,19 @@ if TYPE_CHECKING:
     from rollout_service.store.redis.rollouts import RedisRollouts
 
 
-# A page goes through the states of groups by their numbers, which have no gaps, in calls that take Redis a millisecond.
+# The states of groups have no gaps.
 
 STATES_AT_ONCE = 2_000
-"""The most states of groups that one read returns."""
 RECORDS_AT_ONCE = 10_000
-"""The most records of a history that one read returns, 0.8 MB."""
+"""0.8 MB."""
 GROUPS_AT_ONCE = 512
-"""The most records of groups that one read of a listing returns; each has about 0.3 KB."""
+"""Each has about 0.3 KB."""
 MEMBERS_AT_ONCE = 1_000
-"""The most rollouts that one read looks at, which takes Redis about a millisecond."""
+"""Takes Redis about a millisecond."""
 MAX_HEAD_BYTES = 65_536
 """A larger head is not kept in memory of Redis, but made again when its group is delivered."""
 _ROW = ("state", "reward", "code", "tokens", "environment")
-"""Of a rollout in a row of a group."""
 _MEMBER = ("state", "reward", "changed_at", "oldest_version", "newest_version", "is_erased")
-"""Of a rollout in a member of a group."""
 
 
 class GroupReader(BaseRuns):
@@ -73,7 +70,7 @@ class GroupReader(BaseRuns):
     async def _matching(
         self, run_id: str, which: GroupSelection, numbers: Sequence[int], limit: int
     ) -> tuple[dict[int, GroupStatus], int | None]:
-        """Return up to `limit` groups that match, and the number after which to go on, None if none is left."""
+        """Return also the number after which to go on, None if none is left."""
         keys, found, last = self._database.keys(run_id), dict[int, GroupStatus](), None
         for some in chunks(numbers[:LOOKED_AT], STATES_AT_ONCE):
             _, (states,) = await self._database.read([("HMGET", keys.states, *some)])
@@ -122,7 +119,6 @@ class GroupReader(BaseRuns):
         return await self._with_members(open_records(reply))
 
     async def _with_members(self, groups: Mapping[int, OpenRecord | ClosedRecord]) -> Sequence[OpenGroup]:
-        """Return groups with the present states of their rollouts."""
         root, found = self._database.root, dict[str, tuple[RolloutRow, float]]()
         for some in chunks([one for group in groups.values() for one in group.members], MEMBERS_AT_ONCE):
             now, replies = await self._database.read([fields_read(root, one, _MEMBER) for one in some])
@@ -231,14 +227,13 @@ class GroupReader(BaseRuns):
         return [sample.rollout_id async for _, samples in groups for sample in samples]
 
     async def _owners(self, run_id: str, numbers: Sequence[int]) -> Mapping[int, Sequence[Owner]]:
-        """Return whose sessions the samples of closed groups are parts of."""
         return {
             number: [sample.owner for sample in samples if sample.owner is not None]
             async for number, samples in self._samples(run_id, numbers)
         }
 
     async def _rollouts_of(self, run_id: str, user: str) -> Sequence[str]:
-        """Return the first rollouts of the samples of a run that are parts of a user's sessions."""
+        """Return the first rollout of each sample."""
         groups = self._samples(run_id, await self.closed_groups(run_id))
         found = {
             sample.rollout_id
@@ -275,7 +270,6 @@ def _stored_group(
 
 
 def _epoch(started: bytes | None, closed: bytes | None) -> int | None:
-    """Return None without either record."""
     if started is not None:
         return OpenRecord.decode(started).epoch
     return None if closed is None else ClosedRecord.decode(closed).epoch

@@ -1,7 +1,6 @@
 """The records of groups and batches as Redis keeps them.
 
-The record of a closed group is compressed, since a run keeps one for each of its groups: about 0.3 KB for eight samples
-instead of 1.3 KB.
+That of a closed group is compressed, since a run keeps one for each: about 0.3 KB for eight samples instead of 1.3 KB.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _LEVEL = 1
 class OpenRecord:
     epoch: int
     members: list[str]
-    """The ids of its present rollouts, by sample."""
+    """By sample."""
     opened_at: float
     earlier: list[str] = field(default_factory=list)
-    """The ids of rollouts that were replaced."""
+    """Rollouts that were replaced."""
     cut: list[int] = field(default_factory=list)
-    """The samples that are being cut off as stragglers."""
+    """Samples that are being cut off as stragglers."""
     reason: str | None = None
-    """Why the group is being cancelled; None if it is not."""
+    """Why the group is being cancelled."""
 
     def encode(self) -> bytes:
         return _json(asdict(self))
@@ -52,11 +51,9 @@ class ClosedRecord:
     earlier: Sequence[str]
     cut: Sequence[int]
     samples: str
-    """As `codec.runs.encode_samples` writes them."""
     summary: str
-    """As `codec.runs.encode_summary` writes it."""
     size: int
-    """Bytes of the encoded trajectories of its samples when it was closed."""
+    """Bytes of the encoded trajectories when the group was closed."""
     opened_at: float
 
     @classmethod
@@ -82,7 +79,6 @@ class ClosedRecord:
 
     @property
     def rollout_ids(self) -> list[str]:
-        """Of all its rollouts, with those that were replaced."""
         return [*self.members, *self.earlier]
 
     def row(self, run_id: str, number: int) -> dict[str, Any]:
@@ -133,12 +129,10 @@ class GroupStatus:
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """A kept group, as a lease needs it."""
-
     number: int
     oldest_version: int | None
     size: int
-    """Bytes of its encoded trajectories."""
+    """Bytes of the encoded trajectories."""
 
     def ready(self, owners: Sequence[Owner] = ()) -> ReadyGroup:
         return ReadyGroup(self.number, self.oldest_version, owners)
@@ -165,7 +159,7 @@ class BatchRecord:
 
     @property
     def oldest_version(self) -> int | None:
-        """The lowest version of a token in it; None if no group knows."""
+        """None if no group knows."""
         versions = (group.oldest_version for group in self.groups if group.oldest_version is not None)
         return min(versions, default=None)
 

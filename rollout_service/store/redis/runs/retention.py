@@ -30,20 +30,15 @@ if TYPE_CHECKING:
     from rollout_service.store.redis.rollouts import RedisRollouts
 
 DELETED_AT_ONCE = 64
-"""The most rollouts that one call deletes, each in 25 µs of Redis's thread, so that no other call waits for long; a
-group is deleted as a whole.
-"""
+"""Each takes 25 µs of Redis's thread, so that no other call waits for long; a group is deleted as a whole."""
 GROUPS_AT_ONCE = 64
-"""The most groups that one step deletes, in several calls, or one change prunes."""
+"""In several calls of one step, or in one change."""
 RUNS_AT_ONCE = 128
-"""The most runs that one read looks at."""
 _UNREAD = -1
-"""Stands for all the groups that are newer than those that were read."""
+"""Stands for all groups that are newer than those that were read."""
 
 
 class RunRetention:
-    """Prunes and deletes runs and groups, and erases rollouts."""
-
     def __init__(self, database: RunDatabase, rollouts: RedisRollouts) -> None:
         self._database = database.draining()
         self._rollouts = rollouts
@@ -119,7 +114,7 @@ class RunRetention:
         return await self._database.change_in_steps(run_id, [_oldest(self._keys(run_id).settled)], plan)
 
     async def _delete_settled_groups(self, age: float) -> int:
-        """Delete the rollouts of settled groups of this age, but keep the record that the groups existed."""
+        """Keep the record that the groups existed."""
         now, names = await self._runs()
         deleted = 0
         for some in chunks(names, RUNS_AT_ONCE):
@@ -146,14 +141,13 @@ class RunRetention:
         return now, [name.decode() for name in names]
 
     async def _deletable(self, run_id: str, numbers: Sequence[int]) -> tuple[dict[int, ClosedRecord], set[int]]:
-        """Return the records of these groups, and which of them still have trajectories."""
+        """Return also which groups still have trajectories."""
         _, (scores,) = await self._database.read([("ZMSCORE", self._keys(run_id).held, *numbers)])
         held = {number for number, score in zip(numbers, scores, strict=True) if score is not None}
         return await self._database.closed_records(run_id, numbers), held
 
 
 def _rollouts_of(sample: SampleId, opened: bytes | None, closed: bytes | None) -> list[str]:
-    """Return the ids of all rollouts of a sample, from the record of its group, open or closed."""
     known: list[str] = []
     if opened is not None:
         record = OpenRecord.decode(opened)
@@ -191,7 +185,7 @@ def _prune(
 
 
 async def _delete_many(delete: Callable[[], Awaitable[int]]) -> int:
-    """Delete groups of a run until none is left or one step has deleted enough; return how many."""
+    """Stop once none is left or one step has deleted enough; return how many."""
     deleted = 0
     with suppress(NotFoundError):  # the run itself was deleted
         while deleted < GROUPS_AT_ONCE and (some := await delete()):
@@ -200,7 +194,7 @@ async def _delete_many(delete: Callable[[], Awaitable[int]]) -> int:
 
 
 def _delete_groups(change: RunTransaction, records: Mapping[int, ClosedRecord], held: Collection[int]) -> int:
-    """Delete the first of these groups, as many as one call may; return how many."""
+    """Delete as many of these groups as one call may; return how many."""
     rollouts = accumulate(len(record.rollout_ids) for record in records.values())
     first = max(1, sum(count <= DELETED_AT_ONCE for count in rollouts))
     some = dict(islice(records.items(), first))
@@ -210,7 +204,7 @@ def _delete_groups(change: RunTransaction, records: Mapping[int, ClosedRecord], 
 
 
 def _is_expired(run: RunDraft, before: float) -> bool:
-    """Return whether a run is over and fully acknowledged, and has not changed since a time in Unix seconds."""
+    """`before` is in Unix seconds. The run has to be fully acknowledged."""
     record = run.record
     is_settled = not any(record.count(state) for state in ("open", "ready", "batched"))
     is_old = run["changed_at"] <= before and run["settled_at"] <= before

@@ -13,31 +13,31 @@ class RunKeys:
         self.run_id = run_id
         self.root = root
         self.run = f"{self.root}:run:{self.run_id}"
-        """A hash: the run's fields, and its counters as `n:<name>`."""
+        """A hash: fields, and counters as `n:<name>`."""
         self.tasks = f"{self.run}:tasks"
-        """A list: the inline tasks of an epoch."""
+        """A list: inline tasks of an epoch."""
         self.open = f"{self.run}:open"
-        """A hash: the records of open groups by number."""
+        """A hash: open groups by number."""
         self.closed = f"{self.run}:closed"
-        """A hash: the records of closed groups by number, until they are deleted by retention."""
+        """A hash: closed groups by number, until retention deletes them."""
         self.states = f"{self.run}:states"
-        """A hash: the state of every group by number, as `GroupStatus` writes it, so that settling a group rewrites no
+        """A hash: states of all groups by number, as `GroupStatus` writes them, so that settling a group rewrites no
         record.
         """
         self.ready = f"{self.run}:ready"
-        """A hash: the facts that a lease needs about the groups that wait for a batch, by number."""
+        """A hash: the facts that a lease needs about waiting groups, by number."""
         self.heads = f"{self.run}:heads"
-        """A hash: the stored heads of kept groups by number."""
+        """A hash: heads of kept groups by number."""
         self.out = f"{self.run}:out"
-        """A hash: the records of leased and returned batches by number."""
+        """A hash: leased and returned batches by number."""
         self.batches = f"{self.run}:batches"
-        """A hash: the states of acknowledged and dissolved batches by number."""
+        """A hash: states of acknowledged and dissolved batches by number."""
         self.settled = f"{self.run}:settled"
-        """A sorted set: the settled groups that are not deleted, by the time at which they were settled."""
+        """A sorted set: settled groups that are not deleted, by the time at which they were settled."""
         self.held = f"{self.run}:held"
-        """A sorted set: the settled groups that still have trajectories, by the same time."""
+        """A sorted set: settled groups that still have trajectories, by the same time."""
         self.history = f"{self.run}:history"
-        """A text: the records of closed groups in the order of their numbers, as `codec.runs` writes them."""
+        """A text: records of closed groups in the order of their numbers, as `codec.runs` writes them."""
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -51,12 +51,12 @@ def all_runs(root: str) -> str:
 
 
 def active_runs(root: str) -> str:
-    """A sorted set of the runs that still need work, oldest first."""
+    """A sorted set of runs that still need work, oldest first."""
     return f"{root}:runs:active"
 
 
 def fields_read(root: str, rollout_id: str, names: Iterable[str]) -> Command:
-    """Read these of `replies.FIELDS`, for `replies.decode_fields`."""
+    """The reply is for `replies.decode_fields`."""
     return ("HMGET", f"{root}:r:{rollout_id}", *(FIELDS[name][0] for name in names))
 
 
@@ -66,10 +66,9 @@ def erased_read(root: str, rollout_id: str) -> Command:
 
 
 def result_read(root: str, rollout_id: str) -> Command:
-    """Read a rollout's stored result and the record of its trajectory."""
     return ("MGET", f"{root}:x:{rollout_id}", f"{root}:t:{rollout_id}")
 
 
 def size_read(root: str, rollout_id: str) -> Command:
-    """Read a rollout's state, and the bytes of its encoded trajectory, if it has one."""
+    """The bytes are those of the encoded trajectory."""
     return ("HMGET", f"{root}:r:{rollout_id}", "s", "B")

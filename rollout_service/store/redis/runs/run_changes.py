@@ -124,10 +124,7 @@ def cancel_groups(change: RunTransaction, replies: Replies, reason: str) -> None
 def close_group(
     change: RunTransaction, replies: Replies, closure: GroupClosure, *, size: int, head: bytes | None
 ) -> None:
-    """Keep or drop an open group; `replies` has its record, and for each usable sample whether it was erased.
-
-    `size` is the bytes of its trajectories.
-    """
+    """`replies` has the group's record, and for each usable sample whether it was erased; `size` is in bytes."""
     stored, *erased = replies
     if stored is None or any(erased):
         return
@@ -147,10 +144,7 @@ def close_group(
 
 
 def reclose_group(change: RunTransaction, replies: Replies, closure: GroupClosure, *, head: bytes | None) -> None:
-    """Close a group that waits for a batch again.
-
-    `replies` has what it waits with, its record, and for each usable sample whether it was erased.
-    """
+    """`replies` has what the group waits with, its record, and for each usable sample whether it was erased."""
     waiting, stored, *erased = replies
     if waiting is None or stored is None or any(erased):
         return
@@ -169,10 +163,7 @@ def reclose_group(change: RunTransaction, replies: Replies, closure: GroupClosur
 def erase_sample(
     change: RunTransaction, replies: Replies, number: int, results: Mapping[str, bytes | None]
 ) -> int | None:
-    """Erase the rollouts of a sample, of which `results` has what is stored; return the batch of its group, if any.
-
-    `replies` has the record of the group once it is closed, and its state.
-    """
+    """Return the batch of the sample's group; `replies` has the group's record once it is closed, and its state."""
     for rollout_id, result in results.items():
         change.do("erase", rollout_id, "" if result is None else rollout_codec.erase_result(result.decode()))
     stored, status = replies
@@ -186,7 +177,7 @@ def erase_sample(
 def _take_out(
     change: RunTransaction, number: int, record: ClosedRecord, state: GroupStatus, rollout_ids: Sequence[str]
 ) -> None:
-    """Remove the samples of these rollouts from a group, as far as it can still be delivered."""
+    """Take samples out of a group, as far as it can still be delivered."""
     before = run_codec.decode_samples(record.samples)
     is_settled = state.state not in (READY.state, BATCHED)
     samples = rules.without_erased(before, rollout_ids, is_settled=is_settled)
@@ -205,7 +196,7 @@ def _take_out(
 
 
 def _place(change: RunTransaction, closure: GroupClosure, *, size: int, head: bytes | None) -> None:
-    """Put a kept group among those that wait, and settle a dropped one."""
+    """Let a kept group wait, and settle a dropped one."""
     if closure.reason is not None:
         change.settle_group(closure.number, size)
         return

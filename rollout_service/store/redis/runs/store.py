@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     from rollout_service.store.redis.rollouts import RedisRollouts
 
 RUNS_AT_ONCE = 128
-"""The most runs that one read returns."""
 ROLLOUTS_AT_ONCE = 64
-"""About the most rollouts that one change starts: queueing them takes Redis some ten milliseconds."""
+"""Queueing them takes Redis some ten milliseconds; the number is approximate."""
 
 
 class RedisRuns(GroupReader):
@@ -176,7 +175,6 @@ class RedisRuns(GroupReader):
         await self._database.change(run_id, reads, run_changes.close_group, closure, size=size, head=head)
 
     def _erased(self, closure: GroupClosure) -> Iterator[Command]:
-        """Read for each usable sample whether it was erased."""
         for sample in closure.samples:
             if sample.usable:
                 yield erased_read(self._database.root, sample.rollout_id)
@@ -261,7 +259,7 @@ class RedisRuns(GroupReader):
 
 
 def _of_size(groups: Sequence[NewGroup], rollouts: int) -> Iterator[Sequence[NewGroup]]:
-    """Return the groups in parts of up to so many rollouts, at least one group each."""
+    """Each part has at least one group."""
     part: list[NewGroup] = []
     for group in groups:
         if part and sum(len(one.requests) for one in (*part, group)) > rollouts:

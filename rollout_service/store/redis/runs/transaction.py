@@ -1,7 +1,7 @@
 """One change of a run: what to write if nobody else has changed the run since it was read.
 
-The events and counts of a change belong to the change, so that no code path can forget them. A group that is settled
-and a batch that is settled never change again, since their records leave the keys that changes start from.
+The events and counts of a change belong to it, so that no code path can forget them. Groups and batches that are
+settled never change again, since their records leave the keys that changes start from.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ from rollout_service.store.rules import BatchState
 from rollout_service.store.runs_contract import GroupClosure
 
 TASKS_AT_ONCE = 1_000
-"""The most tasks in one command, since a command in a function has at most some thousand words."""
+"""A command in a function has at most some thousand words."""
 
 
 class RunTransaction:
-    """The writes of one change, in order."""
-
     def __init__(self, keys: RunKeys, run: RunDraft, now: float) -> None:
-        """`run` is as it was read at `now`, in Unix seconds."""
+        """`now` is in Unix seconds."""
         self.keys = keys
         self.run = run
         self.now = now
@@ -59,17 +57,16 @@ class RunTransaction:
         self.run.set(changed_at=self.now)
 
     def announce(self) -> None:
-        """Tell those who wait that the run is no longer as it was, where no other event says so."""
+        """Tell those who wait of a change that no other event reports."""
         self.event("run.changed", self.keys.run_id, {})
 
     def finish_if_done(self) -> None:
-        """Finish a run whose tasks are all taken and whose batches are all acknowledged."""
         if rules.is_finished(self.run.record):
             self.run.set(state=RunState.FINISHED.value)
             self.touch()
 
     def submit(self, request: RolloutRequest, number: int) -> str:
-        """Queue a rollout of a group; return its id."""
+        """Return the rollout's id."""
         if request.rollout_id is None:
             raise ValueError("set the request's rollout_id before submitting it")
         text = request.model_dump_json()
@@ -78,14 +75,14 @@ class RunTransaction:
         return request.rollout_id
 
     def move_group(self, number: int, before: str | None, after: GroupStatus) -> None:
-        """Record the state of a group and count it; `before` is the counter of its state so far."""
+        """`before` is the counter of the group's state so far."""
         if before is not None:
             self.run.count(before, -1)
         self.run.count(after.counter)
         self.do("HSET", self.keys.states, number, str(after))
 
     def settle_group(self, number: int, size: int) -> None:
-        """Record that a group will never change again; `size` is the bytes of its trajectories."""
+        """`size` is the bytes of the group's trajectories."""
         self.do("HDEL", self.keys.heads, number)
         self.do("ZADD", self.keys.settled, self.now, number)
         self.do("ZADD", self.keys.held, self.now, number)
@@ -97,7 +94,7 @@ class RunTransaction:
             self.do("SETRANGE", self.keys.history, closure.number * runs.SIZE, record)
 
     def write_reason(self, number: int, reason: str) -> None:
-        """Write why a group was dropped after it had passed the filters."""
+        """The group had passed the filters."""
         if number < runs.MAX_GROUPS:
             place = number * runs.SIZE + runs.REASON_AT
             self.do("SETRANGE", self.keys.history, place, runs.encode_reason(reason))
@@ -110,13 +107,12 @@ class RunTransaction:
         self.event("group.closed", str(GroupId(self.keys.run_id, number)), data)
 
     def prune_group(self, number: int, record: ClosedRecord) -> None:
-        """Delete the trajectories of a settled group that still has them."""
         for rollout_id in record.rollout_ids:
             self.do("forget", rollout_id)
         self._release(number, record)
 
     def delete_group(self, number: int, record: ClosedRecord, *, is_held: bool) -> None:
-        """Delete the rollouts and the record of a settled group; its state stays."""
+        """The group's state stays."""
         for rollout_id in record.rollout_ids:
             self.do("delete", rollout_id)
         self.do("HDEL", self.keys.closed, number)
@@ -165,7 +161,7 @@ T = TypeVar("T")
 
 
 def by_number(reply: Sequence[bytes]) -> dict[int, bytes]:
-    """Return the values of a hash by their numbers, in order, from the reply to HGETALL."""
+    """Sort the values of a hash, from the reply to HGETALL."""
     pairs = ((int(name), value) for name, value in zip(reply[::2], reply[1::2], strict=True))
     return dict(sorted(pairs))
 
