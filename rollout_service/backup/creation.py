@@ -31,11 +31,10 @@ from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite.connection import explain
 
 COUNTED = {"rollouts": private_files.STORE, "runs": private_files.STORE, "sessions": private_files.LIVE_STORE}
-"""Tables whose rows are counted, and the databases that have them."""
 
 
 def make_backup(places: Places, target: Path) -> Manifest:
-    """Make a backup in a new folder.
+    """The folder must be new or empty.
 
     Raises:
         ConfigurationError: The folder is not empty, or there is nothing to back up.
@@ -103,7 +102,7 @@ class _Backup:
         return manifest
 
     def _at_one_moment(self, stack: ExitStack) -> PinnedDatabases:
-        """Pin all databases; if the services share a store, at the moment whose state its dump has."""
+        """If the services share a store, the moment is the one whose state its dump has."""
         if not self._places.shared:
             return stack.enter_context(pinned(self._databases))
         from rollout_service.backup import redis_dump
@@ -145,7 +144,7 @@ class PinnedDatabases:
         self._readers = readers
 
     def copy(self, source: Path, target: Path) -> None:
-        """The copy is whole, or an error."""
+        """Make a whole copy, or raise an error."""
         make_private(target)
         try:
             with closing(sqlite3.connect(target, isolation_level=None)) as copy:
@@ -166,7 +165,7 @@ class PinnedDatabases:
 
 @contextmanager
 def pinned(databases: Sequence[Path]) -> Iterator[PinnedDatabases]:
-    """Pin databases at one moment, until the end of the block; nothing is written to any of them at that moment."""
+    """Nothing is written to any of the databases at the moment when they are pinned."""
     readers: dict[Path, sqlite3.Connection] = {}
     locks: list[sqlite3.Connection] = []
     try:

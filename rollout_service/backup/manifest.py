@@ -48,17 +48,15 @@ class Manifest(BaseModel):
     format: Literal[1] = 1
     release: str
     at: datetime
-    """The moment whose state it has."""
     states: list[str]
-    """Names of the state folders in it."""
     counts: Mapping[str, int]
     """Rollouts, runs, live sessions and engines."""
     files: Mapping[str, BackedUpFile]
-    """By their paths in the backup."""
+    """Keyed by paths in the backup."""
 
     @property
     def shards(self) -> int:
-        """How many Redis it has of a store that services share."""
+        """The shards of a store that services share."""
         return sum(Path(name).name == REDIS_DUMP for name in self.files)
 
     @property
@@ -168,12 +166,11 @@ def shared_files(files: SegmentFiles) -> dict[str, int]:
 
 
 ONLY = "state"
-"""The name of a single state folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedStore:
-    """A Redis that services share, or a shard of their store, and its shared folder or bucket if it has one."""
+    """A Redis or a shard that services share, with its shared folder or bucket."""
 
     redis: RedisConfig
     files: SegmentFiles | None = None
@@ -194,17 +191,16 @@ class SharedStore:
 @dataclass(frozen=True, slots=True)
 class Places:
     states: Mapping[str, Path]
-    """By their names in a backup."""
+    """Keyed by their names in a backup."""
     owns_store: bool = True
     """Whether the store is in the state folder, which is then the only one."""
     shared: Sequence[SharedStore] = ()
     """The store that services share, or its shards; empty if there is none, or if it is in another backup."""
     documents: Mapping[str, Path] = field(default_factory=dict)
-    """By their paths in a backup; restoring one replaces it."""
+    """Keyed by paths in a backup; restoring one replaces it."""
 
     @property
     def databases(self) -> tuple[str, ...]:
-        """The names of the databases in a state folder."""
         return private_files.DATABASES if self.owns_store else (private_files.LIVE_STORE,)
 
     @classmethod

@@ -34,11 +34,10 @@ from rollout_service.store.redis.problems import explain
 HEADER = b"rollout redis 1\n"
 _RECORD = struct.Struct("<IIQ")
 AT_ONCE = 128
-"""Keys that are read or written together."""
 FEW = 256
-"""So many changed keys are read while Redis takes no writes."""
+"""As many changed keys are read while Redis takes no writes."""
 ROUNDS = 50
-"""How often changed keys are read before that, until few are left."""
+"""Limits how often changed keys are read before that, until few are left."""
 PAUSE_SECONDS = 5.0
 """The longest time without writes, half of the time that services wait for an answer."""
 _INVALIDATED = "__redis__:invalidate"
@@ -71,7 +70,6 @@ def dump(stores: Sequence[tuple[RedisConfig, Path]], at_the_moment: Callable[[],
 
 
 def _write_most(dumps: Sequence[_Dump]) -> None:
-    """Write all keys, and those that change meanwhile until few are left."""
     for one in dumps:
         _write_parts(one, one.scan(), dumps)
     for _ in range(ROUNDS):
@@ -137,7 +135,7 @@ def _remove(client: redis.Redis, config: RedisConfig) -> None:
 
 
 class _Dump:
-    """The dump of one Redis, to which keys are appended with their present values."""
+    """Keys are appended to it with their present values."""
 
     def __init__(
         self, config: RedisConfig, client: redis.Redis, changes: Callable[[], set[bytes]], file: IO[bytes]
@@ -153,7 +151,7 @@ class _Dump:
     @classmethod
     @contextmanager
     def begun(cls, config: RedisConfig, path: Path) -> Iterator[Self]:
-        """Begin a dump, and note from now on what changes."""
+        """Note what changes from now on."""
         with (
             _explained(config),
             closing(open_owner(config)) as client,
@@ -164,7 +162,6 @@ class _Dump:
 
     @property
     def changed(self) -> int:
-        """How many keys are known to have changed since they were written."""
         return len(self._changed)
 
     def scan(self) -> Iterator[list[bytes]]:
@@ -177,13 +174,13 @@ class _Dump:
             self._changed |= self._changes()
 
     def take_changes(self) -> Iterator[list[bytes]]:
-        """Yield the changed keys, some at a time; they count as written again."""
+        """The keys count as written again."""
         changed, self._changed = iter(self._changed), set()
         while some := list(islice(changed, AT_ONCE)):
             yield some
 
     def write(self, keys: Sequence[bytes]) -> None:
-        """Append these keys, in the order in which Redis has them now."""
+        """Keep the order in which Redis has the keys now."""
         with _explained(self._config):
             pipeline = self._client.pipeline(transaction=True)  # a value and its time to live belong together
             for key in keys:
@@ -201,10 +198,9 @@ class _Dump:
 
     @contextmanager
     def without_writes(self) -> Iterator[None]:
-        """Have Redis take no writes within the block.
-
+        """
         Raises:
-            StoreError: The block took so long that there were some.
+            StoreError: The block took so long that there were some writes.
         """
         with _explained(self._config):
             execute(self._client, "CLIENT PAUSE", int(PAUSE_SECONDS * 1_000), "WRITE")
@@ -220,7 +216,6 @@ class _Dump:
                 )
 
     def counts(self) -> Counter[str]:
-        """By `KINDS`."""
         kinds = (KINDS.get(name.partition(b":")[0].decode()) for name in self._names)
         return Counter(kind for kind in kinds if kind is not None)
 
@@ -243,7 +238,7 @@ def _records(path: Path) -> Iterator[tuple[bytes, bytes, int]]:
 
 
 def _scan(client: redis.Redis, config: RedisConfig) -> Iterator[list[bytes]]:
-    """Yield the keys of the store, some at a time; one that is there all the time comes at least once."""
+    """A key that is there all the time comes at least once."""
     cursor: Any = 0
     while True:
         cursor, keys = execute(client, "SCAN", cursor, "MATCH", f"{config.root}:*", "COUNT", AT_ONCE)
@@ -254,7 +249,7 @@ def _scan(client: redis.Redis, config: RedisConfig) -> Iterator[list[bytes]]:
 
 @contextmanager
 def _changes(config: RedisConfig, client: redis.Redis) -> Iterator[Callable[[], set[bytes]]]:
-    """Yield a function that returns the keys of the store that were written since its last call."""
+    """Yield a function that returns the keys that were written since its last call."""
     with closing(open_owner(config)) as listener:
         number = execute(listener, "CLIENT ID")
         pubsub: Any = listener.pubsub()  # type: ignore[no-untyped-call]  # on the same connection: there is only one

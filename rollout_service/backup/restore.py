@@ -62,7 +62,6 @@ def restore_backup(backup: Path, places: Places) -> Manifest:
 
 
 def _targets(manifest: Manifest, places: Places) -> Mapping[str, Path]:
-    """Return the folder that each state folder of the backup goes to."""
     if len(manifest.states) == len(places.states) == 1:
         return dict(zip(manifest.states, places.states.values(), strict=True))
     if not set(manifest.states) <= set(places.states):
@@ -138,7 +137,7 @@ def _empty(files: SegmentFiles) -> None:
 
 @contextmanager
 def _claimed(state: Path) -> Iterator[None]:
-    """Keep services from opening the databases of a folder within the block."""
+    """Keep services from opening the databases of a folder."""
     open_state_folder(state)
     claims: list[FileClaim] = []
     try:

@@ -47,7 +47,7 @@ def make_private(path: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file atomically, readable by its owner alone.
+    """Write atomically.
 
     Raises:
         OSError: The file cannot be written.
@@ -64,7 +64,7 @@ def write_private(path: Path, data: bytes) -> None:
 STORE = "rollouts.sqlite3"
 LIVE_STORE = "live.sqlite3"
 USERS_SALT = "live-users.salt"
-"""Without it, the sessions of a user cannot be found any more."""
+"""The salt of users' hashes: without it, their sessions cannot be found any more."""
 CANARIES = "live-canaries.json"
 """The pools that try candidates in live sessions."""
 BACKENDS = "backends.json"

@@ -22,7 +22,7 @@ from rollout_service.base.errors import UnavailableError
 T = TypeVar("T")
 
 RETRY_SECONDS = 1
-"""In seconds; clients back off further by themselves."""
+"""Seconds; clients back off further by themselves."""
 
 
 class ShuttingDownError(UnavailableError):
@@ -40,7 +40,6 @@ class Shutdown:
     def __init__(self, drain_seconds: float) -> None:
         self.drain_seconds = drain_seconds
         self.reason = ""
-        """Empty until it begins."""
         self.failed = False
         self.drained = False
         self.began_at = 0.0
@@ -57,7 +56,7 @@ class Shutdown:
         return bool(self.reason)
 
     def begin(self, reason: str, *, failed: bool = False) -> None:
-        """Begin the shutdown, or end the drain of one that has begun."""
+        """A second call ends the drain."""
         if failed and not self.failed:
             self.failed = True
             self.on_failure()
@@ -108,7 +107,6 @@ class Shutdown:
             return
 
     async def drain(self, idle: Callable[[], Awaitable[None]]) -> None:
-        """Wait until the service is idle or the drain's time is over."""
         seconds = 0.0 if self._hurried else self.drain_seconds - self.seconds
         with anyio.move_on_after(seconds) as self._drain:
             await idle()
@@ -144,7 +142,7 @@ def _cancel(scopes: set[anyio.CancelScope]) -> None:
 log = structlog.get_logger(__name__)
 
 LOG_SECONDS = 0.2
-"""For writing the last log line."""
+"""The time limit for the last log line."""
 
 
 class LastResort:

@@ -54,10 +54,10 @@ class ResettableEvent:
 
 
 class BatchQueue(Generic[T]):
-    """A bounded number of items for one worker, which takes as many at once as it may."""
+    """A bounded number of items for one worker, which takes several at once."""
 
     def __init__(self, *, most: int, at_once: int, collect_seconds: float) -> None:
-        """After a rest, a batch is collected for `collect_seconds`."""
+        """A rest is followed by `collect_seconds` in which a batch is collected."""
         self._most = most
         self._at_once = at_once
         self._collect_seconds = collect_seconds
@@ -79,7 +79,7 @@ class BatchQueue(Generic[T]):
         self._waiting = deque(item for item in self._waiting if not is_unwanted(item))
 
     async def next_batch(self) -> list[T]:
-        """Wait for items, in the order of their arrival; the batch before them is done."""
+        """Return the waiting items in the order of their arrival; those of the batch before count as done."""
         while not self._waiting:
             self._added.clear()
             self._awaited.clear()
@@ -91,7 +91,7 @@ class BatchQueue(Generic[T]):
         return [self._waiting.popleft() for _ in range(min(self._at_once, len(self._waiting)))]
 
     async def until_done(self) -> None:
-        """Wait until everything that was added is done, without time to collect more."""
+        """Wait until everything that was added is done, without waiting for more items."""
         if not self._done.is_set:
             self._awaited.set()
         await self._done.wait()
@@ -145,7 +145,7 @@ class KeyedEvents:
 
 
 async def first_of(*waits: Callable[[], Awaitable[object]]) -> None:
-    """Run these at once until the first returns; cancel the others."""
+    """Run these until the first returns; cancel the others."""
     async with anyio.create_task_group() as tasks:
 
         async def wait(one: Callable[[], Awaitable[object]]) -> None:

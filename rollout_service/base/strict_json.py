@@ -85,7 +85,7 @@ def _count(document: bytes, marks: bytes, begin: int, end: int) -> int:
 
 
 def is_finite(value: JsonValue) -> bool:
-    """Look at all numbers in a value, without recursion."""
+    """Return whether all numbers are finite, without recursion."""
     left = [value]
     while left:
         inner = left.pop()
@@ -99,7 +99,7 @@ def is_finite(value: JsonValue) -> bool:
 
 
 def measure_depth(value: JsonValue) -> int:
-    """Count the levels of lists and objects, without recursion."""
+    """Count lists and objects, without recursion."""
     depth, level = 0, [value] if isinstance(value, dict | list) else []
     while level:
         depth += 1

@@ -60,8 +60,6 @@ class _Null:
 
 
 class _Undefined(StrictUndefined):
-    """Names its owner when it is used."""
-
     __slots__ = ()
 
     def __init__(

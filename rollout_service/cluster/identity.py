@@ -27,16 +27,16 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ServiceIdentity:
-    """A running service; its text names the owner of a lease."""
+    """Its text names the owner of a lease."""
 
     host: str
-    """For people; others may have the same."""
+    """Shown to people; others may have the same."""
     boot: str
     pid_namespace: int
     """Every container has its own."""
     pid: int
     started: int
-    """In clock ticks since boot; process ids are used again."""
+    """Clock ticks since boot; process ids are used again."""
     service: str
     """Random, since a process may run one service after another."""
 

@@ -43,7 +43,6 @@ class Leadership:
 
     @asynccontextmanager
     async def leading(self, roles: dict[str, Work]) -> AsyncIterator[None]:
-        """Do each role's work whenever this node leads it."""
         async with anyio.create_task_group() as tasks:
             for role, work in roles.items():
                 tasks.start_soon(self.lead, role, work)

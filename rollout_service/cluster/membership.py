@@ -56,11 +56,9 @@ class Membership:
         self._on_beat = on_beat
         self._drop_work = drop_work
         self.beat = Heartbeat(is_member=False)
-        """The answer to the last heartbeat."""
 
     @property
     def state(self) -> NodeState:
-        """Whether this node is to claim rollouts."""
         return self.beat.state
 
     @property
@@ -159,10 +157,9 @@ class ClusterNodes:
 
     cluster: ClusterStore
     own: Callable[[], NodeReport]
-    """This node's report on itself."""
 
     async def list(self) -> list[NodeView]:
-        """Return all nodes by name, dead ones included until they are removed."""
+        """Sort by name; dead nodes stay until they are removed."""
         own = self.own()
         views = [_view(record, own) for record in await self.cluster.nodes()]
         return views or [NodeView.model_validate_json(own.view)]
@@ -219,14 +216,13 @@ class Placement:
 
     @property
     def suited(self) -> list[str]:
-        """The environments whose labels this node has."""
         return [one.spec.name for one in self.environments.list() if not self.missing_labels(one.spec)]
 
     def missing_labels(self, spec: EnvironmentSpec) -> list[str]:
         return sorted(set(spec.sandbox.requires) - set(self.labels))
 
     async def look(self) -> None:
-        """Look for the images of all environments, unless that was done less than `LOOK_SECONDS` ago."""
+        """Do nothing if that was done less than `LOOK_SECONDS` ago."""
         if time.monotonic() < self._look_again:
             return
         self._look_again = time.monotonic() + LOOK_SECONDS
@@ -241,7 +237,7 @@ class Placement:
         return True
 
     def waits(self, beat: Heartbeat) -> Mapping[str, float]:
-        """Return the environments whose rollouts this node takes, and how long these must have waited, in seconds."""
+        """Return the environments whose rollouts this node takes, and how many seconds these must have waited."""
         now = time.monotonic()
         self._seen.update({name: now for name, nodes in beat.images.items() if nodes > 0})
         lately = {name for name, seen in self._seen.items() if now - seen < IMAGE_WAIT_SECONDS}

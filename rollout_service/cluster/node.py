@@ -48,7 +48,7 @@ class Node:
 
     @classmethod
     def make(cls, provider: SandboxProvider, settings: Settings, metrics: Metrics) -> Self:
-        """Put a warm pool and an admission controller in front of a provider, without starting anything."""
+        """Make a node, without starting anything."""
         ceiling, wanted = settings.sandbox_ceiling, settings.sandboxes
         folders = [settings.state_dir, settings.sandbox.run_dir or Path("/tmp")]  # noqa: S108 - its space is read
         reader = HostReader([folder.expanduser().absolute() for folder in folders])
@@ -93,7 +93,7 @@ class Node:
         self.pool.resize(ceiling)
 
     def free_bytes(self) -> dict[str, int]:
-        """Return the free space, as last read, of the file systems with the sandboxes and the state."""
+        """Return the space that was free when it was last read."""
         metrics = self.admission.host_metrics
         return {disk.path: disk.free_bytes for disk in metrics.disks} if metrics else {}
 
@@ -147,7 +147,6 @@ class Concurrency:
     node: Node
     settings: Settings
     on_change: Callable[[PipelineSettings], None]
-    """Called with the stages' settings after a change."""
 
     def view(self) -> NodeConcurrency:
         admission = self.node.admission

@@ -45,24 +45,22 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 HOLD_SECONDS = 5.0
-"""How long a command waits for nodes to hold their requests; a healthy one confirms within milliseconds."""
+"""A healthy node confirms within milliseconds that it holds its requests."""
 _ROLE_RETRY_SECONDS = 0.1
 _RESIGN_SECONDS = 1.0
 _OTHERS_FIRST_SECONDS = 2.0
-"""How long a node that lacks a backend of the pool leaves a command to nodes that have them all."""
+"""A node that lacks a backend of the pool leaves a command to others for so long."""
 _KINDS = {request: kind for kind, request in REQUESTS.items()}
 
 
 class CommandResult(BaseModel):
-    """An outcome, or the error that refused the command."""
-
     outcome: PoolOutcome | None = None
     error: ErrorInfo | None = None
     context: dict[str, Any] = {}
 
 
 class SharedCommands(PoolCommands):
-    """The commands of one of the services that share the pools; call `attach` before anything else."""
+    """Call `attach` before anything else."""
 
     def __init__(self, store: EnginesStore, cluster: ClusterStore, owner: str) -> None:
         self._store = store
@@ -162,7 +160,7 @@ class SharedCommands(PoolCommands):
         await retry_until_stored("confirm that requests are held", hold)
 
     async def _missing(self, pool: str) -> list[str]:
-        """Return the backends of a pool that this node does not have."""
+        """Return the backends that this node does not have."""
         known = self._pools.get(pool)
         shared = await retry_until_stored("read the backends", self._store.backends)
         ids = [each.backend_id for each in shared if each.spec.pool == pool]
@@ -203,7 +201,7 @@ class SharedCommands(PoolCommands):
         self._take_over(self._records[record.pool])
 
     async def _state_after(self, name: str) -> PoolState:
-        """Return the state for the other services; a backend that did not get a command leaves service until it has."""
+        """A backend that did not get a command leaves service until it has."""
         state = self._pools[name].state()
         return state.model_copy(update={"out": [*state.out, *await self._missing(name)]})
 
@@ -235,7 +233,7 @@ class SharedCommands(PoolCommands):
         return outcome.model_copy(update=update)
 
     async def _wait_for_holds(self, record: PoolRecord, request: PoolRequest) -> list[str]:
-        """Return the names of live nodes that do not hold their requests in time."""
+        """Return the names of live nodes that are late."""
         if not isinstance(request, PauseRequest | WeightsRequest):
             return []
         drain = request.drain_seconds if request.mode is PauseMode.DRAIN else 0.0
@@ -264,7 +262,7 @@ class SharedCommands(PoolCommands):
 
     @asynccontextmanager
     async def exclusive(self, pool: str) -> AsyncIterator[None]:
-        """Keep all services from commanding a pool within the block, and begin with its present state."""
+        """Keep all services from commanding a pool, and begin with its present state."""
         while True:
             changed = self._changed.next
             async with self._locks[pool]:
@@ -304,7 +302,6 @@ class SharedCommands(PoolCommands):
 
     @asynccontextmanager
     async def _leading(self, pool: str) -> AsyncIterator[None]:
-        """Renew the role within the block, and give it up at its end."""
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._renew, pool)

@@ -20,21 +20,20 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 
 CONFIDENCE = 0.9
-"""With which the groups under way should suffice; a surplus goes into the next batch."""
+"""The groups under way should suffice with this probability; a surplus goes into the next batch."""
 _HALF_LIFE = 256.0
-"""Closed groups after which evidence counts half."""
+"""Evidence counts half after so many closed groups."""
 _EPOCH_DISCOUNT = 0.5
-"""For evidence from the previous epoch: the policy has learned from the same tasks since."""
+"""Weighs evidence from the previous epoch: the policy has learned from the same tasks since."""
 _LOWEST_RATE = 0.02
-"""Without it, a streak of bad luck could start any multiple of the groups needed."""
+"""A streak of bad luck could otherwise start any multiple of the groups needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
     ended: int = 0
-    """Samples that have ended."""
     varied: bool = False
-    """Whether any two of their rewards differ."""
+    """Whether any two of the samples' rewards differ."""
 
 
 @dataclass(slots=True)
@@ -57,7 +56,7 @@ class AcceptanceRate:
 
     prior: float = 0.5
     prior_strength: float = 4.0
-    """How many groups the prior is worth."""
+    """The prior is worth so many groups."""
     half_life: float = _HALF_LIFE
     closed: int = 0
     _overall: BetaRate = field(default_factory=BetaRate)
@@ -118,20 +117,18 @@ def groups_needed(
 
 @dataclass(frozen=True, slots=True)
 class AdmissionState:
-    """A run's limits and its groups by state."""
-
     batch_size: int
     max_concurrent: int
     max_staleness: int | None
-    """How many versions a batch's oldest token may lag behind the trainer; None sets no limit."""
+    """A batch's oldest token may lag so many versions behind the trainer; None sets no limit."""
     prefetch_batches: int
-    """Batches to prepare ahead of the one that is waited for."""
+    """Batches beyond the one that is waited for."""
     version: int
-    """How many versions the trainer has advanced since the run began."""
+    """Versions since the run began."""
     running: int = 0
     ready: int = 0
     batched: int = 0
-    """In a batch that is not acknowledged yet."""
+    """Not acknowledged yet."""
     acknowledged: int = 0
 
     @property
@@ -164,7 +161,7 @@ def groups_to_start(
     under_way: Mapping[GroupProgress, int],
     acceptance: AcceptanceRate,
 ) -> int:
-    """Return those expected to be needed, within the capacity; never negative."""
+    """Start those expected to be needed, within the capacity."""
     needed = groups_needed(
         need=(1 + run.prefetch_batches) * run.batch_size - run.ready,
         under_way=under_way,
@@ -175,7 +172,7 @@ def groups_to_start(
 
 
 def oldest_allowed_version(*, version: int, max_staleness: int | None) -> int | None:
-    """Return the oldest version that a token may have for a trainer at `version`; None if there is no limit."""
+    """Return None if there is no limit."""
     return None if max_staleness is None else version - max_staleness
 
 

@@ -32,7 +32,7 @@ from api_schemas.runs.auxiliary import (
 PERF = "perf"
 FINISH = "finish"
 MEASURES = {ParallelMeasure.COUNT: "parallel", ParallelMeasure.WIDTH: "width"}
-"""Their names among the parts of a rollout's reward."""
+"""Names among the parts of a rollout's reward."""
 NO_PARTS = "no_reward_parts"
 """Masks a sample without rewards for handing on work, although its run weighs them."""
 

@@ -53,7 +53,6 @@ class RewardFilter(GroupFilter):
     """The part to look at. Rewards for handing on work vary almost always, so by default it is that of the outcome."""
 
     def rewards(self, group: GroupOutcome) -> tuple[float, ...]:
-        """Return the rewards of the usable samples in order."""
         return group.values(self.part)
 
 
@@ -139,7 +138,7 @@ class FilterChain:
 
     @property
     def parts(self) -> list[RewardPart]:
-        """The parts of the rewards that the filters look at, each once, in their order."""
+        """The parts that the filters look at, each once, in their order."""
         return list(dict.fromkeys(one.part for one in self.filters if isinstance(one, RewardFilter)))
 
     def judge(self, group: GroupOutcome) -> Verdict:
@@ -155,11 +154,10 @@ def _limit(group: GroupOutcome, counts: Callable[[SampleOutcome], bool], max_sha
 
 
 STRAGGLER = "straggler"
-"""Cut off because it took far longer than others."""
 STALE = "stale"
 """The sample, or too many samples of the group, have a token older than the run allows."""
 CANCELLED = "cancelled"
-"""By a person, or because the sample was not needed."""
+"""A person did it, or the sample was not needed."""
 SURPLUS = "surplus"
 """The group was not needed, and its run does not carry groups over."""
 DELETED = "deleted"
@@ -171,24 +169,22 @@ NOT_A_NUMBER = "reward_not_finite"
 
 @dataclass(frozen=True, slots=True)
 class SampleOutcome:
-    """One rollout of a group, after its last attempt."""
-
     sample: int
-    """From 0."""
+    """Counts from 0."""
     reward: float | None
     """The environment's reward before any penalty; None if the sample is masked."""
     masked: str | None = None
-    """Why the sample does not count: the code of a failure, or one of this module's reasons; None if it counts."""
+    """Why the sample does not count: the code of a failure, or one of this module's reasons."""
     sampled_tokens: int = 0
     truncated: bool = False
-    """Whether a limit of tokens, turns or time ended the sample."""
+    """A limit of tokens, turns or time ended the sample."""
     tool_calls: int = 0
     malformed_calls: int = 0
     oldest_version: int | None = None
     """None if nothing was sampled."""
     newest_version: int | None = None
     parts: Mapping[RewardPart, float] = field(default_factory=dict)
-    """The parts of the reward and their total; empty if the sample does not count."""
+    """With their total; empty if the sample does not count."""
 
     def __post_init__(self) -> None:
         if self.masked is None and self.reward is None:
@@ -208,7 +204,6 @@ class GroupOutcome:
     """All rollouts of one task, each after its last attempt."""
 
     number: int
-    """The task's number in its run."""
     samples: tuple[SampleOutcome, ...]
 
     @cached_property
@@ -216,7 +211,7 @@ class GroupOutcome:
         return tuple(sample for sample in self.samples if sample.usable)
 
     def without_older_than(self, bound: int | None) -> GroupOutcome:
-        """Mask every usable sample that has a token older than `bound`; None masks none."""
+        """`bound` is the oldest version allowed; None masks none."""
         if bound is None or self.oldest_version is None or self.oldest_version >= bound:
             return self
         samples = (
@@ -229,11 +224,11 @@ class GroupOutcome:
 
     @cached_property
     def rewards(self) -> tuple[float, ...]:
-        """Of the usable samples, in order."""
+        """The rewards of usable samples, in order."""
         return tuple(sample.reward for sample in self.usable if sample.reward is not None)
 
     def values(self, part: RewardPart) -> tuple[float, ...]:
-        """Return this part of the usable samples' rewards, in order."""
+        """Return a part of the usable samples' rewards, in order."""
         if part is RewardPart.PERF:
             return self.rewards
         return tuple(sample.parts[part] for sample in self.usable)
@@ -263,7 +258,7 @@ class FilterRegistry:
             "truncated": Truncated,
         }
         self.problems: dict[str, ConfigurationError] = {}
-        """By name. A plug-in that cannot be loaded hides no other filter."""
+        """A plug-in that cannot be loaded hides no other filter."""
 
     @classmethod
     def load(cls, *, plugins: Iterable[EntryPoint] | None = None) -> Self:

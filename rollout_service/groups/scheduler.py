@@ -24,7 +24,6 @@ STARVATION_TURNS = 16
 @dataclass(frozen=True, slots=True)
 class Claim:
     groups: int
-    """How many it would start now."""
     priority: int = 0
     weight: float = 1.0
 
@@ -32,7 +31,7 @@ class Claim:
 @dataclass(slots=True)
 class _Account:
     position: float
-    """The run's pass."""
+    """The run's pass, as stride scheduling calls it."""
     served: int
     """The turn in which it was last served, or began to claim groups."""
 
@@ -67,7 +66,7 @@ class FairScheduler:
         self._claiming -= {run}
 
     def _enter(self, claiming: Mapping[str, Claim]) -> None:
-        """Let runs that begin to claim join at the current pass, or later if they had more than their share."""
+        """A run that begins to claim joins at the current pass, or later if it had more than its share."""
         for run in claiming.keys() - self._claiming:
             at = self._virtual.get(claiming[run].priority, 0.0)
             before = self._accounts.get(run)
@@ -92,11 +91,11 @@ class FairScheduler:
 
 _WINDOW = 1_024
 _FEWEST = 32
-"""From this many completions on, a quantile is meaningful."""
+"""A quantile is meaningful from this many completions on."""
 
 
 class CompletionTimes:
-    """The durations in seconds of a run's latest rollouts."""
+    """Seconds of a run's latest rollouts."""
 
     def __init__(self, window: int = _WINDOW, fewest: int = _FEWEST) -> None:
         self._window = window
@@ -115,8 +114,8 @@ class CompletionTimes:
             del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
 
     def add_cut_off(self) -> None:
-        """Count the rollout as longer than any other, so cutting off does not lower the quantile that decides about the
-        next one.
+        """The rollout counts as longer than any other, so cutting off does not lower the quantile that decides about
+        the next one.
         """
         self.add(math.inf)
 

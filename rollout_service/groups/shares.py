@@ -28,7 +28,7 @@ class Owned(Protocol):
 
     @property
     def owners(self) -> Collection[Owner]:
-        """As far as they are known."""
+        """The owners that are known so far."""
 
 
 G = TypeVar("G", bound=Owned)
@@ -61,7 +61,7 @@ def next_window(groups: Sequence[G], waiting: Sequence[Owned], size: int, order:
 
 
 def apart(groups: Sequence[G], order: LiveDelivery) -> list[list[G]]:
-    """Return groups by who may be in one batch, the one that has waited longest first."""
+    """Only groups of one list may be in one batch; the list that has waited longest comes first."""
     if order.mix_tenants:
         return [list(groups)] if groups else []
     by_tenant: dict[frozenset[str], list[G]] = {}

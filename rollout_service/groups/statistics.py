@@ -41,11 +41,11 @@ class GroupStatistics:
     usable: int
     mean: float | None
     std: float | None
-    """Dividing by the number of usable samples."""
+    """Divided by the number of usable samples."""
     lowest: float | None
     highest: float | None
     masked: Mapping[str, int] = field(default_factory=dict)
-    """By reason."""
+    """Keyed by reason."""
 
 
 def group_statistics(group: GroupOutcome) -> GroupStatistics:
@@ -121,14 +121,14 @@ PHASES = ("queued", "init", "engine", "tool", "rollout", "evaluate")
 
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
-    """Sums over the rollouts of a group, one for each sample."""
+    """Sums over one rollout for each sample."""
 
     samples: int = 0
     failed: int = 0
     turns: int = 0
     tokens: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Over all attempts, by phase."""
+    """Keyed by phase, over all attempts."""
 
 
 def group_figures(rollouts: Iterable[Rollout]) -> GroupFigures:

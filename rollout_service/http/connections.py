@@ -60,7 +60,7 @@ class ConnectionLimits:
 
 
 def descriptor_limit() -> int:
-    """Raise the soft limit on open files to the hard limit, and return it."""
+    """Raise the soft limit to the hard limit, and return it."""
     raise_open_files()
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return UNLIMITED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
@@ -153,7 +153,7 @@ class Connections:
 
 
 def network_of(address: str) -> str:
-    """Return the key by which a peer is counted: its IPv4 address, or the network of its IPv6 address."""
+    """Return the IPv4 address, or the network of an IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

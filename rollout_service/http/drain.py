@@ -22,13 +22,13 @@ from rollout_service.http.problems import problem_response, to_problem
 from rollout_service.http.server import Server
 
 LAST_SECONDS = 3.0
-"""The most time that closing may take after the drain."""
+"""Limits closing after the drain."""
 FAILED = 4
 """The exit code when a part of the service failed, which a restart mends, unlike a wrong setting."""
 IMPATIENT_SIGNALS = 2
-"""Signals that end the service in order; one more ends it at once."""
+"""One more signal ends the service at once."""
 SHOWN = 20
-"""The most tasks named in the log when the shutdown takes too long."""
+"""Limits the tasks that the log names."""
 
 
 class DrainingServer(Server):
@@ -77,7 +77,7 @@ class DrainingServer(Server):
 
 NEW_WORK_METHODS = frozenset({"POST", "PUT"})
 SETTLING_PATHS = ("/ack", "/nack", "/renew", "/cancel", "/stop", "/v1/abort")
-"""The endings of paths that settle existing work instead of starting new work."""
+"""Endings of paths that settle existing work."""
 
 
 class ShutdownMiddleware:

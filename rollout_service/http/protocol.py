@@ -40,7 +40,7 @@ MAX_PIPELINED = 64
 LINGER_SECONDS = 1.0
 """How long a refused peer may keep sending. The data is discarded; a reset would destroy the response on its way."""
 SINGLE_HEADERS = frozenset({b"host", b"authorization", b"content-type", b"content-length", b"origin"})
-"""Not to be repeated, since a proxy and this server might pick different ones."""
+"""A proxy and this server might pick different ones if they are repeated."""
 
 Observe = Callable[[str], None]
 

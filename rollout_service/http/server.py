@@ -74,7 +74,6 @@ class Certificate:
             ) from None
 
     def _file_versions(self) -> list[tuple[int, int] | None]:
-        """Return a value that changes whenever one of the files does."""
         return [_file_version(path) for path in (self._certificate, self._key) if path is not None]
 
 

@@ -46,7 +46,7 @@ CheckEnvironment = Callable[[str], Awaitable[Environment]]
 log = structlog.get_logger(__name__)
 
 _CHANGEABLE = {"priority", "weight", "max_concurrent", "max_failed_in_a_row", "max_dropped_in_a_row"}
-"""The fields of a request that a patch may change."""
+"""A patch may change these fields."""
 
 
 class RunService:
@@ -104,7 +104,7 @@ class RunService:
         return view, new
 
     async def _find(self, name: str) -> Environment:
-        """Return an environment whose image and whose sub-agents' pool can be used."""
+        """The environment's image and its sub-agents' pool can be used."""
         environment = await self._check_environment(name)
         check_subagent_pool(environment.spec, self._check_pool)
         return environment
@@ -132,7 +132,7 @@ class RunService:
                 environments[task.environment].check(task.instance)
 
     async def _check_fit(self, request: RunRequest, environments: Mapping[str, str]) -> None:
-        """Refuse environments that cannot do what the run asks for; `environments` has their paths by name."""
+        """`environments` has their paths by name."""
         if request.auxiliary is not None:
             hint = "Leave `auxiliary` out, or give the environment a section `[parallel]`."
             await self._require(environments, _why_no_subagents, hint)
@@ -227,7 +227,7 @@ def _why_no_subagents(environment: Environment) -> str | None:
 
 
 def _environments(source: TaskSource) -> dict[str, str]:
-    """Return the path of each environment's first mention, by its name."""
+    """Return the path of each environment's first mention."""
     if isinstance(source, InlineTasks):
         return _environments_of(source.tasks, "body.source.tasks")
     return {source.environment: "body.source.environment"}
@@ -250,8 +250,7 @@ class RunExporter:
         self._run_service = run_service
 
     async def start(self, run_id: str, *, compressed: bool) -> AsyncIterator[bytes]:
-        """Return the pieces of the file.
-
+        """
         Raises:
             NotFoundError: There is no such run; raised before the first piece.
         """
@@ -280,7 +279,7 @@ def _line(model: ExportLine) -> bytes:
 
 
 def _packed_sample(sample: ExportedSample, packer: zlib._Compress | None) -> bytes:
-    """Return the line of a sample and those of its rollout's sub-agents."""
+    """Return the lines of a sample and of its rollout's sub-agents."""
     rollout = sample.sample.rollout
     if rollout.nodes:
         bare = sample.sample.model_copy(update={"rollout": rollout.model_copy(update={"nodes": []})})

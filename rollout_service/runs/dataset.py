@@ -25,7 +25,7 @@ from rollout_service.runs.task_files import FIELD, Rows, SourceChangedError, reo
 from rollout_service.store.runs_contract import RunRecord
 
 ReadInline = Callable[[int, int], Awaitable[Sequence[Task]]]
-"""Given the index of the first and how many."""
+"""Reads tasks, given the index of the first and how many."""
 
 Reopen = Callable[[FileTasks | DatasetTasks, str | None], Rows]
 """Opens a file or data set again and compares its digest; raises SourceChangedError. It blocks."""
@@ -36,7 +36,6 @@ class TaskPosition:
     number: int
     epoch: int
     row: int
-    """The task's index in its source."""
 
 
 class TaskOrder:
@@ -50,7 +49,7 @@ class TaskOrder:
         self._shuffled: Sequence[int] = ()
 
     def positions(self, first: int, count: int) -> list[TaskPosition]:
-        """Return fewer positions at the end of the last epoch. Sorts once an epoch."""
+        """Sorts once an epoch. Fewer positions are left at the end of the last epoch."""
         end = self._end(first + count)
         return [self._position(number) for number in range(first, min(first + count, end))]
 
@@ -99,7 +98,7 @@ class RunTasks:
         return cls(source, run.tasks, rows, inline)
 
     async def take(self, first: int, count: int) -> list[tuple[TaskPosition, Task]]:
-        """Return fewer tasks at the end of the last epoch."""
+        """Fewer tasks are left at the end of the last epoch."""
         positions = await anyio.to_thread.run_sync(self._order.positions, first, count)
         if not isinstance(self._source, InlineTasks) and self._rows is not None:
             return await anyio.to_thread.run_sync(_read, self._source, self._rows, positions)

@@ -107,7 +107,7 @@ class Delivery:
         yield b"]," + _batch(leased, seen).model_dump_json(exclude={"groups"}).encode()[1:]
 
     async def as_arrays(self, leased: BatchLease, *, compressed: bool = False) -> BatchFile:
-        """Return a leased batch as a safetensors file; its columns are read while it is sent."""
+        """The columns are read while the file is sent."""
         heads = await self._runs.group_heads(leased.run_id, leased.groups)
         read = partial(self._runs.columns, leased.run_id)
         make = partial(BatchFile, _batch(leased, heads), heads, read, compressed=compressed)
@@ -137,7 +137,7 @@ def _over(run: RunRecord) -> RunOverError:
 
 
 def _batch(leased: BatchLease, groups: Sequence[Group | GroupHead]) -> Batch:
-    """Return a batch without its groups; they only provide the range of versions."""
+    """Leave the groups out; they only provide the range of versions."""
     return Batch(
         batch_id=leased.batch_id,
         run_id=leased.run_id,
@@ -180,7 +180,7 @@ _ALIGNMENT = 8
 PIECE_BYTES = 2 << 20
 """Larger pieces take less time on the event loop, and more memory."""
 _GROUPS_AHEAD = 1
-"""In addition to the one being read."""
+"""Groups that are read ahead of the one being read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class BatchFile:
         first = _header(batch_json(batch, [head.json for head in heads]), self._tensors)
         data = sum(tensor.count * tensor.dtype.itemsize for tensor in self._tensors)
         self.length = len(first) + data
-        """In bytes, before they are compressed."""
+        """Bytes before compression."""
         self._first = compress(first) if compressed else first
 
     async def write(self, send: Send) -> None:
@@ -256,13 +256,13 @@ class BatchFile:
 
 
 def batch_json(batch: Batch, groups: Iterable[bytes]) -> bytes:
-    """Return a batch as JSON, with groups that are JSON already, without decoding them."""
+    """The groups are JSON already, and are not decoded."""
     rest = batch.model_dump_json(exclude={"groups"}).encode()
     return b'{"groups":[' + b",".join(groups) + b"]," + rest[1:]
 
 
 def _tensors(heads: Sequence[GroupHead], lengths: Sequence[int]) -> list[_Tensor]:
-    """Put the tensors of wide types first, which aligns every array to its type."""
+    """Tensors of wide types come first, which aligns every array to its type."""
     samples = [sample for head in heads for sample in head.samples]
     segments = [len(sample) for head in heads for sample in head.tokens]
     arrays = {
@@ -279,7 +279,7 @@ def _tensors(heads: Sequence[GroupHead], lengths: Sequence[int]) -> list[_Tensor
 
 
 def _header(batch: bytes, tensors: Iterable[_Tensor]) -> bytes:
-    """Return the header after its length, padded with spaces to align the data."""
+    """Begin with the length; pad with spaces to align the data."""
     header: dict[str, Any] = {"__metadata__": {"batch": batch.decode()}}
     at = 0
     for tensor in tensors:
@@ -301,7 +301,7 @@ def _offsets(lengths: Iterable[int]) -> NDArray[Any]:
 
 
 def _parts(lengths: Sequence[int], tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of parts with at most `tokens` tokens; a longer segment is a part by itself."""
+    """A longer segment is a part by itself."""
     begin = size = 0
     for number, length in enumerate(lengths):
         if size and size + length > tokens:
@@ -313,7 +313,7 @@ def _parts(lengths: Sequence[int], tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def _unpacked(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> tuple[memoryview, list[Columns]]:
-    """Return one column of these segments, and the segments without it."""
+    """Return also the segments without the column."""
     piece = np.empty(sum(map(len, segments)), dtype)
     at = 0
     for segment in filter(len, segments):
@@ -323,7 +323,7 @@ def _unpacked(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> t
 
 
 def _joined_frames(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> tuple[memoryview, list[Columns]]:
-    """Return one column, compressed, and the segments without it."""
+    """Return also the segments without the column."""
     piece = b"".join(segment.frame(name, dtype) for segment in segments if len(segment))
     return memoryview(piece), [segment.without(name) for segment in segments]
 

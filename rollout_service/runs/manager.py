@@ -47,17 +47,17 @@ from rollout_service.store.runs_contract import RunRecord
 log = structlog.get_logger(__name__)
 
 LOOK_SECONDS = 1.0
-"""How often to check runs in which nothing changed, for stragglers and for new versions of a pool."""
+"""Limits the wait for stragglers and for new versions of a pool."""
 GATHER_SECONDS = 0.01
 """Changes within this time are handled in one step."""
 PRUNE_SECONDS = 60.0
 
 ManagerOf = Callable[[str], "RunManager"]
-"""By a run's id, the manager of its shard."""
+"""Returns the manager of a run's shard."""
 
 
 class RunManager:
-    """Works on all runs of a shard of the store."""
+    """Works on all runs of a shard."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RunManager:
         self._estimates: dict[str, RunEstimates] = {}
         self._tasks: dict[str, tuple[int, RunTasks]] = {}
         self.troubled: Sequence[RunRecord] = ()
-        """Runs with a problem, as this service saw them when it last worked on all runs."""
+        """Runs with a problem, as of the last work on all runs."""
         self._stuck: dict[str, RunState] = {}
         """The state in which a run could not be settled; it is tried again only in another state."""
 
@@ -117,7 +117,7 @@ class RunManager:
         return float(max(0, run.version - estimates.oldest_version))
 
     def parallel(self, run: RunRecord) -> RunParallel | None:
-        """Return how a run's rollouts use sub-agents; None if none may have any."""
+        """Return None if no rollout may have sub-agents."""
         total = parallel_figures(rules.work_counts(run.counters))
         if total is None:
             return None
@@ -143,7 +143,7 @@ class RunManager:
         self._places = places
 
     async def sync_version(self, run: RunRecord) -> RunRecord:
-        """Return the run, after updating its version if its pool has reached a newer one."""
+        """Follow the run's pool if it has reached a newer version."""
         reached = self._pool_version(run.request.pool)
         return await self._store.runs.update(run.run_id, version=reached) if reached > run.version else run
 
@@ -168,7 +168,7 @@ class RunManager:
             active = await retry_until_stored("work on runs", self.step)
 
     async def step(self) -> bool:
-        """Advance every run as far as possible; return whether any run is active."""
+        """Return whether any run is active."""
         active: list[ActiveRun] = []
         failure: StoreError | None = None
         runs = await self._runs.active()
@@ -212,7 +212,7 @@ class RunManager:
             self._metrics.clear_run(gone)
 
     async def _guarded(self, run: RunRecord) -> ActiveRun | None:
-        """Settle one run, and pause it if that fails."""
+        """Settle a run, and pause it if that fails."""
         if self._stuck.get(run.run_id) is run.state:
             return None
         try:
@@ -261,7 +261,7 @@ class RunManager:
             log.warning("a run keeps no group", run=run.run_id, why=str(reported), hint=reported.hint)
 
     async def _share_places(self, active: Sequence[ActiveRun]) -> StoreError | None:
-        """Share the free places among the runs that claim groups; return the store's failure for single runs."""
+        """Start groups of the runs that claim them; return the store's failure for single runs."""
         under_way = sum(not member.state.terminal for one in active for group in one.groups for member in group.members)
         claims = {one.run.run_id: claim_groups(one) for one in active}
         wanting = [one for one in active if claims[one.run.run_id].groups > 0]

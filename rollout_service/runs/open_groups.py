@@ -66,7 +66,7 @@ from rollout_service.store.runs_contract import (
 )
 
 PERMANENT = frozenset({Boundary.ENVIRONMENT, Boundary.REQUEST})
-"""Boundaries whose failures recur whenever the rollout is retried."""
+"""Failures there recur whenever the rollout is retried."""
 _TRUNCATIONS = frozenset(
     {
         StopReason.MAX_TURNS,
@@ -110,7 +110,7 @@ def sample_outcome(
 def _parts(
     perf: float, named: Mapping[str, float], auxiliary: Auxiliary | None, weights: RewardWeights | None
 ) -> dict[RewardPart, float]:
-    """Return the parts of a reward and their total; none if those that the run weighs are missing."""
+    """Return no parts if those that the run weighs are missing."""
     if auxiliary is None or weights is None:
         return {RewardPart.PERF: perf, RewardPart.REWARD: perf}
     measure = MEASURES[auxiliary.parallel]
@@ -190,7 +190,7 @@ def close_group(
 
 
 def _failure(samples: Sequence[tuple[GroupMember, Rollout]]) -> str | None:
-    """Return the code of the permanent error that ended every sample, if there is one such error."""
+    """Return the code of a permanent error that ended every sample."""
     errors = [rollout.error for _, rollout in samples]
     codes = {error.code if error and error.boundary in PERMANENT else None for error in errors}
     return codes.pop() if len(codes) == 1 else None
@@ -204,7 +204,7 @@ def _owner(rollout: Rollout) -> Owner | None:
 def _critical_steps(
     request: RunRequest, group: GroupOutcome, samples: Sequence[tuple[GroupMember, Rollout]]
 ) -> StepsSpread | None:
-    """Return the critical steps of the usable samples, if the run asks for sub-agents and there may be any."""
+    """Look at usable samples; return None for a run that does not ask for sub-agents."""
     pairs = zip(group.samples, samples, strict=True)
     steps = [one.work.critical_steps for sample, (_, one) in pairs if sample.usable and one.work is not None]
     if request.nodes is NodeDetail.NONE or not steps:
@@ -220,7 +220,7 @@ def _dropped_because(chain: FilterChain, group: GroupOutcome, before: GroupOutco
 
 
 def _with_total(sample: SampleOutcome, overlong: OverlongPenalty | None) -> SampleOutcome:
-    """Return a sample with its total and its penalty as its reward."""
+    """Let the total and the penalty be the reward."""
     if not sample.usable:
         return sample
     return replace(sample, reward=_penalized(sample.parts[RewardPart.REWARD], sample, overlong))
@@ -267,13 +267,13 @@ def _advantages_by_part(
 
 
 class GroupsUnderWay:
-    """Settles the open groups of runs, by whichever store of runs is given: it may be fenced by a lease."""
+    """The store of runs is given to each call: it may be fenced by a lease."""
 
     def __init__(self, store: Store, metrics: Metrics) -> None:
         self._store = store
         self._metrics = metrics
         self._strict: set[str] = set()
-        """Runs whose last lease refused stale tokens. Before the first lease, a trainer may still accept them."""
+        """The last lease refused stale tokens. Before the first lease, a trainer may still accept them."""
 
     def refuse_stale(self, run_id: str, strict: bool) -> None:
         if strict:
@@ -282,7 +282,7 @@ class GroupsUnderWay:
             self._strict.discard(run_id)
 
     async def settle(self, runs: RunStore, active: ActiveRun) -> None:
-        """Settle every open group of a run, and bring `active` up to date."""
+        """Bring `active` up to date."""
         run = active.run
         for group in active.groups:
             cancel_reason = CANCELLED if run.state is RunState.ENDED else group.cancel_reason
@@ -297,7 +297,7 @@ class GroupsUnderWay:
         await self._cancel_stragglers(runs, active)
 
     async def mask_stale(self, runs: RunStore, run: RunRecord, chain: FilterChain) -> None:
-        """Mask the samples that have become too old for a run's trainer, if it refuses them."""
+        """Do nothing for a trainer that accepts them."""
         bound = self._bound(run)
         if bound is None:
             return
@@ -308,13 +308,13 @@ class GroupsUnderWay:
             await runs.reclose_group(run.run_id, revised)
 
     def _bound(self, run: RunRecord) -> int | None:
-        """Return the oldest version that a sample may have; None while stale samples are accepted."""
+        """Return None while stale samples are accepted."""
         return rules.oldest_allowed(run) if run.run_id in self._strict else None
 
     async def _settle_group(
         self, runs: RunStore, active: ActiveRun, group: OpenGroup, cancel_reason: str | None
     ) -> None:
-        """Retry failed samples, and close the group once all its rollouts have ended."""
+        """Close the group once all its rollouts have ended."""
         retried = False
         if cancel_reason is None:
             _check_complete(group)
@@ -345,7 +345,7 @@ class GroupsUnderWay:
         self._metrics.parallel.observe(active.run.run_id, rollouts)
 
     async def _branch(self, runs: RunStore, run: RunRecord, group: OpenGroup, branching: Branching) -> None:
-        """Start the samples of a group that branch off its roots, which have ended."""
+        """Start the samples that branch off the roots, which have ended."""
         roots = [
             (member.rollout_id, await self._trajectory_of_root(member.rollout_id, branching))
             for member in group.members
@@ -369,7 +369,7 @@ class GroupsUnderWay:
         return trajectory
 
     async def _samples(self, group: OpenGroup, *, whole: bool = True) -> list[tuple[GroupMember, Rollout]]:
-        """Return the rollouts of a group that has ended; without `whole`, omit those that are lost."""
+        """Without `whole`, omit rollouts that are lost."""
         if whole:
             _check_complete(group)
         samples: list[tuple[GroupMember, Rollout]] = []
@@ -385,7 +385,7 @@ class GroupsUnderWay:
         return rollout
 
     async def _retry(self, runs: RunStore, run: RunRecord, number: int, member: GroupMember) -> bool:
-        """Retry a failed sample if that may help and retries are left; return whether it is retried."""
+        """Return whether the sample is retried."""
         retry = SampleId.parse(member.rollout_id).retry + 1
         rollout = await self._rollout(member)
         is_permanent = rollout.error is not None and rollout.error.boundary in PERMANENT

@@ -39,27 +39,25 @@ from rollout_service.store.runs_contract import GroupClosure, NewGroup, OpenGrou
 
 _MAX_CASES = 256
 RECENT = 256
-"""Rollouts that the recent figures on sub-agents cover."""
+"""The recent figures on sub-agents cover so many rollouts."""
 
 
 @dataclass(slots=True)
 class RunEstimates:
-    """The acceptance rate, the completion times and the latest use of sub-agents of one run."""
-
     acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)
     times: CompletionTimes = field(default_factory=CompletionTimes)
     _epoch: int | None = None
     _paths: dict[int, list[GroupProgress]] = field(default_factory=dict)
     _work: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """Of each of the last rollouts."""
+    """One sum for each of the last rollouts."""
     oldest_version: int | None = None
-    """Of the tokens of the group that closed last."""
+    """The oldest version in the group that closed last."""
     newest_error: ErrorInfo | None = None
-    """Of a sample since the last group that was kept."""
+    """The newest error of a sample since the last group that was kept."""
 
     @property
     def recent_figures(self) -> ParallelFigures | None:
-        """Over the last rollouts; None if there are none."""
+        """None if there are no rollouts."""
         sums: Counter[str] = Counter()
         for one in self._work:
             sums.update(one)
@@ -83,7 +81,7 @@ class RunEstimates:
         self._epoch = epoch
 
     def observe(self, groups: Sequence[OpenGroup]) -> Counter[GroupProgress]:
-        """Record the progress of the open groups, and return how many groups are at each."""
+        """Return how many open groups are at each progress."""
         under_way: Counter[GroupProgress] = Counter()
         for group in groups:
             progress = group_progress(group)
@@ -94,7 +92,7 @@ class RunEstimates:
         return under_way
 
     def record_closure(self, closure: GroupClosure, rollouts: Sequence[Rollout], stragglers: Sequence[bool]) -> None:
-        """Learn from a group that was closed; `stragglers` tells for each rollout whether it was cut off."""
+        """`stragglers` tells for each rollout whether it was cut off."""
         path = self._paths.pop(closure.number, [])
         self.oldest_version = closure.oldest_version
         if closure.reason not in NOT_FILTERED:
@@ -113,7 +111,7 @@ class RunEstimates:
 
 
 def filter_counts(run: RunRecord) -> tuple[int, int]:
-    """Return how many groups of a run passed its filters, and how many the filters dropped."""
+    """Return how many groups the filters kept, and how many they dropped."""
     kept = sum(run.count(name) for name in ("ready", "batched", "acknowledged"))
     kept += run.count("dropped:stale")
     dropped = sum(n for reason, n in dropped_counts(run.counters).items() if reason not in NOT_FILTERED)
@@ -127,7 +125,7 @@ def group_progress(group: OpenGroup) -> GroupProgress:
 
 
 def rollout_seconds(rollout: Rollout) -> float:
-    """Return how long the agent of a rollout worked in its last attempt."""
+    """Return how long the agent worked in the last attempt."""
     return sum(
         span.seconds for span in rollout.spans if span.stage is Stage.ROLLOUT and span.attempt == rollout.attempt
     )
@@ -146,12 +144,11 @@ class ActiveRun:
 
 
 def has_surplus(run: RunRecord) -> bool:
-    """Return whether the groups under way are surplus that the run asks to cancel."""
+    """Return whether groups under way are surplus that the run asks to cancel."""
     return run.request.surplus is Surplus.CANCEL and run.count("ready") >= run.request.batch_size
 
 
 def claim_groups(active: ActiveRun) -> Claim:
-    """Return how many groups a run would start now."""
     run, request = active.run, active.run.request
     under_way = active.estimates.observe(active.groups)
     if run.state is not RunState.RUNNING or run.exhausted or run.tasks == 0:
@@ -161,7 +158,7 @@ def claim_groups(active: ActiveRun) -> Claim:
 
 
 def waits_for_version(run: RunRecord) -> bool:
-    """Return whether a run starts nothing, and has nothing to deliver, before its trainer reports a newer version."""
+    """Return whether a run starts and delivers nothing before its trainer reports a newer version."""
     under_way = any(run.count(state) for state in ("open", "ready", "batched"))
     if under_way or run.exhausted or run.state is not RunState.RUNNING:
         return False
@@ -169,7 +166,6 @@ def waits_for_version(run: RunRecord) -> bool:
 
 
 def _tasks_left(run: RunRecord) -> float:
-    """Return how many tasks can be taken now."""
     if run.total is not None:
         return run.total - run.cursor
     source = run.request.source
@@ -193,7 +189,7 @@ def _admission_state(run: RunRecord) -> AdmissionState:
 
 
 def new_group(run: RunRecord, position: TaskPosition, task: Task) -> NewGroup:
-    """Return the group of a task, with a rollout request for each sample that runs from the task."""
+    """Include a request for each sample that runs from the task."""
     branching = run.request.branching
     size = run.request.group_size if branching is None else branching.roots
     requests = [rollout_request(run, position.number, sample, task, 0) for sample in range(size)]
@@ -263,7 +259,7 @@ class RunStoppedError(ConflictError):
 
 
 def reason_to_pause(run: RunRecord, last: ErrorInfo | None) -> GroupsDroppedError | GroupsFailedError | None:
-    """Compare with the run's limits; `last` is the newest error of a sample, if it is known.
+    """`last` is the newest error of a sample, if it is known.
 
     Groups of equal rewards never pause a run that sets no limit to them: a policy may need time to learn.
     """
@@ -277,12 +273,12 @@ def reason_to_pause(run: RunRecord, last: ErrorInfo | None) -> GroupsDroppedErro
 
 
 def reason_to_report(run: RunRecord, last: ErrorInfo | None) -> GroupsDroppedError | None:
-    """Return the error to report for a run that goes on; `last` is the newest error of a sample, if it is known."""
+    """`last` is the newest error of a sample, if it is known."""
     return _dropped(run, last, at_least=REPORT_AFTER)
 
 
 def reason_to_refuse(run: RunRecord) -> RunStoppedError | None:
-    """Return why waiting for a batch of a run is vain; None if one may come without anybody's doing."""
+    """Return why waiting for a batch is vain; None if one may come without anybody's doing."""
     if run.problem is None or run.count("batched"):
         return None
     if run.state is RunState.PAUSED and not run.count("open"):
@@ -299,7 +295,7 @@ def reason_to_refuse(run: RunRecord) -> RunStoppedError | None:
 
 
 def problem_of(run: RunRecord) -> ErrorInfo | None:
-    """Return the stored problem, or that the run took all its tasks and delivered nothing."""
+    """A run that took all its tasks and delivered nothing has a problem, too."""
     if run.state is not RunState.FINISHED:
         return run.problem
     if run.tasks == 0 or run.count("batches:acknowledged"):
@@ -313,7 +309,7 @@ def problem_of(run: RunRecord) -> ErrorInfo | None:
 
 
 def warnings_of(run: RunRecord) -> list[str]:
-    """Return the conditions that keep a run from delivering although nothing is wrong."""
+    """Nothing is wrong, and yet the run delivers nothing."""
     if not waits_for_version(run):
         return []
     return [
@@ -341,7 +337,7 @@ def _failed(count: int, code: str, last: ErrorInfo | None) -> GroupsFailedError:
 
 
 def _reasons(reasons: Mapping[str, int]) -> str:
-    """Return how many groups were dropped, and why: `20 (18 zero_variance, 2 too_few_usable)`."""
+    """Return a text such as `20 (18 zero_variance, 2 too_few_usable)`."""
     ordered = sorted(reasons.items(), key=lambda item: -item[1])
     return f"{sum(reasons.values())} ({', '.join(f'{count} {reason}' for reason, count in ordered)})"
 

@@ -40,7 +40,7 @@ T = TypeVar("T")
 Load = Callable[[Sequence[T]], Awaitable[Sequence[RecordedRollout]]]
 
 MAX_CONCURRENT = 16
-"""Rollouts that are scored at once; the stages have limits of their own."""
+"""The stages have limits of their own."""
 
 
 class Rescorer:
@@ -49,10 +49,10 @@ class Rescorer:
         self._context = context
         self._check_environment = check_environment
         self._places = anyio.Semaphore(MAX_CONCURRENT, max_value=MAX_CONCURRENT)
-        """For replays, since the pipeline holds all its own before the init stage while it waits for work."""
+        """The pipeline holds all its own before the init stage while it waits for work."""
 
     async def rescore_rollouts(self, order: RescoreRollouts) -> AsyncIterator[Rescored]:
-        """Score the rollouts in the request, in their order.
+        """Keep the order of the rollouts.
 
         Raises:
             InvalidFieldError: The environment cannot be used; raised before the first rollout.
@@ -61,7 +61,7 @@ class Rescorer:
         return self._rescore_in_batches(order.rollouts, _return_given, order)
 
     async def rescore_run(self, run_id: str, order: RescoreRun) -> AsyncIterator[Rescored]:
-        """Score rollouts of a run, in the order of their groups. Errors are raised before the first rollout.
+        """Keep the order of the groups. Errors are raised before the first rollout.
 
         Raises:
             NotFoundError: There is no such run.

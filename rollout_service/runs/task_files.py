@@ -41,10 +41,8 @@ class SourceChangedError(ServiceError):
 
 
 class Rows(Protocol):
-    """The instances of a file or data set by their index."""
-
     digest: str
-    """SHA-256 of the content."""
+    """The SHA-256 of the content."""
 
     def __len__(self) -> int: ...
 
@@ -158,7 +156,7 @@ _KINDS: dict[str, Callable[[BufferedReader, Path, Callable[[dict[str, JsonValue]
 
 
 def _opened(descriptor: int) -> str:
-    """Return a path that leads to an open file, whatever has taken its own path."""
+    """Return a path that leads to the open file, whatever has taken its own."""
     return f"/proc/self/fd/{descriptor}"
 
 
@@ -194,7 +192,7 @@ def open_file(
     check: Callable[[dict[str, JsonValue]], None],
     folders: Sequence[Path] | None = None,
 ) -> Rows:
-    """Return the instances of a file, each validated; call it in a thread.
+    """Validate each instance; call it in a thread.
 
     `folders` are those whose files may be read, with all below them; None are all.
 
@@ -219,9 +217,7 @@ def open_file(
 
 
 def reopen_file(source: FileTasks, digest: str | None) -> Rows:
-    """Return the instances of the same file as before; call it in a thread.
-
-    It may be read, wherever it is now: the run's creator has had the same content.
+    """Call it in a thread. The file may be read, wherever it is now: the run's creator has had the same content.
 
     Raises:
         SourceChangedError: The file has changed, or cannot be read.

@@ -37,7 +37,7 @@ from rollout_service.store.lists_contract import GroupSelection
 from rollout_service.store.runs_contract import GroupHead, ShardRuns
 
 HEADS_AT_ONCE = 16
-"""With long conversations, heads take megabytes."""
+"""Heads take megabytes with long conversations."""
 _INLINE_BYTES = 16_384
 """The most compressed bytes of a trajectory that are decoded on the event loop."""
 
@@ -197,7 +197,7 @@ class BaseRuns(ShardRuns):
 
     @abstractmethod
     async def _trajectories(self, run_id: str, number: int) -> Sequence[bytes]:
-        """In the order of the group's samples, without stale ones."""
+        """Keep the order of the group's samples, without stale ones."""
 
     @abstractmethod
     async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead | None]:

@@ -135,7 +135,7 @@ class ClusterStore(Protocol):
         """Queue the node's rollouts again, resign its roles and free its name. Idempotent."""
 
     async def nodes(self) -> Sequence[NodeRecord]:
-        """In the order of their names, with dead ones that nobody has removed or replaced."""
+        """Sort by name; dead nodes stay until somebody removes or replaces them."""
 
     async def change_state(self, name: str, state: NodeState) -> None:
         """Tell a node to claim no more rollouts (`draining`), or to claim them again (`ready`).

@@ -63,8 +63,8 @@ class Lease:
     """Stages of earlier attempts that failed; a crash leaves none."""
     created_at: datetime
     queued_seconds: float
-    """From its submission or its release after an attempt to this claim, by the store's clock, since this host may have
-    another time.
+    """Seconds from its submission, or its release after an attempt, to this claim; by the store's clock, since this
+    host may have another time.
     """
     token: int
     """Grows with every claim."""
@@ -119,7 +119,7 @@ class Store(SummaryStore, Protocol):
 
     @property
     def shards(self) -> Sequence[StoreShard]:
-        """In an order that never changes; the store itself if it is not spread."""
+        """Their order never changes; the store itself if it is not spread."""
 
     def shard_of(self, name: str) -> int:
         """`name` is the id of a run or a rollout."""
@@ -238,7 +238,7 @@ class Store(SummaryStore, Protocol):
         """
 
     async def saved_turns(self, rollout_id: str) -> list[bytes]:
-        """In the order of the turns."""
+        """Return turns in their order."""
 
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
         """Store the steps of attempts, after those of earlier ones; return how many were stored.
@@ -311,7 +311,7 @@ class StoreShard(Store, Protocol):
     def runs(self) -> ShardRuns: ...
 
     async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
-        """In the order of their ids."""
+        """Return events in the order of their ids."""
 
     async def last_event(self) -> int:
         """Return 0 if there is none."""

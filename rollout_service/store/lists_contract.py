@@ -16,7 +16,7 @@ from api_schemas.views.summaries import SummaryFilter, SummaryOrder, SummaryPage
 
 LOOKED_AT = 50_000
 CLOCK_STEP_SECONDS = 300.0
-"""By so much may the clock have been set back without hiding a rollout from a search by time."""
+"""The clock may have been set back by so much without hiding a rollout from a search by time."""
 
 
 class SummaryStore(Protocol):
@@ -38,7 +38,7 @@ class SummaryStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupSelection:
-    """None stands for any."""
+    """Which groups to list; None stands for any."""
 
     state: str | None = None
     """`open`, `ready`, `batched`, `acknowledged` or `dropped`."""

@@ -104,12 +104,11 @@ def work_counts(counters: Mapping[str, int]) -> dict[str, int]:
 
 
 def dropped_in_a_row(counters: Mapping[str, int]) -> dict[str, int]:
-    """By reason."""
     return _with_prefix(counters, DROPPED_IN_A_ROW)
 
 
 def failed_in_a_row(counters: Mapping[str, int]) -> dict[str, int]:
-    """By the error's code; there is at most one."""
+    """Return at most one count, by the error's code."""
     return _with_prefix(counters, FAILED_IN_A_ROW)
 
 

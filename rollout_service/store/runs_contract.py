@@ -41,7 +41,7 @@ from rollout_service.store.lists_contract import RunLists
 class RunRecord:
     run_id: str
     request: RunRequest
-    """With all patches applied; inline tasks are stored separately."""
+    """Has all patches applied; inline tasks are stored separately."""
     state: RunState
     version: int
     first_version: int
@@ -78,7 +78,7 @@ class NewGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """As far as its state is cheap to read."""
+    """Has only state that is cheap to read."""
 
     sample: int
     rollout_id: str
@@ -90,7 +90,6 @@ class GroupMember:
     newest_version: int | None
     is_straggler: bool
     is_erased: bool = False
-    """On a person's demand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ class ReadyGroup:
     number: int
     oldest_version: int | None
     owners: Sequence[Owner] = ()
-    """In runs of live sessions."""
+    """Known in runs of live sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ class GroupHead:
     """A `Group` with empty columns."""
     samples: Sequence[ClosedSample]
     tokens: Sequence[Sequence[int]]
-    """By sample and segment; empty for a sample without a trajectory."""
+    """Numbers by sample and segment; empty for a sample without a trajectory."""
     oldest_version: int | None
     newest_version: int | None
 
@@ -318,7 +317,7 @@ class RunStore(RunLists, Protocol):
         """
 
     async def group_states(self, run_id: str) -> Mapping[int, str]:
-        """By number; a dropped group is `dropped:<reason>`."""
+        """Return states by number; a dropped group is `dropped:<reason>`."""
 
     async def group(self, run_id: str, number: int) -> Group:
         """Return a closed group with its rollouts and their trajectories."""
@@ -330,12 +329,12 @@ class RunStore(RunLists, Protocol):
         """Return the columns of all segments of a closed group, sample by sample."""
 
     async def closed_groups(self, run_id: str) -> Sequence[int]:
-        """Kept or dropped."""
+        """Return the numbers of kept and dropped groups."""
 
     async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]: ...
 
     async def rollout_ids(self, run_id: str) -> Sequence[str]:
-        """In task order, from all closed groups."""
+        """Return the rollouts of all closed groups, in task order."""
 
     async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
         """Keep the order, without rollouts that are gone."""

@@ -56,7 +56,7 @@ class KeptProcess:
     ends_with_input: bool = False
     """Whether the end of its input asks it to end, and not SIGTERM: after that, `srun` kills its tasks at once."""
     final_codes: frozenset[int] = frozenset({0})
-    """After these exit codes it is not started again."""
+    """It is not started again after these exit codes."""
     stopping: anyio.Event = field(default_factory=anyio.Event)
 
     async def keep_running(self) -> int | None:
@@ -133,11 +133,10 @@ async def _wait(process: Process, seconds: float) -> None:
 @dataclass
 class EndRequests:
     part: str
-    """The name of this part of the job, for the log."""
     stopping: anyio.Event = field(default_factory=anyio.Event)
     """Set at the first request; more requests change nothing."""
     exit_code: int = 0
-    """After an end in order."""
+    """The exit code after an end in order."""
 
     async def follow(self) -> None:
         """Set `stopping` when this task's input ends, or after SIGTERM or SIGINT."""

@@ -17,7 +17,7 @@ from rollout_service.base.errors import ConfigurationError
 from rollout_service.cluster.slurm.spec import minutes_of
 
 ANSWER_SECONDS = 60.0
-"""How long Slurm may take to answer; a busy controller takes many seconds."""
+"""A busy controller takes many seconds."""
 OVER = frozenset(
     {
         "BOOT_FAIL",
@@ -31,14 +31,13 @@ OVER = frozenset(
         "TIMEOUT",
     }
 )
-"""States of a job that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
     job: str
     state: str
-    """Such as `PENDING` or `RUNNING`; `NOT_SUBMITTED` before, and `UNKNOWN` once Slurm has forgotten the job."""
+    """As Slurm names it; `NOT_SUBMITTED` before, and `UNKNOWN` once Slurm has forgotten the job."""
     reason: str = ""
     nodes: str = ""
     restarts: int = 0
@@ -50,15 +49,14 @@ class JobState:
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
-    """A job of this user that has not ended: a task of an array."""
+    """A task of an array that has not ended."""
 
     job: str
-    """Such as `17_2`."""
+    """Like `17_2`."""
     index: int
-    """Its number in its array."""
     state: str
     seconds_left: float | None = None
-    """Until its limit; None if it has none, or does not run."""
+    """None without a limit, and for a job that does not run."""
 
     @property
     def is_running(self) -> bool:
@@ -66,14 +64,11 @@ class QueuedJob:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is about to leave the queue."""
         return self.state in OVER or self.state == "COMPLETING"
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionNode:
-    """A node in one of its partitions."""
-
     node: str
     partition: str
     is_default: bool
@@ -108,7 +103,7 @@ async def job_state(job: str) -> JobState:
 
 
 async def queued_jobs(script: Path) -> list[QueuedJob]:
-    """Return the tasks of the arrays that were submitted with a script and have not ended."""
+    """Return the tasks of arrays that have not ended."""
     said = await run(["squeue", "--me", "--noheader", "--array", "--format=%i|%K|%T|%L|%o"])
     lines = [line.split("|", 4) for line in said.splitlines() if line.count("|") >= 4]
     return [
@@ -146,13 +141,13 @@ def _partition_node(line: str) -> PartitionNode:
 
 
 def _gpus(gres: str) -> int:
-    """Count the GPUs of one entry, such as `gpu:a100:4(S:0-1)`."""
+    """Entries look like `gpu:a100:4(S:0-1)`."""
     fields = gres.partition("(")[0].split(":")
     return int(fields[-1]) if fields[0] == "gpu" and fields[-1].isdigit() else 0
 
 
 async def host_names(nodes: str) -> list[str]:
-    """Return the nodes of a list such as `n[1-3]`."""
+    """Expand a list such as `n[1-3]`."""
     return (await run(["scontrol", "show", "hostnames", nodes])).split()
 
 
@@ -170,10 +165,9 @@ async def requeue(job: str) -> None:
 
 
 async def run(command: Sequence[str]) -> str:
-    """Return the output of a command of Slurm.
-
+    """
     Raises:
-        ConfigurationError: It is not installed, fails, or does not answer.
+        ConfigurationError: The command is not installed, fails, or does not answer.
     """
     if shutil.which(command[0]) is None:
         raise ConfigurationError(

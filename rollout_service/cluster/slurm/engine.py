@@ -33,12 +33,12 @@ GRACE_SECONDS = 20.0
 LOOK_SECONDS = 1.0
 PROBE_SECONDS = 10.0
 FAILED_PROBES = 6
-"""Probes in a row that an engine may leave unanswered before it is replaced; long prefills delay answers."""
+"""Long prefills delay answers."""
 MAX_FAILED_STARTS = 20
-"""With the pauses between them, they take eight minutes or more."""
+"""The pauses between them take eight minutes or more."""
 MAX_REASON_CHARS = 500
 LAST_BYTES = 4_096
-"""How much of a log's end is searched for its last line."""
+"""The end of a log that is searched for its last line."""
 
 
 @dataclass
@@ -47,10 +47,9 @@ class JobEngine:
     engines: Engines
     name: str
     slot: int
-    """Its number on this node."""
 
     async def run(self) -> int:
-        """Serve until this task is to end; return the exit code."""
+        """Return the exit code."""
         ending = EndRequests(f"engine {self.name}")
         stopping = ending.stopping
         address, port, failed = own_address(), 0, 0
@@ -72,7 +71,7 @@ class JobEngine:
         return ending.exit_code
 
     async def _serve_once(self, address: str, port: int, stopping: anyio.Event) -> tuple[bool, int | None]:
-        """Run the engine until it ends or hangs; return whether it ever answered, and its exit code if it ended."""
+        """Return whether the engine ever answered, and its exit code if it ended."""
         # Braces of JSON in the command stay as they are.
         command = self.engines.command.replace("{host}", address).replace("{port}", str(port))
         child = KeptProcess(
@@ -136,7 +135,7 @@ class JobEngine:
 
 
 async def serve_engine(folder: JobFolder) -> int:
-    """Serve one engine in this task until it is to end; return the exit code.
+    """Return the exit code.
 
     Raises:
         ConfigurationError: The job has no engines.

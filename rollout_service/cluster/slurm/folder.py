@@ -23,8 +23,6 @@ KEY_BYTES = 32
 
 
 class Published(BaseModel):
-    """A part of a job that can be reached."""
-
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     name: str
@@ -38,7 +36,7 @@ class StartFailure(BaseModel):
 
     name: str
     starts: int
-    """How many starts in a row have failed."""
+    """Failed starts in a row."""
     exit_code: int | None
     """None if the program itself could not be started, or did not answer in time."""
     reason: str
@@ -54,12 +52,12 @@ class Submitted(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class JobFolder:
-    """Every node of the job sees it."""
+    """The folder, which every node of the job sees."""
 
     path: Path
 
     def create(self, key: str | None = None) -> None:
-        """Make the folder and its key, unless they exist; `key` replaces the one that is there.
+        """`key` replaces the one that is there.
 
         Raises:
             ConfigurationError: The folder cannot be written.
@@ -91,10 +89,7 @@ class JobFolder:
         return self.key_file.read_text()
 
     def state(self, slot: int | None) -> Path:
-        """Return the state folder of the only service, or of the one with this number among several.
-
-        A requeued job may get other nodes, so the state belongs to a number and not to a node.
-        """
+        """A requeued job may get other nodes, so the state belongs to a number and not to a node."""
         return self.path / "state" if slot is None else self.path / "state" / f"node-{slot}"
 
     def log(self, name: str) -> Path:
@@ -117,14 +112,14 @@ class JobFolder:
             ) from None
 
     def publish(self, kind: str, part: Published) -> None:
-        """List a part as `nodes` or `engines`."""
+        """`kind` is `nodes` or `engines`."""
         write_private(self.path / kind / f"{part.name}.json", part.model_dump_json().encode())
 
     def withdraw(self, kind: str, name: str) -> None:
         (self.path / kind / f"{name}.json").unlink(missing_ok=True)
 
     def published(self, kind: str) -> list[Published]:
-        """Return the listed parts, sorted by name."""
+        """Sort by name."""
         return [Published.model_validate(record) for record in self._records(kind)]
 
     def fail(self, failure: StartFailure) -> None:
@@ -145,7 +140,7 @@ class JobFolder:
 
 
 def own_address() -> str:
-    """Return the address at which the other nodes of the job reach this one."""
+    """Return the address at which the job's other nodes reach this one."""
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:

@@ -35,7 +35,7 @@ daemonize no
 
 
 def redis_child(folder: JobFolder, spec: JobSpec) -> KeptProcess:
-    """Write the address of this node's Redis into the job's folder, and return the process to run.
+    """Write the address of this node's Redis into the job's folder, too.
 
     Raises:
         ConfigurationError: There is no such program.
@@ -72,7 +72,7 @@ def redis_program(spec: JobSpec) -> str:
 
 
 def redis_address(folder: JobFolder, spec: JobSpec) -> str | None:
-    """Return the URL of the Redis that a job's nodes share; None while it is not known."""
+    """Return None while the address is not known."""
     if spec.redis_url is not None:
         return spec.redis_url
     try:
@@ -82,7 +82,7 @@ def redis_address(folder: JobFolder, spec: JobSpec) -> str | None:
 
 
 async def wait_for_redis(folder: JobFolder, spec: JobSpec, stopping: anyio.Event) -> str | None:
-    """Wait until the URL is known; return None if `stopping` is set before.
+    """Return None if `stopping` is set before the URL is known.
 
     Raises:
         ConfigurationError: The job does not start one in time.

@@ -38,7 +38,7 @@ _INHERITED = {
     *("time", "account", "qos", "signal_seconds", "backends"),
     *("flags", "config", "images_dir", "scratch", "python"),
 }
-"""The parts of the first job's specification that jobs of more nodes have too, unless they are given others."""
+"""Inherited from the first job's specification, unless others are given."""
 
 
 def spec_of_more(home: JobFolder, resources: Mapping[str, Any], changes: Mapping[str, Any]) -> JobSpec:
@@ -63,9 +63,8 @@ def spec_of_more(home: JobFolder, resources: Mapping[str, Any], changes: Mapping
 @dataclass
 class Scaler:
     home: JobFolder
-    """The folder of the first job."""
     spec: JobSpec
-    """Of the jobs of more nodes, with the part of their names before the number."""
+    """The name is the part before the number."""
     options: ScaleOptions
     tell: Callable[[str], None]
     """Tells a person what is done, and why."""
@@ -76,8 +75,7 @@ class Scaler:
         self.scaling = Scaling(self.options)
 
     async def run(self) -> None:
-        """Follow the job until it is over.
-
+        """
         Raises:
             NodesDoNotStartError: Starts of nodes have failed too often in a row.
         """
@@ -133,7 +131,7 @@ class Scaler:
         return node.node.endswith(f"-{self.spec.name}-{slot}")
 
     async def _holds(self, slot: int, node: NodeView) -> int:
-        """Ask a node itself; one that does not answer may hold something."""
+        """A node that does not answer may hold something."""
         parts = [part for part in self.folder(slot).published("nodes") if node.node.startswith(f"{part.name}-")]
         own = await self._ask(parts, lambda client: client.overview())
         if own is None:
@@ -141,7 +139,7 @@ class Scaler:
         return own.sessions_open + sum(one.rollouts for one in own.nodes if one.node == node.node)
 
     async def _forget_dead(self, nodes: Sequence[NodeView], added: Sequence[AddedNode]) -> None:
-        """Remove nodes that were killed from the list, unless a job is to bring them back."""
+        """Keep those that a job is to bring back."""
         slots = set(range(1, self.options.most + 1)) - {each.slot for each in added if not each.is_alive}
         for node in nodes:
             if node.state is NodeState.DEAD and any(self._is_in(slot, node) for slot in slots):
@@ -154,7 +152,7 @@ class Scaler:
         await self._ask(self.home.published("nodes"), lambda client: client.drain_node(node))
 
     async def _do(self, actions: Sequence[ScaleAction], now: float) -> None:
-        """Carry out actions; failed ones are tried again after a later look."""
+        """Failed actions are tried again after a later look."""
         for action in actions:
             if action.kind is not ActionKind.SUBMIT:
                 self.tell(f"{action.kind} {self.spec.name}-{action.slot} (job {action.job}): {action.why}")
@@ -194,7 +192,7 @@ class Scaler:
         self.tell(f"submit {names} (job {array}): {why}")
 
     async def _end_all(self) -> None:
-        """End all jobs of more nodes, in order if they run."""
+        """Cancel jobs that wait; those that run end in order."""
         self.tell(f"job {self.home.path.name} is over")
         for job in await commands.queued_jobs(self._script):
             if not job.is_ending:

@@ -28,18 +28,17 @@ class NodesDoNotStartError(ConfigurationError):
 
 @dataclass(frozen=True, slots=True)
 class ScaleOptions:
-    """The bounds of the number of nodes, and how long something must last before it counts, in seconds."""
+    """Times are in seconds."""
 
     least: int = 0
     most: int = 1
     grow_after: float = 60.0
     shrink_after: float = 300.0
     start_seconds: float = 900.0
-    """How long the node of a job that runs may take to be ready, or may be away."""
+    """Limits how long the node of a job that runs may take to be ready, or may be away."""
     ahead_seconds: float = 600.0
-    """How long before its limit of time a job begins nothing new."""
+    """A job begins nothing new so long before its limit of time."""
     end_seconds: float = 180.0
-    """How long a job may take to end in order."""
     attempts: int = 3
 
 
@@ -47,10 +46,10 @@ class ScaleOptions:
 class AddedNode:
     job: QueuedJob
     node: str = ""
-    """Its name among those of the cluster; empty if it is not there."""
+    """Empty if it is not there."""
     state: NodeState = NodeState.DEAD
     holds: int = 0
-    """The rollouts and the live sessions of its node."""
+    """Rollouts and live sessions."""
 
     @property
     def slot(self) -> int:
@@ -58,7 +57,6 @@ class AddedNode:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its node is a member of the cluster."""
         return bool(self.node) and self.state is not NodeState.DEAD
 
 
@@ -90,15 +88,15 @@ class ScaleAction:
 class Scaling:
     options: ScaleOptions
     failed: int = 0
-    """Starts in a row."""
+    """Failed starts in a row."""
     _slots: dict[str, int] = field(default_factory=dict)
-    """The slot of each job of the last look."""
+    """The slots of the jobs at the last look."""
     _was_alive: set[str] = field(default_factory=set)
-    """The jobs whose nodes have been members."""
+    """Jobs whose nodes have been members."""
     _told: dict[str, float] = field(default_factory=dict)
-    """When each job was told to end."""
+    """Keyed by job: when it was told to end."""
     _since: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Since when something has been so, by its name and its job."""
+    """Keyed by condition and job: when it began."""
     _least_need: int = 0
     _retry_at: float = 0.0
 
@@ -119,7 +117,7 @@ class Scaling:
         return actions
 
     def submitted(self, jobs: Mapping[str, int]) -> None:
-        """Note the slots of new jobs, which may end before the next look."""
+        """New jobs may end before the next look."""
         self._slots |= jobs
 
     def start_failed(self, now: float, what: str) -> None:
@@ -182,7 +180,7 @@ class Scaling:
                 yield ScaleAction(ActionKind.DRAIN, each.slot, f"its job ends in {left:.0f} s", each.job.job, each.node)
 
     def _shrink(self, seen: ScaleInput, staying: list[AddedNode]) -> Iterator[ScaleAction]:
-        """Give back what has been of no use for long: waiting jobs first, then idle nodes, the last slots first."""
+        """Give back waiting jobs first, then idle nodes, the last slots first."""
         for each in sorted(staying, key=lambda one: (one.is_alive, -one.slot)):
             is_starting = each.job.is_running and not each.is_alive
             is_idle = not seen.next_node.rollouts and not each.holds and not is_starting
@@ -196,7 +194,7 @@ class Scaling:
                 yield ScaleAction(ActionKind.CANCEL, each.slot, f"not needed for {lasts:.0f} s", each.job.job)
 
     def _grow(self, seen: ScaleInput, staying: Sequence[AddedNode]) -> Iterator[ScaleAction]:
-        """Add what has been needed for long beyond what is on its way, and at once what the least number lacks."""
+        """A need counts once it has lasted; the least number is reached at once."""
         need = seen.next_node.nodes - sum(not each.is_alive for each in staying)
         lasts = self._lasts(*_NEED, need > 0, seen.now)
         self._least_need = min(self._least_need, need) if lasts else need

@@ -184,9 +184,7 @@ exec {command}
 
 
 def render(spec: JobSpec, folder: Path, *, slots: Sequence[int] = ()) -> str:
-    """Return the script that runs a job from its folder.
-
-    With `slots`, it is an array of jobs with these numbers, which follow a dash in their names and folders.
+    """With `slots`, render an array of jobs with these numbers, which follow a dash in their names and folders.
 
     Raises:
         ConfigurationError: The folder has a name that a batch script cannot have.
@@ -213,7 +211,7 @@ def render(spec: JobSpec, folder: Path, *, slots: Sequence[int] = ()) -> str:
 
 
 def _quoted(folder: Path, file: str) -> str:
-    """Return the name of a file in a folder as the value of a directive, in quotes if sbatch needs them."""
+    """Put the value of a directive in quotes if sbatch needs them."""
     if re.search(r"[\r\n\\]", str(folder)):
         raise ConfigurationError(
             f"the folder {str(folder)!r} has a line break or a backslash in its name, which a batch script cannot have",

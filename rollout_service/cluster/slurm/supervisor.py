@@ -60,7 +60,6 @@ class Registrar:
             await anyio.sleep(REGISTER_SECONDS)
 
     async def _register(self, url: str) -> None:
-        """Make a service's list of engines follow the folder's."""
         wanted = {engine.url for engine in self.folder.published("engines")}
         async with RolloutClient(url, self.folder.key, patience_seconds=0) as client:
             there = {backend.url.rstrip("/"): backend.backend_id for backend in await client.backends()}
@@ -79,7 +78,7 @@ ENGINES, NODE = "engines", "node-"
 LOOK_SECONDS = 0.5
 FAILURES_SECONDS = 2.0
 REQUEUE_SECONDS = 60.0
-"""How long Slurm may take to end a job that it has put back into the queue."""
+"""Slurm may take so long to end a job that it has put back into the queue."""
 DRAIN_MARGIN_SECONDS = 30.0
 
 
@@ -89,11 +88,11 @@ class Supervisor:
     spec: JobSpec
     stopping: anyio.Event = field(default_factory=anyio.Event)
     requeue: bool = False
-    """Whether the job goes back into the queue after its drain."""
+    """The job goes back into the queue after its drain."""
     exit_code: int = 0
 
     async def run(self) -> int:
-        """Run the job to its end; return the exit code.
+        """Return the exit code.
 
         Raises:
             ServiceError: A part cannot be started.
@@ -130,7 +129,6 @@ class Supervisor:
 
     @asynccontextmanager
     async def _running(self, steps: list[KeptProcess]) -> AsyncIterator[None]:
-        """Keep steps running within the block, and end them after it."""
         async with anyio.create_task_group() as tasks:
             for step in steps:
                 tasks.start_soon(self._keep_running, step)
@@ -161,7 +159,6 @@ class Supervisor:
             await anyio.sleep(FAILURES_SECONDS)
 
     def _services(self, nodes: list[str]) -> list[KeptProcess]:
-        """One step for each node."""
         group = ["--het-group=0"] if "SLURM_HET_SIZE" in os.environ else []
         return [
             self._step(
@@ -191,7 +188,7 @@ class Supervisor:
         return KeptProcess(name, srun, output, grace, ends_with_input=True, final_codes=final)
 
     async def _build_images(self) -> None:
-        """Build the images once, on this node, before any service starts."""
+        """One node builds the images, before any service starts."""
         environment = dict(os.environ)
         if self.spec.images_dir is not None:
             environment["ROLLOUT_IMAGES_DIR"] = str(self.spec.images_dir)
@@ -205,7 +202,7 @@ class Supervisor:
                 )
 
     async def _train(self) -> None:
-        """Run the trainer once a node is ready, and end the job with it."""
+        """Wait for a ready node; the trainer's end is the job's."""
         url = await self._ready_address()
         environment = {**os.environ, "ROLLOUT_URL": url, "ROLLOUT_KEY": self.folder.key}
         with self.folder.log("trainer").open("ab") as output:
@@ -255,7 +252,7 @@ class Supervisor:
 
 
 async def run_job(folder: JobFolder) -> int:
-    """Run a job within its allocation; return the exit code.
+    """Run within the job's allocation; return the exit code.
 
     Raises:
         ServiceError: A part cannot be started.
@@ -273,7 +270,7 @@ async def run_job(folder: JobFolder) -> int:
 
 
 def _forget_dead(folder: JobFolder, kind: str) -> None:
-    """Remove the entries that an earlier run of the same job has left listed."""
+    """An earlier run of the same job may have left parts listed."""
     for part in folder.published(kind):
         if part.job == os.environ.get("SLURM_JOB_ID"):
             folder.withdraw(kind, part.name)

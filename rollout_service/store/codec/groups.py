@@ -146,7 +146,7 @@ class StoredGroup:
     reason: str | None
     batch: int | None
     members: Sequence[str]
-    """By sample; none once they are deleted."""
+    """Ids by sample; none once the rollouts are deleted."""
     summary: str | None
     record: bytes
     """Empty for a group without a record."""

@@ -16,7 +16,7 @@ from rollout_service.store.codec.record import Row
 from rollout_service.store.codec.rollouts import reading, when
 
 NO_FIGURES: Mapping[str, int | float | None] = {"turns": None, "tokens": None, "worked": None}
-"""Stand for a record that cannot be read."""
+"""The figures of a record that cannot be read."""
 _CURSOR = re.compile(r"([no])([0-9]{1,18})")
 
 
@@ -49,7 +49,7 @@ def decode_summary(row: Row) -> RolloutSummary:
 
 
 def count_states(counts: Mapping[RolloutState, int], states: Collection[RolloutState]) -> int:
-    """No states stand for all."""
+    """Count the rollouts in these states, or in all if there are none."""
     return sum(count for state, count in counts.items() if not states or state in states)
 
 

@@ -31,7 +31,7 @@ from rollout_service.store.redis.config import Durability, RedisConfig
 FILES = ("common", "schema", "idle", "cluster", "engines", "segments", "index", "rollouts", "runs", "lists")
 """A file of `lua/` may use the tables of those before it."""
 LIBRARY_NAMES = "rollouts_*"
-"""Libraries of all releases."""
+"""The names of this program's libraries, of all releases."""
 _DIGITS = 12
 
 
@@ -140,7 +140,7 @@ def open_client(config: RedisConfig, url: str | None = None) -> redis.Redis:
 
 
 def open_owner(config: RedisConfig, identity: StoreIdentity | None = None) -> redis.Redis:
-    """In a cluster, return a client of the node that has the store's slot."""
+    """Return a client of the node that has the store's slot, in a cluster."""
     seeds = list(dict.fromkeys([config.url, *(identity.nodes if identity else ())]))
     for url in seeds[:-1]:
         with suppress(redis.RedisError, OSError):
@@ -204,7 +204,7 @@ def execute(client: redis.Redis, *command: Any) -> Any:
 
 
 def load(client: redis.Redis) -> None:
-    """Another service may have loaded the library."""
+    """Load the library of this release, unless another service has."""
     try:
         execute(client, "FUNCTION LOAD", function_library().text)
     except redis.ResponseError as error:

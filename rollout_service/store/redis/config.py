@@ -34,7 +34,7 @@ class RedisConfig:
     """Read again for every new connection."""
     durability: Durability = Durability.STRICT
     replicas: int = 0
-    """So many must have a write before it is acknowledged."""
+    """Replicas that must have a write before it is acknowledged."""
     answer_seconds: float = 10.0
     """Limits connecting, and each answer."""
     shard: int = 0

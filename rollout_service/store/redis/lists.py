@@ -26,7 +26,7 @@ from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
 from rollout_service.store.redis.runs.rollouts import RunKeys
 
 ROWS_AT_ONCE = 1_000
-"""Takes Redis about 1 ms."""
+"""The most rollouts that one call looks at, which takes Redis about 1 ms."""
 LOOKED_AT = 20_000
 _WITH_CODE = (RolloutState.QUEUED, RolloutState.FAILED)
 """Only in these states a rollout may have an error's code."""
@@ -174,7 +174,7 @@ _COLUMNS = (
     *("seq", "state", "attempt", "pool", "environment", "run_id", "group_number", "reward", "stop_reason"),
     *("code", "created_at", "changed_at", "turns", "tokens", "worked", "branch_of"),
 )
-"""In the order of `lists.lua`."""
+"""The order is that of `lists.lua`."""
 
 
 CHUNK = 8_192

@@ -25,7 +25,7 @@ _BY_PREFIX = {
     "UNKILLABLE": "A script blocks Redis: restart it.",
     "TRYAGAIN": "The cluster of Redis moves the store's slot: wait.",
 }
-"""By the first word of an answer. All these errors pass once their hint is followed."""
+"""Keyed by the first word of an answer. All these errors pass once their hint is followed."""
 _BY_TYPE = (
     (redis.AuthenticationError, _BY_PREFIX["WRONGPASS"]),
     (redis.ReadOnlyError, _BY_PREFIX["READONLY"]),

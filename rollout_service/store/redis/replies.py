@@ -48,7 +48,7 @@ FIELDS: Mapping[str, tuple[str, Callable[[bytes], Any]]] = {
 
 
 def decode_row(reply: Sequence[Any]) -> RolloutRow:
-    """`reply` is of `rollouts.row` in `rollouts.lua`."""
+    """Read a reply of `rollouts.row` in `rollouts.lua`."""
     rollout_id, flat, request, result, retries, spans, turns, *rest = reply
     pairs = iter(flat)
     found = {name.decode(): value for name, value in zip(pairs, pairs, strict=True)}

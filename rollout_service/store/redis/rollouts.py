@@ -52,7 +52,7 @@ class RedisRollouts(BaseStore):
         place: TrajectoryPlace | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Without a `place`, Redis itself keeps the trajectories. `clock` is that of the connection, if it has one."""
+        """Without a `place`, Redis itself keeps the trajectories; `clock` is that of the connection, if it has one."""
         super().__init__(connection)
         self._connection = connection
         self._place = place or InRedis()
@@ -60,11 +60,11 @@ class RedisRollouts(BaseStore):
         self._signals = RolloutSignals(clock or time.monotonic)
         self._session, self._claims = uuid4().hex, 0
         self._lost_since: dict[str, int] = {}
-        """By owner, the first claim whose answer was lost since the last one that arrived."""
+        """Keyed by owner: the first claim whose answer was lost since the last one that arrived."""
         self._lost_results: set[tuple[str, int]] = set()
         """Leases whose results may have been written, since the answer was lost."""
         self._owners: set[str] = set()
-        """Their topics are followed."""
+        """Owners whose topics are followed."""
         connection.topics.listen("cluster", self._signals.cluster_changed)
 
     async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:

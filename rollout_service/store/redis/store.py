@@ -127,7 +127,7 @@ class RedisCluster(ClusterStore):
         self._connection = connection
         self._changes = MonotonicCounter(1)
         self._free_at: dict[str, float] = {}
-        """On the clock of the event loop, unless the role is renewed."""
+        """Ends of known leases on the clock of the event loop, unless they are renewed."""
         self._resigned = ChangeSignal()
         connection.topics.listen("cluster", self._notice)
 

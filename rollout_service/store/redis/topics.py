@@ -33,7 +33,7 @@ from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.problems import explain
 
 PING_SECONDS = 5.0
-"""After so long a silence Redis is asked whether it is still there."""
+"""The silence after which Redis is asked whether it is still there."""
 LINGER_SECONDS = 5.0
 """Most waits are repeated."""
 CONFIRM_SECONDS = 1.0
@@ -55,7 +55,7 @@ class _Topic:
     listeners: list[TopicListener] = field(default_factory=list)
     watchers: int = 0
     end: asyncio.TimerHandle | None = None
-    """Unless somebody watches before it."""
+    """Ends the subscription, unless somebody watches before."""
 
 
 class TopicReader:
@@ -81,7 +81,7 @@ class TopicReader:
         self._ticks = 0
         """Counters are never below those of an earlier subscription."""
         self._orders: SimpleQueue[tuple[str, bool]] = SimpleQueue()
-        """For the thread: topics to subscribe to (True) or no longer (False)."""
+        """Orders to the thread: topics to subscribe to (True) or no longer (False)."""
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._subscribed: dict[str, None] = {}  # the thread's

@@ -45,7 +45,7 @@ class TrajectoryPlace(Protocol):
 
 
 class InRedis(TrajectoryPlace):
-    """For short trajectories and for tests."""
+    """Keeps trajectories in Redis itself, for short ones and for tests."""
 
     problem = None
 
@@ -67,7 +67,7 @@ class InRedis(TrajectoryPlace):
 
 
 class InSharedFolder(TrajectoryPlace):
-    """Redis stores references to them."""
+    """Keeps trajectories in segment files; Redis stores references to them."""
 
     def __init__(self, segments: SegmentFolder) -> None:
         self._segments = segments

@@ -17,7 +17,7 @@ class PlaceTexts:
     where: str
     """Its path or its address."""
     subject: str
-    """As `where`, after the kind of place."""
+    """Like `where`, after the kind of place."""
     unused: str
     """How to give another store a place of its own."""
     shared: str
@@ -54,7 +54,7 @@ class SegmentFiles(Protocol):
     """
 
     write_seconds: float
-    """From the beginning of one write to that of the next, a service gathers records."""
+    """A service gathers records so long, from the beginning of one write to that of the next."""
     reads_at_once: int
     """Limits the threads."""
 
@@ -97,7 +97,7 @@ class SegmentFiles(Protocol):
     def has(self, name: str) -> bool: ...
 
     def sizes(self) -> dict[str, int]:
-        """In bytes, by name."""
+        """Return bytes by name."""
 
     def ages(self) -> dict[str, float]:
         """Return for how many seconds each file is unchanged, by the place's own clock."""

@@ -221,7 +221,7 @@ class SegmentReader:
 CHECK_SECONDS = 5.0
 """Each check writes one small file."""
 AGAIN_SECONDS = 1.0
-"""As long as the folder cannot be used."""
+"""Replaces `CHECK_SECONDS` while the folder cannot be used."""
 HANGS_SECONDS = 10.0
 """File systems over a network wait for their server without end."""
 WRITE_SECONDS = 3.0

@@ -51,7 +51,7 @@ class SegmentLedger(Protocol):
         """Return sealed files without references."""
 
     async def forget(self, files: Collection[str]) -> None:
-        """The files are deleted."""
+        """Remove garbage from the ledger once it is deleted."""
 
     async def unknown(self, files: Collection[str]) -> Sequence[str]:
         """Return files that are neither open, nor referenced, nor garbage."""

@@ -35,7 +35,7 @@ class FolderMark:
 
 
 class FolderProof:
-    """To be checked again before anything in the folder is relied on.
+    """Checked again before anything in the folder is relied on.
 
     `check` and `check_usable` may block: call them in threads.
     """

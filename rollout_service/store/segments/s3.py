@@ -38,7 +38,7 @@ RETRIES, RETRY_SECONDS = 3, 10.0
 
 
 def open_objects(address: str, *, endpoint: str | None = None, region: str | None = None) -> ObjectFiles:
-    """Without an endpoint, use AWS's, or that of its variables.
+    """`endpoint` replaces AWS's, or that of its variables.
 
     Raises:
         ConfigurationError: There are no credentials, or the address cannot be used.

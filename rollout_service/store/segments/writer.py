@@ -38,7 +38,7 @@ BATCH_BYTES = 16_000_000
 
 
 FILES_PER_WRITE = 3
-"""So many files may be deleted under a write before it fails."""
+"""Files that may be deleted under a write before it fails."""
 
 
 class _SegmentGoneError(Exception):
@@ -64,7 +64,7 @@ class _OpenSegment(_Registered):
 
 @dataclass(eq=False)
 class _PendingWrite:
-    """After `woken`, either the records are written, or it is their caller's turn to write."""
+    """Once it is `woken`, either the records are written, or it is their caller's turn to write."""
 
     records: Sequence[bytes]
     woken: anyio.Event = field(default_factory=anyio.Event)
@@ -106,7 +106,7 @@ class SegmentWriter:
         self._queue: list[_PendingWrite] = []
         self._is_writing = False
         self._write_at = 0.0
-        """In monotonic seconds."""
+        """Monotonic seconds."""
         self._segment: _OpenSegment | None = None
         self._retired: list[_Registered] = []
         self._thread = anyio.CapacityLimiter(1)
@@ -224,7 +224,7 @@ class SegmentWriter:
             )
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Tell of a failure."""
+        """Pass a failure to `wrote`."""
         try:
             return await anyio.to_thread.run_sync(work, *arguments, limiter=self._thread)
         except OSError as error:

@@ -28,7 +28,7 @@ R = TypeVar("R")
 @dataclass(frozen=True)  # slots would break generic classes that are frozen
 class PageSource(Generic[P, R]):
     fetch: Callable[[Shard, str | None, int], Awaitable[P]]
-    """Given a cursor and the most rows."""
+    """Returns a page of a shard, given a cursor and the most rows."""
     rows: Callable[[P], Sequence[R]]
     next: Callable[[P], str | None]
     when: Callable[[R], datetime]

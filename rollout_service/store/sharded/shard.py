@@ -23,7 +23,7 @@ AWAY_SECONDS = 2.0
 """Well before a shard's silence makes this node look dead to the others."""
 PROBE_SECONDS = 1.0
 REST_SECONDS = 1.0
-"""After it refused a claim."""
+"""A shard rests after it refused a claim."""
 _GRACE_SECONDS = 0.05
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -144,7 +144,7 @@ class Shard:
 
 @dataclass(slots=True)
 class ShardAnswers(Generic[T]):
-    """By the numbers of the shards."""
+    """Keyed by the numbers of shards."""
 
     found: dict[int, T] = field(default_factory=dict)
     failures: dict[int, StoreError] = field(default_factory=dict)

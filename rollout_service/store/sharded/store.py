@@ -36,7 +36,7 @@ from rollout_service.store.sharded.runs import ShardedRuns
 from rollout_service.store.sharded.shard import Shard, ask_each, divided, in_its_shard
 
 Take = Callable[[Shard, int], Awaitable[list[Lease]]]
-"""Given a shard and the most rollouts to claim."""
+"""Claims up to so many rollouts of a shard."""
 
 
 def shard_of(name: str, shards: int) -> int:
@@ -59,7 +59,7 @@ class ShardedStore(Store):
         self._cluster = ShardedCluster(shards)
         self._runs = ShardedRuns(shards, self.shard_of)
         self._woken: set[int] | None = None
-        """As the last wait found; None if there was no wait since the last claim."""
+        """Shards that the last wait found; None if there was no wait since the last claim."""
         self._turn = 0
         self._strays = 0
         """Rollouts that claims leased whose answers came too late."""

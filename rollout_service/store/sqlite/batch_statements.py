@@ -256,7 +256,7 @@ def read_heads(db: sqlite3.Connection, run_id: str, numbers: Sequence[int]) -> l
 
 
 def read_trajectories(db: sqlite3.Connection, run_id: str, number: int) -> list[bytes]:
-    """In the order of the samples, without stale ones."""
+    """Keep the order of the samples, without stale ones."""
     samples = run_codec.decode_samples(_closed_group(db, run_id, number)["samples"])
     kept = rules.delivered_rollouts(samples)
     found = {row["rollout_id"]: row["trajectory"] for row in db.execute(_TRAJECTORIES, (json.dumps(kept),))}

@@ -18,7 +18,7 @@ from rollout_service.base.private_files import make_private
 from rollout_service.store.sqlite.schema import STORE, DatabaseSchema, prepare
 
 IN_MEMORY = ":memory:"
-"""For tests: the store ends with its process."""
+"""A store for tests that ends with its process."""
 
 _HINTS = {
     sqlite3.SQLITE_BUSY: "Another program, such as a `sqlite3` shell, has locked the file: close it.",
@@ -129,7 +129,7 @@ def _close_to_others(path: Path) -> None:
 
 
 class Database:
-    """For use in the thread that created it.
+    """Used only in the thread that created it.
 
     A commit that has returned is on the disk if its schema is `synchronous=FULL`, and in the operating system's hands
     if it is `NORMAL`.

@@ -19,7 +19,7 @@ from rollout_service.store.sqlite.history import records_of
 from rollout_service.store.sqlite.run_statements import row_of
 
 ROWS_AT_ONCE = 10_000
-"""Takes about 10 ms."""
+"""The most rows that one job looks at, which takes about 10 ms."""
 _COUNTED = 10_000
 """Up to so many rows of an index are counted to compare it with others."""
 _NEWEST = 2**62
@@ -45,7 +45,7 @@ class SummarySearch:
     which: SummaryFilter
     order: SummaryOrder
     after: int | None
-    """None begins."""
+    """The number after which to go on; None to begin."""
     limit: int
 
 

@@ -48,7 +48,7 @@ from rollout_service.store.sqlite.schema import STORE, Disk
 from rollout_service.store.sqlite.thread import DatabaseThread, newest_event, reads, writes
 
 Record = Callable[[str, str, dict[str, JsonValue]], Awaitable[Event]]
-"""Given kind, subject and data."""
+"""Appends an event with its kind, subject and data."""
 
 
 class SingleCluster(ClusterStore):

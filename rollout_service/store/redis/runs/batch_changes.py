@@ -137,7 +137,7 @@ def acknowledge(change: RunTransaction, replies: Replies, number: int) -> None:
 
 
 def renew(change: RunTransaction, replies: Replies, number: int, *, key: str | None, seconds: float) -> float:
-    """Return Unix seconds."""
+    """Return when the lease ends, in Unix seconds."""
     batch, state = _batch(change, replies, number)
     name, holder = str(BatchId(change.keys.run_id, number)), batch.lease_key if batch else None
     rules.check_renewal(name, state, holder=holder, key=key)

@@ -29,7 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Replies = Sequence[Any]
-"""In the order of the commands, as Redis sends them."""
+"""One reply for each command, as Redis sends it."""
 
 
 class RunDatabase:

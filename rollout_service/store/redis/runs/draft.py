@@ -66,12 +66,12 @@ class RunDraft:
 
     @property
     def revision(self) -> str:
-        """As it was read; empty for a run that is not stored yet."""
+        """Empty for a run that is not stored yet."""
         return self._before.get("revision", "")
 
     @property
     def reported(self) -> dict[str, int]:
-        """By the latest batch."""
+        """The counts that the latest batch reported."""
         return dict(json.loads(self["reported"]))
 
     @property

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 STATES_AT_ONCE = 2_000
 RECORDS_AT_ONCE = 10_000
-"""0.8 MB."""
+"""The most records of a history in one read: 0.8 MB."""
 GROUPS_AT_ONCE = 512
 """Each has about 0.3 KB."""
 MEMBERS_AT_ONCE = 1_000

@@ -25,7 +25,7 @@ _LEVEL = 1
 class OpenRecord:
     epoch: int
     members: list[str]
-    """By sample."""
+    """Ids by sample."""
     opened_at: float
     earlier: list[str] = field(default_factory=list)
     """Rollouts that were replaced."""
@@ -100,7 +100,7 @@ class ClosedRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """As text `open`, `ready`, `batched:BATCH`, `acknowledged:BATCH` or `dropped:REASON`."""
+    """Its text is `open`, `ready`, `batched:BATCH`, `acknowledged:BATCH` or `dropped:REASON`."""
 
     state: str
     detail: str | None = None

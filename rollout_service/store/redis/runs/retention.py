@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DELETED_AT_ONCE = 64
 """Each takes 25 µs of Redis's thread, so that no other call waits for long; a group is deleted as a whole."""
 GROUPS_AT_ONCE = 64
-"""In several calls of one step, or in one change."""
+"""Limits the several calls of one step, and one change."""
 RUNS_AT_ONCE = 128
 _UNREAD = -1
 """Stands for all groups that are newer than those that were read."""
