@@ -16,14 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rollout_service import __version__
-from rollout_service.backup.manifest import (
-    STATES,
-    Manifest,
-    Places,
-    copy,
-    copy_shared,
-    describe_all,
-)
+from rollout_service.backup.manifest import STATES, Manifest, Places, copy, copy_shared, describe_all
 from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import make_private

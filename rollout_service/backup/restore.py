@@ -10,15 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from rollout_service.backup.manifest import (
-    STATES,
-    Manifest,
-    Places,
-    SharedStore,
-    copy,
-    copy_shared,
-    shared_files,
-)
+from rollout_service.backup.manifest import STATES, Manifest, Places, SharedStore, copy, copy_shared, shared_files
 from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import open_state_folder

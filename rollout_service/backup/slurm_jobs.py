@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING
 from rollout_service.backup.manifest import ONLY, Places, SharedStore
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.cluster.slurm.folder import JobFolder
-from rollout_service.cluster.slurm.redis_server import (
-    GRACE_SECONDS,
-    START_SECONDS,
-    redis_address,
-    redis_program,
-)
+from rollout_service.cluster.slurm.redis_server import GRACE_SECONDS, START_SECONDS, redis_address, redis_program
 from rollout_service.cluster.slurm.spec import JobSpec
 from rollout_service.store.segments.files import SharedFiles
 

@@ -16,12 +16,7 @@ import anyio
 import structlog
 
 from rollout_service.base.errors import StoreError
-from rollout_service.store.cluster_contract import (
-    HEARTBEAT_SECONDS,
-    LEADER_SECONDS,
-    ClusterStore,
-    RoleLease,
-)
+from rollout_service.store.cluster_contract import HEARTBEAT_SECONDS, LEADER_SECONDS, ClusterStore, RoleLease
 from rollout_service.store.retrying import retry_until_stored
 
 log = structlog.get_logger(__name__)

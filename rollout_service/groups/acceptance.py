@@ -156,11 +156,7 @@ def admission_capacity(run: AdmissionState) -> int:
     return min(free, allowed - (run.accepted + run.running))
 
 
-def groups_to_start(
-    run: AdmissionState,
-    under_way: Mapping[GroupProgress, int],
-    acceptance: AcceptanceRate,
-) -> int:
+def groups_to_start(run: AdmissionState, under_way: Mapping[GroupProgress, int], acceptance: AcceptanceRate) -> int:
     """Start those expected to be needed, within the capacity."""
     needed = groups_needed(
         need=(1 + run.prefetch_batches) * run.batch_size - run.ready,

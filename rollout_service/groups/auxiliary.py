@@ -20,14 +20,7 @@ from operator import add
 
 from api_schemas.rollouts.trees import Work
 from api_schemas.runs import Advantages, RunRequest
-from api_schemas.runs.auxiliary import (
-    Annealed,
-    Auxiliary,
-    ParallelMeasure,
-    RewardForm,
-    RewardPart,
-    RewardWeights,
-)
+from api_schemas.runs.auxiliary import Annealed, Auxiliary, ParallelMeasure, RewardForm, RewardPart, RewardWeights
 
 PERF = "perf"
 FINISH = "finish"

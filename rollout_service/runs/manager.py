@@ -19,13 +19,7 @@ from api_schemas.rollouts.figures import RunParallel
 from api_schemas.runs import RunRequest, RunState
 from api_schemas.tasks import Task
 from rollout_service.base.errors import StoreError, describe
-from rollout_service.groups import (
-    FairScheduler,
-    FilterChain,
-    FilterRegistry,
-    parallel_figures,
-    require_outcome_filters,
-)
+from rollout_service.groups import FairScheduler, FilterChain, FilterRegistry, parallel_figures, require_outcome_filters
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs.dataset import Reopen, RunTasks
 from rollout_service.runs.open_groups import GroupsUnderWay

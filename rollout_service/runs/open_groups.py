@@ -41,14 +41,7 @@ from rollout_service.groups import (
     soft_overlong_penalty,
     work_sums,
 )
-from rollout_service.groups.auxiliary import (
-    FINISH,
-    MEASURES,
-    NO_PARTS,
-    reward_weights,
-    weighted_parts,
-    weighted_total,
-)
+from rollout_service.groups.auxiliary import FINISH, MEASURES, NO_PARTS, reward_weights, weighted_parts, weighted_total
 from rollout_service.groups.shares import Owner
 from rollout_service.groups.statistics import group_figures
 from rollout_service.observability.telemetry.metrics import Metrics
@@ -56,14 +49,7 @@ from rollout_service.runs.planning import ActiveRun, has_surplus, rollout_reques
 from rollout_service.store import rules
 from rollout_service.store.codec.rollouts import RESTORE
 from rollout_service.store.contract import Store
-from rollout_service.store.runs_contract import (
-    ClosedSample,
-    GroupClosure,
-    GroupMember,
-    OpenGroup,
-    RunRecord,
-    RunStore,
-)
+from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupMember, OpenGroup, RunRecord, RunStore
 
 PERMANENT = frozenset({Boundary.ENVIRONMENT, Boundary.REQUEST})
 """Failures there recur whenever the rollout is retried."""

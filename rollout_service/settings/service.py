@@ -21,12 +21,7 @@ from rollout_service.http.keyring import KEY_COMMAND, check_unique
 from rollout_service.settings.engines import DefaultEngine, EmbeddedSettings, PoolSettings
 from rollout_service.settings.http import E2BApiSettings, GatewaySettings, HttpSettings
 from rollout_service.settings.live import LiveSettings
-from rollout_service.settings.pipeline import (
-    HarborSettings,
-    PipelineSettings,
-    SandboxesSettings,
-    SecretsSettings,
-)
+from rollout_service.settings.pipeline import HarborSettings, PipelineSettings, SandboxesSettings, SecretsSettings
 from rollout_service.settings.sources import ENV_PREFIX
 from rollout_service.settings.store import ClusterSettings, RetentionSettings, StoreSettings
 from rollout_service.settings.values import Backends, Keys, Names, Paths

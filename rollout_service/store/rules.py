@@ -16,14 +16,7 @@ from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError
 from rollout_service.base.ids import SampleId
 from rollout_service.groups import DELETED, NOT_FILTERED, STALE, oldest_allowed_version, shares
-from rollout_service.store.runs_contract import (
-    ClosedSample,
-    GroupClosure,
-    NewGroup,
-    NoBatch,
-    ReadyGroup,
-    RunRecord,
-)
+from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup, NoBatch, ReadyGroup, RunRecord
 
 DROPPED = "dropped:"
 """Prefix; the reason follows."""

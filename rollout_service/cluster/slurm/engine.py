@@ -17,12 +17,7 @@ import httpx
 import structlog
 
 from rollout_service.base.errors import ConfigurationError
-from rollout_service.cluster.slurm.children import (
-    ENGINE_GIVEN_UP,
-    EndRequests,
-    KeptProcess,
-    pause_after,
-)
+from rollout_service.cluster.slurm.children import ENGINE_GIVEN_UP, EndRequests, KeptProcess, pause_after
 from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFailure, node_name, own_address
 from rollout_service.cluster.slurm.spec import Engines
 from sandboxes.host.ports import free_port

@@ -24,13 +24,7 @@ from rollout_service.store.jobs import Job, JobResult, JobThread
 from rollout_service.store.redis import checks
 from rollout_service.store.redis.checks import LIBRARY_NAMES, function_library, library_name
 from rollout_service.store.redis.config import RedisConfig
-from rollout_service.store.redis.problems import (
-    breaks_connection,
-    explain,
-    is_away,
-    too_few_replicas,
-    was_not_run,
-)
+from rollout_service.store.redis.problems import breaks_connection, explain, is_away, too_few_replicas, was_not_run
 from rollout_service.store.redis.topics import TopicReader
 
 REPLICA_SECONDS = 2.0

@@ -19,19 +19,8 @@ import structlog
 
 from rollout_service.base.errors import ConfigurationError, RecordLostError, StoreError
 from rollout_service.store.segments.contract import SegmentFiles
-from rollout_service.store.segments.ledger import (
-    FILE_NAME,
-    SegmentLedger,
-    SegmentReference,
-    SegmentTotals,
-)
-from rollout_service.store.segments.proof import (
-    FolderMark,
-    FolderProof,
-    folder_hangs,
-    prove_shared,
-    record_lost,
-)
+from rollout_service.store.segments.ledger import FILE_NAME, SegmentLedger, SegmentReference, SegmentTotals
+from rollout_service.store.segments.proof import FolderMark, FolderProof, folder_hangs, prove_shared, record_lost
 from rollout_service.store.segments.writer import FILE_BYTES, FILE_SECONDS, SegmentWriter
 from sandboxes.task_groups import open_task_group
 

@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from api_schemas.exports import RecordedRollout
 from rollout_service.settings import RetentionSettings
 from rollout_service.store.redis.runs.store import RedisRuns
-from rollout_service.store.runs_contract import (
-    RunRecord,
-    RunStore,
-)
+from rollout_service.store.runs_contract import RunRecord, RunStore
 from rollout_service.store.sharded.shard import Shard, ShardAnswers, ask_each, divided, in_its_shard
 
 

@@ -28,13 +28,7 @@ from rollout_service.store.runs_contract import (
     RunRecord,
 )
 from rollout_service.store.sqlite import history, run_statements
-from rollout_service.store.sqlite.run_statements import (
-    add_to_counter,
-    cancel_groups,
-    finish_if_done,
-    record_of,
-    row_of,
-)
+from rollout_service.store.sqlite.run_statements import add_to_counter, cancel_groups, finish_if_done, record_of, row_of
 
 _HELD = "SELECT * FROM batches WHERE run = :run AND state = 'leased' AND lease_key = :key AND lease_until > :now"
 _FREE = """

@@ -22,12 +22,7 @@ from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.record import id_taken
 from rollout_service.store.codec.runs import encode_record
 from rollout_service.store.rules import SettledGroup
-from rollout_service.store.runs_contract import (
-    GroupClosure,
-    NewGroup,
-    OpenGroup,
-    RunRecord,
-)
+from rollout_service.store.runs_contract import GroupClosure, NewGroup, OpenGroup, RunRecord
 from rollout_service.store.sqlite import history
 from rollout_service.store.sqlite import rollout_statements as statements
 
