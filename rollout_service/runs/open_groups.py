@@ -102,11 +102,7 @@ def _parts(
     measure = MEASURES[auxiliary.parallel]
     if measure not in named or FINISH not in named:
         return {}
-    parts = {
-        RewardPart.PERF: perf,
-        RewardPart.PARALLEL: named[measure],
-        RewardPart.FINISH: named[FINISH],
-    }
+    parts = {RewardPart.PERF: perf, RewardPart.PARALLEL: named[measure], RewardPart.FINISH: named[FINISH]}
     return parts | {RewardPart.REWARD: weighted_total(weights, parts)}
 
 

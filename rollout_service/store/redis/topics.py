@@ -235,10 +235,7 @@ class TopicReader:
         orders: list[tuple[str, bool]] = []
         while not self._orders.empty():
             orders.append(self._orders.get())
-        for (
-            topic,
-            subscribe,
-        ) in orders:
+        for topic, subscribe in orders:
             if subscribe:
                 self._subscribed[topic] = None
             else:
