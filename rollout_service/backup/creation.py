@@ -35,22 +35,15 @@ def make_backup(places: Places, target: Path) -> Manifest:
     """
     _check(places, target)
     try:
-        with _removed_on_error(target):
-            return _Backup(places, target).make()
-    except OSError as error:
+        return _Backup(places, target).make()
+    except BaseException as error:
+        shutil.rmtree(target, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         raise StoreError(
             f"the backup in {target} cannot be written: {error}",
             hint="Check the free space there, and that every folder of the service can be read.",
         ) from error
-
-
-@contextmanager
-def _removed_on_error(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _check(places: Places, target: Path) -> None:

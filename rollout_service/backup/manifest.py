@@ -101,12 +101,9 @@ class Manifest(BaseModel):
 
 
 def describe(path: Path) -> BackedUpFile:
-    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while part := file.read(_READ_BYTES):
-            digest.update(part)
-            size += len(part)
-    return BackedUpFile(bytes=size, sha256=digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return BackedUpFile(bytes=file.tell(), sha256=digest)
 
 
 def describe_all(backup: Path) -> dict[str, BackedUpFile]:
@@ -138,7 +135,7 @@ def _damaged(why: str) -> ConfigurationError:
 def copy(source: Path, target: Path) -> None:
     make_private(target)
     with source.open("rb") as read, target.open("r+b") as write:
-        shutil.copyfileobj(read, write, 1 << 20)
+        shutil.copyfileobj(read, write, _READ_BYTES)
         write.truncate()
         write.flush()
         os.fsync(write.fileno())

@@ -139,7 +139,7 @@ class Scaler:
         return own.sessions_open + sum(one.rollouts for one in own.nodes if one.node == node.node)
 
     async def _forget_dead(self, nodes: Sequence[NodeView], added: Sequence[AddedNode]) -> None:
-        """Keep those that a job is to bring back."""
+        """Remove nodes that were killed, unless a job is to bring them back."""
         slots = set(range(1, self.options.most + 1)) - {each.slot for each in added if not each.is_alive}
         for node in nodes:
             if node.state is NodeState.DEAD and any(self._is_in(slot, node) for slot in slots):
@@ -147,9 +147,6 @@ class Scaler:
 
     async def _remove(self, node: str) -> None:
         await self._ask(self.home.published("nodes"), lambda client: client.remove_node(node))
-
-    async def _drain(self, node: str) -> None:
-        await self._ask(self.home.published("nodes"), lambda client: client.drain_node(node))
 
     async def _do(self, actions: Sequence[ScaleAction], now: float) -> None:
         """Failed actions are tried again after a later look."""
@@ -164,7 +161,7 @@ class Scaler:
     async def _do_one(self, action: ScaleAction) -> None:
         match action.kind:
             case ActionKind.DRAIN:
-                await self._drain(action.node)
+                await self._ask(self.home.published("nodes"), lambda client: client.drain_node(action.node))
             case ActionKind.END:
                 await commands.end(action.job)
             case _:

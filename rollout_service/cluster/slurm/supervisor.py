@@ -100,7 +100,7 @@ class Supervisor:
         await self._build_images()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_signals)
-            redis = self._redis()
+            redis = redis_child(self.folder, self.spec) if self.spec.starts_a_redis else None
             if redis is not None:
                 tasks.start_soon(redis.keep_running)
             nodes = await commands.host_names(os.environ["SLURM_JOB_NODELIST"])
@@ -111,9 +111,6 @@ class Supervisor:
         if self.requeue:
             await self._requeue()
         return self.exit_code
-
-    def _redis(self) -> KeptProcess | None:
-        return redis_child(self.folder, self.spec) if self.spec.starts_a_redis else None
 
     async def _run_parts(self, services: list[KeptProcess], engines: list[KeptProcess]) -> None:
         """Run everything but Redis until the job is to stop, and end it in order."""

@@ -50,17 +50,8 @@ class CompressedColumn:
         else:
             cast_into(self.array(), target)
 
-    def frame(self, dtype: np.dtype[Any], length: int) -> bytes | memoryview:
-        """Return a frame of zstd, the stored one if it has this type.
-
-        Raises:
-            ValueError: The column has another length.
-        """
-        if dtype == self.dtype and zstandard.frame_content_size(self.data) == length * dtype.itemsize:
-            return self.data
-        values = np.empty(length, dtype)
-        self.fill(values)
-        return pack(values)
+    def is_frame_of(self, dtype: np.dtype[Any], length: int) -> bool:
+        return dtype == self.dtype and zstandard.frame_content_size(self.data) == length * dtype.itemsize
 
     def detached(self) -> CompressedColumn:
         """Copy the column, so that the memory that it shares can be freed."""
@@ -229,17 +220,17 @@ class Columns:
             column.fill(target)
 
     def frame(self, name: str, dtype: np.dtype[Any]) -> bytes | memoryview:
-        """Return a frame of zstd, of a type that may be narrower.
+        """Return a frame of zstd, of a type that may be narrower; the stored one if it has this type.
 
         Raises:
             ValueError: The column has another length.
         """
         column = self.columns[name]
-        if isinstance(column, np.ndarray):
-            values = np.empty(self.tokens, dtype)
-            cast_into(column, values)
-            return pack(values)
-        return column.frame(dtype, self.tokens)
+        if isinstance(column, CompressedColumn) and column.is_frame_of(dtype, self.tokens):
+            return column.data
+        values = np.empty(self.tokens, dtype)
+        self.fill(name, values)
+        return pack(values)
 
     def without(self, name: str) -> Columns:
         """The memory of the column can then be freed."""

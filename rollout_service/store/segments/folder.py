@@ -133,10 +133,7 @@ class SegmentFolder:
         """Close this service's own file whenever it is old: an idle service holds up no deletion."""
         while True:
             await anyio.sleep(TIDY_SECONDS)
-            await self.tidy()
-
-    async def tidy(self) -> None:
-        await self._writer.rotate(only_old=True)
+            await self._writer.rotate(only_old=True)
 
     async def collect(self) -> int:
         """Delete garbage and, once a day, old files that the ledger does not know; return how many files.

@@ -246,11 +246,7 @@ class ShardedStore(Store):
         self._strays += len(leases)  # so the owner compares what it holds with what it works on
 
     async def wait_for_work(self) -> None:
-        async def wait(shard: Shard) -> None:
-            await shard.usable()
-            await shard.store.wait_for_work()
-
-        await first_of(*(partial(wait, shard) for shard in self._shards))
+        await self._wait_for_any(lambda store: store.wait_for_work())
         self._woken = {shard.number for shard in self._shards if shard.store.may_have_work}
 
     async def cancel_requested(self, owner: str) -> list[str]:
@@ -260,11 +256,14 @@ class ShardedStore(Store):
         return sorted(name for requested in answers.some() for name in requested)
 
     async def wait_for_cancels(self) -> None:
-        async def wait(shard: Shard) -> None:
-            await shard.usable()
-            await shard.store.wait_for_cancels()
+        await self._wait_for_any(lambda store: store.wait_for_cancels())
 
-        await first_of(*(partial(wait, shard) for shard in self._shards))
+    async def _wait_for_any(self, wait: Callable[[RedisStore], Awaitable[None]]) -> None:
+        async def usable(shard: Shard) -> None:
+            await shard.usable()
+            await wait(shard.store)
+
+        await first_of(*(partial(usable, shard) for shard in self._shards))
 
     async def counts(self) -> dict[RolloutState, int]:
         answers = await ask_each(self._shards, lambda shard: shard.store.counts())

@@ -28,7 +28,13 @@ from rollout_service.store.runs_contract import (
     RunRecord,
 )
 from rollout_service.store.sqlite import history, run_statements
-from rollout_service.store.sqlite.run_statements import add_to_counter, cancel_groups, finish_if_done, record_of, row_of
+from rollout_service.store.sqlite.run_statements import (
+    add_to_counters,
+    cancel_groups,
+    finish_if_done,
+    record_of,
+    row_of,
+)
 
 _HELD = "SELECT * FROM batches WHERE run = :run AND state = 'leased' AND lease_key = :key AND lease_until > :now"
 _FREE = """
@@ -185,7 +191,7 @@ def acknowledge(db: sqlite3.Connection, now: float, run_id: str, batch: int) -> 
         return
     db.execute(_SETTLE, {"batch": row["seq"], "state": BatchState.ACKNOWLEDGED, "now": now})
     db.execute(_ACKNOWLEDGE_GROUPS, {"batch": row["seq"], "now": now})
-    add_to_counter(db, run, "batches:acknowledged")
+    add_to_counters(db, run, {"batches:acknowledged": 1})
     finish_if_done(db, run_id, now)
 
 

@@ -19,7 +19,7 @@ from rollout_service.store import rules
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.sqlite import history
-from rollout_service.store.sqlite.run_statements import add_to_counter, announce, finish_if_done, get
+from rollout_service.store.sqlite.run_statements import add_to_counters, announce, finish_if_done, get
 
 _ROLLOUTS = """
 SELECT seq, rollout_id, run, group_number, result FROM rollouts LEFT JOIN results USING (seq)
@@ -83,8 +83,7 @@ def _take_out(db: sqlite3.Connection, group: sqlite3.Row, rollout_ids: Sequence[
     db.execute(_REVISE, (run_codec.encode_samples(samples), group["seq"]))
     if is_settled:
         return
-    for name, count in rules.masked_counts(samples, before).items():
-        add_to_counter(db, group["run"], name, count)
+    add_to_counters(db, group["run"], rules.masked_counts(samples, before))
     run = get(db, group["run_id"])
     if group["state"] == "ready" and not rules.is_worth_keeping(samples, run.request):
         db.execute(_DROP, (DELETED, now, group["seq"]))

@@ -140,8 +140,8 @@ def seq_and_counters(db: sqlite3.Connection, run_id: str) -> tuple[int, dict[str
     return row["seq"], {row["name"]: row["count"] for row in db.execute(_COUNTERS, (row["seq"],))}
 
 
-def add_to_counter(db: sqlite3.Connection, run: int, name: str, count: int = 1) -> None:
-    db.execute(_ADD_TO_COUNTER, (run, name, count))
+def add_to_counters(db: sqlite3.Connection, run: int, counts: Mapping[str, int]) -> None:
+    db.executemany(_ADD_TO_COUNTER, [(run, name, count) for name, count in counts.items()])
 
 
 def create(db: sqlite3.Connection, values: dict[str, Any], request: RunRequest) -> tuple[RunRecord, bool]:
@@ -191,7 +191,7 @@ def update(
         "problem": kept if problem is None else problem.model_dump_json(),
     }
     restarted = rules.restart_counts(before.counters) if state is RunState.RUNNING else {}
-    _count(db, row["seq"], restarted)
+    add_to_counters(db, row["seq"], restarted)
     if not any(restarted.values()) and all(row[name] == value for name, value in values.items()):
         return get(db, run_id)
     db.execute(_UPDATE, values | {"seq": row["seq"], "now": now})
@@ -305,7 +305,7 @@ def retry_sample(
     values = {"run": run, "number": number, "sample": sample, "id": request.rollout_id, "now": now}
     if db.execute(_REPLACE_MEMBER, values).rowcount:
         _submit(db, run, number, request, now)
-        add_to_counter(db, run, "retried")
+        add_to_counters(db, run, {"retried": 1})
 
 
 def mark_stragglers(db: sqlite3.Connection, run_id: str, number: int, samples: Sequence[int]) -> None:
@@ -328,7 +328,7 @@ def close_group(
     before = record_of(db, row)
     if db.execute(_CLOSE, values).rowcount:
         _keep_head(db, run, closure.number, head)
-        _count(db, run, rules.closing_counts(closure, before.counters))
+        add_to_counters(db, run, rules.closing_counts(closure, before.counters))
         if rules.ends_problem(before, closure):
             db.execute(_CLEAR_PROBLEM, {"seq": run, "now": now})
             announce(db, run_id, now)
@@ -349,7 +349,7 @@ def reclose_group(
     before = run_codec.decode_samples(waiting["samples"])
     db.execute(_RECLOSE, _closed(run, closure, now))
     _keep_head(db, run, closure.number, head)
-    _count(db, run, rules.masked_counts(closure.samples, before))
+    add_to_counters(db, run, rules.masked_counts(closure.samples, before))
     history.write(db, run, closure.number, encode_record(closure, version=row["version"], now=now))
     finish_if_done(db, run_id, now)
     announce(db, run_id, now)
@@ -377,11 +377,6 @@ def _closed(run: int, closure: GroupClosure, now: float) -> dict[str, Any]:
         "oldest": closure.oldest_version,
         "now": now,
     }
-
-
-def _count(db: sqlite3.Connection, run: int, counts: Mapping[str, int]) -> None:
-    for name, count in counts.items():
-        add_to_counter(db, run, name, count)
 
 
 def finish_if_done(db: sqlite3.Connection, run_id: str, now: float) -> None:
