@@ -26,6 +26,8 @@ RETRY_SECONDS = 1
 
 
 class ShuttingDownError(UnavailableError):
+    """The service is about to end; the request can be repeated after its restart."""
+
     code = "shutting_down"
 
     def __init__(self, *, context: dict[str, Any] | None = None) -> None:

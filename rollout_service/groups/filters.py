@@ -29,6 +29,8 @@ TOO_FEW_USABLE = "too_few_usable"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """Whether a group is kept, and if not, why."""
+
     keep: bool
     reason: str = ""
 
@@ -169,22 +171,24 @@ NOT_A_NUMBER = "reward_not_finite"
 
 @dataclass(frozen=True, slots=True)
 class SampleOutcome:
+    """One rollout of a group, after its last attempt."""
+
     sample: int
-    """Counts from 0."""
+    """The number of the sample in its group, from 0."""
     reward: float | None
     """The environment's reward before any penalty; None if the sample is masked."""
     masked: str | None = None
     """Why the sample does not count: the code of a failure, or one of this module's reasons."""
     sampled_tokens: int = 0
     truncated: bool = False
-    """A limit of tokens, turns or time ended the sample."""
+    """Whether a limit of tokens, turns or time ended the sample."""
     tool_calls: int = 0
     malformed_calls: int = 0
     oldest_version: int | None = None
     """None if nothing was sampled."""
     newest_version: int | None = None
     parts: Mapping[RewardPart, float] = field(default_factory=dict)
-    """With their total; empty if the sample does not count."""
+    """The parts of the reward with their total; empty if the sample does not count."""
 
     def __post_init__(self) -> None:
         if self.masked is None and self.reward is None:
@@ -204,6 +208,7 @@ class GroupOutcome:
     """All rollouts of one task, each after its last attempt."""
 
     number: int
+    """The task's number in its run."""
     samples: tuple[SampleOutcome, ...]
 
     @cached_property

@@ -32,6 +32,8 @@ LEADER_SECONDS = 6.0
 
 
 class NameTakenError(ConfigurationError):
+    """Another live node has the name."""
+
     code = "node_name_taken"
 
     def __init__(self, name: str, holder: str) -> None:
