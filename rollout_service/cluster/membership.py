@@ -159,7 +159,7 @@ class ClusterNodes:
     own: Callable[[], NodeReport]
 
     async def list(self) -> list[NodeView]:
-        """Sort by name; dead nodes stay until they are removed."""
+        """Return all nodes by name, with dead ones until they are removed."""
         own = self.own()
         views = [_view(record, own) for record in await self.cluster.nodes()]
         return views or [NodeView.model_validate_json(own.view)]

@@ -229,8 +229,7 @@ REPORT_AFTER = 20
 """How many groups in a row are dropped before the run says so: with one group in five kept, that is a chance of 1 %."""
 REFUSE_AFTER = 256
 """How many groups in a row are dropped before a lease is refused although the run goes on: at the lowest acceptance
-rate that is assumed, 2 %, that is a chance of 0.6 %.
-"""
+rate that is assumed, 2 %, that is a chance of 0.6 %."""
 
 _HINTS = {
     "zero_variance": "All samples of a group get the same reward: look at what the grader gives, and whether the tasks "

@@ -131,13 +131,13 @@ class ClusterStore(Protocol):
         """
 
     async def heartbeat(self, report: NodeReport) -> Heartbeat:
-        """Declare silent nodes dead, too."""
+        """Report a node, and declare silent ones dead."""
 
     async def leave(self, owner: str) -> None:
         """Queue the node's rollouts again, resign its roles and free its name. Idempotent."""
 
     async def nodes(self) -> Sequence[NodeRecord]:
-        """Sort by name; dead nodes stay until somebody removes or replaces them."""
+        """Return all nodes by name, with dead ones that nobody has removed or replaced."""
 
     async def change_state(self, name: str, state: NodeState) -> None:
         """Tell a node to claim no more rollouts (`draining`), or to claim them again (`ready`).

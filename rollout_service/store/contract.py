@@ -3,7 +3,7 @@
 - What `submit` returned survives any crash.
 - A rollout reaches exactly one terminal state, and its result is written with that state in one transaction.
 - Only the holder of the current lease can move a rollout: a worker that lost its lease can do no harm.
-- No owner is leased a rollout that it already holds.
+- No owner is leased a rollout that it already holds, however long the store could not be written to.
 - An attempt counts once it enters its first stage, so a crash costs nothing that had not begun.
 - Every change of state is an event, with an id that grows by one in its shard.
 - A call completes even if its caller is cancelled, so no lease is taken unnoticed.
@@ -57,17 +57,16 @@ class Lease:
     rollout_id: str
     request: RolloutRequest
     attempt: int
-    """Counts from 1, once the attempt enters a stage or fails."""
+    """From 1. The attempt counts once it enters a stage or fails."""
     retries: list[ErrorInfo]
     spans: list[Span]
     """Stages of earlier attempts that failed; a crash leaves none."""
     created_at: datetime
     queued_seconds: float
-    """Seconds from its submission, or its release after an attempt, to this claim; by the store's clock, since this
-    host may have another time.
-    """
+    """How long it waited before this claim, since it was submitted or released after an attempt; by the store's clock,
+    since this host may have another time."""
     token: int
-    """Grows with every claim."""
+    """Grows with every claim, so that it tells this lease from earlier ones of the same owner."""
     saved_turns: int = 0
     """Turns that an interrupted attempt left, to continue from; `Store.saved_turns` returns them."""
     run_id: str | None = None
@@ -76,7 +75,7 @@ class Lease:
 
 
 MAX_RECORDS = 64
-"""More attempts than can fail keep their steps, and few of those that may be handed back."""
+"""The most attempts whose steps are kept: more than can fail, and few of those that may be handed back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class UnsavedTurn:
     rollout_id: str
     token: int
     number: int
-    """Counts from 0 in its rollout."""
+    """The turn's number in its rollout, from 0."""
     data: bytes
 
 
@@ -167,7 +166,7 @@ class Store(SummaryStore, Protocol):
         """
 
     async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> list[str]:
-        """Return the ids of those of these leases that this owner has lost."""
+        """Renew these leases, if this owner holds them; return the ids of those that it has lost."""
 
     async def recover(self, owner: str) -> int:
         """Requeue the rollouts of services that are gone; return how many that was.
@@ -238,7 +237,7 @@ class Store(SummaryStore, Protocol):
         """
 
     async def saved_turns(self, rollout_id: str) -> list[bytes]:
-        """Return turns in their order."""
+        """Return the data of a rollout's saved turns, in order."""
 
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
         """Store the steps of attempts, after those of earlier ones; return how many were stored.
@@ -247,7 +246,7 @@ class Store(SummaryStore, Protocol):
         """
 
     async def saved_steps(self, rollout_ids: Sequence[str]) -> Mapping[str, list[bytes]]:
-        """The earliest come first; rollouts without any are left out."""
+        """Return the stored steps, the earliest first; rollouts without any are left out."""
 
     async def cancel(self, rollout_id: str) -> RolloutState | None:
         """Request the cancellation of a rollout; return the state it was in, or None if the id is unknown.
@@ -274,7 +273,7 @@ class Store(SummaryStore, Protocol):
         """
 
     async def counts(self) -> dict[RolloutState, int]:
-        """Leave out states that have no rollout."""
+        """Count rollouts by state, without states that have none."""
 
     async def record(self, kind: str, subject: str, data: dict[str, JsonValue]) -> Event:
         """Append an event about the service itself."""
@@ -305,7 +304,7 @@ class StoreShard(Store, Protocol):
     """A whole store, or one of its shards: it has events, and runs whose changes can be fenced."""
 
     segments: SegmentFolder | None
-    """Has the trajectories; None if they are in the database."""
+    """The place of the trajectories; None if they are in the database."""
 
     @property
     def runs(self) -> ShardRuns: ...
@@ -314,7 +313,7 @@ class StoreShard(Store, Protocol):
         """Return events in the order of their ids."""
 
     async def last_event(self) -> int:
-        """Return 0 if there is none."""
+        """Return the id of the newest event; 0 if there is none."""
 
     async def wait_for_events(self, *, after: int) -> int:
         """Wait until the newest event's id is above `after`, then return it.
@@ -323,7 +322,7 @@ class StoreShard(Store, Protocol):
         """
 
     async def failed(self) -> None:
-        """Wait for a failure for good, which only a defect can cause.
+        """Wait until the store fails for good, which only a defect can cause.
 
         Raises:
             StoreError: The store has failed.
@@ -331,7 +330,7 @@ class StoreShard(Store, Protocol):
 
 
 async def cancel_unfinished(store: Store, pool: str | None = None) -> list[str]:
-    """Return the ids of the rollouts; without a pool, cancel those of all."""
+    """Cancel the rollouts of a pool, or of all, that have not ended; return their ids."""
     unfinished: dict[str, None] = {}  # ordered; one may come to another state meanwhile
     for state in (state for state in RolloutState if not state.terminal):
         cursor: str | None = None

@@ -82,7 +82,7 @@ class BackendStore(Protocol):
     async def remove(self, backend_id: str) -> bool: ...
 
     async def backends(self) -> Sequence[SharedBackend]:
-        """Keep the order in which backends were first put."""
+        """Return all backends in the order in which they were first put."""
 
     async def wait_for_change(self, after: int) -> int:
         """Wait for a change since the call that returned `after`; start with 0, which returns at once."""
@@ -98,7 +98,7 @@ class EnginesStore(BackendStore, Protocol):
         """Open a command and return its number; None while another one is open."""
 
     async def pools(self) -> Sequence[PoolRecord]:
-        """Include every pool that ever had a command."""
+        """Return the records of all pools that ever had a command."""
 
     async def hold(self, pool: str, number: int, owner: str) -> None:
         """Record that a service holds its requests for the open command."""

@@ -44,7 +44,7 @@ def oldest_allowed(run: RunRecord) -> int | None:
 
 
 def is_stale(oldest_version: int | None, bound: int | None) -> bool:
-    """Without a bound nothing is stale."""
+    """Compare with a bound; without one, nothing is stale."""
     return bound is not None and oldest_version is not None and oldest_version < bound
 
 

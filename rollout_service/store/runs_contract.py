@@ -46,9 +46,9 @@ class RunRecord:
     version: int
     first_version: int
     tasks: int
-    """Counts one epoch so far."""
+    """The tasks of one epoch so far."""
     total: int | None
-    """Counts all epochs; None while unbounded."""
+    """The tasks of all epochs; None while unbounded."""
     digest: str | None
     """The digest of the file with the tasks."""
     cursor: int
@@ -149,7 +149,7 @@ class GroupClosure:
     """The code of the permanent error that ended every sample, if there is one such error."""
     figures: GroupFigures | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Added to the run's counters when the group is closed, and not when it is closed again."""
+    """What the run's counters grow by when the group is closed, and not when it is closed again."""
 
     @property
     def state(self) -> str:
@@ -198,9 +198,8 @@ class NoBatch:
     over: bool
     """Whether there will never be another batch."""
     due_in: float
-    """The seconds after which a lease expires, so that a batch may become available; infinity if none is out. They are
-    no time, since the caller's host may have another clock than the store.
-    """
+    """Seconds until the next lease expires, so that a batch may become available; infinity if none is out. A duration,
+    since the caller's host may have another time than the store."""
     stale: bool = False
     """Whether waiting groups have become too old: call `reclose_group` for each, then ask again."""
 
@@ -215,7 +214,7 @@ class RunStore(RunLists, Protocol):
     async def create(
         self, request: RunRequest, *, tasks: int, digest: str | None, version: int
     ) -> tuple[RunRecord, bool]:
-        """Return also whether the run is new. `request.run_id` must be set.
+        """Make a run durable; return it and whether it is new. `request.run_id` must be set.
 
         Raises:
             ConflictError: The id is taken by a different request.
@@ -224,10 +223,10 @@ class RunStore(RunLists, Protocol):
     async def get(self, run_id: str) -> RunRecord: ...
 
     async def list(self) -> Sequence[RunRecord]:
-        """Oldest first."""
+        """Return all runs, oldest first."""
 
     async def active(self) -> Sequence[RunRecord]:
-        """Include ended runs whose groups are still open."""
+        """Return the runs that are not over, and ended runs whose groups are still open."""
 
     async def update(
         self,
@@ -245,23 +244,23 @@ class RunStore(RunLists, Protocol):
         """
 
     async def append(self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool) -> RunRecord:
-        """Repeating the same tasks at the same offset changes nothing.
+        """Append tasks to an open run; repeating the same tasks at the same offset changes nothing.
 
         Raises:
             ConflictError: The run takes no more tasks, or has another number of them.
         """
 
     async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
-        """`first` is a number in the epoch."""
+        """Return inline tasks; `first` is a number in the epoch."""
 
     async def start_groups(self, run_id: str, groups: Sequence[NewGroup]) -> int:
         """Start the groups that follow the cursor; return how many, 0 if the run is not running."""
 
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
-        """Oldest first."""
+        """Return the open groups, oldest first."""
 
     async def extend_group(self, run_id: str, number: int, first: int, requests: Sequence[RolloutRequest]) -> None:
-        """Change nothing unless the open group has `first` samples."""
+        """Add samples to an open group that has `first` of them; change nothing if it has another number."""
 
     async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None: ...
 
@@ -270,18 +269,18 @@ class RunStore(RunLists, Protocol):
     async def cancel_groups(self, run_id: str, reason: str) -> None: ...
 
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
-        """Keep or drop an open group; leave any other unchanged, and one with a usable sample that was erased since the
-        decision.
+        """Keep or drop an open group; one that is kept ends the problem of a run that is running.
 
-        A group that is kept ends the problem of a run that is running.
+        Any other group is left unchanged, and so is one with a usable sample that was erased since the decision.
         """
 
     async def ready_groups(self, run_id: str) -> Sequence[ReadyGroup]:
-        """Oldest first."""
+        """Return the groups that wait for a batch, oldest first."""
 
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
-        """Return waiting groups with a usable sample older than version `bound`; dissolve returned batches of such
-        groups first.
+        """Return waiting groups with a usable sample older than version `bound`.
+
+        Returned batches that contain such groups are dissolved first.
         """
 
     async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
@@ -323,7 +322,7 @@ class RunStore(RunLists, Protocol):
         """Return a closed group with its rollouts and their trajectories."""
 
     async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
-        """Keep the order. Heads of kept groups are stored ready-made."""
+        """Return closed groups without tokens, in this order; for kept groups they are stored ready-made."""
 
     async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
         """Return the columns of all segments of a closed group, sample by sample."""
@@ -337,10 +336,10 @@ class RunStore(RunLists, Protocol):
         """Return the rollouts of all closed groups, in task order."""
 
     async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
-        """Keep the order, without rollouts that are gone."""
+        """Return rollouts with all that scoring them again needs, in this order, without those that are gone."""
 
     async def rollouts_of(self, user: str) -> Sequence[str]:
-        """`user` is a hash. Return the first rollout of each sample of the user's sessions."""
+        """Return the rollouts of a user's sessions, by the user's hash; of each sample the first one."""
 
     async def erase(self, rollout_ids: Sequence[str]) -> Mapping[str, str]:
         """Erase the contents of rollouts that have ended, on a person's demand; return the batches that had them.
@@ -355,7 +354,7 @@ class RunStore(RunLists, Protocol):
         """Overwrite whatever is deleted from now on, since it may be a person's, as far as the store can."""
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
-        """Return the number of settled groups whose trajectories were deleted."""
+        """Delete the trajectories of settled groups beyond these limits; return how many groups."""
 
     async def delete_expired(self, keep: RetentionSettings) -> int:
         """Delete some of the records that have expired; return 0 once none is left."""

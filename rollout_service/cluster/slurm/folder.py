@@ -119,7 +119,7 @@ class JobFolder:
         (self.path / kind / f"{name}.json").unlink(missing_ok=True)
 
     def published(self, kind: str) -> list[Published]:
-        """Sort by name."""
+        """Return the listed parts by name."""
         return [Published.model_validate(record) for record in self._records(kind)]
 
     def fail(self, failure: StartFailure) -> None:

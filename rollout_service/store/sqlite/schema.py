@@ -299,8 +299,7 @@ class DatabaseSchema:
     application_id: int
     added: str = ""
     """The script for tables that a later release added, so files of the same version may lack them. Earlier releases
-    ignore these tables.
-    """
+    ignore these tables."""
     version: int = 1
     has_events: bool = False
     """Each commit reports the newest id of the table `events`."""

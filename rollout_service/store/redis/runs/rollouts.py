@@ -22,8 +22,7 @@ class RunKeys:
         """A hash: closed groups by number, until retention deletes them."""
         self.states = f"{self.run}:states"
         """A hash: states of all groups by number, as `GroupStatus` writes them, so that settling a group rewrites no
-        record.
-        """
+        record."""
         self.ready = f"{self.run}:ready"
         """A hash: the facts that a lease needs about waiting groups, by number."""
         self.heads = f"{self.run}:heads"
