@@ -47,7 +47,7 @@ def make_private(path: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write atomically.
+    """Write a file atomically, readable by its owner alone.
 
     Raises:
         OSError: The file cannot be written.

@@ -22,7 +22,7 @@ from rollout_service.base.errors import UnavailableError
 T = TypeVar("T")
 
 RETRY_SECONDS = 1
-"""Seconds; clients back off further by themselves."""
+"""The `Retry-After`, in seconds; clients back off further by themselves."""
 
 
 class ShuttingDownError(UnavailableError):

@@ -99,7 +99,7 @@ def is_finite(value: JsonValue) -> bool:
 
 
 def measure_depth(value: JsonValue) -> int:
-    """Count lists and objects, without recursion."""
+    """Count the levels of lists and objects, without recursion."""
     depth, level = 0, [value] if isinstance(value, dict | list) else []
     while level:
         depth += 1

@@ -48,7 +48,7 @@ def raw_parts(work: Work, *, max_assigns: int, max_width: int) -> dict[str, floa
 
 
 def rescored_parts(recorded: Mapping[str, float], reward: float) -> dict[str, float]:
-    """Return the outcome's new part; those for handing on work stay."""
+    """Return the parts of a new reward: the outcome's is new, those for handing on work stay."""
     kept = {name: recorded[name] for name in (*MEASURES.values(), FINISH) if name in recorded}
     return {PERF: reward, **kept} if kept else {}
 

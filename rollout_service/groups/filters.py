@@ -185,7 +185,7 @@ class SampleOutcome:
     tool_calls: int = 0
     malformed_calls: int = 0
     oldest_version: int | None = None
-    """None if nothing was sampled."""
+    """The lowest version that sampled one of its tokens; None if nothing was sampled."""
     newest_version: int | None = None
     parts: Mapping[RewardPart, float] = field(default_factory=dict)
     """The parts of the reward with their total; empty if the sample does not count."""
@@ -216,7 +216,7 @@ class GroupOutcome:
         return tuple(sample for sample in self.samples if sample.usable)
 
     def without_older_than(self, bound: int | None) -> GroupOutcome:
-        """`bound` is the oldest version allowed; None masks none."""
+        """Mask every usable sample that has a token older than `bound`; None masks none."""
         if bound is None or self.oldest_version is None or self.oldest_version >= bound:
             return self
         samples = (
@@ -267,7 +267,7 @@ class FilterRegistry:
 
     @classmethod
     def load(cls, *, plugins: Iterable[EntryPoint] | None = None) -> Self:
-        """Import the plug-ins; call it in a thread."""
+        """Register the built-in filters and all plug-ins, which are imported: call it in a thread."""
         registry = cls()
         for plugin in entry_points(group=GROUP) if plugins is None else plugins:
             try:

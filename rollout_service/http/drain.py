@@ -22,11 +22,11 @@ from rollout_service.http.problems import problem_response, to_problem
 from rollout_service.http.server import Server
 
 LAST_SECONDS = 3.0
-"""Limits closing after the drain."""
+"""The most time that closing may take after the drain."""
 FAILED = 4
 """The exit code when a part of the service failed, which a restart mends, unlike a wrong setting."""
 IMPATIENT_SIGNALS = 2
-"""One more signal ends the service at once."""
+"""So many signals end the service in order; one more ends it at once."""
 SHOWN = 20
 """Limits the tasks that the log names."""
 

@@ -264,7 +264,7 @@ class GroupsUnderWay:
             self._strict.discard(run_id)
 
     async def settle(self, runs: RunStore, active: ActiveRun) -> None:
-        """Bring `active` up to date."""
+        """Settle every open group of a run, and bring `active` up to date."""
         run = active.run
         for group in active.groups:
             cancel_reason = CANCELLED if run.state is RunState.ENDED else group.cancel_reason
@@ -279,7 +279,7 @@ class GroupsUnderWay:
         await self._cancel_stragglers(runs, active)
 
     async def mask_stale(self, runs: RunStore, run: RunRecord, chain: FilterChain) -> None:
-        """Do nothing for a trainer that accepts them."""
+        """Mask samples that have become too old for a run's trainer, if it refuses them."""
         bound = self._bound(run)
         if bound is None:
             return

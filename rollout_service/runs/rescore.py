@@ -40,7 +40,7 @@ T = TypeVar("T")
 Load = Callable[[Sequence[T]], Awaitable[Sequence[RecordedRollout]]]
 
 MAX_CONCURRENT = 16
-"""The stages have limits of their own."""
+"""Rollouts that are scored at once; the stages have limits of their own."""
 
 
 class Rescorer:

@@ -26,9 +26,9 @@ from rollout_service.base.errors import ConfigurationError, ConflictError, NotFo
 
 HEARTBEAT_SECONDS = 2.0
 DEAD_SECONDS = 10.0
-"""Four heartbeats have then been lost."""
+"""A node that is silent for so long is dead: four of its heartbeats have been lost."""
 LEADER_SECONDS = 6.0
-"""A leader renews with every heartbeat."""
+"""How long a role stays with a leader that has stopped renewing; a leader renews with every heartbeat."""
 
 
 class NameTakenError(ConfigurationError):

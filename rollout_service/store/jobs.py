@@ -30,7 +30,7 @@ PROBLEM_SECONDS = 3.0
 """`problem` reports a failure at least for so long."""
 COMMIT_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 MAX_BATCH = 256
-"""The first job does not wait for too many others."""
+"""The most jobs that are done as one, so that the first does not wait for too many others."""
 
 
 def commit_histogram() -> Histogram:

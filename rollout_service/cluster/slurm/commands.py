@@ -103,7 +103,7 @@ async def job_state(job: str) -> JobState:
 
 
 async def queued_jobs(script: Path) -> list[QueuedJob]:
-    """Return the tasks of arrays that have not ended."""
+    """Return the tasks that have not ended of the arrays that were submitted with a script."""
     said = await run(["squeue", "--me", "--noheader", "--array", "--format=%i|%K|%T|%L|%o"])
     lines = [line.split("|", 4) for line in said.splitlines() if line.count("|") >= 4]
     return [

@@ -28,7 +28,7 @@ GRACE_SECONDS = 20.0
 LOOK_SECONDS = 1.0
 PROBE_SECONDS = 10.0
 FAILED_PROBES = 6
-"""Long prefills delay answers."""
+"""Unanswered probes in a row after which an engine is replaced; long prefills delay answers."""
 MAX_FAILED_STARTS = 20
 """The pauses between them take eight minutes or more."""
 MAX_REASON_CHARS = 500

@@ -64,7 +64,7 @@ def spec_of_more(home: JobFolder, resources: Mapping[str, Any], changes: Mapping
 class Scaler:
     home: JobFolder
     spec: JobSpec
-    """The name is the part before the number."""
+    """The specification of the jobs of more nodes; its name is the part before their numbers."""
     options: ScaleOptions
     tell: Callable[[str], None]
     """Tells a person what is done, and why."""

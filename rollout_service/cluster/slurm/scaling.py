@@ -28,7 +28,7 @@ class NodesDoNotStartError(ConfigurationError):
 
 @dataclass(frozen=True, slots=True)
 class ScaleOptions:
-    """Times are in seconds."""
+    """The bounds of the number of nodes, and how long something must last before it counts, in seconds."""
 
     least: int = 0
     most: int = 1
@@ -49,7 +49,7 @@ class AddedNode:
     """Empty if it is not there."""
     state: NodeState = NodeState.DEAD
     holds: int = 0
-    """Rollouts and live sessions."""
+    """The rollouts and live sessions of its node."""
 
     @property
     def slot(self) -> int:

@@ -218,7 +218,7 @@ _RECORD = np.dtype(
 SIZE = _RECORD.itemsize
 REASON_AT = 4
 MAX_GROUPS = 6_000_000
-"""A value of Redis has at most 512 MB."""
+"""The most groups of a run that have a record, since a value of Redis has at most 512 MB."""
 _CLOSED, _ACCEPTED = 1, 2
 
 

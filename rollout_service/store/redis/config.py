@@ -36,7 +36,7 @@ class RedisConfig:
     replicas: int = 0
     """Replicas that must have a write before it is acknowledged."""
     answer_seconds: float = 10.0
-    """Limits connecting, and each answer."""
+    """How long Redis may take to accept a connection or to answer."""
     shard: int = 0
     """Counts from 0."""
     shards: int = 1

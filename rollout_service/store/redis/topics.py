@@ -35,7 +35,7 @@ from rollout_service.store.redis.problems import explain
 PING_SECONDS = 5.0
 """The silence after which Redis is asked whether it is still there."""
 LINGER_SECONDS = 5.0
-"""Most waits are repeated."""
+"""How long a topic stays subscribed after the last wait for it, since most waits are repeated."""
 CONFIRM_SECONDS = 1.0
 """A caller that goes on without a confirmation is woken by it later."""
 _AT_ONCE = 500

@@ -68,7 +68,7 @@ class SegmentFiles(Protocol):
         """Records come after `FILE_HEADER`. The name must be one that nobody else uses, now or later."""
 
     def store(self, name: str, data: bytes) -> None:
-        """Write a whole file durably."""
+        """Write a whole file, durably."""
 
     def store_once(self, name: str, data: bytes) -> None:
         """Write a whole file durably.

@@ -40,7 +40,7 @@ class ObjectFiles(SegmentFiles):
     reads_at_once = READS_AT_ONCE
 
     def __init__(self, store: ObjectStore, address: str, *, write_seconds: float = WRITE_SECONDS) -> None:
-        """Errors call the store by its `address`."""
+        """`address` is how errors call the store."""
         self._store = store
         self._address = address
         self.write_seconds = write_seconds

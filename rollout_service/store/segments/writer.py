@@ -30,11 +30,11 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 FILE_BYTES = 64_000_000
-"""Deleting files of this size costs little."""
+"""A file of this size takes no more records; deleting it costs little."""
 FILE_SECONDS = 600.0
-"""The records of one file expire at about the same time."""
+"""A file of this age takes no more records, so that its records expire at about the same time."""
 BATCH_BYTES = 16_000_000
-"""The first record does not wait for too many others."""
+"""A write of this size takes no more records, so that the first does not wait for too many others."""
 
 
 FILES_PER_WRITE = 3
@@ -106,7 +106,7 @@ class SegmentWriter:
         self._queue: list[_PendingWrite] = []
         self._is_writing = False
         self._write_at = 0.0
-        """Monotonic seconds."""
+        """When the next write may begin, in monotonic seconds."""
         self._segment: _OpenSegment | None = None
         self._retired: list[_Registered] = []
         self._thread = anyio.CapacityLimiter(1)

@@ -63,7 +63,7 @@ class _Path:
     source: str
     conditions: Sequence[str]
     rows: int
-    """At most `_COUNTED`."""
+    """About how many rows are on it, at most `_COUNTED`."""
 
 
 def look(db: sqlite3.Connection, search: SummarySearch) -> SummaryRows:
