@@ -149,7 +149,7 @@ class GroupClosure:
     """The code of the permanent error that ended every sample, if there is one such error."""
     figures: GroupFigures | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
-    """What the run's counters grow by when the group is closed, and not when it is closed again."""
+    """Added to the run's counters when the group is closed, and not when it is closed again."""
 
     @property
     def state(self) -> str:

@@ -1,6 +1,7 @@
 """When a job gets more nodes, and when it gives them back: pure decisions, from looks at Slurm and at the nodes.
 
 Each node of more is a job of its own in a numbered slot, which joins the first.
+
 - There are never more such jobs than `most`, those that wait in Slurm's queue or end included.
 - A need, or an idle node, counts only once it has lasted, and what is already on its way counts as help.
 - A node is drained first. Its job is ended once it holds nothing.

@@ -76,7 +76,7 @@ def erase(db: sqlite3.Connection, rollout_ids: Sequence[str], now: float) -> dic
 
 
 def _take_out(db: sqlite3.Connection, group: sqlite3.Row, rollout_ids: Sequence[str], now: float) -> None:
-    """Take samples out of a group, as far as it can still be delivered."""
+    """Remove samples from a group, as far as it can still be delivered."""
     before = run_codec.decode_samples(group["samples"])
     is_settled = group["state"] not in ("ready", "batched")
     samples = rules.without_erased(before, rollout_ids, is_settled=is_settled)

@@ -177,7 +177,7 @@ def erase_sample(
 def _take_out(
     change: RunTransaction, number: int, record: ClosedRecord, state: GroupStatus, rollout_ids: Sequence[str]
 ) -> None:
-    """Take samples out of a group, as far as it can still be delivered."""
+    """Remove samples from a group, as far as it can still be delivered."""
     before = run_codec.decode_samples(record.samples)
     is_settled = state.state not in (READY.state, BATCHED)
     samples = rules.without_erased(before, rollout_ids, is_settled=is_settled)
