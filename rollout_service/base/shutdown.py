@@ -19,6 +19,8 @@ import structlog
 
 from rollout_service.base.errors import UnavailableError
 
+log = structlog.get_logger(__name__)
+
 T = TypeVar("T")
 
 RETRY_SECONDS = 1
@@ -140,8 +142,6 @@ def _cancel(scopes: set[anyio.CancelScope]) -> None:
     for scope in list(scopes):
         scope.cancel()
 
-
-log = structlog.get_logger(__name__)
 
 LOG_SECONDS = 0.2
 """The time limit for the last log line."""

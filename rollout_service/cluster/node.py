@@ -36,6 +36,8 @@ from sandboxes.scheduling.host_metrics import HostReader
 from sandboxes.scheduling.pressure import HostMetrics, PressureController
 from sandboxes.scheduling.warm_pool import WarmPool
 
+log = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -130,9 +132,6 @@ def _pressure(metrics: HostMetrics) -> PressureView:
         descriptors_free=metrics.descriptors_free,
         processes_free=metrics.processes_free,
     )
-
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)

@@ -27,6 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from rollout_service.base.errors import ConfigurationError
 
+log = structlog.get_logger(__name__)
+
 MIN_LENGTH = 16
 MAX_LENGTH = 512
 KEY_COMMAND = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
@@ -137,8 +139,6 @@ def read_keys(path: Path) -> list[ApiKey]:
         )
         raise ConfigurationError(f"the keys file {path}: {wrong}") from None
 
-
-log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 2.0
 READABLE_BY_OTHERS = 0o077

@@ -16,6 +16,8 @@ from starlette.types import Receive
 from rollout_service.base.errors import TooManyBytesError
 from rollout_service.base.signals import ChangeSignal
 
+T = TypeVar("T")
+
 WAIT_SECONDS = 10.0
 """How long a body waits for room. Its sender is not read meanwhile, so nothing has to be sent again."""
 
@@ -91,8 +93,6 @@ class HeldBytes:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-
-T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
 """Only in the log: the client disconnected before it was answered."""

@@ -22,6 +22,8 @@ from rollout_service.base.errors import ConfigurationError
 from rollout_service.http.connections import Connections, EvictionReason
 from rollout_service.http.protocol import BoundedProtocol, Observe, RequestLimits
 
+log = structlog.get_logger(__name__)
+
 POLL_SECONDS = 10.0
 
 
@@ -84,8 +86,6 @@ def _file_version(path: Path) -> tuple[int, int] | None:
         return None
     return found.st_mtime_ns, found.st_ino
 
-
-log = structlog.get_logger(__name__)
 
 ACCEPT_PAUSE_SECONDS = 0.1
 TICK_SECONDS = 1.0

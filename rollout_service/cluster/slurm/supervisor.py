@@ -30,6 +30,8 @@ from rollout_service.cluster.slurm.redis_server import redis_child
 from rollout_service.cluster.slurm.spec import JobSpec
 from sandboxes.host.children import start_process
 
+log = structlog.get_logger(__name__)
+
 REGISTER_SECONDS = 1.0
 
 
@@ -71,8 +73,6 @@ class Registrar:
                 log.info("engine removed", url=engine)
             self.ours = (self.ours & set(there)) | wanted
 
-
-log = structlog.get_logger(__name__)
 
 ENGINES, NODE = "engines", "node-"
 LOOK_SECONDS = 0.5

@@ -28,6 +28,8 @@ from redis.retry import Retry
 from rollout_service.base.errors import StoreError
 from rollout_service.store.redis.config import Durability, RedisConfig
 
+log = structlog.get_logger(__name__)
+
 FILES = ("common", "schema", "idle", "cluster", "engines", "segments", "index", "rollouts", "runs", "lists")
 """A file of `lua/` may use the tables of those before it."""
 LIBRARY_NAMES = "rollouts_*"
@@ -57,8 +59,6 @@ def function_library() -> FunctionLibrary:
     name, suffix = f"rollouts_{digest}", f"_{digest}"
     return FunctionLibrary(name, f"#!lua name={name}\nlocal SUFFIX = '{suffix}'\n{body}", suffix)
 
-
-log = structlog.get_logger(__name__)
 
 APPLICATION = "rollout-service"
 _OLDEST = 7

@@ -24,6 +24,8 @@ from rollout_service.store.segments.proof import FolderMark, FolderProof, folder
 from rollout_service.store.segments.writer import FILE_BYTES, FILE_SECONDS, SegmentWriter
 from sandboxes.task_groups import open_task_group
 
+T = TypeVar("T")
+
 log = structlog.get_logger(__name__)
 
 SWEEP_SECONDS = 86_400.0
@@ -282,8 +284,6 @@ class FolderWatch:
         await anyio.sleep(HANGS_SECONDS)
         self._found(folder_hangs(self._proof.files, HANGS_SECONDS))
 
-
-T = TypeVar("T")
 
 PROBE_NAME = re.compile(r"probe-[0-9a-f]{32}", re.ASCII)
 FILES_AT_ONCE = 500

@@ -33,6 +33,8 @@ from rollout_service.store.redis.runs.rollouts import RunKeys, all_runs
 from rollout_service.store.rules import BatchState
 from rollout_service.store.runs_contract import GroupClosure
 
+T = TypeVar("T")
+
 TASKS_AT_ONCE = 1_000
 """A command in a function has at most some thousand words."""
 
@@ -155,9 +157,6 @@ class RunTransaction:
         if removed := self.run.removed():
             self.do("HDEL", self.keys.run, *removed)
         return self.commands
-
-
-T = TypeVar("T")
 
 
 def by_number(reply: Sequence[bytes]) -> dict[int, bytes]:
