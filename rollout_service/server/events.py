@@ -22,12 +22,6 @@ from rollout_service.cluster.node import Node
 from rollout_service.engines.serving.orders import Announce
 from rollout_service.store.contract import Store, StoreShard
 
-# Writes the events that the service itself causes, beside what they tell of.
-#
-# Guarantees: announcing takes microseconds, never waits and never fails; events are written in the order of their
-# announcement, and none replaces another. A store that fails loses the events that it should have written then, and
-# nothing else; one that hangs, those that come when `MAX_WAITING` wait.
-
 log = structlog.get_logger(__name__)
 
 MAX_WAITING = 1_024
@@ -41,10 +35,13 @@ class Announcer:
         self._store = store
         self._said, self._waiting = anyio.create_memory_object_stream[_Said](MAX_WAITING)
         self.dropped = 0
-        """Events that were not written, since the store failed, too many waited, or the service had ended."""
+        """Events that were not written because the store failed, too many waited, or the service had ended."""
 
     def announce(self, kind: EventKind, subject: str, data: dict[str, JsonValue]) -> None:
-        """Have an event written after those announced before."""
+        """Queue an event; takes microseconds, never waits and never fails.
+
+        Events are written in order, and none replaces another.
+        """
         try:
             self._said.send_nowait((kind, subject, data))
         except (anyio.WouldBlock, anyio.ClosedResourceError, anyio.BrokenResourceError):
@@ -52,7 +49,7 @@ class Announcer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Write events within the block, and those that wait at its end, for `CLOSE_SECONDS` at most."""
+        """Write events in the block, then the rest for at most `CLOSE_SECONDS`."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._write)
             try:
@@ -76,24 +73,20 @@ class Announcer:
                     lost = 0
 
 
-# Which events a reader wants: of some kinds, about some subjects.
-
 PREFIXES = frozenset(f"{kind.partition('.')[0]}." for kind in EventKind)
-"""The prefixes that may stand for all kinds that begin with them."""
+"""Prefixes that stand for all kinds that begin with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventSelection:
-    """Chooses events by kind and subject."""
-
     kinds: frozenset[str]
-    """The kinds and prefixes; all kinds if it is empty."""
+    """Kinds and prefixes; empty means all."""
     subjects: frozenset[str]
-    """The subjects; all if it is empty."""
+    """Empty means all."""
 
     @classmethod
     def of(cls, kinds: Sequence[str], subjects: Sequence[str]) -> EventSelection:
-        """Return the selection of these kinds, such as `run.state` or `run.` for all of runs, and subjects.
+        """Return the selection of these kinds, such as `run.state`, or `run.` for all of runs.
 
         Raises:
             InvalidFieldError: There is no such kind.
@@ -120,18 +113,13 @@ class EventSelection:
         return not self.kinds or kind in self.kinds or f"{kind.partition('.')[0]}." in self.kinds
 
 
-# The newest events in memory, encoded, for all who follow them.
-#
-# Guarantees: however many readers there are, an event is read from the store and encoded once. A reader that is far
-# behind reads from the store until it has caught up. Nothing is skipped, and nothing comes twice.
-
 TAIL_EVENTS = 4_096
 PAGE_EVENTS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class SentEvent:
-    """An event as it is sent, but for the line with the reader's position."""
+    """An event as it is sent, except for the line with the reader's position."""
 
     event_id: int
     time: datetime
@@ -146,14 +134,18 @@ class SentEvent:
 
 
 class EventTail:
-    """Reads the events of a shard of the store for several readers at once."""
+    """Keeps the newest events of a shard of the store in memory, encoded, for all readers.
+
+    However many readers there are, an event is read from the store and encoded once. A reader that is far behind reads
+    from the store until it has caught up. Nothing is skipped, and nothing comes twice.
+    """
 
     def __init__(self, store: StoreShard) -> None:
         self._store = store
         self._lock = anyio.Lock()
         self._events: deque[SentEvent] = deque()
         self._start = self._end = 0
-        """It has the events after the first of these ids, up to the second."""
+        """The events have ids above the first, up to the second."""
 
     async def after(self, seen: int, newest: int) -> list[SentEvent]:
         """Return events after the id `seen`, in order: at least one if `newest`, the newest id, is above it."""
@@ -172,7 +164,7 @@ class EventTail:
         return found[::-1]
 
     def rewind(self, newest: int) -> None:
-        """Forget the events above `newest`, which the store has lost; other events will have their ids."""
+        """Forget the events above `newest`, which the store has lost; their ids will be reused."""
         if newest < self._end:
             self._begin_after(newest)
 
@@ -188,18 +180,17 @@ class EventTail:
             self._start = self._events.popleft().event_id
 
 
-# Tells of what changes without a command of its own: engines, the node, and what holds sandboxes back.
-#
-# Guarantee: something that changes all the time causes at most one event a second, since the watcher looks that
-# often; a state that comes and goes in between is missed. The parts that it watches do not know of it.
-
 PERIOD_SECONDS = 1.0
 CALM_SECONDS = 5.0
-"""How long nothing must hold sandboxes back before the hold is reported as ended."""
+"""How long sandboxes must be unhindered before a hold is reported as ended."""
 
 
 class StateWatcher:
-    """Compares the present state with the one before."""
+    """Announces changes that no command makes: of engines, the node, and the reasons that hold sandboxes back.
+
+    Looks once a second, so constant changes cause at most one event a second, and a state that comes and goes in
+    between is missed. The watched parts do not know of it.
+    """
 
     def __init__(
         self,
@@ -209,7 +200,6 @@ class StateWatcher:
         backends: Callable[[], list[BackendView]],
         claims: Callable[[], bool],
     ) -> None:
-        """`backends` lists the engines; `claims` tells whether the node claims rollouts."""
         self._announce = announce
         self._node = node
         self._backends = backends
@@ -226,7 +216,6 @@ class StateWatcher:
             await anyio.sleep(PERIOD_SECONDS)
 
     def look(self, now: float) -> None:
-        """Tell of everything that has changed since the last look."""
         self._look_at_backends()
         self._look_at_node()
         self._look_at_holds(now)

@@ -1,4 +1,8 @@
-"""Trajectories for looking at: their outline, and ranges of their tokens with text."""
+"""Trajectories for looking at: their outline, and ranges of their tokens with text.
+
+Records are decoded and texts made in threads. Paging through a long trajectory decodes its record only once. Deleted
+content is shown for at most `KEPT_SECONDS`.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +27,15 @@ from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.store.contract import Store
 from rollout_service.tokens.tokenizer import TokenBytes
 
-# Reads trajectories for looking at.
-#
-# Guarantees: the event loop is not held up, since records are decoded, and texts made, in threads. Paging through a
-# long trajectory decodes its record once, and not with every page. What was deleted is shown for `KEPT_SECONDS` at
-# most.
-
 MAX_RANGE = 20_000
 """The most tokens of one answer."""
 KEPT_SECONDS = 15.0
-"""How long a decoded trajectory is kept after it was read."""
 MAX_KEPT_TOKENS = 2_000_000
-"""The most tokens of all trajectories that are kept; the one that was read last is kept whatever its size."""
+"""The most tokens of all trajectories that are kept; the last one is kept whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Viewed:
-    """A trajectory, and the other data needed to show it."""
-
     trajectory: Trajectory
     pool: str
     masked: dict[int, MaskReason | None]
@@ -88,7 +83,7 @@ class TrajectoryViewer:
     async def whole(
         self, trajectory: Trajectory, rollout: Rollout, pool: str, node: int | None = None
     ) -> tuple[TrajectoryOutline, list[TokenRange]]:
-        """Return all of a rollout's trajectory, or of its sub-agent's: the outline, and the tokens of each segment."""
+        """Return the outline of a rollout's or a sub-agent's trajectory, and the tokens of each segment."""
         table = await self._table(pool)
 
         def show() -> tuple[TrajectoryOutline, list[TokenRange]]:
@@ -99,7 +94,7 @@ class TrajectoryViewer:
         return await anyio.to_thread.run_sync(show)
 
     async def _table(self, pool: str) -> TokenBytes | None:
-        """Return the bytes of the tokens of a pool; the first time, they are read in a thread."""
+        """Return the bytes of a pool's tokens, which a thread reads the first time."""
         renderer = self._serving.renderer(pool)
         if renderer is None:
             return None
@@ -158,8 +153,6 @@ def _masked(rollout: Rollout) -> dict[int, MaskReason | None]:
     return {mark.turn: mark.masked_because for mark in rollout.turn_marks}
 
 
-# The outline of a trajectory, and the columns of a range of its tokens. Pure functions, which may run in a thread.
-
 DIGITS = 4
 
 
@@ -202,7 +195,7 @@ def outline(
 
 
 def token_range(segment: Segment, index: int, start: int, count: int, table: TokenBytes | None) -> TokenRange:
-    """Return a range of a segment's tokens; fewer than `count` where the segment ends."""
+    """Return a range of tokens; fewer than `count` where the segment ends."""
     cut = slice(start, start + count)
     ids, mask = segment.token_ids[cut], segment.loss_mask[cut]
     shown = TokenText() if table is None else join(table.of_ids(ids))
@@ -260,7 +253,7 @@ def _runs(values: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def _entropy(logprobs: Sequence[float]) -> float | None:
-    """Return the entropy of the likeliest tokens and the rest as one more; None where nothing was sampled."""
+    """Return the entropy of the likeliest tokens, with all others as one; None where nothing was sampled."""
     if not logprobs:
         return None
     shares = [math.exp(value) for value in logprobs]
@@ -269,24 +262,23 @@ def _entropy(logprobs: Sequence[float]) -> float | None:
     return round(total - (rest * math.log(rest) if rest else 0.0), DIGITS)
 
 
-# The text of a range of tokens, and where each token ends in it.
-#
-# Guarantee: the bytes of every token can be had back: those of `pieces` from there, all others from their part of the
-# text. So nothing is lost where a range, or a token, cuts a character.
-
 LONGEST_CHARACTER = 4
 
 
 @dataclass(slots=True)
 class TokenText:
-    """A text with the ends of its tokens, in UTF-16 code units."""
+    """A text with the ends of its tokens, in UTF-16 code units.
+
+    The bytes of every token can be recovered: from `pieces`, or from its part of the text. So nothing is lost where a
+    range or a token cuts a character.
+    """
 
     text: str = ""
     ends: list[int] = field(default_factory=list)
     partial: list[int] = field(default_factory=list)
-    """The positions of tokens that are no whole characters."""
+    """The positions of tokens that are not whole characters."""
     pieces: dict[int, str] = field(default_factory=dict)
-    """The bytes of each of them, in hexadecimal."""
+    """Their bytes, in hexadecimal."""
 
 
 def join(tokens: Sequence[bytes]) -> TokenText:

@@ -69,17 +69,17 @@ MODULES = (
     overview,
     trajectories,
 )
-"""In the order in which their routes are matched: probes first, since matching is a large part of their cost."""
+"""In the order of matching: probes first, since matching is a large part of their cost."""
 
-# FastAPI makes the validators of parameters without this warning of pydantic's. Those of wire models are only built
-# with the first request, when FastAPI lets the warning through again.
+# FastAPI silences this warning of pydantic's for parameters, but not for wire models, which it builds with the first
+# request.
 warnings.filterwarnings("ignore", "The 'alias' attribute", UnsupportedFieldAttributeWarning)
 
 log = structlog.get_logger(__name__)
 
 
 def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
-    """Return the service as an ASGI app, which runs during its lifespan and drains once the shutdown begins."""
+    """Return the service as an ASGI app. It runs during its lifespan, and drains once the shutdown begins."""
     metrics = Metrics()
     hosts = AllowedHosts(settings.allowed_hosts, bound=settings.host, keyed=settings.is_keyed)
     keyring = Keyring(settings.keys, settings.keys_file, reloaded=metrics.count_key_reload)
@@ -148,7 +148,6 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
 def _serving_e2b(
     settings: Settings, service: Service, keyring: Keyring, shutdown: Shutdown
 ) -> AbstractAsyncContextManager[None]:
-    """Serve E2B's API beside this one."""
     try:
         from rollout_service.server.e2b.app import serving_e2b
     except ModuleNotFoundError as missing:
@@ -161,7 +160,7 @@ def _serving_e2b(
 
 @asynccontextmanager
 async def _draining(shutdown: Shutdown, pipeline: Pipeline) -> AsyncIterator[None]:
-    """Drain once the shutdown begins; a part that fails inside the block begins it too."""
+    """Drain once the shutdown begins; a part that fails inside the block begins it."""
 
     async def drain() -> None:
         await shutdown.wait()

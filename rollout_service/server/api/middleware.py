@@ -1,9 +1,8 @@
-"""Middleware of every route, after `HostMiddleware`: authentication, limits on bodies, and request metrics.
+"""Middleware of every route: authentication, limits on bodies, and request metrics.
 
-Guarantees: with keys configured, only the probes, the API's description and the dashboard's files answer without one,
-and only the model APIs of a live session to another key, which is the session's own. Keys are compared in constant
-time. No more of a body is read than the limit allows. All are plain ASGI, so streamed responses are never
-buffered.
+With keys configured, only the probes, the API's description and the dashboard's files answer without one, and only the
+model APIs of a live session to the session's own key. Keys are compared in constant time. All are plain ASGI, so
+streamed responses are never buffered.
 """
 
 from __future__ import annotations
@@ -34,14 +33,12 @@ from rollout_service.observability.telemetry.metrics import Metrics
 OWN_HEADER = "x-rollout-key"
 PROBES = frozenset({"/health", "/ready"})
 PAGES = frozenset({"/openapi.json", "/docs", "/", "/dashboard"})
-"""Open paths: the same for every user of this release, and needed by a browser before a key can be typed in."""
+"""Open paths: the same for every user of this release, and a browser needs them before a key can be typed in."""
 FILES = ("/docs/", "/dashboard/")
-"""The prefixes of the paths of the pages' files, which need no key either."""
+"""Prefixes of the pages' files, which are open too."""
 
 
 class BearerAuthMiddleware:
-    """Refuses requests without a valid key, or with one whose role does not allow them."""
-
     def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
         self._app = app
         self._keyring = keyring
@@ -63,7 +60,6 @@ class BearerAuthMiddleware:
             await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        """Check a request's key, and admit its connection."""
         if is_session_call(scope):
             self._note_role(scope)
             return  # its connection is admitted once the session is found
@@ -85,13 +81,13 @@ class BearerAuthMiddleware:
             )
 
     def _note_role(self, scope: Scope) -> None:
-        """Note whether a call of a session has a key of the service; else it needs the session's own."""
+        """Note whether a call of a session has a key of the service."""
         key = self._keyring.find(GatewayRequest.of(scope).key)
         may = not self._keyring.is_needed or (key is not None and key.role.allows(Role.SUBMIT))
         scope.setdefault("state", {})[MAY_USE_ALL] = may
 
     def _key(self, headers: Headers) -> ApiKey:
-        # Portals in front of the service may use `Authorization` themselves, so a header of our own comes first.
+        # Portals in front of the service may use `Authorization` themselves, so our own header wins.
         scheme, given = "bearer", headers.get(OWN_HEADER)
         if given is None:
             scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -125,7 +121,7 @@ class JsonBodyMiddleware:
 
 
 def _is_json(headers: Headers) -> bool:
-    """Return whether a request's headers announce a JSON body, or none."""
+    """A request without a body counts as JSON."""
     if "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
         return True
     return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
@@ -134,7 +130,7 @@ def _is_json(headers: Headers) -> bool:
 class BodyLimitMiddleware:
     """Refuses bodies over a limit: at once if their length is announced, otherwise while they are read.
 
-    Those that are received at once are bounded together, too, and wait for each other.
+    Bodies that are received at once also share a limit, and wait for each other.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_bytes_in_flight: int) -> None:
@@ -154,7 +150,6 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
 
     def _bounded(self, receive: Receive, held: HeldBytes) -> Receive:
-        """Return a function that receives no more of a body than is allowed."""
         read = 0
 
         async def receive_bounded() -> Message:
@@ -183,7 +178,7 @@ class BodyLimitMiddleware:
 
 
 class RequestMetricsMiddleware:
-    """Counts requests by route template, never by raw path, since ids would create a time series each."""
+    """Counts requests by route template: raw paths have ids, each of which would create a time series."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -203,18 +198,16 @@ class RequestMetricsMiddleware:
         await self._app(scope, receive, count)
 
 
-# A path prefix that a proxy leaves on requests, such as `/node/HOST/8080` of Open OnDemand.
-#
-# Guarantees: it is taken off before anything else looks at the path, so keys, roles and routes see what they would
-# see without a proxy. A path without the prefix is served as it is, for callers that reach the server directly and
-# for proxies that take the prefix off. A prefix that is spelled differently, with escapes or twice, is not one.
-
-
 class PathPrefixMiddleware:
-    """Takes the prefix off requests, and puts it before the paths of redirections."""
+    """Removes a path prefix that a proxy leaves on requests, such as `/node/HOST/8080` of Open OnDemand.
+
+    Keys, roles and routes see the path without it; redirections get it back. Paths without the prefix are served as
+    they are, for direct callers and for proxies that remove it. A prefix spelled differently, with escapes or twice, is
+    not one.
+    """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
-        """`prefix` begins with a slash and does not end with one; it is empty for none."""
+        """`prefix` begins with a slash and does not end with one; an empty one means none."""
         self._app = app
         self._prefix = prefix
 
@@ -239,12 +232,12 @@ class PathPrefixMiddleware:
         await self._app(stripped, receive, redirected)
 
     def _is_below(self, scope: Scope) -> bool:
-        """Return whether the path, decoded and as it was sent, begins with the prefix as a whole."""
+        """Check the path both decoded and as sent."""
         path, raw = scope["path"] + "/", _raw(scope) + b"/"
         return path.startswith(f"{self._prefix}/") and raw.startswith(f"{self._prefix}/".encode())
 
     def _redirect(self, headers: MutableHeaders) -> None:
-        """Put the prefix before the path of a redirection within this server, which becomes relative to the host."""
+        """Add the prefix to a redirection within this server, which becomes relative to the host."""
         location = headers.get("location")
         if location is None:
             return

@@ -1,6 +1,6 @@
-"""Requests that only another node can answer, such as those about a rollout's current step: that node answers them.
+"""Requests that only another node can answer, such as those about a rollout's current step.
 
-Guarantee: a request is passed on once at most, with its caller's own key.
+A request is passed on at most once, with its caller's own key.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rollout_service.base.errors import NotFoundError, UnavailableError
 from rollout_service.server.lifecycle import Service
 
 PASSED_ON = "x-rollout-passed-on"
-"""The header of a request that another node passes on."""
+"""Marks a request that another node passed on."""
 PASSED_HEADERS = ("authorization", "x-rollout-key", "content-type")
 LOOK_SECONDS = 1.0
-"""How often a request that waits looks which node runs the rollout by now."""
+"""How often a waiting request looks which node runs the rollout."""
 ANSWER_SECONDS = 30.0
-"""How long the other node may take to answer, beyond the time for which it is asked to wait."""
+"""How long the other node may take to answer, in addition to the time for which it is asked to wait."""
 
 
 async def wait_for_access(service: Service, http: Request, rollout_id: str, seconds: float) -> Response | None:
-    """Return the answer of the node that runs a rollout, or None if this one has to answer, which has waited then.
+    """Return the answer of the node that runs a rollout; None, after waiting here, if this node has to answer.
 
     Raises:
         UnavailableError: The node that runs the rollout cannot be reached.
@@ -55,7 +55,7 @@ async def pass_on(
     query: Mapping[str, str] | None = None,
     body: bytes | None = None,
 ) -> Response | None:
-    """Have the node that runs a rollout answer a request; None if no other node does, or it came from another one.
+    """Have the node that runs a rollout answer a request; None if no other node runs it or the request was passed on.
 
     Raises:
         UnavailableError: That node cannot be reached.
@@ -109,7 +109,6 @@ async def _send(
 
 
 async def _address(service: Service, rollout_id: str) -> str | None:
-    """Return the URL of another node that runs a rollout."""
     own = service.nodes.own().owner
     for record in await service.store.cluster.nodes():
         report = record.report

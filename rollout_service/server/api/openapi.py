@@ -1,4 +1,9 @@
-"""The OpenAPI document: every route's parameters, responses, and errors."""
+"""The OpenAPI document at `/openapi.json`, and Swagger UI at `/docs`.
+
+Every error of a route is declared, as `application/problem+json` with the schema `Problem`. The page loads nothing from
+another host, so it works offline. It needs no key, since it is the same for every user of this release; it sends the
+key that is typed into it with each request.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +41,6 @@ from rollout_service.base.errors import (
 )
 from rollout_service.server.api.middleware import PROBES
 from rollout_service.server.api.routes.support.route import add_error
-
-# Serves the OpenAPI document at `/openapi.json`, and Swagger UI at `/docs`.
-#
-# Guarantees: the browser loads nothing from another host, so the page works offline. The page itself needs no key,
-# since it shows only what is the same for every user of this release; it sends the key that is typed into it with
-# each request.
 
 ASSETS = {
     "swagger-ui-bundle.js": "text/javascript",
@@ -125,11 +124,6 @@ def _asset(name: str, media_type: str) -> Callable[[Request], Response]:
     return lambda request: _fixed(content(), media_type)(request)
 
 
-# Builds the OpenAPI document from the routes.
-#
-# Guarantees: every error that a route can answer with is declared, as `application/problem+json` with the schema
-# `Problem`. Errors that all routes share (keys, limits, an unavailable store) are listed here once and added to each.
-
 Document = dict[str, Any]
 Operation = dict[str, Any]
 
@@ -181,7 +175,7 @@ TAGS = {
 
 
 def build(app: FastAPI, *, keyed: bool, prefix: str = "") -> Document:
-    """Return the document of an app; `keyed` says whether it requires a key, and `prefix` where a proxy has it."""
+    """`keyed` says whether the app requires a key; `prefix` is the path at which a proxy has it."""
     document = get_openapi(
         title=app.title,
         version=app.version,
@@ -210,7 +204,7 @@ def _operations(document: Document) -> Iterator[tuple[str, Operation]]:
 
 
 def _complete(operation: Operation, *, is_open: bool) -> None:
-    """Add the errors and the security that the operation shares with others of its kind."""
+    """Add the errors and the security that are common to such operations."""
     if is_open:
         operation["security"] = []
         return
@@ -224,7 +218,6 @@ def _complete(operation: Operation, *, is_open: bool) -> None:
 
 
 def _exemplify(operation: Operation) -> None:
-    """Add the examples of the operation's body and responses."""
     name = operation["operationId"]
     if name in REQUESTS:
         operation["requestBody"]["content"][JSON]["example"] = REQUESTS[name]
@@ -241,9 +234,8 @@ def _problem_schemas() -> dict[str, Any]:
     return {**schema.pop("$defs"), "Problem": {**schema, "examples": [PROBLEM]}}
 
 
-# Examples of request and response bodies, by operation id.
-#
-# Guarantee: a service with the built-in environments accepts every request.
+# Examples of request and response bodies, by operation id. A service with the built-in environments accepts every
+# request.
 
 TASK = {"environment": "calc", "instance": {"question": "What is 6 * 7?", "answer": "42"}}
 
@@ -336,7 +328,6 @@ RESPONSES: dict[str, dict[str, Any]] = {
     "list_runs": {"200": {"runs": [_RUN]}},
     "acknowledge_batch": {"200": {"batch_id": "calc-1.b0", "state": "acknowledged"}},
 }
-"""The examples of each operation, by status."""
 
 PROBLEM = {
     "type": "about:blank",

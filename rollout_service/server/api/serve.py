@@ -1,7 +1,7 @@
 """Serves the app until a signal or a failed part stops it; then refuses, drains, cancels, and closes, in this order.
 
-Guarantees: the log says where the service listens, with which settings, and finally why it ended. The process ends
-within 3 s after the drain: with exit code 4 if a part failed, and by the signal if one stopped it.
+The log says where the service listens, with which settings, and finally why it ended. The process ends within 3 s after
+the drain: with exit code 4 if a part failed, and by the signal if one stopped it.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from rollout_service.settings import Settings
 log = structlog.get_logger(__name__)
 
 CONNECTIONS_GRACE_SECONDS = 1
-"""How long connections may take to close once the service has drained and answered every request."""
+"""How long connections may take to close after the last answer."""
 GC_YOUNG_OBJECTS = 50_000
-"""Allocations between garbage collections. The default of 700 collects several times in an agent's turn, and each
-collection walks through the prompts in flight, which stops every rollout for milliseconds."""
+"""Allocations between garbage collections. The default of 700 collects several times in an agent's turn; each time
+walks through the prompts in flight and stops every rollout for milliseconds."""
 THREAD_SECONDS = 0.0005
 """How long a computing thread, such as one that renders a long prompt, may hold up the event loop each time it wakes.
-The default of 5 ms is several times as long as a whole turn."""
+The default of 5 ms is several times as long as a turn."""
 
 
 def serve(settings: Settings, *, port_file: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT, and write the URL to `port_file` once the server listens.
 
-    Return the exit code if a part failed; after a signal, the process ends by that signal. If the service cannot start,
-    the log says why and the process ends with exit code 3.
+    Returns the exit code; after a signal, the process ends by that signal. If the service cannot start, the log says
+    why and the process ends with exit code 3.
 
     Raises:
         ConfigurationError: The address cannot be bound, or the certificate cannot be used.
@@ -82,7 +82,7 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
 
 
 def load_certificate(settings: Settings) -> Certificate | None:
-    """Return the certificate that the settings name, if any.
+    """Load the certificate that the settings name, if any.
 
     Raises:
         ConfigurationError: The certificate cannot be used.
@@ -136,7 +136,7 @@ def _log_start(settings: Settings, address: str) -> None:
 
 
 class PlainStartup:
-    """Wraps the app to log a failed start as one sentence; only a bug is worth a traceback."""
+    """Logs a failed start as one sentence; only a bug is worth a traceback."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
@@ -158,7 +158,7 @@ def _why(app: FastAPI) -> str:
 
 
 def _settle_garbage_collector() -> None:
-    """Exclude the imports' objects, hundreds of thousands that are never freed, from every collection."""
+    """Exclude the objects of imports, hundreds of thousands that are never freed, from every collection."""
     gc.freeze()
     gc.set_threshold(GC_YOUNG_OBJECTS)
     gc.enable()

@@ -1,8 +1,8 @@
 """Serves the dashboard's page at `/`, and its files below `/dashboard/`.
 
-Guarantees: only the files of this folder are served, by the names that were listed when the service started, so a path
-cannot lead anywhere else. They are the same for every user of a release and need no key; the data that the page shows
-comes from the API, which does. The browser asks nobody but this server, and runs no script but these files.
+Only the files of this folder are served, by names listed when the service started, so no path leads anywhere else. They
+are the same for every user of a release and need no key; the data comes from the API, which does. The browser loads
+nothing from other hosts, and runs no script but these files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # asked again each time, and answered with a 304
+    "Cache-Control": "no-cache",  # revalidated each time, mostly with a 304
 }
 MEDIA_TYPES = {
     ".css": "text/css",
@@ -44,7 +44,7 @@ MEDIA_TYPES = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-"""The types of the files that are served; others, such as licenses, are not."""
+"""The types of files that are served; others, such as licenses, are not."""
 INDEX = "index.html"
 
 Answer = Callable[[Request], Awaitable[Response]]
@@ -52,14 +52,11 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class StaticFile:
-    """A file of the page, with all that its response needs."""
-
     content: bytes
     media_type: str
     etag: str
 
     def answer(self, request: Request) -> Response:
-        """Return the file, or that the browser's copy is still right."""
         headers = HEADERS | {"ETag": self.etag}
         known = request.headers.get("if-none-match", "")
         if self.etag in {tag.strip().removeprefix("W/") for tag in known.split(",")}:
@@ -98,7 +95,7 @@ def install(app: FastAPI) -> None:
         return found.answer(request)
 
     async def to_page(_: Request) -> Response:
-        # Relative, so that it leads to the page behind a proxy that strips a prefix, too.
+        # Relative, so it also works behind a proxy that strips a prefix.
         return Response(status_code=307, headers=HEADERS | {"Location": "./"})
 
     routes: dict[str, Answer] = {"/": page, "/dashboard": to_page, "/dashboard/{name:path}": file}

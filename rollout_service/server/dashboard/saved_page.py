@@ -1,7 +1,7 @@
-"""The page of one rollout as a file of its own: the page's own modules, with the answers that they would ask for.
+"""The page of one rollout as a single file: the page's modules in one script, with the answers that they ask for.
 
-Guarantees: the file loads nothing and sends nothing, by its own policy, and runs no script but the one that the policy
-names by its hash. The answers are JSON in elements that no browser executes, and nothing in them ends such an element.
+By its own policy, the file loads nothing and sends nothing, and runs no script but the one whose hash the policy names.
+The answers are JSON in elements that no browser executes, and nothing in them ends such an element.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout_service.server.dashboard.routes import INDEX, static_files
 
 ENTRY = "saved/main.js"
 INSTEAD = {"lib/api.js": "saved/api.js"}
-"""The modules that ask the service, and those that answer from the file in their place."""
+"""Modules that ask the service, and those that answer from the file in their place."""
 _STYLES = re.compile(r'<link rel="stylesheet" href="dashboard/([^"]+)">')
 _NO_SCRIPT = "This page needs JavaScript. Its data is in this file, as JSON."
 
@@ -33,7 +33,6 @@ class _Viewer:
 
     @property
     def policy(self) -> str:
-        """The content security policy, which names the script and the style by their hashes."""
         parts = {
             "default-src": "'none'",
             "script-src": _hash(self.script),
@@ -46,7 +45,7 @@ class _Viewer:
 
 
 def saved_page(title: str, answers: Mapping[str, bytes]) -> bytes:
-    """Return the file with these answers: JSON by the paths that the page's modules ask for."""
+    """Return the file; `answers` is JSON by the paths that the page's modules ask for."""
     viewer = _viewer()
     head = f"""<!doctype html>
 <html lang="en">
@@ -68,10 +67,7 @@ def saved_page(title: str, answers: Mapping[str, bytes]) -> bytes:
 
 
 def json_block(path: str, content: bytes) -> bytes:
-    """Return an element that holds JSON under a name.
-
-    In JSON `<` is in strings only, where it can be written as its code: then no text can look like markup.
-    """
+    # In JSON `<` is in strings only, where it can be escaped: then no text can look like markup.
     start = f'<script type="application/json" data-path="{escape(path)}">'
     return start.encode() + content.replace(b"<", b"\\u003c") + b"</script>\n"
 
@@ -90,13 +86,6 @@ def _hash(text: str) -> str:
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
-# Joins ES modules into one script, for a page in a file of its own, which may load nothing.
-#
-# Guarantees: each module is in the script once, behind all that it imports, and sees nothing of the others but what
-# it imports by name. What cannot be joined is refused: a module or name that is missing, a circle of imports, and
-# forms of `import` and `export` that no module of the page uses. Nothing in the script ends the element that it is
-# put into.
-
 _BEGIN = r"(?:(?<=[;}\n])|\A)"
 _IMPORT = re.compile(_BEGIN + r"import\s*(\w+)?\s*(?:\{([^{}]*)\})?\s*from\s*\"([^\"]+)\";?")
 _EXPORT_LIST = re.compile(_BEGIN + r"export\s*\{(?P<names>[^{}]*)\};?")
@@ -109,7 +98,9 @@ _ENDS_ELEMENT = re.compile(r"</(?=script|style)|<!--|<script", re.IGNORECASE)
 
 
 def join_modules(files: Mapping[str, str], entry: str, instead: Mapping[str, str]) -> str:
-    """Return one script that runs the module `entry`, with all that it imports.
+    """Join ES modules into one script that runs the module `entry`.
+
+    Each module is in the script once, after all that it imports, and sees only the names that it imports.
 
     Args:
         files: The texts of modules by their paths.
@@ -117,7 +108,8 @@ def join_modules(files: Mapping[str, str], entry: str, instead: Mapping[str, str
         instead: The modules that stand in for others, by the paths of these.
 
     Raises:
-        ValueError: The modules cannot be joined; the message says which one, and why.
+        ValueError: The modules cannot be joined: a module or a name is missing, imports are circular, or the form of an
+            `import` or `export` is unknown.
     """
     bundle = _Bundle(files, instead)
     bundle.add(entry, ())
@@ -125,7 +117,7 @@ def join_modules(files: Mapping[str, str], entry: str, instead: Mapping[str, str
 
 
 def check_embeddable(text: str) -> str:
-    """Return a script or style sheet that can be the text of its element.
+    """Return a script or style sheet unchanged if it can be the text of its element.
 
     Raises:
         ValueError: Something in it would end the element, or be read as a comment.
@@ -136,15 +128,12 @@ def check_embeddable(text: str) -> str:
 
 
 class _Bundle:
-    """The modules of a script, in the order in which they run."""
-
     def __init__(self, files: Mapping[str, str], instead: Mapping[str, str]) -> None:
         self._files = files
         self._instead = instead
         self.modules: dict[str, _Module] = {}
 
     def add(self, path: str, importers: tuple[str, ...]) -> _Module:
-        """Add a module behind all that it imports, unless it is there."""
         if path in importers:
             raise ValueError(f"modules import each other: {' -> '.join((*importers, path))}")
         if path not in self.modules:
@@ -171,7 +160,7 @@ class _Module:
         self._others = others
         self.name = re.sub(r"\W", "_", path)
         self.exports: dict[str, str] = {}
-        """The names inside the module by those under which they are exported."""
+        """The names inside the module, by the names under which they are exported."""
         text = _IMPORT.sub(self._take, source)
         for form in (_EXPORT_LIST, _EXPORT_PARTS, _EXPORT_ONE, _EXPORT_DEFAULT):
             text = form.sub(self._give, text)
@@ -197,6 +186,6 @@ class _Module:
 
 
 def _pairs(names: str) -> list[tuple[str, str]]:
-    """Return the two names of each part of `a, b as c`: (a, a) and (b, c)."""
+    """Return both names of each part of `a, b as c`: (a, a) and (b, c)."""
     parts = [part.split(" as ") for part in names.split(",") if part.strip()]
     return [(part[0].strip(), part[-1].strip()) for part in parts]

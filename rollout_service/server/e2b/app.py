@@ -1,8 +1,8 @@
 """The ASGI app of E2B's API, and its listener.
 
-Guarantees: a request for sandboxes needs a key of the service with at least the role `submit`, and one to a sandbox
-that sandbox's own token; both are compared in constant time. Whoever has neither learns of a sandbox at most that its
-id is in use. No more of a body is read than is allowed, nor of all bodies together.
+A request for sandboxes needs a key of the service with at least the role `submit`, and one to a sandbox needs that
+sandbox's own token; both are compared in constant time. Anyone else learns of a sandbox at most that its id is in use.
+No more of a body is read than is allowed, nor of all bodies together.
 """
 
 from __future__ import annotations
@@ -46,22 +46,20 @@ from sandboxes.config import LimitDefaults
 PORT = "49983"
 """The port of E2B's daemon."""
 MESSAGE_BYTES = 4 * 1024 * 1024
-"""The most of a message to a sandbox, and of a request for one."""
+"""The most bytes of a message to a sandbox, or of a request for one."""
 BODIES_BYTES = 64 * 1024 * 1024
-"""The most of such bodies together."""
+"""The most bytes of such bodies together."""
 PROCESSES, FILES = "/process.Process/", "/filesystem.Filesystem/"
 STREAMS = ("/files", "/process.Process/StreamInput")
-"""The paths whose bodies are read in pieces, as fast as the sandbox takes them."""
+"""Paths whose bodies are read in pieces, as fast as the sandbox takes them."""
 USERS = frozenset({"", "Basic dXNlcjo=", "Basic cm9vdDo=", "user", "root"})
-"""How requests name a user: all of them are the sandbox's own."""
+"""How requests name a user; all mean the sandbox's own."""
 DESCRIPTOR_SHARE = 8
-"""The connections take at most this part of the descriptors that the service may open."""
+"""The connections take at most this part of the service's descriptors."""
 log = structlog.get_logger(__name__)
 
 
 class E2BApp:
-    """Answers programs that use the package `e2b`; an ASGI application."""
-
     def __init__(self, boxes: Boxes, keyring: Keyring, control: ControlApi) -> None:
         self._boxes = boxes
         self._keyring = keyring
@@ -72,7 +70,6 @@ class E2BApp:
         self._files = FilesystemASGIApplication(FilesystemCalls(), read_max_bytes=MESSAGE_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; see ASGI."""
         begun = False
 
         async def watched(message: Message) -> None:
@@ -108,7 +105,6 @@ class E2BApp:
             await app(scope, _bounded(receive, held, is_call=path.startswith((PROCESSES, FILES))), send)
 
     def _owner(self, headers: Headers) -> str:
-        """Return the name of the key that a request has."""
         given = headers.get("x-api-key", "")
         key = self._keyring.find(given)
         if not given or (key is None and self._keyring.is_needed):
@@ -153,7 +149,6 @@ class E2BApp:
 
 
 def _bounded(receive: Receive, held: HeldBytes, *, is_call: bool) -> Receive:
-    """Return a function that receives no more of a body than one message may have."""
     read = 0
 
     async def receive_bounded() -> Message:
@@ -177,7 +172,7 @@ def _bounded(receive: Receive, held: HeldBytes, *, is_call: bool) -> Receive:
 async def serving_e2b(
     settings: Settings, node: Node, keyring: Keyring, is_stopping: Callable[[], bool], observe: Observe
 ) -> AsyncIterator[None]:
-    """Serve E2B's API until the block is left; then end all sandboxes of programs.
+    """Serve E2B's API in the block; then end all sandboxes of programs.
 
     Raises:
         ConfigurationError: The address cannot be bound, or the sandboxes isolate nothing.

@@ -1,7 +1,7 @@
 """The sandboxes of programs: from their creation to the end of their time.
 
-Guarantees: a sandbox ends once its time is over, whatever its program does, and with the block of `running`. Its place
-is free once it has ended. A key finds only its own sandboxes.
+A sandbox ends once its time is over, whatever its program does, and with the block of `running`. Its place is free once
+it has ended. A key finds only its own sandboxes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from sandboxes.image_names import read_image_name
 from sandboxes.scheduling.admission import AdmissionController, Ticket
 
 LOOK_SECONDS = 1.0
-"""How often it is checked whether a sandbox has ended by itself."""
 DEFAULT_SECONDS = 300
 NO_NUL = r"^[^\x00]*$"
 Text = Annotated[str, Field(max_length=4_096, pattern=NO_NUL)]
@@ -64,7 +63,7 @@ class NewBox(BaseModel):
 class Box:
     sandbox: Sandbox
     owner: str
-    """The name of the key that it belongs to."""
+    """The name of its key."""
     new: NewBox
     number: int
     """Boxes that began later have larger ones."""
@@ -72,9 +71,7 @@ class Box:
     """Where its commands run; each ends with the sandbox."""
     commands: list[Any] = field(default_factory=list)
     code_locks: dict[str, anyio.Lock] = field(default_factory=lambda: defaultdict(anyio.Lock))
-    """Held while code of a language runs."""
     code_runs: Counter[str] = field(default_factory=Counter)
-    """How often code of each language has run."""
     saving: anyio.Lock = field(default_factory=anyio.Lock)
     """Held while its files are read for forks."""
     paused: bool = False
@@ -89,7 +86,7 @@ class Box:
 
     @property
     def most_seconds(self) -> float:
-        """The longest that it may live in all, however often it is renewed."""
+        """The longest that it may live, however often it is renewed."""
         return self.sandbox.spec.lifetime_seconds or math.inf
 
     @property
@@ -97,11 +94,11 @@ class Box:
         return self.scope.deadline - anyio.current_time()
 
     def renew(self, seconds: float) -> None:
-        """Let the sandbox end after this time, counted from now."""
+        """End the sandbox this many seconds from now."""
         self.scope.deadline = anyio.current_time() + seconds
 
     async def pause(self) -> None:
-        """Stop everything inside until `resume`; its time stands still, but not that of its `lifetime_seconds`.
+        """Stop everything inside until `resume`; its time stands still, its `lifetime_seconds` do not.
 
         Raises:
             UnavailableError: A command or a transfer of files is under way.
@@ -123,7 +120,7 @@ class Box:
 
 
 CURRENT_BOX: ContextVar[Box] = ContextVar("current_box")
-"""The sandbox of the request that is being answered, once its token has been checked."""
+"""The sandbox of the current request, once its token has been checked."""
 
 
 class Boxes:
@@ -150,7 +147,7 @@ class Boxes:
             self._tasks.cancel_scope.cancel()
 
     async def create(self, owner: str, new: NewBox, saved: Path | None = None) -> Box:
-        """Start a sandbox for a key, from what was saved of another if that is given.
+        """Start a sandbox for a key, from the `saved` files of another if given.
 
         Raises:
             ImageNotFoundError, ImagePathError, ForbiddenError: The settings do not allow the image or the network.
@@ -178,7 +175,7 @@ class Boxes:
         return box
 
     async def fork(self, box: Box, seconds: int, count: int) -> list[Box | Exception]:
-        """Start sandboxes with the files of one, which goes on; return each, or why it did not start.
+        """Start sandboxes with the files of a running one; return each, or the error that prevented it.
 
         Raises:
             SandboxError: Its files cannot be saved, such as while a program runs.
@@ -194,7 +191,7 @@ class Boxes:
             except (ServiceError, SandboxError) as error:
                 found.append(error)
 
-        async with self._forking:  # one after the other, which bounds what they take up on the disk
+        async with self._forking:  # one at a time bounds the disk space
             with TemporaryDirectory(prefix="rollout-fork-") as folder:
                 saved = Path(folder) / "saved"
                 async with (
@@ -232,7 +229,6 @@ class Boxes:
         )
 
     async def _keep(self, box: Box, ticket: Ticket) -> None:
-        """Keep a sandbox for its time, and end it."""
         try:
             with box.scope:
                 while box.sandbox.healthy:  # noqa: ASYNC110 - nothing tells of its end
@@ -253,15 +249,10 @@ class Boxes:
         return sorted(found, key=lambda box: -box.number)
 
     def find(self, sandbox_id: str) -> Box | None:
-        """Return a sandbox of any key; whoever asks must show its token."""
+        """Return a sandbox of any key; the caller must check its token."""
         return self._boxes.get(sandbox_id)
 
     def get(self, owner: str, sandbox_id: str) -> Box:
-        """Return a sandbox of a key.
-
-        Raises:
-            NotFoundError: The key has no such sandbox.
-        """
         box = self._boxes.get(sandbox_id)
         if box is None or box.owner != owner:
             raise NotFoundError(f"sandbox {sandbox_id[:64]!r} was not found", hint="It may have ended.")

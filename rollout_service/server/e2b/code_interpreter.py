@@ -1,7 +1,7 @@
-"""Code that programs run with the package `e2b_code_interpreter`: the server for it that E2B has in its sandboxes.
+"""Runs code for the package `e2b_code_interpreter`, like the server that E2B has in its sandboxes.
 
-Guarantees: a language has one context, whose state lives from run to run, and which runs one code at a time. A client
-that goes away interrupts its own code and no other. The state is kept, unless that code does not stop.
+A language has one context, whose state lives from run to run, and which runs one piece of code at a time. A client that
+goes away interrupts only its own code. The state is kept, unless that code does not stop.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from sandboxes import (
 from sandboxes.task_groups import open_task_group
 
 PORT = "49999"
-"""The port of E2B's server. Requests to its daemon name another."""
+"""The port of E2B's server for code; requests to its daemon name another."""
 LANGUAGES = ("python", "bash")
-"""The languages; their names are those of their contexts, too."""
+"""The languages; each context is named like its language."""
 OUTPUT_BYTES = 4 * 1024 * 1024
 """The most that is returned of an output; the middle of a longer one is left out."""
 GRACE_SECONDS = 10.0
-"""How long code may go on after it was interrupted."""
+"""How long interrupted code may go on."""
 Events = Iterator[dict[str, Any]]
 Session = PythonSession | BashSession
 
@@ -55,7 +55,6 @@ class CodeRun(BaseModel):
 
 
 def routes() -> list[Route]:
-    """Return the routes for the current sandbox."""
     return [
         Route("/execute", _execute, methods=["POST"]),
         Route("/contexts", _list),
@@ -66,7 +65,7 @@ def routes() -> list[Route]:
 
 
 async def _execute(request: Request) -> Response:
-    """Run code, and answer what became of it, an event on each line."""
+    """Run code, and answer its events, one on each line."""
     asked, box = CodeRun.model_validate_json(await request.body()), CURRENT_BOX.get()
     if asked.env_vars:
         raise RequestError("env_vars: code has no variables of its own here", hint="Give them to the sandbox.")
@@ -86,7 +85,7 @@ async def _execute(request: Request) -> Response:
 
 
 async def _run(box: Box, language: str, code: str, receive: Receive) -> list[dict[str, Any]]:
-    """Run code, which is interrupted if the client goes away, and return the events."""
+    """Run code, interrupted if the client goes away, and return the events."""
     session, seconds = await _session(box, language), box.most_seconds
     events: list[dict[str, Any]] = []
     async with open_task_group() as tasks:
@@ -146,7 +145,6 @@ async def _list(_: Request) -> Response:
 
 
 async def _restart(request: Request) -> Response:
-    """Begin a context anew, once what it runs has ended."""
     language, box = request.path_params["id"], CURRENT_BOX.get()
     if language not in LANGUAGES:
         return _no_context(language)

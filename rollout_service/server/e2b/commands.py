@@ -1,8 +1,7 @@
 """The commands of E2B's sandboxes: the service `process.Process` of the daemon that E2B has in each.
 
-Guarantees: as in E2B, a command belongs to its sandbox and not to the request that started it, and its timeout ends
-it. What it prints is sent as it comes, and is bounded here: a client that reads slowly holds the command up, one that
-has gone does not. A sandbox runs at most `MAX_COMMANDS` at once.
+As in E2B, a command belongs to its sandbox and not to the request that started it, and its timeout ends it. Output is
+sent as it comes; a client that reads slowly holds the command up, one that has gone does not.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ from sandboxes import RunningProgram, SandboxClosedError, SandboxError
 from sandboxes.sessions.terminal import SandboxTerminal, open_terminal
 
 MAX_COMMANDS = 128
-"""The most commands that run in a sandbox at once."""
 MAX_STRINGS = 4_096
-"""The most arguments and variables of a command."""
+"""The most arguments and variables of a command together."""
 MAX_SIZE = 1_000
-"""The most lines and columns of a terminal."""
+"""The most lines, or columns, of a terminal."""
 BUFFERED = 8
 """The most events, of up to 64 KiB each, that wait for a listener."""
 IDLE_SECONDS = 0.25
-"""How long output may be silent after the end of a command before it is taken for that of the background."""
+"""How long output may be silent after the end of a command before it is taken for that of background processes."""
 INPUT_SECONDS, PING_SECONDS = 60.0, 10.0
-"""How long input may wait for the command, and output for a sign of life, which shows whether the client is there."""
+"""How long input may wait for the command, and output for a keepalive, which shows whether the client is there."""
 KILLED = 137
 Event = process_pb.ProcessEvent
 ReceiveOutput = Callable[[], Awaitable[bytes]]
@@ -46,27 +44,26 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Command:
-    """A command of a sandbox, as its client asked for it."""
-
     request: Any
     deadline: float
     program: RunningProgram | None = None
     terminal: SandboxTerminal | None = None
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     started: anyio.Event = field(default_factory=anyio.Event)
-    """Set once it runs or cannot."""
+    """Set once it runs or cannot run."""
     listeners: set[Listener] = field(default_factory=set)
     _reads: dict[str, anyio.CancelScope] = field(default_factory=dict)
     _reads_until: float = math.inf
 
     def listen(self) -> MemoryObjectReceiveStream[Any]:
-        """Return the command's events from now on; a stream that ends without a last event says that it was lost."""
+        """Return a stream of the command's events from now on; one that ends without a last event says that it was
+        lost."""
         sending, receiving = anyio.create_memory_object_stream[Any](BUFFERED)
         self.listeners.add(sending)
         return receiving
 
     async def run(self, box: Box) -> None:
-        """Run to the end, and tell all who listen."""
+        """Run to the end, and send events to all listeners."""
         last: Any = _end(KILLED)
         try:
             with self.scope:
@@ -87,7 +84,7 @@ class Command:
                 listener.close()
 
     async def _run(self, box: Box) -> Any:
-        """Run the program, send its outputs until they end or fall silent after its end, and return that."""
+        """Run the program, send its output until it ends or falls silent, and return the last event."""
         async with self._open(box) as (program, outputs):
             self.program = program
             self.started.set()
@@ -104,7 +101,7 @@ class Command:
 
     @asynccontextmanager
     async def _open(self, box: Box) -> AsyncIterator[tuple[RunningProgram, dict[str, ReceiveOutput]]]:
-        """Start the program, on a terminal if one was asked for, and yield it with its outputs by E2B's names."""
+        """Start the program, on a terminal if asked for, and yield it with its outputs by E2B's names."""
         config = self.request.process
         argv, env = [config.cmd, *config.args], dict(config.envs)
         cwd = config.cwd if config.has_field("cwd") else None
@@ -123,7 +120,7 @@ class Command:
     async def _pump(self, name: str, receive: ReceiveOutput) -> None:
         is_last = False
         while not is_last:
-            # Listeners may have taken all the time. A pipe has no more than one piece left of the command itself.
+            # Listeners may have taken all the time. A pipe has at most one piece left of the command itself.
             is_last = (now := anyio.current_time()) >= self._reads_until
             data = b""
             with anyio.CancelScope(deadline=now + IDLE_SECONDS if is_last else self._reads_until) as self._reads[name]:
@@ -142,15 +139,13 @@ class Command:
 
 
 def _end(code: int) -> Any:
-    """Return the event of an end, with the exit code that E2B has for it."""
+    """Return the last event, with the exit code that E2B has for it."""
     if code == KILLED:
         return Event(event=Oneof("end", Event.EndEvent(exit_code=-1, status="signal: killed")))
     return Event(event=Oneof("end", Event.EndEvent(exit_code=code, exited=True, status=f"exit status {code}")))
 
 
 class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated, without types
-    """Answers for the commands of the current sandbox."""
-
     async def list(self, *_: Any) -> Any:
         running = [(one.request.process, one.program) for one in CURRENT_BOX.get().commands]
         infos = [process_pb.ProcessInfo(config=config, pid=it.group) for config, it in running if it is not None]
@@ -182,7 +177,6 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
             yield process_pb.ConnectResponse(event=event)
 
     async def update(self, request: Any, _: Any) -> Any:
-        """Change the size of a command's terminal."""
         terminal, (lines, columns) = _command(request).terminal, _size(request)
         if terminal is None:
             raise ConnectError(Code.FAILED_PRECONDITION, "the command has no terminal")
@@ -194,7 +188,7 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
         return process_pb.SendInputResponse()
 
     async def stream_input(self, request: AsyncIterator[Any], _: Any) -> Any:
-        """Send pieces of input in their order; the first message names the command."""
+        """Send pieces of input in order; the first message names the command."""
         command: Command | None = None
         async for message in request:
             if message.event.field == "start":
@@ -209,7 +203,6 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
         return process_pb.CloseStdinResponse()
 
     async def send_signal(self, request: Any, _: Any) -> Any:
-        """Kill a command with its process group."""
         command = _command(request)
         if request.signal != process_pb.Signal.SIGKILL:
             raise ConnectError(Code.INVALID_ARGUMENT, "the only signal is SIGKILL; run `kill` inside for others")
@@ -227,7 +220,6 @@ def _command(request: Any) -> Command:
 
 
 def _check(request: Any, running: int) -> None:
-    """Check that a command may be started."""
     if request.has_field("pty"):
         _size(request)
     if running >= MAX_COMMANDS:
@@ -237,7 +229,7 @@ def _check(request: Any, running: int) -> None:
 
 
 async def _events(command: Command, events: MemoryObjectReceiveStream[Any]) -> AsyncIterator[Any]:
-    """Yield the start of a command and then what comes, with signs of life, to its end."""
+    """Yield the start of a command, then its events and keepalives, to its end."""
     await command.started.wait()
     with events:
         if command.program is not None:
@@ -257,7 +249,6 @@ async def _events(command: Command, events: MemoryObjectReceiveStream[Any]) -> A
 
 
 def _size(request: Any) -> tuple[int, int]:
-    """Return the lines and columns of the terminal in a request."""
     size = request.pty and request.pty.size
     if not size or not (0 < size.rows <= MAX_SIZE and 0 < size.cols <= MAX_SIZE):
         raise ConnectError(Code.INVALID_ARGUMENT, f"a terminal has 1 to {MAX_SIZE} rows and columns")

@@ -1,7 +1,6 @@
 """E2B's API for sandboxes: creates, connects, lists, renews and kills those of the key that asks.
 
-Guarantees: what cannot be had is refused with a reason, never left out in silence. A creation whose client goes away
-starts nothing.
+Unsupported requests are refused with a reason, never ignored. A creation whose client goes away starts nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rollout_service.server.e2b.refusals import body_of
 from sandboxes.config import LimitDefaults
 
 ENVD_VERSION = "0.6.4"
-"""The version of E2B's daemon whose protocol is spoken here."""
+"""The version of E2B's daemon whose protocol this is."""
 MAX_PAGE, MAX_FORKS, MIB = 100, 20, 1024 * 1024
 REFUSED = {
     "autoPause": "sandboxes are not paused at their end",
@@ -31,7 +30,7 @@ REFUSED = {
     "network": "the network of a sandbox is a setting of the service",
     "volumeMounts": "there are no volumes",
 }
-"""The fields of a creation that ask for what is not served here; empty ones do not."""
+"""Fields of a creation that ask for what is not served here; empty ones do not."""
 OBJECT = TypeAdapter(dict[str, Any])
 
 
@@ -77,7 +76,7 @@ class BoxQuery(BaseModel):
 
 
 def _in_utc(moment: datetime) -> datetime:
-    """Return a moment with a time zone: UTC if it has none."""
+    """A moment without a time zone is in UTC."""
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
@@ -92,7 +91,7 @@ class ControlApi:
         }
 
     def routes(self) -> list[Route]:
-        """Return the routes; `/sandboxes/...` that are not served are refused with a reason."""
+        """Other paths below `/sandboxes/ID` are refused with a reason."""
         one = "/sandboxes/{id}"
         return [
             Route("/v2/sandboxes", self._create, methods=["POST"]),
@@ -116,7 +115,7 @@ class ControlApi:
         return Response(status_code=CLIENT_CLOSED_REQUEST) if box is None else self._described(box, 201)
 
     async def _connect(self, request: Request) -> Response:
-        """Tell how to reach a sandbox, which goes on, and lives for at least the time that is asked for."""
+        """Tell how to reach a sandbox, which from now lives for at least the given time."""
         box, seconds = await self._box_and_seconds(request)
         box.renew(seconds if box.paused else max(seconds, box.seconds_left))
         await box.resume()
@@ -160,7 +159,7 @@ class ControlApi:
         return Response(status_code=204)
 
     async def _list(self, request: Request) -> Response:
-        """List a page; a token is the number of the last sandbox of the page before."""
+        """List a page; its token is the number of the last sandbox on the page before."""
         page = BoxQuery.model_validate(dict(request.query_params))
         sign = 1 if page.order == "asc" else -1
         rows = [box for box in self._boxes.list(_owner(request))[::-sign] if page.has(box)]
@@ -199,7 +198,7 @@ class ControlApi:
 
 
 def _tokens(box: Box) -> dict[str, str]:
-    # `e2b_code_interpreter` shows only the second one to its server, and only sometimes the first.
+    # `e2b_code_interpreter` always sends its server the second one, and the first only sometimes.
     return {"envdAccessToken": box.token, "trafficAccessToken": box.token}
 
 

@@ -1,7 +1,7 @@
 """The files of E2B's sandboxes: the service `filesystem.Filesystem` of the daemon that E2B has in each.
 
-Paths are those inside: each operation is a program of the image (`find`, `mkdir`, `mv`, `rm`) in the sandbox, and what
-it prints is untrusted. A relative path begins at the working folder.
+Paths are those inside: each operation runs a program of the image (`find`, `mkdir`, `mv`, `rm`) in the sandbox, and its
+output is untrusted. A relative path begins at the working folder.
 """
 
 from __future__ import annotations
@@ -29,23 +29,19 @@ EXISTS, MISSING = 17, 44
 Kind = filesystem_pb.FileType
 KINDS = {"f": Kind.FILE, "d": Kind.DIRECTORY}
 LAST_SECOND = 253_402_300_799
-"""The last that a client's calendar has."""
+"""The last second that a client's calendar has."""
 
 
 def absolute(sandbox: Sandbox, path: str) -> str:
-    """Return a path as code inside names it from anywhere."""
     return posixpath.normpath(posixpath.join(sandbox.workdir, path))
 
 
 class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # generated, without types
-    """Answers for the files of the current sandbox."""
-
     async def stat(self, request: Any, _: Any) -> Any:
-        """Describe a path; a link is not followed."""
+        """Describe a path without following a link."""
         return filesystem_pb.StatResponse(entry=(await self._look(request.path))[0])
 
     async def list_dir(self, request: Any, _: Any) -> Any:
-        """Describe what is in a folder, as deep as asked."""
         folder, *entries = await self._look(request.path, min(request.depth or 1, MAX_DEPTH))
         if folder.type != Kind.DIRECTORY:
             raise ConnectError(Code.INVALID_ARGUMENT, f"{request.path!r} is not a folder")
@@ -64,15 +60,15 @@ class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # g
         return filesystem_pb.RemoveResponse()
 
     def watch_dir(self, *_: Any) -> NoReturn:
-        """Refuse to watch a folder, as the asynchronous client asks for it."""
+        """Refuse; the asynchronous client calls this."""
         raise ConnectError(Code.UNIMPLEMENTED, "folders are not watched here; list the folder again instead")
 
     async def create_watcher(self, *_: Any) -> NoReturn:
-        """Refuse to watch a folder, as the blocking client asks for it."""
+        """Refuse; the blocking client calls this."""
         self.watch_dir()
 
     async def _look(self, path: str, depth: int = 0) -> list[Any]:
-        """Describe a path and what is below it; a link is followed if anything below is asked for."""
+        """Describe a path and what is below it; a link is followed if `depth` is above 0."""
         more = [str(depth), "-H" if depth else "-P", FORMAT]
         rows = (await self._run(LOOK, path, more=more)).decode(errors="replace").split("\0")[:-1]
         try:
@@ -84,12 +80,11 @@ class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # g
         return found
 
     async def _run(self, script: str, *paths: str, more: list[str] | None = None) -> bytes:
-        """Run a script inside with paths and more arguments, and return what it printed."""
         if not all(paths):
             raise ConnectError(Code.INVALID_ARGUMENT, "the path is empty")
         sandbox = CURRENT_BOX.get().sandbox
         argv = ["bash", "-c", script, "-", *(absolute(sandbox, path) for path in paths), *(more or [])]
-        env = {"LC_ALL": "C"}  # messages are read
+        env = {"LC_ALL": "C"}  # `_failure` reads messages
         try:
             done = await sandbox.exec(argv, cwd="/", env=env, timeout=SECONDS, output_limit=LISTING_BYTES)
         except ValueError as error:
@@ -104,7 +99,6 @@ class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # g
 
 
 def _failure(code: int, said: str) -> ConnectError:
-    """Return the error that the end of a script stands for."""
     if code == EXISTS:
         return ConnectError(Code.ALREADY_EXISTS, "there is such a folder")
     if code == MISSING or "No such file" in said or "Not a directory" in said:

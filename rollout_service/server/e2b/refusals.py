@@ -28,7 +28,6 @@ log = structlog.get_logger(__name__)
 
 
 def refusal_of(error: Exception) -> JSONResponse:
-    """Return the response to a request that failed."""
     headers = {"Retry-After": str(error.retry_after)} if isinstance(error, TryLaterError) else {}
     status, body = body_of(error)
     return JSONResponse(body, status, headers)

@@ -1,7 +1,7 @@
 """Files that programs write and read over HTTP, at `/files`, as streams from one end to the other.
 
-Guarantees: a file is written completely or stays as it was. No more of it is held here than a few pieces, whatever its
-size, and no more is read than the settings allow.
+A file is written completely or stays as it was. Only a few pieces of it are in memory at once, and no more is read than
+the settings allow.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from rollout_service.server.e2b.boxes import Box
 from rollout_service.server.e2b.files import absolute
 
 MAX_FILES = 1_000
-"""The most files of one request."""
 PIECE, HEAD_BYTES = 64 * 1024, 16 * 1024
 GZIP = 16 + zlib.MAX_WBITS
-"""The window of zlib for gzip."""
+"""Makes zlib expect gzip."""
 FILE_NAME = re.compile(rb'; *filename="((?:[^"\\]|\\.)*)"')
 BOUNDARY = re.compile(r'multipart/form-data;.*\bboundary="?([^";,\s]{1,70})"?', re.IGNORECASE)
 
@@ -33,13 +32,13 @@ async def answer_transfer(request: Request, box: Box, limit: int) -> Response:
     """Read a file, or write one or several.
 
     Raises:
-        RequestError, SandboxError: A file cannot be read or written; those before it are.
+        RequestError, SandboxError: A file cannot be read or written; those before it are written.
     """
     path = request.query_params.get("path", "")
     if request.method == "POST":
         return await _write(request, box, path, _bounded(_decoded(request), limit))
     stream = box.sandbox.read_stream(_checked(path), limit=limit)
-    first = await anext(stream, b"")  # errors are known by now
+    first = await anext(stream, b"")  # raises any error before the response begins
     return StreamingResponse(_rest(first, stream), media_type="application/octet-stream")
 
 
@@ -78,7 +77,7 @@ def _checked(path: str) -> str:
 
 
 async def _decoded(request: Request) -> AsyncIterator[bytes]:
-    """Yield the body; what is compressed becomes at most `PIECE` bytes at once."""
+    """Yield the body, decompressed to at most `PIECE` bytes at once."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "identity":
         async for piece in request.stream():
@@ -89,7 +88,7 @@ async def _decoded(request: Request) -> AsyncIterator[bytes]:
         async for piece in request.stream():
             left = piece
             while left:
-                if unzip.eof:  # the body has several parts, as `cat a.gz b.gz` makes it
+                if unzip.eof:  # the body has several parts, as from `cat a.gz b.gz`
                     unzip = zlib.decompressobj(GZIP)
                     await anyio.lowlevel.checkpoint()  # there may be thousands without content
                 yield unzip.decompress(left, PIECE)
@@ -141,7 +140,7 @@ class MultipartForm:
         yield ready
 
     async def _head(self) -> bytes:
-        """Return the head of the next part, or what begins with `--` behind the last."""
+        """Return the head of the next part, or text that begins with `--` after the last part."""
         while not self._buffer.startswith(b"--") and (at := self._buffer.find(b"\r\n\r\n")) < 0:
             if len(self._buffer) > HEAD_BYTES:
                 raise RequestError("the head of a part is too large")

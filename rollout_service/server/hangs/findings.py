@@ -1,7 +1,7 @@
 """The findings, from their beginning to their end, with their stacks and texts.
 
-Guarantees: waits for the same thing are one finding, whose id stays the same for as long as one of them lasts, and
-which begins once and ends once.
+Waits for the same thing are one finding, whose id stays the same for as long as one of them lasts. It begins once and
+ends once. A stack has no values of variables, and only its innermost `MAX_FRAMES` frames.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ from rollout_service.server.hangs.holders import Holder
 from rollout_service.server.hangs.rules import OVERRUN_SECONDS, Signs
 from rollout_service.server.hangs.waits import StepWait, at
 
-# Where a task is suspended, or where a thread is.
-#
-# Guarantees: a stack has no values of variables, and at most `MAX_FRAMES` frames, of which the innermost are kept.
-# Walking one takes microseconds, and a task that goes on meanwhile does no harm on its own event loop.
-
 MAX_FRAMES = 60
 _ROOT = Path(__file__).resolve().parents[3]
 _PACKAGES = ("rollout_service", "sandboxes", "rollout_client", "api_schemas")
@@ -43,12 +38,15 @@ _AWAITS = {"cr": "cr_await", "gi": "gi_yieldfrom", "ag": "ag_await"}
 
 
 def stack_of_task(task: asyncio.Task[Any]) -> list[StackFrame]:
-    """Return where a suspended task waits, the outermost frame first."""
+    """Return where a suspended task waits, the outermost frame first.
+
+    Takes microseconds; a task that goes on meanwhile does no harm on its own event loop.
+    """
     return _described(_await_chain(task.get_coro()))
 
 
 def stack_of_thread(frame: FrameType | None) -> list[StackFrame]:
-    """Return the stack of a thread, from its innermost frame, the outermost first."""
+    """Return the stack of a thread from its innermost frame, the outermost first."""
     frames: list[FrameType] = []
     while frame is not None:
         frames.append(frame)
@@ -57,7 +55,7 @@ def stack_of_thread(frame: FrameType | None) -> list[StackFrame]:
 
 
 def culprit(frame: FrameType | None) -> StackFrame | None:
-    """Return the innermost frame of a thread that is not Python's own library."""
+    """Return the innermost frame outside of Python's own library."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_STANDARD, "<frozen ")) or _INSTALLED in file:
@@ -71,7 +69,7 @@ def _await_chain(awaited: Any) -> Iterable[FrameType]:
     for _ in range(10 * MAX_FRAMES):
         prefix = _prefix(awaited)
         if prefix is None:
-            # An async generator's step and a wrapped coroutine name what they wait for in no attribute.
+            # No attribute of an async generator's step or a wrapped coroutine names what it awaits.
             awaited = next((each for each in gc.get_referents(awaited) if _prefix(each)), None)
             if awaited is None:
                 return
@@ -128,15 +126,12 @@ _GONE_SANDBOX = "The rollout fails with a sandbox error once its call ends, or c
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A wait that is remarkable, with all that is known about it."""
-
     wait: StepWait
     verdict: HangVerdict
     signs: Signs
     usual: UsualTimes | None = None
     holder: Holder | None = None
     note: str = ""
-    """A further observation, as a clause."""
 
     @property
     def kind(self) -> StepKind:
@@ -155,7 +150,6 @@ class Judged:
         return step.name or str(step.detail.get("sandbox", "")) or self.wait.activity.environment
 
     def message(self, count: int) -> str:
-        """Return a sentence that names the subject and the cause."""
         who = "1 rollout waits" if count == 1 else f"{count} rollouts wait"
         seconds = f"{self.wait.seconds:.0f} s"
         if self.holder is not None:
@@ -189,7 +183,6 @@ class Judged:
         return f"99 of 100 such steps take less than {self.usual.p99:.3g} s"
 
     def hint(self) -> str:
-        """Return how it will end, and how a person can help."""
         if self.holder is not None:
             return self.holder.hint
         is_gone = self.wait.sandbox is not None and self.signs.responds is False
@@ -209,7 +202,6 @@ class Judged:
 
 
 def seconds_left(wait: StepWait) -> float | None:
-    """Return the seconds until the limit of the stage; None if there is none."""
     scope = wait.activity.limit
     left = None if scope is None else scope.deadline - anyio.current_time()
     return left if left is not None and isfinite(left) else None
@@ -220,8 +212,6 @@ _ORDER = list(HangVerdict)
 
 
 class FindingLog:
-    """The findings of the latest look: the waits that are stuck, slow or held back."""
-
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], HangFinding] = {}
 
@@ -230,7 +220,7 @@ class FindingLog:
     ) -> list[tuple[EventKind, HangFinding]]:
         """Replace the findings with those of a new look; return those that began, worsened or ended.
 
-        `problems` are those that no step waits for. They get their ids here, and last since they were first seen.
+        `problems` are findings that no step waits for. They get their ids and durations here.
         """
         groups: dict[tuple[str, str], list[Judged]] = defaultdict(list)
         for one in judged:
@@ -262,7 +252,7 @@ def worst_first(findings: Iterable[HangFinding]) -> list[HangFinding]:
 
 
 def _lasting(problem: HangFinding, before: Mapping[tuple[str, str], HangFinding]) -> HangFinding:
-    """Return a problem with the time since which it is known."""
+    """Count a known problem's time from when it was first seen."""
     known = before.get((problem.kind, problem.subject))
     if known is None:
         return problem
@@ -271,7 +261,6 @@ def _lasting(problem: HangFinding, before: Mapping[tuple[str, str], HangFinding]
 
 
 def _finding(group: list[Judged]) -> HangFinding:
-    """Return the finding of waits for the same thing, without an id."""
     verdict = min((one.verdict for one in group), key=_ORDER.index)
     members = sorted((one for one in group if one.verdict is verdict), key=lambda one: one.wait.seconds, reverse=True)
     oldest = members[0]

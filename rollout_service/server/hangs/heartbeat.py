@@ -1,10 +1,8 @@
-"""A thread that sees when the event loop is blocked, and says by what, since nothing on the loop can.
+"""A thread that sees when the event loop is blocked, and by what code, since nothing on the loop can.
 
-Guarantees:
-- The delay of the loop is measured `1 / PERIOD_SECONDS` times a second, and its maximum over ten seconds is kept.
-- While the loop is blocked for longer than `BLOCKED_SECONDS`, the last report, with the stack of the blocking code, is
-  in the state folder, in a file that its owner alone can read, and is written anew every second.
-- It waits for nothing that the loop has to do; it ends with its block.
+The delay of the loop is measured `1 / PERIOD_SECONDS` times a second, and its maximum over ten seconds is kept. While
+the loop is blocked for longer than `BLOCKED_SECONDS`, the last report, with the stack of the blocking code, is in the
+state folder and is written anew every second. The thread waits for nothing that the loop has to do.
 """
 
 from __future__ import annotations
@@ -27,14 +25,12 @@ from api_schemas.views.hangs import HangFinding, HangReport, HangVerdict, StackF
 from rollout_service.base.private_files import write_private
 from rollout_service.server.hangs.findings import culprit, new_finding_id, stack_of_thread, worst_first
 
-# The last report in the state folder, for when the service does not answer.
-#
-# Guarantee: the file is written whole or not at all, and its owner alone can read it. It is there only while the
-# service has something to say that it may not be able to say over HTTP.
+# Kept in the state folder only while the service may be unable to answer over HTTP. Written whole or not at all, for
+# its owner alone.
 
 FILE = "hangs.json"
 STACKS = "stacks.txt"
-"""Where Python itself writes the stacks of all threads at SIGUSR1, which works even if no Python code can run."""
+"""Python itself writes the stacks of all threads here at SIGUSR1, which works even if no Python code can run."""
 
 
 class LastReport:
@@ -43,7 +39,7 @@ class LastReport:
         self._is_written = True
 
     def write(self, report: HangReport | None) -> None:
-        """Write a report in place of the one before; a full disk must not end the watch."""
+        """Replace the report; a full disk must not end the watch."""
         if report is None:
             return
         try:
@@ -61,7 +57,6 @@ class LastReport:
 
 
 def read_last_report(state_dir: Path) -> HangReport | None:
-    """Return the report in a state folder, or None if there is none."""
     try:
         report = HangReport.model_validate_json((state_dir / FILE).read_bytes())
     except (OSError, ValidationError):
@@ -84,10 +79,10 @@ EVENT_LOOP = "event_loop"
 
 @dataclass(slots=True)
 class BlockedLoop:
-    """A time in which the event loop did nothing else than to run one piece of code."""
+    """A time in which one piece of code kept the event loop."""
 
     began: float
-    """On `time.perf_counter`."""
+    """In the time of `time.perf_counter`."""
     since: datetime
     subject: str
     stack: list[StackFrame]
@@ -120,7 +115,7 @@ class BlockedLoop:
 
 class LoopHeartbeat:
     def __init__(self, last_report: LastReport, find_rollout: Callable[[object], str | None]) -> None:
-        """`find_rollout` returns the rollout that a task works for; the thread calls it."""
+        """`find_rollout` returns the rollout of a task; the thread calls it."""
         self._last_report = last_report
         self._find_rollout = find_rollout
         self._loop = asyncio.get_running_loop()
@@ -131,7 +126,7 @@ class LoopHeartbeat:
         self._current: BlockedLoop | None = None
         self._ended: deque[BlockedLoop] = deque(maxlen=KEPT_BLOCKS)
         self.report: HangReport | None = None
-        """The last report of the watch; the thread adds the blocked loop to it."""
+        """The last report of the watch; the thread adds the blocked loop."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -188,7 +183,6 @@ class LoopHeartbeat:
                     self._last_report.write(self._whole_report())
 
     def _settle(self) -> None:
-        """Put a block that has ended among the others."""
         if (current := self._current) is not None and current.ended is not None:
             self._current = None
             self._ended.append(current)
@@ -196,7 +190,6 @@ class LoopHeartbeat:
             log.warning("the event loop runs again", subject=current.subject, seconds=round(current.seconds, 3))
 
     def _look(self, sent: float) -> None:
-        """Find the code that blocks the loop, unless it is known."""
         if self._current is not None:
             return
         frame = sys._current_frames().get(self._loop_thread)

@@ -1,4 +1,4 @@
-"""Who holds back a wait that something is meant to cause: a pause, a full queue, a host under pressure."""
+"""The holders of intended waits: a pause, a full queue, a host under pressure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from sandboxes.scheduling.admission import AdmissionController
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The cause that holds a wait back."""
-
     subject: str
     why: str
-    """The end of a sentence that begins with who waits."""
+    """The end of a sentence whose beginning says who waits."""
     hint: str
     is_gone: bool = False
-    """Whether it is not there to give way: a pool without an engine in service."""
+    """Whether it cannot give way, such as a pool without an engine in service."""
     detail: dict[str, JsonValue] = field(default_factory=dict)
 
 
@@ -39,7 +37,6 @@ class Holders:
         slots: FairSlots,
         pool: Callable[[str], BackendPool | None],
     ) -> None:
-        """`pool` finds the engines of a pool by name."""
         self._stages = stages
         self._admission = admission
         self._slots = slots

@@ -1,8 +1,8 @@
 """Whether engines, sandboxes and the store answer, and whether they do anything.
 
-Guarantees: only what a step has waited for without progress is asked, once a second at most, and no look takes longer
-than `PROBE_SECONDS`. What cannot be reached once is not gone: it has to fail `FAILURES` looks in a row. Reading the
-processes of sandboxes happens in a thread, for all of them at once, every `WORK_SECONDS` at most.
+Only what a step has waited for without progress is probed, at most once a second, and no probe takes longer than
+`PROBE_SECONDS`. One failure is not enough: something is gone after `FAILURES` in a row. The processes of all sandboxes
+are read together in a thread, at most every `WORK_SECONDS`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ PROBE_SECONDS = 2.0
 FAILURES = 2
 WORK_SECONDS = 2.0
 IDLE_SHARE = 0.02
-"""The share of one processor below which a sandbox does nothing: shells and kernels at rest use a little."""
+"""The share of one processor below which a sandbox counts as idle: shells and kernels at rest use a little."""
 IDLE_BYTES = 256
-"""The bytes that a sandbox at rest reads and writes in a second; a probe is among them."""
+"""The bytes that an idle sandbox reads and writes in a second, including those of probes."""
 
 
 @dataclass(slots=True)
 class _SeenEngine:
     figures: object = None
-    """Its figures that change while it works."""
+    """Those that change while it works."""
     changed_at: float = field(default_factory=time.perf_counter)
     """When the figures changed, or it was first seen."""
     load: BackendLoad | None = None
@@ -50,7 +50,7 @@ class EngineProbes:
         self._seen: dict[str, _SeenEngine] = {}
 
     async def look(self, backend_ids: Iterable[str]) -> None:
-        """Ask these engines how they are, and forget all others."""
+        """Probe these engines, and forget all others."""
         self._seen = {one: self._seen.get(one) or _SeenEngine() for one in backend_ids}
         async with anyio.create_task_group() as tasks:
             for backend_id, seen in self._seen.items():
@@ -93,7 +93,6 @@ class EngineProbes:
         return Signs(responds=True if seen.answers else None, still_seconds=still, is_idle=is_idle)
 
     def load(self, backend_id: str) -> BackendLoad | None:
-        """Return an engine's last report of its load."""
         seen = self._seen.get(backend_id)
         return None if seen is None else seen.load
 
@@ -111,7 +110,6 @@ class _SeenSandbox:
     worked_at: float = field(default_factory=time.perf_counter)
 
     def see(self, work: WorkDone, now: float) -> None:
-        """Note the work that it has done by now."""
         if self.work is not None:
             seconds = now - self.read_at
             cpu = abs(work.cpu_seconds - self.work.cpu_seconds)
@@ -126,7 +124,7 @@ class SandboxProbes:
         self._read_at = 0.0
 
     async def look(self, sandboxes: Mapping[str, Sandbox]) -> None:
-        """Ask these sandboxes whether they answer, read their work, and forget all others."""
+        """Probe these sandboxes, and forget all others."""
         self._seen = {one: self._seen.get(one) or _SeenSandbox() for one in sandboxes}
         async with anyio.create_task_group() as tasks:
             for sandbox_id, sandbox in sandboxes.items():
@@ -157,13 +155,12 @@ class SandboxProbes:
         return Signs(responds=responds, still_seconds=still)
 
     def cpu_seconds(self, sandbox_id: str) -> float | None:
-        """Return the processor time of a sandbox, if it was read."""
         seen = self._seen.get(sandbox_id)
         return None if seen is None or seen.work is None else seen.work.cpu_seconds
 
 
 class StoreProbe:
-    """Asks the store something small; its calls cannot be cut short, so one of them at most is under way."""
+    """Asks the store something small; such calls cannot be cut short, so at most one is under way."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -172,11 +169,9 @@ class StoreProbe:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no question is under way."""
         return self._asked_at is None
 
     async def ask(self) -> None:
-        """Ask, and note whether an answer came."""
         self._asked_at = time.perf_counter()
         try:
             await self._store.counts()
@@ -187,12 +182,11 @@ class StoreProbe:
             self._asked_at = None
 
     def signs(self) -> Signs:
-        """Return whether the store answers and can be written."""
+        """It responds if it answers in time and can be written."""
         waits = self._asked_at is not None and time.perf_counter() - self._asked_at > PROBE_SECONDS
         return Signs(responds=not (waits or self._failed or self._store.problem is not None))
 
     @property
     def error(self) -> str:
-        """Why writes fail, as far as is known."""
         problem = self._store.problem
         return "" if problem is None else str(problem)

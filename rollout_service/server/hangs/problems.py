@@ -1,5 +1,4 @@
-"""Problems that no step waits for: of runs that cannot go on or deliver nothing, and of engines with other weights than
-this service gave them."""
+"""Problems that no step waits for: runs that cannot go on or deliver nothing, and engines with unexpected weights."""
 
 from __future__ import annotations
 
@@ -34,7 +33,6 @@ def problem_of_run(run: RunRecord, problem: ErrorInfo) -> HangFinding:
 
 
 def problem_of_engine(view: BackendView) -> HangFinding:
-    """Return the finding on an engine with other weights than it was given."""
     return HangFinding(
         finding_id="",
         verdict=HangVerdict.SLOW,

@@ -1,6 +1,6 @@
-"""Tells of hangs: an event, and a line of the log with the stack, for each beginning and each end.
+"""Reports hangs: an event, and a line of the log with the stack, for each beginning and each end.
 
-Guarantee: telling waits for nothing. Events are written on the side, in order; while the store takes none, the last
+Reporting waits for nothing. Events are written in the background, in order; while the store takes none, the last
 `MAX_EVENTS` wait.
 """
 
@@ -33,7 +33,7 @@ LINES = {
     HangVerdict.HELD: "rollouts are held",
 }
 _LEFT_OUT = {"subject", "usual", "detail", "stack"}
-"""The fields of a finding that the data of an event leaves out."""
+"""Fields of a finding that its event leaves out."""
 
 
 class _HangEvent(NamedTuple):
@@ -50,13 +50,13 @@ class HangReporter:
         self._told_blocks: set[str] = set()
 
     def tell(self, kind: EventKind, finding: HangFinding) -> None:
-        """Tell of a finding that has begun, worsened or ended."""
+        """Report a finding that has begun, worsened or ended."""
         if finding.kind not in (RUN, WEIGHTS):  # whoever works on runs and engines logs their problems
             _log(kind, finding)
         self._record(kind, finding)
 
     def tell_of_blocks(self, blocks: list[BlockedLoop]) -> None:
-        """Tell of times in which the event loop was blocked, each once; they are over by now, and logged."""
+        """Record blocks of the event loop that are over, each once; they are logged already."""
         for block in blocks:
             if block.finding_id not in self._told_blocks:
                 self._record(EventKind.HANG_BEGAN, block.finding())

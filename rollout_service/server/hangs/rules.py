@@ -1,6 +1,6 @@
 """When a wait is stuck, idle, slow or held back: pure decisions.
 
-Elapsed time alone would both miss hangs and cry wolf. So a wait is stuck once it takes longer than its history says
+Elapsed time alone would miss hangs and give false alarms. So a wait is stuck once it takes longer than its history says
 *and* nothing moves. Evidence shortens the wait: a thing that does not answer, or is seen to do nothing, is stuck long
 before a deadline; one that works is slow at most. A command without a history may mean to sleep: until half of its own
 time limit is over, it is idle at most. So is a grader at rest, since it may wait for another service.
@@ -14,22 +14,21 @@ from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict, UsualTimes
 
 FACTOR = 4.0
-"""How many times its 99th percentile a step may take."""
 GONE_SECONDS = 8.0
-"""How long a step waits for something that does not answer before it is called stuck."""
+"""How long something that does not answer is waited for before the step is stuck."""
 OVERRUN_SECONDS = 6.0
 """How much longer than its own limit a command may take to end."""
 IDLE_SECONDS = 10.0
-"""How long something may say that it has nothing to do, while a step waits for it."""
+"""How long something may say that it is idle while a step waits for it."""
 REST_SECONDS = 30.0
 """How long a grader without a history may be at rest before it is called idle."""
 LOOK_SECONDS = 2.0
-"""The seconds without progress after which the thing that a step waits for is looked at."""
+"""Seconds without progress after which the thing that a step waits for is probed."""
 
 HELD_KINDS = frozenset(
     {StepKind.PLACE, StepKind.WORKER, StepKind.HOST} | {StepKind.POOL_QUEUE, StepKind.PAUSED_POOL, StepKind.SUBAGENT}
 )
-"""The waits that something is meant to cause."""
+"""Waits that are intended."""
 
 FLOORS = {
     StepKind.PLACE: 30.0,
@@ -50,26 +49,25 @@ FLOORS = {
     StepKind.SANDBOX_END: 15.0,
     StepKind.STORE: 5.0,
 }
-"""The seconds that no wait of a kind is remarkable within, however short it usually is."""
+"""Seconds within which no wait of a kind is remarkable, however short it usually is."""
 
 _CONCLUSIVE = frozenset({StepKind.ENGINE})
-"""The kinds where standing still says more than the time: an engine at work changes its report with every token."""
+"""Kinds where standing still says more than the time: a working engine changes its report with every token."""
 
 _SEEN_TO_WORK = frozenset({StepKind.ENGINE, StepKind.TOOL, StepKind.SESSION})
-"""The kinds whose work is all done by the thing that is looked at; a grader may wait for another service, for
-example."""
+"""Kinds whose work is all done by the thing that is probed; a grader, for example, may wait for another service."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """The signs of life of the thing that a step waits for."""
+    """Signs of life of the thing that a step waits for."""
 
     responds: bool | None = None
-    """Whether it answers; None if it cannot be asked."""
+    """None if it cannot be asked."""
     still_seconds: float | None = None
     """For how long it has been seen to do nothing; None if that cannot be seen."""
     is_idle: bool = False
-    """Whether it says that it has nothing to do."""
+    """Whether it says so itself."""
 
 
 UNSEEN = Signs()
@@ -78,7 +76,7 @@ UNSEEN = Signs()
 def patience(kind: StepKind, usual: UsualTimes | None, limit: float | None) -> float:
     """Return after how many seconds a wait is longer than it should be.
 
-    `limit` is the one that ends the step or its stage, if there is one.
+    `limit` is that of the step or of its stage.
     """
     floor = FLOORS[kind]
     if usual is not None:
@@ -98,16 +96,16 @@ def judge(
     own_limit: float | None = None,
     signs: Signs = UNSEEN,
 ) -> HangVerdict | None:
-    """Return the verdict on a wait; None if there is nothing remarkable about it.
+    """Return the verdict on a wait; None if it is unremarkable.
 
     Args:
-        kind: what it waits for.
-        seconds: how long it has waited.
-        quiet: how long ago the step itself made progress; at most `seconds`.
-        usual: how long such steps take.
-        limit: the limit of the stage.
-        own_limit: the limit of the step itself, if it has one.
-        signs: the signs of the thing that it waits for.
+        kind: The kind of the step.
+        seconds: How long it has waited.
+        quiet: How long ago the step itself made progress; at most `seconds`.
+        usual: How long such steps take.
+        limit: The limit of the stage.
+        own_limit: The limit of the step itself.
+        signs: Those of the thing that it waits for.
     """
     if kind in HELD_KINDS:
         return HangVerdict.HELD if seconds > patience(kind, usual, limit) else None
@@ -124,7 +122,6 @@ def judge(
 
 
 def _is_proven(kind: StepKind, seconds: float, quiet: float, usual: UsualTimes | None, signs: Signs) -> bool:
-    """Return whether the signs say more than the time."""
     if signs.responds is False:
         return quiet >= min(GONE_SECONDS, FLOORS[kind])
     if kind not in _SEEN_TO_WORK:

@@ -1,7 +1,4 @@
-"""Looks at waits, and judges them by how long steps usually take.
-
-Guarantee: a wait that is held back by nothing but stuck work is judged as stuck.
-"""
+"""Judges waits by how long steps usually take. A wait that only stuck work holds back is stuck itself."""
 
 from __future__ import annotations
 
@@ -25,22 +22,16 @@ from rollout_service.server.hangs.probes import EngineProbes, SandboxProbes, Sto
 from rollout_service.server.hangs.rules import HELD_KINDS, UNSEEN, Signs, judge
 from rollout_service.server.hangs.waits import StepWait
 
-# How long steps usually take, learned from those that have ended at this node.
-#
-# Guarantees: it remembers the last `KEPT` durations of each kind of step in each environment and stage, for at most
-# `MAX_KEYS` of them; those that were not seen for longest are forgotten. A step that failed or was cancelled counts for
-# nothing, since it says nothing about how long a good one takes.
-
 KEPT = 500
 MAX_KEYS = 500
 ENOUGH = 20
-"""How many durations make a history."""
+"""The least durations that make a history."""
 NAMED = frozenset({StepKind.TOOL, StepKind.SANDBOX_START, StepKind.SESSION, StepKind.STORE, StepKind.ARTIFACTS})
-"""The kinds whose name tells how long they take: an image does, the id of an engine does not."""
+"""Kinds whose name tells how long they take: an image does, the id of an engine does not."""
 
 
 class StepClass(NamedTuple):
-    """Steps that may be compared with each other."""
+    """Steps that can be compared with each other."""
 
     environment: str
     stage: Stage | None
@@ -53,7 +44,7 @@ class StepDurations(StepObserver):
         self._recent: OrderedDict[StepClass, deque[float]] = OrderedDict()
 
     def closed(self, activity: Activity, step: OpenStep) -> None:
-        """Remember how long a good step took."""
+        """Remember the duration; a failed or cancelled step says nothing about how long a good one takes."""
         if step.error is not None or step.ended is None:
             return
         key = class_of(activity, step)
@@ -66,7 +57,7 @@ class StepDurations(StepObserver):
         recent.append(step.ended - step.started)
 
     def usual(self, key: StepClass) -> UsualTimes | None:
-        """Return how long such steps take; None if fewer than `ENOUGH` of them have ended."""
+        """Return how long such steps take; None if fewer than `ENOUGH` have ended."""
         recent = self._recent.get(key)
         if recent is None or len(recent) < ENOUGH:
             return None
@@ -90,7 +81,7 @@ class Verdicts:
         self._holders = Holders(context.stages, context.admission, context.subagent_slots, serving.pool)
 
     async def probe(self, suspects: list[StepWait], start_soon: Callable[..., object]) -> None:
-        """Look at the things that these wait for; a question to the store may go on meanwhile, in a task of its own."""
+        """Probe the things that these wait for. A question to the store may outlast the call, in a task of its own."""
         engines = {one.step.name for one in suspects if one.step.kind is StepKind.ENGINE}
         sandboxes = {one.sandbox.id: one.sandbox for one in suspects if one.sandbox is not None}
         async with anyio.create_task_group() as tasks:
@@ -129,7 +120,7 @@ class Verdicts:
         step = wait.step
         if step.kind is StepKind.ENGINE:
             signs = self._engines.signs(step.name)
-            # What has streamed tokens is still if no more come, whatever else its engine does.
+            # A step that has streamed tokens is still if no more come, whatever else its engine does.
             return signs if step.moved is None else Signs(signs.responds, wait.quiet)
         if step.kind is StepKind.STORE:
             return self._store.signs()
@@ -153,7 +144,7 @@ class Verdicts:
         return self._store.error if step.kind is StepKind.STORE else ""
 
     def _blamed(self, one: Judged, stuck: set[str]) -> Judged:
-        """Return a wait that is held back, as stuck if all that hold it back are."""
+        """Turn a held wait into a stuck one if all that hold it back are stuck."""
         if one.verdict is not HangVerdict.HELD or one.kind not in (StepKind.PLACE, StepKind.WORKER):
             return one
         at_work = [

@@ -1,7 +1,7 @@
 """The waits of the attempts under way, and how long each has made no progress.
 
-Of steps that contain each other, the innermost is looked at: it is the one that waits. What contains others moves
-whenever one of them ends.
+Of nested steps only the innermost counts, since it is the one that waits; a container moves whenever one of its steps
+ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sandboxes import Sandbox
 
 _CONTAINERS = frozenset({StepKind.SETUP, StepKind.AGENT, StepKind.GRADER, StepKind.JUDGE})
 _IN_SANDBOX = frozenset({StepKind.SESSION, StepKind.SETUP, StepKind.AGENT, StepKind.ARTIFACTS, StepKind.GRADER})
-"""The kinds of steps that the attempt's sandbox works on; tools say themselves whether they use it."""
+"""Kinds of steps that the attempt's sandbox works on; tools say themselves whether they use it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,21 +42,21 @@ class StepWait:
 
     @property
     def _contains(self) -> bool:
-        """Whether other steps are part of it: a tool's are in lanes of their own."""
+        """Whether other steps are part of it; those of a tool are in lanes of their own."""
         lane, started = self.step.lane, self.step.started
         inside = any(each.lane != lane and each.started > started for each in self.activity.open)
         return self.step.kind in _CONTAINERS or inside
 
     @property
     def sandbox(self) -> Sandbox | None:
-        """The sandbox that works on it, as far as is known."""
+        """The sandbox that works on it, if known."""
         if self.step.sandbox is None and self.step.kind in _IN_SANDBOX:
             return self.activity.sandbox
         return self.step.sandbox
 
 
 def waits_of(activities: Iterable[Activity], now: float) -> Iterator[StepWait]:
-    """Yield the innermost open steps of each lane of each attempt."""
+    """Yield the innermost open step of each lane of each attempt."""
     for activity in activities:
         innermost = {step.lane: step for step in activity.open}
         for step in innermost.values():
@@ -64,7 +64,7 @@ def waits_of(activities: Iterable[Activity], now: float) -> Iterator[StepWait]:
 
 
 def oldest_of_stages(waits: Iterable[StepWait]) -> list[StageWait]:
-    """Return for each stage with a wait the one without progress for longest, in the order of the stages."""
+    """Return the wait of each stage that has been without progress for longest, in the order of the stages."""
     oldest: dict[Stage, StepWait] = {}
     for wait in waits:
         stage = wait.step.stage

@@ -1,12 +1,12 @@
 """Looks at everything that rollouts wait for, once a second, and reports steps that are stuck, slow or held back.
-Runs that cannot go on, or deliver nothing, are reported in the same way by the service that works on runs, and so are
-engines that sample with weights that they were not given.
 
-Guarantees:
-- A wait is called stuck only if it takes longer than it should and nothing moves; see `rules`.
-- What waits for the same thing is one finding, whose beginning and end are one event and one line of the log each.
-- The watch depends on nothing that may hang: events are written on the side, and probes have time limits.
-- It looks in slices, so that thousands of rollouts do not hold up the event loop.
+Runs that cannot go on or deliver nothing, and engines that sample with weights that they were not given, are reported
+in the same way.
+
+A wait is stuck only if it takes longer than it should and nothing moves; see `rules`. Waits for the same thing are one
+finding, whose beginning and end are one event and one line of the log each. The watch depends on nothing that may hang:
+events are written in the background, and probes have time limits. It looks in slices, so thousands of rollouts do not
+hold up the event loop.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from rollout_service.store.runs_contract import RunRecord
 
 TICK_SECONDS = 1.0
 SLICE = 200
-"""How many waits are looked at before others on the event loop have their turn."""
+"""How many waits are looked at between two turns of the event loop."""
 
 
 class HangWatch:
@@ -72,7 +72,6 @@ class HangWatch:
         self._board = context.activities
         self._state_dir = state_dir
         self.durations = StepDurations()
-        """How long steps usually take."""
         self._board.observe(self.durations)
         self._verdicts = Verdicts(context, serving, self.durations)
         self._troubled_runs = troubled_runs
@@ -106,7 +105,6 @@ class HangWatch:
         return found if stacks else [one.model_copy(update={"stack": []}) for one in found]
 
     def report(self) -> HangReport:
-        """Return the findings with their stacks, and how well the event loop runs."""
         return HangReport(
             node=self._node,
             at=datetime.now(UTC),
@@ -135,7 +133,7 @@ class HangWatch:
         )
 
     def _rollout_of(self, task: object) -> str | None:
-        """Return the rollout that a task works for; the heartbeat's thread asks while the loop is blocked."""
+        """Called by the heartbeat's thread while the loop is blocked."""
         for activity in self._board.all():
             if activity.task is task or any(step.task is task for step in tuple(activity.open)):
                 return activity.rollout_id
@@ -145,7 +143,7 @@ class HangWatch:
         while True:
             began = time.perf_counter()
             await anyio.sleep(TICK_SECONDS)
-            # After a blocked loop, everything looks late, and has had no turn to go on yet.
+            # After a blocked loop everything looks late, because nothing has had a turn yet.
             if time.perf_counter() - began < TICK_SECONDS + BLOCKED_SECONDS:
                 await self._look(tasks)
             if self._heartbeat is not None:
@@ -153,7 +151,6 @@ class HangWatch:
                 self._heartbeat.report = self.report()
 
     async def _look(self, tasks: TaskGroup) -> None:
-        """Look once at everything that rollouts wait for."""
         suspects = [wait async for wait in self._in_slices() if wait.quiet >= LOOK_SECONDS]
         await self._verdicts.probe(suspects, tasks.start_soon)
         judged = self._verdicts.of([one for one in suspects if one.step.ended is None])
@@ -177,7 +174,7 @@ class HangWatch:
 
 @contextmanager
 def dumping_stacks(path: Path) -> Iterator[None]:
-    """Within the block, have Python itself write the stacks of all threads to a file at SIGUSR1.
+    """In the block, have Python itself write the stacks of all threads to a file at SIGUSR1.
 
     Another handler of that signal stays, and nothing is done outside of the main thread.
     """
@@ -194,10 +191,7 @@ def dumping_stacks(path: Path) -> Iterator[None]:
             faulthandler.unregister(signal.SIGUSR1)
 
 
-# Metrics of what is stuck, of the event loop's delay, and of the oldest work in each stage, read when the metrics
-# are.
-#
-# Guarantee: every kind, verdict and stage has a value at all times, so that an alert never meets an absent series.
+# Every kind, verdict and stage always has a value, so that an alert never meets an absent series.
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +229,6 @@ class HangMetrics(Collector):
 
 
 def oldest_in_stages(board: ActivityBoard, now: float) -> dict[Stage, float]:
-    """Return for each stage how long the oldest rollout in it has been worked on; 0 if there is none."""
     oldest = dict.fromkeys(Stage, 0.0)
     for activity in board.all():
         if activity.stage is not None and activity.working_since is not None:

@@ -1,7 +1,7 @@
 """Opens the parts that serve policies: the pools of engines, the gateway and the judge in front of them, and live
 sessions.
 
-Guarantee: no engine that this service started outlives the stack.
+No engine that this service started outlives the stack.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ from rollout_service.store.file_backends import FileBackends
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """The parts of the service that serve policies and judges."""
-
     serving: PolicyServing
     gateway: Gateway
     sampler: TextSampler
@@ -102,7 +100,7 @@ async def _open_serving(stack: AsyncExitStack, foundation: Foundation) -> Policy
 
 
 def _make_pools(settings: Settings, metrics: Metrics, exclusive: Exclusive | None = None) -> Pools:
-    """Make the pools, which have no engine yet; `exclusive` is for engines that other services command too."""
+    """`exclusive` is for engines that other services command too."""
     options = PoolOptions(hold_seconds=settings.hold_seconds)
     options_of = {name: replace(options, **pool.model_dump()) for name, pool in settings.pools.items()}
     pools = Pools(options, options_of=options_of, exclusive=exclusive)
@@ -112,7 +110,7 @@ def _make_pools(settings: Settings, metrics: Metrics, exclusive: Exclusive | Non
 
 @asynccontextmanager
 async def _run_embedded_engines(settings: Settings, serving: PolicyServing) -> AsyncIterator[None]:
-    """Run the embedded engines within the block: one for each pool that the settings name a model for.
+    """Run one embedded engine for each pool that the settings name a model for.
 
     The pool `policy` has one too, unless the settings name other engines.
     """

@@ -1,7 +1,7 @@
-"""Opens the foundation of every other part of the service: its time, the store, the environments, this
-node and its sandboxes.
+"""Opens the foundation of every other part of the service: its time, the store, the environments, this node and its
+sandboxes.
 
-Guarantee: the leftovers of a crash are swept before anything else of this node starts.
+The leftovers of a crash are swept before anything else of this node starts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Foundation:
-    """The foundation of every other part of the service."""
-
     settings: Settings
     """As this node follows them."""
     state_dir: Path
@@ -90,7 +88,7 @@ async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Me
 
 
 def _claiming_less_ahead(settings: Settings) -> Settings:
-    """Return the settings of a node that shares its store: other nodes cannot begin rollouts that it claims ahead."""
+    """Claim little ahead at a node that shares its store, because other nodes cannot begin rollouts that it claims."""
     pipeline = settings.pipeline
     ahead = min(pipeline.init_queue, max(1, pipeline.init_workers // 4))
     return settings.model_copy(update={"pipeline": pipeline.model_copy(update={"init_queue": ahead})})
@@ -135,16 +133,13 @@ async def _sweep(provider: SandboxProvider) -> None:
         )
 
 
-# Opens the store that the settings name: a SQLite file, or a Redis that services share.
-#
-# Guarantee: the block ends with the store's error if the store fails for good, since nothing works without it.
-
-
 @asynccontextmanager
 async def open_store(settings: Settings, owner: str, clock: Callable[[], float] = time.time) -> AsyncIterator[Store]:
-    """Open the store for the block; `owner` is the identity of this service.
+    """Open the store that the settings name for the block: a SQLite file, or a Redis that services share.
 
-    `clock` returns Unix seconds, for a store of this service alone; services that share a Redis have its time.
+    `owner` is the identity of this service. `clock` returns Unix seconds, for a store of this service alone; services
+    that share a Redis have its time. The block ends with the store's error if the store fails for good, since nothing
+    works without it.
 
     Raises:
         StoreError: It cannot be opened, must not be used, or fails for good within the block.
@@ -172,7 +167,7 @@ async def _opened(settings: Settings, owner: str, clock: Callable[[], float]) ->
 
 @asynccontextmanager
 async def _opened_redis(settings: StoreSettings, owner: str) -> AsyncIterator[Store]:
-    # Redis's client takes a tenth of the CPU time of a start, so a service without Redis does not import it.
+    # Importing Redis's client takes a tenth of the CPU time of a start.
     from rollout_service.store.redis import RedisConfig, RedisStore
     from rollout_service.store.segments.files import files_of
     from rollout_service.store.sharded import ShardedStore
@@ -187,14 +182,8 @@ async def _opened_redis(settings: StoreSettings, owner: str) -> AsyncIterator[St
             yield single
 
 
-# The time of a service, which no jump of its host's clock moves.
-#
-# Guarantees: time never goes back, and a second of it lasts a second, also while the host is suspended. The host's
-# clock is followed as long as it is set by less than `JUMP_SECONDS` at once. Each jump beyond is one line of the log;
-# while the two clocks differ, `warnings` says so.
-
 JUMP_SECONDS = 1.0
-"""From which difference on the host's clock has jumped; time servers slew smaller ones."""
+"""The difference from which the host's clock has jumped; time servers slew smaller ones."""
 LOOK_SECONDS = 1.0
 HINT = "Set the clock right, for example with a time server, and then restart the service, so that its times are right."
 
@@ -204,7 +193,12 @@ def _since_boot() -> float:
 
 
 class ServiceClock:
-    """Unix time from one reading of the host's clock, counted on by a clock that nobody sets; call it to read it."""
+    """Unix time that no jump of the host's clock moves; call it to read it.
+
+    It never goes back, and a second of it lasts a second, also while the host is suspended. It follows the host's clock
+    as long as that is set by less than `JUMP_SECONDS` at once. Each jump beyond is logged once; while the two clocks
+    differ, `warnings` says so.
+    """
 
     def __init__(self, host: Callable[[], float] = time.time, steady: Callable[[], float] = _since_boot) -> None:
         self._host = host

@@ -1,7 +1,7 @@
 """Opens live sessions: their store, the sessions, and everything that works on them in the background.
 
-Guarantees: within the block, sessions are served and nothing of them waits for another part; at its end, answers under
-way are cut off before the store is closed. Sessions stay open over a shutdown.
+In the block, sessions are served without waiting for another part; at its end, answers under way are cut off before the
+store is closed. Sessions stay open over a shutdown.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from rollout_service.settings import Settings
 class Live:
     sessions: LiveSessions
     app: LiveApp
-    """Answers the calls of users' agents."""
     store: SqliteLiveStore
     judging: JudgeStage
     training: SessionTraining
@@ -53,7 +52,7 @@ class Live:
 async def open_live(
     foundation: Foundation, serving: PolicyServing, gateway: Gateway, judge: Judge
 ) -> AsyncIterator[Live]:
-    """Open live sessions, and work on them until the block is left; add the environment of their parts.
+    """Open live sessions, work on them in the block, and add the environment of their parts.
 
     Raises:
         ConfigurationError: The settings name an unknown detector or rule, a prompt of the judge is not valid, or a
@@ -104,7 +103,6 @@ def _make_training(
     canaries: Canaries,
     metrics: LiveMetrics,
 ) -> SessionTraining:
-    """Make the training of sessions, and add its environment to the others."""
     judge = foundation.settings.live.judge
     training = SessionTraining.make(
         store,

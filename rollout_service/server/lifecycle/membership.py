@@ -1,7 +1,7 @@
 """Makes a service a member of the cluster that shares its store, and gives it its roles there.
 
-Guarantees: the pipeline claims only rollouts that suit this node, and none while it drains; each run manager knows the
-places of all nodes.
+The pipeline claims only rollouts that suit this node, and none while it drains; each run manager knows the places of
+all nodes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ClusterMember:
     board: ActivityBoard
 
     def manager_of(self, run_id: str) -> RunManager:
-        """Return the manager of a run, or of one that is to be created."""
+        """The run may be yet to be created."""
         return self.managers[self.store.shard_of(run_id)]
 
     def membership(self) -> Membership:
@@ -93,25 +93,16 @@ class ClusterMember:
 
 @dataclass(frozen=True, slots=True)
 class Suitability:
-    """Whether any node takes an environment's rollouts."""
-
     placement: Placement
     membership: Membership
 
     def has_image_elsewhere(self, name: str) -> bool:
-        """Return whether another node has the image of an environment."""
         return self.membership.beat.images.get(name, 0) > 0
 
     def runs_elsewhere(self, name: str) -> bool:
-        """Return whether another node takes rollouts of an environment."""
         return self.membership.beat.environments.get(name, 0) > 0
 
     def check(self, spec: EnvironmentSpec) -> None:
-        """Check that a node has the labels that an environment requires.
-
-        Raises:
-            InvalidFieldError: No node has them.
-        """
         missing = self.placement.missing_labels(spec)
         if missing and not self.runs_elsewhere(spec.name):
             labels = ", ".join(missing)

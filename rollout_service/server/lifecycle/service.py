@@ -81,7 +81,7 @@ class Service:
     shutdown: Shutdown
 
     async def submit(self, request: RolloutRequest) -> Rollout:
-        """Check a request and store it, which makes it durable.
+        """Check a request and store it durably.
 
         Raises:
             InvalidFieldError: A field cannot be used.
@@ -114,9 +114,8 @@ class Service:
             raise InvalidFieldError([FieldError(path=field, message=str(error))], hint=error.hint) from error
 
     async def _check_task(self, task: Task) -> Environment | None:
-        """Check a task, and return its environment.
-
-        One that only other nodes have is checked by the node that takes it, and None is returned."""
+        """Check a task, and return its environment; None if only other nodes have it, since the node that takes it
+        checks it."""
         if task.environment not in self.environments and self.suitability.runs_elsewhere(task.environment):
             return None
         environment = await check_environment_here(
@@ -130,7 +129,6 @@ class Service:
         return specific
 
     async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
-        """Return a rollout in its present state."""
         rollout = await self.store.get(rollout_id)
         if rollout is None:
             raise NotFoundError(
@@ -161,7 +159,7 @@ class Service:
         return tree
 
     async def wait(self, rollout_id: str, seconds: float) -> Rollout | None:
-        """Return the whole result once the rollout has ended, or None if that takes longer.
+        """Return the whole result once the rollout has ended; None if that takes longer.
 
         Raises:
             ShuttingDownError: The shutdown began first.
@@ -176,7 +174,7 @@ class Service:
         return None
 
     async def wait_for_access(self, rollout_id: str, seconds: float) -> Rollout:
-        """Return a rollout once its program may begin or it has ended, or after this time.
+        """Return a rollout once its program may begin, it has ended, or the time is over.
 
         Raises:
             ShuttingDownError: The shutdown began first.
@@ -216,7 +214,7 @@ class Service:
         return rollout_ids
 
     def warnings(self) -> list[str]:
-        """Return the problems that do not keep the service from working."""
+        """Return problems that do not keep the service from working."""
         problems = self.environments.problems.items()
         unusable = [f"an environment cannot be used: {where}: {problem}" for where, problem in problems]
         lacking = [f"some rollouts will fail here: {why}" for why in self.sandboxes.secrets.lacking]
@@ -231,7 +229,7 @@ class Service:
         ]
 
     def _failing_shards(self) -> list[str]:
-        """Return a sentence for each shard of the store that fails while others do not; if all do, that is a reason."""
+        """Return a sentence for each failing shard of the store; none if all fail, since that is a reason."""
         failing, shards = self.store.failing, len(self.store.shards)
         if len(failing) == shards:
             return []
@@ -241,7 +239,7 @@ class Service:
         ]
 
     def _default_pool(self) -> list[str]:
-        """Return a sentence if the pool of whoever names none is out of service; without any pool, that is a reason."""
+        """Return a sentence if the default pool is out of service; none without any pool, since that is a reason."""
         in_service, _ = self.serving.in_service()
         if not in_service or DEFAULT_POOL in in_service:
             return []
@@ -286,7 +284,7 @@ class Service:
 async def check_environment_here(
     environments: EnvironmentRegistry, sandboxes: SandboxSource, suitability: Suitability, name: str
 ) -> Environment:
-    """Return an environment of this node, if its rollouts can run here or at another node.
+    """Return an environment of this node if its rollouts can run here or at another node.
 
     Raises:
         InvalidFieldError: There is no such environment, its image cannot be used, or no node has its labels.
@@ -299,11 +297,6 @@ async def check_environment_here(
 
 
 async def check_image(sandboxes: SandboxSource, spec: EnvironmentSpec) -> None:
-    """Check that the image of an environment can be used.
-
-    Raises:
-        InvalidFieldError: The image cannot be used.
-    """
     try:
         await sandboxes.check(spec)
     except (ImageError, SandboxConfigError) as error:

@@ -1,7 +1,7 @@
 """Opens the parts of the service in order, and closes them in reverse.
 
-Guarantees: the leftovers of a crash are swept before any rollout starts; once `open_service` is left, nothing of this
-service lives on: no task, no sandbox, no engine that it started.
+The leftovers of a crash are swept before any rollout starts. Once `open_service` is left, nothing of this service lives
+on: no task, no sandbox, no engine that it started.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
 
     Every part goes onto one stack, so parts that are opened later are closed earlier: the leader's work on runs, the
     pipeline, which hands back its rollouts, and the membership; then the records of attempts are written; then
-    sessions, the gateway and the engines close, then the sandboxes, and at the very end the store, which all of them
-    write.
+    sessions, the gateway and the engines close, then the sandboxes, and last the store, which all of them write.
     """
     async with AsyncExitStack() as stack:
         foundation = await open_foundation(stack, settings, metrics)
@@ -154,9 +153,6 @@ def _service(
     )
 
 
-# Opens what attempts work with, and what records them: their steps, their turns, and traces.
-
-
 @dataclass(frozen=True, slots=True)
 class Attempts:
     context: AttemptContext
@@ -166,7 +162,7 @@ class Attempts:
 async def open_attempts(
     stack: AsyncExitStack, foundation: Foundation, engines: EngineContext, shutdown: Shutdown
 ) -> Attempts:
-    """Open the context of attempts.
+    """Open the context of attempts, and the records of their steps, turns and traces.
 
     Raises:
         ConfigurationError: The environment's variables ask for traces that cannot be exported.
@@ -245,11 +241,6 @@ async def _open_saved_sandboxes(foundation: Foundation, turns: TurnWriter | None
     return saved
 
 
-# Makes what works through rollouts and runs, and lets it begin: this node in its cluster, its pipeline, its runs.
-#
-# Guarantees: the pipeline claims nothing before this node has joined, and has handed back what it held before the
-# node leaves; this node leads the runs only while its pipeline works.
-
 log = structlog.get_logger(__name__)
 
 
@@ -277,7 +268,7 @@ async def make_member(foundation: Foundation, serving: PolicyServing, context: A
 
 
 async def _make_run_managers(foundation: Foundation, serving: PolicyServing) -> Sequence[RunManager]:
-    """Make the run manager of each shard with all filters; log those that cannot be used."""
+    """Make the run manager of each shard; log filters that cannot be used."""
     filters = await anyio.to_thread.run_sync(FilterRegistry.load)
     for name, problem in filters.problems.items():
         log.error("a filter cannot be used", name=name, error=str(problem), hint=problem.hint)
@@ -306,7 +297,7 @@ def _places(stages: PipelineSettings) -> int:
 
 def make_concurrency(foundation: Foundation, stages: Stages, managers: Sequence[RunManager]) -> Concurrency:
     def on_change(pipeline: PipelineSettings) -> None:
-        # Of nodes that share a store, the next heartbeat tells the leader, wherever it is.
+        # At nodes that share a store, the next heartbeat tells the leader, wherever it is.
         if not foundation.store.cluster.is_shared:
             for manager in managers:
                 manager.resize(_places(pipeline))
@@ -321,7 +312,11 @@ async def begin_work(
     member: ClusterMember,
     hangs: HangWatch,
 ) -> Membership:
-    """Join the cluster, and work until the stack is closed."""
+    """Join the cluster, and work until the stack is closed.
+
+    The pipeline claims nothing before this node has joined, and hands back what it held before the node leaves. This
+    node leads the runs only while its pipeline works.
+    """
     membership = member.membership()
     await stack.enter_async_context(membership.joined())
     await stack.enter_async_context(hangs.running())  # also while the pipeline ends

@@ -1,9 +1,9 @@
 """The present limit of the throughput of all nodes, with the setting that would change it: pure decisions.
 
-Guarantee: it is said only of a service that works. A low number of busy workers means opposite things in a healthy
-service and in a starved one, so a service that is stuck or takes no work is not given advice on its settings.
+A service that is stuck or takes no work gets no advice on its settings: few busy workers mean opposite things in a
+healthy service and in a starved one.
 
-The stages are asked from the last to the first, since a full one fills those before it.
+The stages are examined from the last to the first, since a full one fills those before it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from api_schemas.views.overview import BackendOverview, Bottleneck, BottleneckKi
 from rollout_service.server.hangs.problems import RUN
 
 WINDOW_SECONDS = 10.0
-"""Over how long numbers are averaged, if overviews are made all the time."""
+"""Numbers are averaged over this time, if overviews are made all the time."""
 FULL = 0.9
-"""The share of its workers from which on a stage is full."""
+"""From this share of busy workers on, a stage is full."""
 MOST = 0.5
-"""The share of the rollouts of a stage that is most of them."""
+"""From this share of a stage's rollouts on, they are most of them."""
 
 _ENGINES = frozenset({StepKind.ENGINE, StepKind.POOL_QUEUE})
 _TOOLS = frozenset({StepKind.TOOL, StepKind.SESSION})
@@ -33,7 +33,7 @@ _TOOLS = frozenset({StepKind.TOOL, StepKind.SESSION})
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """A stage over the last looks, on average."""
+    """Averages of a stage over the last looks."""
 
     stage: Stage
     working: float
@@ -43,16 +43,15 @@ class StageLoad:
 
     @property
     def is_full(self) -> bool:
-        """Whether nearly all of its workers are busy."""
         return self.working >= FULL * self.workers
 
     def share(self, kinds: Iterable[StepKind]) -> float:
-        """Return which share of the rollouts with a worker waits for any of these."""
+        """Return the share of the rollouts with a worker that wait for any of these."""
         return sum(self.waits_for.get(kind, 0.0) for kind in kinds) / self.working if self.working else 0.0
 
 
 class StageLoads:
-    """The averages of the stages over the last overviews; they smooth out changes from second to second."""
+    """Averages over the last overviews, which smooth out changes from second to second."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, Sequence[StageOverview]]] = deque()
@@ -67,11 +66,11 @@ class StageLoads:
 
 
 def bottleneck(overview: Overview, loads: dict[Stage, StageLoad]) -> Bottleneck | None:
-    """Return the limit of the throughput; None if nothing is to do, or something else has to be seen to first."""
+    """Return the limit of the throughput; None if nothing is to do, or something else has to be fixed first."""
     init, rollout, evaluate = (loads[stage] for stage in Stage)
     if any(one.verdict is HangVerdict.STUCK and one.kind != RUN for one in overview.findings):
         return None
-    # A service without an engine in service is not ready, even if the next weights are just being loaded.
+    # A service without an engine in service is not ready, even while the next weights are being loaded.
     if not overview.ready and not _only_drains(overview):
         return _pause(rollout)
     queued = overview.counts.get(RolloutState.QUEUED, 0)
@@ -87,7 +86,7 @@ def bottleneck(overview: Overview, loads: dict[Stage, StageLoad]) -> Bottleneck 
 
 
 def _only_drains(overview: Overview) -> bool:
-    """Return whether the node that answers takes no work only since it drains, and others do."""
+    """Return whether the answering node takes no work only because it drains, while others do."""
     states = {node.node: node.state for node in overview.nodes}
     return (
         states.get(overview.node) is NodeState.DRAINING
@@ -160,7 +159,7 @@ def _agents(rollout: StageLoad, queued: int, backends: Sequence[BackendOverview]
 
 
 def _have_room(backends: Sequence[BackendOverview]) -> bool:
-    """Return whether all engines report their queues, and these are empty."""
+    """Return whether all engines in service report an empty queue."""
     in_service = [one.backend for one in backends if one.backend.state is BackendState.READY]
     return bool(in_service) and all(one.queued == 0 for one in in_service)
 

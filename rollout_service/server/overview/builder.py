@@ -1,7 +1,7 @@
 """Makes the overview from the parts of a running service.
 
-Guarantee: a store that fails or is slow leaves the overview as it last was, with the reason among `reasons`; everything
-else in it is of this moment.
+While the store fails or is slow, the overview shows its last answers, with the reason among `reasons`; everything else
+is current.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STORE_SECONDS = 1.0
 """How long the store may take before its last answer is shown instead."""
 MAX_RUNS = 20
 REMEMBERED_EVENTS = 2_000
-"""The most events that are read after a start, for the outcomes of the last five minutes."""
+"""The most events that are read at the start, for the outcomes of the last five minutes."""
 REMEMBERED_ERRORS = 40
 """The most failed rollouts that are read for them."""
 
@@ -168,25 +168,20 @@ class OverviewBuilder:
         )
 
 
-# The overview for many readers at once.
-#
-# Guarantees: it is made at most once a second, and only while somebody asks; it is encoded once, whoever reads it. No
-# task runs in the background: the first reader whose second is over makes the next one, and the others get it from
-# there.
-
 PERIOD_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
     number: int
-    """A number that grows with each."""
     overview: Overview
     event: bytes
-    """It as a server-sent event."""
+    """A server-sent event."""
 
 
 class OverviewFeed:
+    """Shares overviews among readers: makes at most one a second, only while somebody asks, and encodes it once."""
+
     def __init__(self, build: Callable[[], Awaitable[Overview]], clock: Callable[[], float] = time.monotonic) -> None:
         self._build = build
         self._clock = clock
@@ -202,7 +197,7 @@ class OverviewFeed:
             return self._newest
 
     async def after(self, number: int) -> Frame:
-        """Return the next overview after the one with this number, a second after it at the earliest."""
+        """Return the next overview after this number, a second after it at the earliest."""
         while self._newest is not None and self._newest.number <= number:
             await anyio.sleep(max(0.0, self._made_at + PERIOD_SECONDS - self._clock()))
             await self.latest()

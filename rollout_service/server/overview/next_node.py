@@ -1,7 +1,7 @@
-"""The gain of one more node like those that there are, or why it would bring nothing: a pure decision.
+"""The gain of one more node like the present ones, or why it would bring nothing: a pure decision.
 
-Guarantee: a gain is only said of rollouts that wait in the store, where another node can claim them, and that the
-nodes there are have no room for. What waits for engines, weights, the trainer or the store is no reason for a node.
+Only rollouts that wait in the store count, where another node can claim them, and only as many as the present nodes
+have no room for. Waits for engines, weights, the trainer or the store are no reason for a node.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _NOT_NODES: Mapping[BottleneckKind, str] = {
     BottleneckKind.TRAINER: "the trainer takes no batches",
     BottleneckKind.ORDERS: "the nodes have room, and nothing is queued",
 }
-"""The limits that another node would not change, and why."""
+"""Limits that another node would not change, and why."""
 
 
 def next_node(overview: Overview, limit: Bottleneck | None) -> NextNode:
-    """Return what one more node would begin now, given the limit of the throughput."""
+    """`limit` is the limit of the throughput."""
     if limit is not None and limit.kind in _NOT_NODES:
         return _nothing(f"{_NOT_NODES[limit.kind]}.")
     queued = overview.counts.get(RolloutState.QUEUED, 0)
@@ -57,7 +57,7 @@ def begins_at_once(node: NodeView) -> int:
 
 
 def _each(nodes: Sequence[NodeView], stage: Stage) -> int:
-    """Return how many rollouts another node would take: as many as those that there are, in the middle of them."""
+    """Return how many rollouts another node would take: the median of the present ones."""
     sizes = [
         _workers(node, stage) if stage is Stage.INIT else begins_at_once(node)
         for node in nodes

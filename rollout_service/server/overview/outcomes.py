@@ -1,6 +1,6 @@
 """How rollouts ended here within the last five minutes, and the figures of each engine over the last one.
 
-Guarantee: memory is bounded, however many rollouts end: counts for each second, and the newest failures.
+Memory is bounded, however many rollouts end: counts for each second, and the newest failures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from rollout_service.activity import Activity, OpenStep, StepObserver
 
 WINDOW_SECONDS = 300
 RATE_SECONDS = 30
-"""The time that the rate of finished rollouts is taken over."""
 MAX_FAILURES = 2_000
 MAX_GROUPS = 20
 SHOWN_ROLLOUTS = 5
@@ -54,7 +53,7 @@ class Outcomes:
             self.note_failure(datetime.now(UTC), rollout)
 
     def note(self, at: datetime, outcome: str) -> None:
-        """Count an outcome; later ones are not before it by more than a second."""
+        """Count an outcome. Calls are in order of `at`, give or take a second."""
         number = int(at.timestamp())
         if not self._seconds or self._seconds[-1].number < number:
             self._seconds.append(_EndedSecond(number))
@@ -69,7 +68,7 @@ class Outcomes:
         return dict(self._within(now, WINDOW_SECONDS).most_common())
 
     def per_second(self, now: datetime) -> float:
-        """Return how many ended in a second, over the last 30 seconds."""
+        """Return the rate of ends over the last 30 seconds."""
         window = max(1.0, min(float(RATE_SECONDS), (now - self._began).total_seconds()))
         return round(self._within(now, RATE_SECONDS).total() / window, 3)
 
@@ -101,14 +100,14 @@ class Outcomes:
 
 
 def outcome_of(rollout: Rollout) -> str:
-    """Return how a rollout ended: `completed`, `cancelled`, or the code of its error."""
+    """Return `completed`, `cancelled`, or the code of the rollout's error."""
     if rollout.state is RolloutState.FAILED and rollout.error is not None:
         return rollout.error.code
     return str(rollout.state)
 
 
 def success_share(counts: dict[str, int]) -> float | None:
-    """Return the share of rollouts that completed; None if none ended."""
+    """Return the share of completed rollouts; None if none ended."""
     total = sum(counts.values())
     return round(counts.get(RolloutState.COMPLETED, 0) / total, 4) if total else None
 
@@ -128,14 +127,9 @@ def _group(failures: list[_FailedRollout]) -> ErrorGroup:
     )
 
 
-# The figures of each engine over the last minute.
-#
-# Guarantee: a request costs microseconds, and the memory is bounded, however many requests end in a second: sums are
-# kept for each second, with the times of the first requests of it.
-
 BACKEND_SECONDS = 60
 TIMES_PER_SECOND = 64
-"""The most times of one second that the median is made of."""
+"""The most times of one second that count in the median."""
 
 
 @dataclass(slots=True)
@@ -149,7 +143,11 @@ class _EngineSecond:
 
 
 class BackendFigures(StepObserver):
-    """Sums the engines' steps of all attempts, by backend."""
+    """Sums the engines' steps of all attempts, by backend, for the last minute.
+
+    A request costs microseconds, and memory is bounded: sums are kept for each second, with the times of its first
+    requests.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -157,7 +155,7 @@ class BackendFigures(StepObserver):
         self._seconds: dict[str, deque[_EngineSecond]] = {}
 
     def closed(self, activity: Activity, step: OpenStep) -> None:  # noqa: ARG002 - all attempts are summed
-        """Note an engine's request that has ended; one that failed counts as none."""
+        """Note an engine's request that has ended, unless it failed."""
         if step.kind is not StepKind.ENGINE or step.error is not None or step.ended is None:
             return
         now = self._second(step.name, int(step.ended))
@@ -169,7 +167,6 @@ class BackendFigures(StepObserver):
             now.times.append(step.ended - step.started)
 
     def of(self, backend: BackendView) -> BackendOverview:
-        """Return a backend with its figures over the last minute."""
         now, name = self._clock(), backend.backend_id
         seconds = [one for one in self._seconds.get(name, ()) if one.number > now - BACKEND_SECONDS - 1]
         if not seconds:

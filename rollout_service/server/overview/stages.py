@@ -1,4 +1,4 @@
-"""The stages of the pipeline as they are now: how full they are, and the steps that hold up their rollouts."""
+"""The present stages of the pipeline: how full they are, and the steps that hold up their rollouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def stage_overviews(stages: Stages, board: ActivityBoard) -> list[StageOverview]
 
 
 def stages_of_all(nodes: Iterable[NodeView]) -> list[StageOverview]:
-    """Return the stages of several nodes, added up; empty if no node reports any."""
+    """Add up the stages of several nodes; empty if no node reports any."""
     reported = [node.stages for node in nodes if node.stages]
     return [_sum(same_stage) for same_stage in zip(*reported, strict=True)]
 

@@ -1,12 +1,10 @@
 """The stream of events, which a reader can leave and resume without missing anything.
 
-Guarantees: each event that the reader wants is sent once, in order; those of different shards of the store in about the
-order of their times. A shard that is away holds up its own events alone. The stream begins with the id that it starts
-after,
-so a reader that gave no position knows where to resume even if it has seen no event; and while nothing that it wants
-happens, the stream says from time to time how far it has come. If the store has lost events, as in a failover, the
-stream sends the id of the newest one left, and goes on after it. A reader that hangs up is not an error. When the
-service shuts down, the stream ends after a whole event.
+Each event that the reader wants is sent once, in order; events of different shards of the store come in about the order
+of their times. A shard that is away holds up only its own events. The stream begins with the id that it starts after,
+and an idle one repeats its position from time to time, so every reader knows where to resume. If the store has lost
+events, as in a failover, the stream sends the id of the newest one left and continues after it. A reader that hangs up
+is not an error. When the service shuts down, the stream ends after a whole event.
 """
 
 from __future__ import annotations
@@ -38,13 +36,13 @@ router = APIRouter(prefix="/v1", tags=["events"], route_class=StrictRoute)
 
 MAX_FILTERS = 100
 POSITION = r"^([0-9]{1,16}|-)(\.([0-9]{1,16}|-)){0,15}$"
-"""The ids of the last events that a reader has seen, one for each shard of the store; `-` for one that was away."""
+"""The id of the last event that a reader has seen of each shard of the store; `-` for one that was away."""
 UNKNOWN = -1
-"""Stands for the id of the newest event of a shard that is away."""
+"""The position in a shard that is away."""
 PING_SECONDS = 15.0
-"""How often an idle stream says something: readers give up on a stream that stays silent for much longer."""
+"""How often an idle stream says something, because readers give up on a silent one."""
 PAUSE_SECONDS = 0.05
-"""The least time between two pieces of a stream: under load, events leave together."""
+"""The least time between two pieces of a stream, so that events leave together under load."""
 
 
 @router.get(
@@ -95,7 +93,7 @@ async def stream_events(
 
 
 async def _past_events(service: Service, wanted: EventSelection, seen: list[int]) -> AsyncIterator[bytes]:
-    """Yield this position, then the events after it that there are by now, then the newest position."""
+    """Yield this position, the events after it so far, and the newest position."""
     yield _position(seen)
     newest = await _newest_of_all(service)
     seen = [end if there == UNKNOWN else there for there, end in zip(seen, newest, strict=True)]
@@ -106,7 +104,6 @@ async def _past_events(service: Service, wanted: EventSelection, seen: list[int]
 
 
 async def _events(service: Service, wanted: EventSelection, seen: list[int]) -> AsyncIterator[bytes]:
-    """Yield this position, then the events after it; end when the service does."""
     yield _position(seen)
     told = time.monotonic()
     with suppress(ShuttingDownError), service.metrics.track_reader("events"):
@@ -134,7 +131,7 @@ async def _events(service: Service, wanted: EventSelection, seen: list[int]) -> 
 
 
 async def _frames(service: Service, wanted: EventSelection, seen: list[int], newest: Mapping[int, int]) -> bytes:
-    """Return some events after a position that a reader wants, and move the position behind them."""
+    """Return some wanted events after `seen`, and advance `seen` past them."""
     found = [
         [(number, event) for event in await service.event_tails[number].after(seen[number], end)]
         for number, end in newest.items()
@@ -148,8 +145,7 @@ async def _frames(service: Service, wanted: EventSelection, seen: list[int], new
 
 
 def _position(seen: Sequence[int]) -> bytes:
-    """Return the line that tells a reader where to resume: no event, since it has no data, but sent as
-    Last-Event-ID."""
+    """Return the line that tells a reader where to resume: without data it is no event, but sent as Last-Event-ID."""
     return b"id: %s\n\n" % _text(seen)
 
 
@@ -175,7 +171,7 @@ async def _newest_of_all(service: Service) -> list[int]:
 
 
 async def _newest(service: Service, seen: Sequence[int]) -> Mapping[int, int]:
-    """Return the newest events of shards, once there is another; none if that takes longer than `PING_SECONDS`."""
+    """Wait for newer events, and return the newest of each shard that has some; none after `PING_SECONDS`."""
     newest: dict[int, int] = {}
 
     async def wait(number: int, shard: StoreShard) -> None:

@@ -1,6 +1,6 @@
 """Routes for the current waits of rollouts, and for those that are stuck, slow or held back.
 
-Guarantee: neither asks the store about work at this node, so they answer while the store hangs.
+Neither asks the store about work at this node, so they answer while the store hangs.
 """
 
 from __future__ import annotations

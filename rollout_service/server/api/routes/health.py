@@ -1,7 +1,4 @@
-"""The probes and the metrics.
-
-Guarantee: a service that has lost one of its parts does not report that it is alive.
-"""
+"""Probes and metrics. A service that has lost one of its parts does not report that it is alive."""
 
 from __future__ import annotations
 

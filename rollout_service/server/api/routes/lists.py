@@ -1,7 +1,7 @@
 """Routes for lists that stay fast however much there is to list.
 
-Guarantee: readers who send `Cache-Control: max-age=SECONDS` share an answer of at most that age, so many of them cost
-little more than one.
+Readers who send `Cache-Control: max-age=SECONDS` share an answer of at most that age, so many cost little more than
+one.
 """
 
 from __future__ import annotations

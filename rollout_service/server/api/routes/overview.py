@@ -1,7 +1,7 @@
 """The service at a glance: once, or once a second.
 
-Guarantees: however many readers there are, an overview is made and encoded once a second; without readers it costs
-nothing. A reader that hangs up is not an error. When the service shuts down, the stream ends after a whole event.
+However many readers there are, an overview is made and encoded once a second; without readers it costs nothing. A
+reader that hangs up is not an error. When the service shuts down, the stream ends after a whole event.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ async def stream_overview(service: ServiceDep) -> Response:
 
 
 async def _overviews(service: Service) -> AsyncIterator[bytes]:
-    """Yield overviews as server-sent events; end when the service does."""
     seen = 0
     with suppress(ShuttingDownError), service.metrics.track_reader("overview"):
         while True:

@@ -40,7 +40,6 @@ from rollout_service.tokens.errors import RendererMismatchError
 
 log = structlog.get_logger(__name__)
 STOP_SECONDS = 10.0
-"""How long `/stop` waits for the jobs that it cancels."""
 
 router = APIRouter(tags=["ProRL Agent"], route_class=StrictRoute)
 
@@ -70,7 +69,6 @@ class ProcessSampling(BaseModel):
         return Sampling(**self.model_dump(include=set(Sampling.model_fields)))
 
     def limits(self) -> Limits:
-        """Return the limits on tokens and on turns as a rollout's limits."""
         tokens = self.max_new_tokens or self.max_output_tokens or self.max_tokens
         context = self.max_model_len if self.token_level_generation else None
         return Limits(max_turn_tokens=context or tokens, max_tokens=context, max_turns=self.max_iterations)
@@ -78,12 +76,12 @@ class ProcessSampling(BaseModel):
 
 HARMLESS = {"model", "api_key", "modify_params", "log_completions", "native_tool_calling", "custom_tokenizer"}
 HARMLESS |= {"strict_loop_detector", "ensure_thinking_end_properly"}
-"""Sampling parameters that such a trainer always sends, and which engines and chat formats settle here."""
+"""Sampling parameters that such a trainer always sends, but that engines and chat formats decide here."""
 
 
 @lru_cache(maxsize=64)
 def _note_ignored(names: tuple[str, ...]) -> None:
-    """Log, once, that sampling parameters have no effect."""
+    """Warn once for each set of names."""
     log.warning("a trainer sends sampling parameters that have no effect here", ignored=names)
 
 
@@ -163,7 +161,7 @@ async def process(service: ServiceDep, http: Request, request: ProcessRequest) -
     try:
         ended = await cancel_on_disconnect(http.receive, lambda: service.wait(rollout_id, math.inf))
     except ShuttingDownError as error:
-        # A caller that named no job needs this id to ask for the same job again.
+        # A caller that named no job needs this id to ask for it again.
         raise ShuttingDownError(context={"job_id": rollout_id}) from error
     if ended is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -250,7 +248,6 @@ async def get_status(service: ServiceDep) -> StatusAnswer:
 
 
 def _require_running(service: Service) -> None:
-    """Raise UnavailableError after a `/stop`."""
     if not service.pipeline.started:
         raise UnavailableError("the server is not running", hint="Send POST /start first.")
 

@@ -1,6 +1,6 @@
 """Trajectories for looking at: their segments, any range of their tokens with its text, and all of it as a file.
 
-Guarantee: large answers are compressed for clients that accept it, in a thread.
+Large answers are compressed in a thread, for clients that accept it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
 
 COMPRESSED_FROM_BYTES = 4_096
 FASTEST = 1
-"""The level of compression: the others take several times as long for a tenth less."""
+"""The level of compression; the others take several times as long for a tenth less."""
 FILE_HEADERS = {
-    "Content-Security-Policy": "sandbox",  # should a browser show it after all: no script, and not our origin
+    "Content-Security-Policy": "sandbox",  # if a browser shows it after all: no script, not our origin
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
@@ -83,7 +83,7 @@ async def get_page(service: ServiceDep, http: Request, rollout_id: RolloutId) ->
 
 
 async def _compressed(http: Request, make: Callable[[], bytes], media_type: str = "application/json") -> Response:
-    """Return the bytes that `make` returns, compressed if they are large and the client accepts that."""
+    """Compress the bytes that `make` returns if they are large and the client accepts that."""
     accepts = any(
         coding.strip().partition(";")[0] == "gzip" and "q=0" not in coding.replace(" ", "").split(";")[1:]
         for coding in http.headers.get("accept-encoding", "").lower().split(",")

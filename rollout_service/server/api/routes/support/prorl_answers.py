@@ -1,12 +1,11 @@
 """The answer to a job of the ProRL Agent server's API, in that server's form.
 
-Its client makes one training row of a job: the `token_ids` of all messages in a row, with the loss on those of
-assistants and the reward that `resolved` says. It needs `token_ids` in every message, and asks again, twice, for a job
-without messages. A row of it with an `error` still counts as a zero in the baseline of its group.
+Its client makes one training row of a job: the `token_ids` of all messages, with the loss on those of assistants and
+the reward that `resolved` says. It needs `token_ids` in every message, and asks again, twice, for a job without
+messages. A row with an `error` still counts as a zero in the baseline of its group.
 
-Guarantees:
-- The ids of all messages are one segment of the trajectory, id for id; those of assistants are what was sampled in it.
-- A rollout without a reward has no messages, so it never becomes a row with a reward of zero.
+So the ids of all messages are one segment of the trajectory, id for id, where those of assistants were sampled; and a
+rollout without a reward has no messages, so it never becomes a row with a reward of zero.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _ENDS: dict[StopReason | None, str] = {
     StopReason.MALFORMED: "AgentToolCallError: too many malformed tool calls in a row",
     StopReason.TRUNCATED: "AgentFormatError: a turn was cut off",
 }
-"""The errors of agents that stopped early; such a client looks for these names."""
+"""The errors of agents that stopped early; clients look for these names."""
 _PHASES = {Stage.INIT: "init", Stage.ROLLOUT: "run", Stage.EVALUATE: "eval"}
 
 
@@ -74,7 +73,7 @@ class ProcessAnswer(BaseModel):
 
 
 def process_answer(rollout: Rollout, tools: Sequence[ToolSpec]) -> dict[str, Any]:
-    """Return a `ProcessAnswer` as JSON; it is not validated, which takes long for a long trajectory."""
+    """Return a `ProcessAnswer` as JSON, without validation, which takes long for a long trajectory."""
     failure, stop = rollout.error, rollout.stop_reason
     trajectory = rollout.trajectory if rollout.reward is not None else None
     phase = _PHASES[Stage(failure.stage)] if failure and failure.stage else "run"
@@ -123,13 +122,13 @@ def _ends_properly(trajectory: Trajectory) -> bool:
 
 
 def _messages(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the conversation up to its last turn, with the ids of the last segment of the agent's own."""
+    """Return the conversation up to its last turn, with the ids of the agent's own last segment."""
     segments = [each for each in trajectory.segments if each.role is SegmentRole.MAIN and any(each.loss_mask)]
     if not segments:
         return []
     segment, messages = segments[-1], trajectory.messages
     turns = list(_turns(segment))
-    # Should messages of turns be missing, as those that a program left out, the first turns have no text.
+    # Messages of turns may be missing, such as those that a program left out; then the first turns have no text.
     missing = len(turns) - sum(message.role == "assistant" for message in messages)
     messages = [Message(role="assistant")] * missing + messages
     said = [at for at, message in enumerate(messages) if message.role == "assistant"]
@@ -144,7 +143,6 @@ def _messages(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def _turns(segment: Segment) -> Iterator[tuple[int, int]]:
-    """Yield where each turn of a segment begins and ends."""
     end = 0
     for turn, ids in groupby(segment.turn_ids):
         start, end = end, end + sum(1 for _ in ids)
@@ -153,14 +151,14 @@ def _turns(segment: Segment) -> Iterator[tuple[int, int]]:
 
 
 def _prompt(messages: list[Message], ids: list[int]) -> list[dict[str, Any]]:
-    """Return messages between two turns; the first carries the ids of all, since ids belong to no message alone."""
+    """Put the ids of all messages between two turns on the first, since ids belong to no single message."""
     if ids and (not messages or messages[0].role == "assistant"):
         messages = [Message(role="user"), *messages]  # the client trains on the ids of assistants
     return [_message(message, [] if place else ids) for place, message in enumerate(messages)]
 
 
 def _message(message: Message, ids: list[int]) -> dict[str, Any]:
-    """Return a message in that server's form: reasoning is part of its content, and malformed calls are left out."""
+    """Convert a message: reasoning becomes part of its content, and malformed calls are left out."""
     thought = "" if message.reasoning is None else f"<think>\n{message.reasoning}\n</think>\n\n"
     form: dict[str, Any] = {"role": message.role, "content": thought + message.content, "token_ids": ids}
     form |= {"input_ids": None, "logprobs": None}

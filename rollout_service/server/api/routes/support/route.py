@@ -1,12 +1,10 @@
-"""The class of all routes, the declarations of their responses, and what their functions share.
+"""The class of all routes, the declarations of their responses, and helpers that routes share.
 
-Guarantees: values that cannot be stored and unknown parameters are refused before a route runs. A body is JSON that can
-be written again (no lone surrogates, no NaN, bounded nesting) and does not take many times its size; the route knows
-every query parameter.
+Values that cannot be stored and unknown parameters are refused before a route runs. A body is JSON that can be written
+again (no lone surrogates, no NaN, bounded nesting) and does not take many times its size in memory.
 
 A route names the errors that it raises, as in `responses=raises(NotFoundError, ConflictError)`; their classes give the
-status, and their docstrings the description. `openapi` adds the errors that any route can answer with, such as a
-missing key.
+status, and their docstrings the description. `openapi` adds the errors of any route, such as a missing key.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from rollout_service.server.lifecycle import Service
 INLINE_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread."""
 MAX_CONTAINERS = 250_000
-"""The most lists and objects of a body; each takes up to a hundred times its two brackets."""
+"""The most lists and objects in a body; each takes up to a hundred times its two brackets."""
 PROBLEM_SCHEMA = "#/components/schemas/Problem"
 BINARY = {"type": "string", "format": "binary"}
 
@@ -42,7 +40,6 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def get_service(request: Request) -> Service:
-    """Return the service that the app's lifespan opened."""
     service: Service = request.app.state.service
     return service
 
@@ -51,23 +48,21 @@ ServiceDep = Annotated[Service, Depends(get_service)]
 
 
 def role_of(request: Request) -> Role:
-    """Return the role of the request's key; a server without keys lets everyone do everything."""
+    """A server without keys lets everyone do everything."""
     role: Role = request.scope.get("state", {}).get("role", Role.ADMIN)
     return role
 
 
 def as_json(model: BaseModel, status: HTTPStatus = HTTPStatus.OK) -> Response:
-    """Serialize a model that is already valid, since validating a long trajectory again takes time."""
+    """Serialize without validation, which takes long for a long trajectory."""
     return Response(model.model_dump_json(), status_code=status, media_type="application/json")
 
 
-# The trace that a request's headers name.
-#
-# Guarantee: headers that are missing or malformed, which any proxy may have written, are as if they were not there.
-
-
 def trace_of(request: Request) -> TraceContext | None:
-    """Return the caller's span, as the headers `traceparent` and `tracestate` say it; None if they do not."""
+    """Return the caller's span from the headers `traceparent` and `tracestate`.
+
+    Any proxy may have written them, so malformed ones count as missing.
+    """
     traceparent = request.headers.get("traceparent")
     if traceparent is None:
         return None
@@ -77,12 +72,7 @@ def trace_of(request: Request) -> TraceContext | None:
         return None
 
 
-# Strict reading of requests.
-
-
 class StrictRequest(Request):
-    """A request whose body is parsed strictly."""
-
     async def json(self) -> JsonValue:
         body = await self.body()
         if strict_json.has_more(body, b"{[", MAX_CONTAINERS):
@@ -99,8 +89,6 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that refuses unknown query parameters, and bodies that could not be stored."""
-
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         known = _query_names(self.dependant)
@@ -118,7 +106,7 @@ def _query_names(dependant: Dependant) -> set[str]:
 
 
 def _names(alias: str, annotation: object) -> Iterable[str]:
-    """Return the names of the parameters that a query parameter, or a model of several, stands for."""
+    """Return the parameters of a query parameter: several if it is a model."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [info.alias or name for name, info in annotation.model_fields.items()]
     return [alias]
@@ -135,11 +123,7 @@ def _refuse_unknown(request: Request, known: set[str]) -> None:
         )
 
 
-# Declarations of a route's responses, for the OpenAPI document.
-
-
 def raises(*errors: type[ServiceError]) -> Responses:
-    """Return the `responses` of a route that raises these errors."""
     declared: Responses = {}
     for error in errors:
         add_error(declared.setdefault(int(error.status), {}), error)
@@ -147,13 +131,13 @@ def raises(*errors: type[ServiceError]) -> Responses:
 
 
 def extra_response(status: HTTPStatus, model: type[BaseModel] | None, description: str) -> Responses:
-    """Return the `responses` of a route for a further status; without a model the response has no body."""
+    """Declare a further status; without a model the response has no body."""
     body = {} if model is None else {"model": model}
     return {int(status): {"description": description, **body}}
 
 
 def media_response(media_type: str, description: str, *, schema: dict[str, Any] | None = None) -> Responses:
-    """Return the `responses` of a route for a media type other than JSON; without a schema it is binary."""
+    """Declare a media type other than JSON; without a schema it is binary."""
     content = {media_type: {"schema": BINARY if schema is None else schema}}
     return {int(HTTPStatus.OK): {"description": description, "content": content}}
 

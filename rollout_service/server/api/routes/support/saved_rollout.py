@@ -1,7 +1,4 @@
-"""The API's answers for the page of a rollout, collected for a file.
-
-Guarantee: each answer is the one that the API gives, under the path by which the page asks for it.
-"""
+"""The API's answers for the page of a rollout, collected for a file under the paths by which the page asks for them."""
 
 from __future__ import annotations
 
@@ -83,7 +80,7 @@ def _trajectory(path: str, trajectory: Trajectory, outline: TrajectoryOutline, t
 
 
 async def _row(service: Service, rollout: Rollout) -> SummaryPage:
-    """Return the list that has this rollout alone; lists are by times, to the millisecond."""
+    """Return the list with this rollout alone. Lists are by times, to the millisecond."""
     created = rollout.created_at
     beside = timedelta(milliseconds=2)
     which = SummaryFilter(text=rollout.rollout_id, since=created - beside, until=created + beside)

@@ -1,8 +1,7 @@
-"""Answers that readers share, if each says that an older one will do: `Cache-Control: max-age=2`, as HTTP defines it.
+"""Answers that readers share if their `Cache-Control: max-age=SECONDS` accepts an older one, and streamed answers.
 
-Guarantees: without that header, an answer is made for its request alone. With it, an answer is never older than
-the request allows, nor than `MAX_AGE_SECONDS`, and readers who come while it is made wait for it instead of
-asking the store, too. Errors are not shared.
+Without that header, each request gets its own answer. With it, an answer is never older than the request allows, nor
+than `MAX_AGE_SECONDS`; readers who come while it is made wait for it, which spares the store. Errors are not shared.
 """
 
 from __future__ import annotations
@@ -31,20 +30,19 @@ Make = Callable[[], Awaitable[Response]]
 @dataclass(slots=True)
 class _LastAnswer:
     turn: anyio.Lock = field(default_factory=anyio.Lock)
-    """Who holds it makes the answer."""
+    """Held while the answer is made."""
     response: Response | None = None
     asked_at: float = 0.0
-    """When its making began."""
 
 
 class SharedAnswers:
-    """The last answers to some questions; the longest unused is forgotten first."""
+    """The last answers to some questions; the least recently used is forgotten first."""
 
     def __init__(self) -> None:
         self._answers: OrderedDict[str, _LastAnswer] = OrderedDict()
 
     async def get(self, question: str, max_age: float, make: Make) -> Response:
-        """Return an answer of at most this age, in seconds; make one if there is none."""
+        """Return an answer of at most this age, in seconds."""
         answer = self._answers.setdefault(question, _LastAnswer())
         self._answers.move_to_end(question)
         if len(self._answers) > MAX_ANSWERS:
@@ -59,7 +57,7 @@ class SharedAnswers:
 
 
 class SharedRoute(StrictRoute):
-    """A route that reads the same for everyone, and whose answers are shared with those who allow it."""
+    """A route that reads the same for everyone; those who allow it share its answers."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -76,7 +74,7 @@ class SharedRoute(StrictRoute):
 
 
 def accepted_age(cache_control: str) -> float:
-    """Return the age in seconds that a request's `Cache-Control` allows an answer to have; 0 without one."""
+    """Return the age in seconds that an answer may have; 0 without a `max-age`."""
     found = _MAX_AGE.search(cache_control.lower())
     return min(float(found[1]), MAX_AGE_SECONDS) if found else 0.0
 
@@ -86,25 +84,23 @@ def _copy(response: Response, age: int) -> Response:
     return Response(response.body, response.status_code, headers, media_type=response.headers["content-type"])
 
 
-# A streaming response that produces its next chunks while one is being sent.
-#
-# Guarantees: at most `MAX_BUFFERED_CHUNKS` finished chunks wait; production stops once the client has disconnected.
-
 MAX_BUFFERED_CHUNKS = 2
 
 ProduceChunks = Callable[[Callable[[memoryview], Awaitable[None]]], Awaitable[None]]
-"""Produces the chunks of a response, and passes each to a function that waits until there is room for it."""
+"""Passes the chunks of a response to a function that waits until there is room."""
 
 
 class BufferedResponse(StreamingResponse):
-    """A response in chunks, with these headers."""
+    """A response whose next chunks are produced while one is being sent.
+
+    At most `MAX_BUFFERED_CHUNKS` finished chunks wait; production stops once the client has disconnected.
+    """
 
     def __init__(self, produce: ProduceChunks, headers: Mapping[str, str], *, media_type: str) -> None:
         super().__init__((), media_type=media_type, headers=headers)
         self._produce = produce
 
     async def stream_response(self, send: Send) -> None:
-        """Send chunks while others are produced."""
         sender, receiver = anyio.create_memory_object_stream[memoryview](MAX_BUFFERED_CHUNKS)
         self.body_iterator = receiver
         with sender, receiver:
@@ -116,8 +112,6 @@ class BufferedResponse(StreamingResponse):
         async with sender:
             await self._produce(sender.send)
 
-
-# Shared by streams of server-sent events.
 
 EVENT_STREAM = "text/event-stream"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
