@@ -30,7 +30,7 @@ GROUPS = (
 
 
 class _Commands(Mapping[str, Any]):
-    """The commands by name. Each is imported and made when it is asked for: making all takes as long as the rest."""
+    """The commands by name, each imported and made on demand: making all takes as long as everything else."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in (*COMMANDS, *GROUPS):

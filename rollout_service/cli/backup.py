@@ -53,7 +53,7 @@ def opened_places(
     with_store: bool = True,
     must_be_over: bool = False,
 ) -> Iterator[Places]:
-    """Yield the places of a service by its settings, or of a job.
+    """Yield the places of a service, by its settings or by its job.
 
     Raises:
         CommandError: The job is not in a state in which it can be copied, or restored.

@@ -1,8 +1,8 @@
 """The shared parts of all commands: options, the way they run, and error reports.
 
-Guarantees: results go to stdout and everything else to stderr, so commands work in pipes. A known error ends a command
-with its message, what to do next, and exit code 1, without a traceback. Nothing heavy is imported before a command
-needs it, so `--help` is quick.
+Results go to stdout and everything else to stderr, so commands work in pipes. A known error ends a command with its
+message, what to do next, and exit code 1, without a traceback. Heavy modules are imported only when a command needs
+them, so `--help` is quick.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TERMINATED = 128 + signal.SIGTERM
-"""The exit code after SIGTERM, as shells report it."""
 DEFAULT_URL = "http://127.0.0.1:8080"
 
 Url = Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The server's URL.")]
@@ -60,7 +59,7 @@ def err() -> SafeConsole:
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number with its noun, such as `1 result` or `2 results`."""
+    """Return a number with its noun, such as `2 results`."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -70,7 +69,7 @@ def joined_counts(counts: Mapping[Any, int]) -> str:
 
 
 async def first(found: AsyncGenerator[T, None], limit: int) -> list[T]:
-    """Return the first of what a server lists page by page; no more pages are asked for than needed."""
+    """Return the first items of a paged list; no more pages are requested than needed."""
     from contextlib import aclosing
 
     some: list[T] = []
@@ -83,7 +82,7 @@ async def first(found: AsyncGenerator[T, None], limit: int) -> list[T]:
 
 
 def print_json(value: Any) -> None:
-    """Print models, dataclasses and lists of them, or other data, as JSON."""
+    """Print data as JSON, with models and dataclasses in it."""
     import json
 
     from pydantic_core import to_jsonable_python
@@ -92,7 +91,7 @@ def print_json(value: Any) -> None:
 
 
 def print_line(document: str) -> None:
-    """Print a line of JSON or text unchanged, except for characters that a terminal would obey."""
+    """Print a line, escaping characters that a terminal would obey."""
     from rollout_service.base.terminal_text import escape_controls_in_json
 
     typer.echo(escape_controls_in_json(document))
@@ -107,7 +106,7 @@ def connect(url: str, key: str | None, *, patience_seconds: float = 0.0) -> Roll
 
 
 def command(function: Callable[P, Awaitable[int | None] | int | None]) -> Callable[P, None]:
-    """Make a command of a function or coroutine that returns its exit code, and explain its known errors."""
+    """Turn a function or coroutine that returns its exit code into a command, and explain its known errors."""
 
     @wraps(function)
     def run(*arguments: P.args, **options: P.kwargs) -> None:
@@ -120,10 +119,10 @@ def command(function: Callable[P, Awaitable[int | None] | int | None]) -> Callab
 def client_command(
     show: Callable[[Any], object] | None = None, *, patience_seconds: float = 0.0
 ) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., None]]:
-    """Make a command of a coroutine whose first argument, `client`, is connected to the server at --url.
+    """Turn a coroutine into a command; its first argument, `client`, is connected to the server at --url.
 
-    With `show`, the coroutine returns what the command is about: --json prints it as JSON, and else `show` does.
-    Without, it returns its exit code, as with `command`.
+    With `show`, the coroutine returns a result: --json prints it as JSON, otherwise `show` does. Without, it returns
+    its exit code, as with `command`.
     """
     options = [
         Parameter("url", Parameter.KEYWORD_ONLY, default=DEFAULT_URL, annotation=Url),
@@ -154,7 +153,7 @@ def client_command(
 
 
 def run_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:
-    """Run a command's coroutine to its end, and return its exit code; None means 0.
+    """Run a command's coroutine, and return its exit code; None means 0.
 
     SIGTERM cancels it, as Ctrl-C does, so everything that it started ends too.
     """
@@ -209,7 +208,7 @@ def explain(error: Exception) -> None:
 
 
 def _known(error: Exception) -> Exception | None:
-    """Return the known error inside an exception, or inside the groups that task groups wrap it in."""
+    """Return the known error inside an exception or inside the groups of task groups."""
     from rollout_client.client import ClientError
     from rollout_service.base.errors import ServiceError
     from rollout_service.engines.local_servers.process import EngineStartError

@@ -1,7 +1,7 @@
 """Completes ids in a shell: those that a server knows, and the images of this machine.
 
-Guarantees: a completion takes half a second at most and never fails or prints an error, whatever answers or does not.
-Nothing is completed but plain ids, so a shell has nothing to interpret.
+A completion takes half a second at most and never fails or prints an error. Only plain ids are completed, so a shell
+has nothing to interpret.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_BYTES = 4 << 20
 
 
 def _known(path: str, under: str | None, name: str) -> Callable[[typer.Context, str], list[str]]:
-    """Return a completion of the ids of this name that a server lists at a path, below a key if there is one."""
+    """Return a completion of the ids at a path of the server: fields `name` of a list, which may be below a key."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         return _matching(_values(_ask(ctx, path), under, name), incomplete)
@@ -48,7 +48,7 @@ def _matching(values: Iterable[str], incomplete: str) -> list[str]:
 
 
 def _values(answer: Any, under: str | None, name: str) -> Iterator[str]:
-    """Yield the texts of this name in a list of objects, which may be below a key; nothing if it is something else."""
+    """Yield the texts in the field `name` of a list of objects; nothing if the answer has another form."""
     if under is not None:
         answer = answer.get(under) if isinstance(answer, dict) else None
     for one in answer if isinstance(answer, list) else ():
@@ -58,7 +58,7 @@ def _values(answer: Any, under: str | None, name: str) -> Iterator[str]:
 
 
 def _ask(ctx: typer.Context, path: str) -> Any:
-    """Return the answer of the server that the command line names; None if it does not in time."""
+    """Return the answer of the server that the command line names; None if it does not answer in time."""
     import json
     from urllib.request import ProxyHandler, Request, build_opener
 
@@ -93,7 +93,7 @@ def _deadline() -> Iterator[None]:
 
 
 def _tls() -> list[Any]:
-    """Return the handlers that make TLS trust the authority of `ROLLOUT_CA_FILE`; nothing if there is none."""
+    """Return the handlers that make TLS trust the authority of `ROLLOUT_CA_FILE`, if set."""
     file = os.environ.get("ROLLOUT_CA_FILE")
     if not file:
         return []

@@ -1,7 +1,7 @@
 """The consoles and tables that commands print with.
 
-Guarantees: everything that is printed is safe for a terminal, whoever wrote it, and is never read as markup. Through a
-pipe, nothing is wrapped, cut, or padded, so paths and commands come out whole.
+Everything that is printed is safe for a terminal, whoever wrote it, and is never read as markup. Through a pipe,
+nothing is wrapped, cut, or padded, so paths and commands come out whole.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from rollout_service.base.terminal_text import escape_controls
 
 PIPE_WIDTH = 1_000_000
 HANG_STYLES = {"stuck": "bold red", "idle": "yellow", "slow": "yellow", "held": "cyan"}
-"""The style of each verdict on a wait."""
 
 
 class SafeConsole(Console):
-    """A rich console that escapes whatever a terminal would obey."""
-
     def __init__(self, *, stderr: bool = False, color: bool = True) -> None:
-        """Write to stdout or stderr, in plain text without `color` or with `NO_COLOR`."""
+        """Without `color`, or with `NO_COLOR`, text is plain."""
         plain = not color or bool(os.environ.get("NO_COLOR"))
         super().__init__(
             stderr=stderr, highlight=False, markup=False, emoji=False, color_system=None if plain else "auto"
@@ -67,10 +64,9 @@ class Heading:
 
 
 class SafeTable(Table):
-    """A table whose cells are measured after escaping."""
+    """A table whose cells are escaped before they are measured."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """Add a row, escaping characters that a terminal would obey."""
         super().add_row(*(escape_controls(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 

@@ -1,6 +1,6 @@
 """Files that commands write: whole, or not at all.
 
-Guarantee: a file is written beside its place, and moved there at its end.
+A file is written next to its place, and moved there at its end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEVEL = 3
 
 @contextmanager
 def written(output: Path) -> Iterator[Write]:
-    """Yield the function that takes the pieces of the file; move it to its place if the block succeeds.
+    """Yield the function that writes pieces of the file; move it to its place if the block succeeds.
 
     Raises:
         CommandError: The file cannot be written.

@@ -34,7 +34,7 @@ pathlib.Path(os.environ["ROLLOUT_RESULT"]).write_text(json.dumps({{"reward": rew
 
 
 async def check_harness(name: str, turns: int, image: str | None) -> dict[str, Any]:
-    """Run a harness for so many steps; return how it went, with `works`, and `problem` if it does not.
+    """Run a harness for some steps; return the outcome, with `works`, and with `problem` if it does not.
 
     Raises:
         CommandError: The harness has nothing to be checked with, or the server does not start.
@@ -94,7 +94,7 @@ def write_environment(folder: Path, harness: str, turns: int, image: str | None)
 
 
 def judge(harness: str, version: str, turns: int, rollout: Rollout) -> dict[str, Any]:
-    """Return how a rollout went.
+    """Return the outcome of a rollout.
 
     `segments` are those that may be trained on: 1 if every turn extends the one before. `kept_share` is the share of
     turns after the first that continue their segment.

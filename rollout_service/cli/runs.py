@@ -323,7 +323,7 @@ async def _rescored(
     *,
     replay: Literal["needed", "always"],
 ) -> AsyncIterator[Rescored]:
-    """Yield the results for an exported file, or for the run with this id."""
+    """`what` is an exported file, or the id of a run."""
     from rollout_client.run_export import BadExportError, RunExport
 
     if isinstance(what, str):

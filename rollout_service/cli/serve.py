@@ -40,7 +40,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "node_label": (list[str], "What this node has that environments may require; may be repeated."),
     "log_level": (str, "debug, info, warning or error."),
 }
-"""The options that set a setting, each with its type and its help."""
+"""Options that set a setting, each with its type and its help."""
 
 
 def command(

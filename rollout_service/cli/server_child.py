@@ -1,8 +1,8 @@
 """A server as a child process, for commands that need one of their own.
 
-Guarantee: the child has ended when the block is left, however it is left: SIGTERM, time to drain, then SIGKILL, always
-by its own pid. If this process is killed, the kernel sends the child SIGTERM. Unless a settings file is among its
-flags, the user's settings of a service for others, such as keys, TLS or a shared store, do not apply to it.
+The child has ended when the block is left, however it is left: SIGTERM, time to drain, then SIGKILL, always by its own
+pid. If this process is killed, the kernel sends the child SIGTERM. Unless a settings file is among its flags, the
+user's settings of a service for others, such as keys, TLS or a shared store, do not apply to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ START_SECONDS = 120.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.05
 SAY_SECONDS = 2.0
-"""The time between the lines that give the reason for the wait, in seconds."""
+"""The time between lines that say why the command still waits."""
 SHOWN_LOG_LINES = 15
 NOT_LISTENING = "it does not listen yet"
 
@@ -39,7 +39,7 @@ class ServerChild:
 
 @asynccontextmanager
 async def running_server(state_dir: Path, flags: Sequence[str] = ()) -> AsyncIterator[RolloutClient]:
-    """Do the same as `running_child`, and yield the client alone."""
+    """Do the same as `running_child`, but yield only the client."""
     async with running_child(state_dir, flags) as child:
         yield child.client
 
@@ -85,7 +85,6 @@ async def stop(process: Process) -> None:
 
 
 async def _ready_address(process: Process, address: Path, log: Path, say: Callable[[str], None]) -> str:
-    """Return the server's URL once it can take work."""
     begun = said = time.monotonic()
     why = NOT_LISTENING
     with anyio.move_on_after(START_SECONDS):
@@ -102,7 +101,7 @@ async def _ready_address(process: Process, address: Path, log: Path, say: Callab
 
 
 async def _look(address: Path) -> tuple[str | None, str]:
-    """Return the server's URL if it can take work, and else the reason why it cannot."""
+    """Return the server's URL if it can take work, otherwise the reason why it cannot."""
     if (url := _read(address)) is None:
         return None, NOT_LISTENING
     try:

@@ -1,6 +1,6 @@
 """The reference of all settings, as Markdown, generated from the docstrings of their fields.
 
-Guarantee: every key is included, with its type, default, variable, and flag, so the page is never behind the code.
+Every key is included, with its type, default, variable, and flag, so the page is never behind the code.
 """
 
 from __future__ import annotations

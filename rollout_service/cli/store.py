@@ -69,7 +69,6 @@ async def new_folder(
 
 @asynccontextmanager
 async def _opened(config: Path | None) -> AsyncIterator[Sequence[tuple[RedisConnection, SegmentFiles]]]:
-    """Open the shards of the store, mostly one, for the block."""
     from rollout_service.settings import load_settings
     from rollout_service.store.segments.files import files_of
 

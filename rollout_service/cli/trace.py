@@ -60,7 +60,7 @@ async def write_trace(client: RolloutClient, names: list[str], output: Path) -> 
 
 
 async def _find(client: RolloutClient, names: list[str]) -> tuple[str | None, float]:
-    """Return the run, if it is one, and when the oldest of the named ones was created, in Unix seconds."""
+    """Return the run, if it is one, and when the oldest of the rollouts was created, in Unix seconds."""
     from rollout_client.client import NotFoundError
 
     if len(names) == 1:

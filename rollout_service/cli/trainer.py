@@ -18,7 +18,6 @@ app = typer.Typer(name="trainer", help="Check that a trainer and a server agree.
 
 TRAINERS = ("areal", "openrlhf", "skyrl", "tinker", "trl", "verl", "verl_v0")
 TAIL_LINES = 15
-"""How much of a trainer's output an error shows."""
 
 
 @app.command("check", epilog="Example: rollout-service trainer check verl --python ~/verl-env/bin/python")

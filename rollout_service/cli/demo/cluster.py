@@ -1,6 +1,6 @@
-"""A cluster on this machine for the demo: a Redis, an engine, and several nodes, of which one is killed on the way.
+"""A cluster on this machine for the demo: a Redis, an engine, and several nodes, one of which is killed on the way.
 
-Guarantees: everything that was started has ended when the block is left; the state of all of it is in one folder.
+Everything that was started has ended when the block is left; all state is in one folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def name_of(number: int) -> str:
 
 @asynccontextmanager
 async def running_cluster(folder: Path, count: int, flags: Sequence[str]) -> AsyncIterator[Sequence[ServerChild]]:
-    """Run nodes that share a Redis, and yield them; `flags` are those of each service.
+    """Run nodes that share a Redis; `flags` are those of each service.
 
     Raises:
         CommandError: There is no Redis server, or something does not start.

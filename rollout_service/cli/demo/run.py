@@ -1,6 +1,6 @@
 """Runs the demo: starts a server and an engine, rolls out a batch, and shows the results.
 
-Guarantee: the server and the engine have ended when it returns.
+The server and the engine have ended when it returns.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from rollout_service.tokens.trajectory import check_invariants
 
 ENVIRONMENT = "calc"
 REQUIRED_SUCCESS_RATE = 0.9
-"""The share of rollouts of the tuned policy that must succeed; one more may fail, since it samples."""
+"""The share of the tuned policy's rollouts that must succeed; one more may fail, since it samples."""
 LOOK_SECONDS = 0.5
 ORDERED_AT_ONCE = 256
 KILL_AT = 0.3
-"""The share of the rollouts that have ended when a node is killed, if it works on any."""
+"""A node is killed once this share of the rollouts has ended, if it works on any."""
 KILL_LATEST = 0.6
-"""The share at which it is killed all the same."""
+"""The share at which it is killed anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,8 @@ class DemoPlan:
     nodes: int = 1
     """With more than one, they share a Redis, and the last one is killed on the way."""
     stay: bool = False
-    """Whether the server stays up after the results, until Ctrl-C, to be looked at."""
+    """Whether the server stays up after the results, until Ctrl-C."""
 
-
-# The summary of a batch of rollouts: successes, turns, tokens, and where the time went.
 
 PARTS: tuple[tuple[str, Stage, Callable[[Span], float]], ...] = (
     ("init", Stage.INIT, lambda span: span.seconds),
@@ -188,7 +186,7 @@ async def run_demo(
 
 
 async def _stay(client: RolloutClient) -> None:
-    """Keep the server up until Ctrl-C or SIGTERM, and say where its page is."""
+    """Keep the server up until Ctrl-C or SIGTERM, and print its page's address."""
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         common.err().print(f"page: {client.base_url}/ (Ctrl-C ends the server)", soft_wrap=True)
         async for _ in signals:
@@ -197,7 +195,7 @@ async def _stay(client: RolloutClient) -> None:
 
 @asynccontextmanager
 async def _running(plan: DemoPlan, folder: Path) -> AsyncIterator[Sequence[ServerChild]]:
-    """Start an engine and the nodes of the service, the first of which is asked."""
+    """Start an engine and the nodes of the service; only the first is asked."""
     workers, log_level = max(1, plan.concurrency // plan.nodes), "warning" if plan.nodes == 1 else "info"
     flags = ["--sandbox", plan.sandbox, "--rollout-workers", str(workers), "--log-level", log_level]
     async with AsyncExitStack() as stack:
@@ -221,7 +219,7 @@ def _say(text: str) -> None:
 
 
 async def _roll_out(plan: DemoPlan, nodes: Sequence[ServerChild], batch: Path) -> Summary:
-    """Run the rollouts; of several nodes, kill the last once some of them have ended."""
+    """Run the rollouts; of several nodes, kill the last once some rollouts have ended."""
     client, victim = nodes[0].client, nodes[-1] if len(nodes) > 1 else None
     requests = _requests(plan, await client.dataset(ENVIRONMENT, limit=plan.rollouts))
     rollouts: list[Rollout] = []
@@ -271,7 +269,7 @@ async def _stages(client: RolloutClient) -> str:
 
 
 async def _nodes(client: RolloutClient) -> str:
-    """Return for each node how many rollouts it works on, and how many have ended there."""
+    """Return how many rollouts each node works on, and how many have ended there."""
     return ", ".join(
         f"{node.node} dead" if node.state is NodeState.DEAD else f"{node.node} {node.rollouts} ({node.finished} ended)"
         for node in await client.nodes()
@@ -302,7 +300,7 @@ def _show(summary: Summary, model: str, console: SafeConsole) -> None:
 
 
 def _example(rollouts: Sequence[Rollout]) -> Rollout | None:
-    """Return a rollout to show: one that succeeded with a tool, otherwise the first that has a trajectory."""
+    """Return a rollout that succeeded with a tool, otherwise the first that has a trajectory."""
     seen = [rollout for rollout in rollouts if rollout.trajectory is not None]
     good = (rollout for rollout in seen if rollout.usage.tool_calls and (rollout.reward or 0.0) >= 1.0)
     return next(good, seen[0] if seen else None)
@@ -325,8 +323,6 @@ def _verdict(plan: DemoPlan, summary: Summary, invalid: list[str]) -> int:
     return 1 if invalid or short else 0
 
 
-# The document that `demo --json` and the benchmarks write: figures, with their settings and machine.
-
 GIBIBYTE = 2**30
 
 
@@ -347,9 +343,9 @@ def write_figures(
     figures: Mapping[str, float | int | None],
     aims: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `{"machine", "settings", "figures"}`, and `"aims"` if there are any; print it without a path.
+    """Write figures with their settings and machine as JSON to a file, or to stdout without a path.
 
-    Figures are a flat mapping to numbers, or null if there is none. Aims are texts such as `<= 2`, by their figures.
+    Figures map names to numbers, or to null. Aims map them to texts such as `<= 2`.
     """
     document = {"machine": machine(), "settings": dict(settings), "figures": dict(figures)}
     if aims:

@@ -1,8 +1,8 @@
 """`rollout-service doctor --batch FILE --model DIR`: compares a batch's log-probabilities with the weights' own.
 
-Guarantees: every sampled token of the batch is compared, given its whole segment before it. Tokens of versions other
-than the model's are expected to differ, so the report is by version, and says which versions kept older KV. It needs
-torch, which the service itself does not.
+Every sampled token of the batch is compared, given its whole segment before it. Tokens of versions other than the
+model's are expected to differ, so the report is by version, and says which versions kept older KV. It needs torch,
+which the service itself does not.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WORST = 10
-"""The number of tokens that are listed one by one."""
+"""How many tokens are listed one by one."""
 POSITIONS_APART = 64
-"""The number of positions in a segment that are reported together."""
+"""How many positions in a segment are reported together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def compare(batch: Path, model: Path, temperature: float) -> tuple[BatchArrays, 
     """Recompute the log-probability of every sampled token of a batch.
 
     Raises:
-        CommandError: The batch or the model cannot be read, or the batch holds no sampled token.
+        CommandError: The batch or the model cannot be read, or the batch has no sampled token.
     """
     try:
         arrays = BatchArrays.from_file(batch)

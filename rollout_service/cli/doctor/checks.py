@@ -1,7 +1,7 @@
 """The checks of `doctor`: each examines one thing, changes nothing, and knows the command that fixes it.
 
-A check is `missing` if the service cannot run rollouts in Apptainer without what it examines, and `limited` if it can,
-with reduced functionality.
+A check is `missing` if rollouts cannot run in Apptainer without it, and `limited` if they can, with reduced
+functionality.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sandboxes.scheduling.host_metrics import HostReader
 from sandboxes.scheduling.pressure import measure_pressure
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
-"""The folder of the install scripts in a checkout; an installed package has none."""
+"""The install scripts in a checkout; an installed package has none."""
 FREE_GIBIBYTES = 2.0
 GIBIBYTE = 2**30
 BASE_IMAGE = "base"
@@ -104,7 +104,6 @@ def check_mounts(facts: HostFacts) -> Iterator[Check]:
 
 
 def check_limits(facts: HostFacts) -> Iterator[Check]:
-    """Check that control groups can limit a sandbox's memory and processes."""
     if {"memory", "processes"} <= facts.cgroup_limits:
         found = f"control groups, version {facts.cgroup_version}: {', '.join(sorted(facts.cgroup_limits))}"
         yield Check("limits of sandboxes", "ok", found)
@@ -218,7 +217,6 @@ def check_engine(settings: Settings) -> Check:
 
 
 def check_state_dir(folder: Path) -> Check:
-    """Check that the state folder is writable, and has room."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK):
         fix = f"sudo install -d -o {getpass.getuser()} {folder}"
@@ -231,7 +229,6 @@ def check_state_dir(folder: Path) -> Check:
 
 
 def check_pressure(settings: Settings) -> Check:
-    """Check whether this host has room for more sandboxes at this moment."""
     metrics = HostReader([settings.state_dir.expanduser().absolute()]).read()
     pressures = measure_pressure(metrics, settings.sandboxes.pressure)
     scarce = [it.hold_reason.text for it in pressures if it.ratio >= 1.0]
@@ -242,7 +239,7 @@ def check_pressure(settings: Settings) -> Check:
 
 
 def check_secrets(settings: Settings) -> Iterator[Check]:
-    """Check, for each environment that asks for secrets, that it can have them; no value is shown."""
+    """Check that environments can have the secrets that they ask for; no value is shown."""
     secrets = HostSecrets(settings.secrets)
     for environment in EnvironmentRegistry.load(settings.environments, harbor=settings.harbor).list():
         asked = list(secrets.examine(environment.spec))
@@ -255,7 +252,7 @@ def check_secrets(settings: Settings) -> Iterator[Check]:
 
 
 def check_sglang() -> Check:
-    """Check for SGLang on the CPU, which is used for trials and tests."""
+    """SGLang on the CPU is used for trials and tests."""
     installed = SCRIPTS.parent / ".venv-sglang" / ".installed"
     if installed.exists():
         return Check("SGLang on the CPU", "ok", str(installed.parent))
@@ -264,15 +261,13 @@ def check_sglang() -> Check:
 
 
 def script(name: str, *, as_root: bool) -> str:
-    """Return the command that runs a script of the checkout."""
     path = SCRIPTS / name
     shown = f"scripts/{name} of a checkout" if not path.exists() else str(path)
     return f"sudo {shown}" if as_root else shown
 
 
 def _allow_namespaces() -> str:
-    """Return the command that allows user namespaces; distributions differ, so keys that this kernel lacks are
-    omitted."""
+    """Leave out keys that this kernel lacks, since distributions differ."""
     keys = {
         "user.max_user_namespaces": "15000",
         "kernel.unprivileged_userns_clone": "1",

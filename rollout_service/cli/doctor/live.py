@@ -1,8 +1,8 @@
-"""`rollout-service doctor --live`: the problems of a service that runs, and their causes.
+"""`rollout-service doctor --live`: the problems of a running service, and their causes.
 
-Guarantees: it says that all is well exactly if there is nothing that a person on call has to look at. It answers even
-if the service's event loop is blocked: the service's watchdog has then written its last report to the state folder,
-which is read if the service does not answer within `ANSWER_SECONDS`.
+It says that all is well exactly if there is nothing that a person on call has to look at. It answers even if the
+service's event loop is blocked: if the service does not answer within `ANSWER_SECONDS`, the report that its watchdog
+wrote to the state folder is read.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ from rollout_service.server.hangs.heartbeat import STACKS, read_last_report
 from rollout_service.settings import load_settings
 
 FLAPPING = timedelta(minutes=5)
-"""For how long an engine that serves again is shown for a failure; errors are kept for as long."""
+"""How long the failure of an engine that serves again is shown; errors are kept as long."""
 FRESH = timedelta(minutes=1)
-"""For how long its failure counts as one of now."""
+"""How long its failure counts as current."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveReport:
-    """The state of a service, as far as it answers."""
-
     hangs: HangReport
     overview: Overview | None = None
     """None if the service does not answer."""
@@ -69,11 +67,10 @@ class LiveReport:
         return [] if self.overview is None else [one.backend for one in self.overview.backends]
 
     def holds(self) -> list[HoldView]:
-        """Return why nodes start no further sandbox."""
         return [] if self.overview is None else [hold for node in self.overview.nodes for hold in node.holds]
 
     def disks(self) -> dict[str, int]:
-        """Return the free bytes of the file systems of all nodes, by node and folder."""
+        """Return the free bytes of all nodes' file systems, by node and folder."""
         nodes = [] if self.overview is None else self.overview.nodes
         return {
             f"{node.node}:{folder}": free
@@ -83,7 +80,7 @@ class LiveReport:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it: the report of hangs with `wrong`, and `service`, None if it does not answer."""
+        """Return the report of hangs with `wrong` and `service`, which is None if the service does not answer."""
         service = None
         if self.overview is not None:
             service = self.overview.model_dump(include={"ready", "reasons", "warnings", "outcomes", "errors"})
@@ -92,7 +89,6 @@ class LiveReport:
 
 
 def _mostly_fails(outcomes: dict[str, int]) -> bool:
-    """Return whether more rollouts failed than completed."""
     completed = outcomes.get(RolloutState.COMPLETED, 0)
     return sum(outcomes.values()) - outcomes.get(RolloutState.CANCELLED, 0) > 2 * completed
 
@@ -103,8 +99,6 @@ def is_wrong(finding: HangFinding) -> bool:
         return finding.kind is StepKind.GRADER
     return finding.verdict is HangVerdict.STUCK or finding.kind not in tuple(StepKind)
 
-
-# The report as text: the problems first, and then where each rollout waits.
 
 GIBIBYTE = 1 << 30
 
@@ -190,7 +184,7 @@ def _explain(finding: HangFinding, console: Console, *, stacks: bool) -> None:
 
 ANSWER_SECONDS = 4.0
 STALE_SECONDS = 15.0
-"""A report in the state folder that is older was left by a service that was killed."""
+"""An older report in the state folder was left by a service that was killed."""
 
 
 def check_live(
@@ -204,7 +198,7 @@ def check_live(
     report = _ask(url, key)
     if report is None:
         folder = (state_dir or load_settings(config).state_dir).expanduser()
-        # A service that runs again meanwhile takes its report back, and answers.
+        # A service that has recovered removes its report, and answers.
         report = _read(folder) or _ask(url, key)
     if report is None:
         raise CommandError(
@@ -221,8 +215,6 @@ def check_live(
 
 
 def _ask(url: str, key: str | None) -> LiveReport | None:
-    """Return the service's own answer, or None if none comes."""
-
     async def ask() -> LiveReport:
         async with common.connect(url, key) as client:
             with anyio.fail_after(ANSWER_SECONDS):
@@ -235,7 +227,6 @@ def _ask(url: str, key: str | None) -> LiveReport | None:
 
 
 def _read(folder: Path) -> LiveReport | None:
-    """Return the report in the state folder, if it is not an old one."""
     report = read_last_report(folder)
     if report is None or (datetime.now(UTC) - report.at).total_seconds() > STALE_SECONDS:
         return None

@@ -15,7 +15,7 @@ _STARTS = re.compile(rf"^{KEY}[ \t]*=[ \t]*\[", re.MULTILINE)
 
 
 def add_to_settings(file: Path, path: Path) -> bool:
-    """Add a path to `environments` in a settings file, which is made if it is missing; return False if it is there.
+    """Add a path to `environments` in a settings file, which is made if missing; return False if it is there.
 
     Raises:
         CommandError: The file cannot be read or written, or its list cannot be changed safely.
@@ -43,7 +43,7 @@ def add_to_settings(file: Path, path: Path) -> bool:
 
 
 def _with(text: str, paths: list[str]) -> str:
-    """Return the text with this list; it must be checked, since only usual spellings are found."""
+    """Return the text with this list. The caller must check it, since only usual spellings are found."""
     line = f"{KEY} = [{', '.join(json.dumps(path, ensure_ascii=False) for path in paths)}]"
     top = found.start() if (found := _TABLE.search(text)) else len(text)
     starts = _STARTS.search(text, 0, top)

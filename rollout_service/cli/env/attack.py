@@ -23,7 +23,7 @@ STYLES = {
     AttackVerdict.NOT_PROMISED: "yellow",
 }
 PROGRESS_EVERY = 10
-"""After how many attacks a line says how many are done."""
+"""Progress is printed after so many attacks."""
 
 
 async def attack(
@@ -69,7 +69,6 @@ def _show_progress(done: int, count: int) -> None:
 
 
 def show(report: AttackReport, console: Console) -> None:
-    """Print a line for each attack, the causes of those that succeeded, and a summary."""
     rows = table(id_column("attack"), "verdict", "reward", "description")
     for outcome in report.outcomes:
         reward = "none" if outcome.reward is None else f"{outcome.reward:g}"

@@ -69,7 +69,6 @@ async def _ask_policy(
 
 
 def show(report: AuditReport, console: Console) -> None:
-    """Print a line for each instance, the findings, and a summary."""
     columns = ("instance", "idle", "solution", "init s", "solve s", "evaluate s", "memory MiB", "pass rate")
     rows = table(*columns)
     for one in report.instances:

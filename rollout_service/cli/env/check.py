@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 SHOWN_FINDINGS = 20
 COROUTINES = ("init", "run", "solve", "execute", "evaluate", "evaluate_checkpoint")
-"""The methods of an environment that are awaited."""
+"""Methods of an environment that are awaited."""
 SHOWN_CHARS = 100
 """The part of a problem that is shown while other tasks run."""
 LARGE_INSTANCE_BYTES = 1024 * 1024
-"""A batch has a copy of an instance for each sample and one for the group, so this gives batches of many megabytes."""
+"""Batches have a copy of an instance for each sample and one for the group: this gives many megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,15 @@ class EnvironmentReport:
     harness: str | None
     """The program that is the agent; None for the built-in one."""
     tools: list[str]
-    """The names of the built-in tools and the environment's own, as the policy sees them."""
+    """The built-in tools and the environment's own, as the policy sees them."""
     instances: int
     splits: dict[str, int]
-    """The number of instances in each split of the data set."""
     findings: list[str]
     """The problems, each with its location."""
     warnings: list[str]
     """Settings that have no effect, and instances that are large."""
     tried: list[TriedTask] = field(default_factory=list)
-    """The tasks whose solutions ran, with their rewards."""
+    """The tasks whose solutions ran."""
     task_images: bool = False
     """Whether each task names its own image."""
     secrets: list[dict[str, JsonValue]] = field(default_factory=list)
@@ -102,7 +101,6 @@ def list_installed() -> tuple[list[dict[str, JsonValue]], list[str]]:
 
 
 def tool_names(environment: Environment) -> list[str]:
-    """Return the names of all tools that the policy sees."""
     told = [str(tool["function"]["name"]) for tool in environment.tool_definitions()]
     return [*environment.spec.tools, *(name for name in told if name not in environment.spec.tools)]
 
@@ -117,7 +115,7 @@ def environment_table(specs: Sequence[dict[str, JsonValue]]) -> Table:
 
 
 def environment_path(name_or_path: str) -> Path | None:
-    """Return the path of an environment, or None if it is the name of an installed one."""
+    """Return the path of an environment; None if it is the name of an installed one."""
     path = Path(name_or_path).expanduser()
     is_place = (
         *("/" in name_or_path, path.is_file(), (path / FILE_NAME).is_file()),
@@ -141,7 +139,7 @@ def load_environment(name_or_path: str) -> Environment:
 
 
 def check_environment(name_or_path: str) -> EnvironmentReport:
-    """Check everything that can be checked without starting a sandbox."""
+    """Check everything that needs no sandbox."""
     settings = load_settings()
     environment = load_environment(name_or_path)
     dataset = read_dataset(environment)
@@ -174,7 +172,7 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
 
 
 def read_dataset(environment: Environment) -> Sequence[dict[str, JsonValue]]:
-    """Return an environment's data set.
+    """Read an environment's data set.
 
     Raises:
         CommandError: The author's code fails, or gives something that is not an instance.
@@ -207,7 +205,7 @@ def with_solutions(
     good: Path | None,
     pools: PoolModels,
 ) -> EnvironmentReport:
-    """Run the solutions of an environment's tasks, and an agent that does nothing; return the report with findings.
+    """Run the solutions of an environment's tasks, and an idle agent; return the report with the findings.
 
     Raises:
         CommandError: The environment brings no solutions, or no tasks.
@@ -241,7 +239,7 @@ def with_solutions(
 
 
 def instance_name(instance: dict[str, JsonValue]) -> str:
-    """Return a name by which a person knows an instance: its id, or all of it."""
+    """Return an instance's id, or all of it."""
     name = instance.get("instance_id")
     return name if isinstance(name, str) else json.dumps(instance)
 
@@ -263,7 +261,7 @@ def _check_image(environment: Environment, settings: Settings) -> Iterator[str]:
 def _check_task_images(
     environment: Environment, dataset: Sequence[dict[str, JsonValue]], settings: Settings
 ) -> Iterator[str]:
-    """Look for the images of tasks that have others than their environment."""
+    """Check the images of tasks that have others than their environment."""
     store, built = ImageStore(settings.images_dir), environment.dockerfiles()
     seen: set[str] = {environment.spec.image or ""}
     for instance in dataset:
@@ -306,7 +304,6 @@ def _find_unsplit(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
 
 
 def _find_functions(environment: Environment) -> Iterator[str]:
-    """Find functions where coroutines are wanted."""
     for name in COROUTINES:
         method = inspect.unwrap(getattr(type(environment), name))
         if inspect.isfunction(method) and not inspect.iscoroutinefunction(method):
@@ -321,5 +318,5 @@ def _check_instances(environment: Environment, dataset: Sequence[dict[str, JsonV
             environment.check(instance)
         except InvalidFieldError as error:
             yield f"{where}: {error}"
-        except Exception as error:  # noqa: BLE001  whatever an author's code raises is the finding
+        except Exception as error:  # noqa: BLE001 any error is the finding
             yield f"{where}: check() failed with {explain(error)}; raise InvalidFieldError for what cannot be used"

@@ -1,6 +1,6 @@
 """The instances that a command is about: those of an environment, of a file, or of a run's tasks.
 
-Guarantee: rows are read one at a time; a row that is not a task is reported by its number, and hides no other.
+Rows are read one at a time; a row that is not a task is reported by its number, and hides no other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rollout_service.runs.task_files import open_file
 
 FILES = (".jsonl", ".parquet")
 ROWS = "rows"
-"""Stands for the environment of a file whose rows name their own."""
+"""The environment of a file whose rows name their own."""
 Found = Iterable[tuple[str, dict[str, JsonValue] | Exception]]
 """Names of environments, each with an instance, or with the reason why a row has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetPart:
-    """Instances, and the environments that they are for by name."""
+    """Instances, and the environments that they are for, by name."""
 
     instances: Found
     environments: dict[str, Environment] = field(default_factory=dict)

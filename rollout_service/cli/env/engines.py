@@ -1,6 +1,6 @@
 """The models of pools besides the policy's, such as an opponent or a judge, as the options of a command name them.
 
-Guarantee: an engine that was started for a command has ended when the command has.
+An engine that was started for a command ends with it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from sandboxes import make_provider
 @dataclass(frozen=True, slots=True)
 class PoolModels:
     models: dict[str, str] = field(default_factory=dict)
-    """Embedded engines' models."""
+    """Models of embedded engines."""
     scripts: dict[str, Path] = field(default_factory=dict)
     """Files with turns, which each conversation gets from the first on."""
     url: str | None = None
@@ -61,7 +61,7 @@ class PoolModels:
         url: str | None = None,
         key: str | None = None,
     ) -> PoolModels:
-        """Return the models named by the options `--pool-model`, `--pool-script`, `--url` and `--key`.
+        """Read the options `--pool-model`, `--pool-script`, `--url` and `--key`.
 
         Raises:
             CommandError: One is not valid, or two name the same pool.
@@ -113,7 +113,7 @@ class PoolModels:
 
     @asynccontextmanager
     async def opened(self, state: Path) -> AsyncIterator[OtherModels]:
-        """Yield the models of these pools for a trial; `state` is a folder for the time of the block."""
+        """Yield the models of these pools for a trial; `state` is a folder that lives as long."""
         with _quiet():
             async with self.engines() as specs, Pools() as pools:
                 serving = _NamedPools(pools, FileBackends(state / "backends.json", backend_id_of_spec))
@@ -126,7 +126,7 @@ class PoolModels:
 
 @asynccontextmanager
 async def configured_sandboxes(settings: Settings) -> AsyncIterator[tuple[SandboxSource, Path]]:
-    """Yield the sandboxes that the settings configure, and a folder for the time of the block."""
+    """Yield the sandboxes that the settings configure, and a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="rollout-trial-") as state:
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
@@ -138,7 +138,7 @@ async def configured_sandboxes(settings: Settings) -> AsyncIterator[tuple[Sandbo
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the log of engines and pools out of a command's output; warnings go to the standard error."""
+    """Keep the log of engines and pools out of a command's output; warnings go to stderr."""
     before = structlog.get_config()
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
@@ -151,7 +151,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _NamedPools(PolicyServing):
-    """The pools that options name; for another one, it says which option would."""
+    """The pools that options name; errors about others say which option would add them."""
 
     def connect(self, pool: str) -> tuple[PoolModel, BackendPool]:
         if not self.expects(pool):
@@ -163,10 +163,8 @@ class _NamedPools(PolicyServing):
         return super().connect(pool)
 
 
-# A scripted model: fixed turns from a file, to try an environment without a policy.
-#
-# A turn is a line of JSON: `{"content": "...", "tool_calls": [{"name": "bash", "arguments": {...}}]}`, both optional.
-# Turns are written in the format of the shipped policies, whose tokenizer can encode any text.
+# A scripted model: fixed turns from a file, one JSON object per line, to try an environment without a policy. Turns are
+# written in the format of the shipped policies, whose tokenizer can encode any text.
 
 POLICY = "calc-tuned"
 END = "<|im_end|>"
@@ -214,7 +212,7 @@ def read_turns(path: Path) -> list[str]:
 
 
 def scripted_engine(turns: list[str]) -> ScriptedEngine:
-    """Return an engine that answers with these turns in order; enter it as an async context manager."""
+    """Return an engine that answers with these turns in order, to be entered as an async context manager."""
     folder = policy_folder(POLICY)
     vocab_size = json.loads((folder / "config.json").read_bytes())["vocab_size"]
     return ScriptedEngine(Replies.from_texts(turns, folder), vocab_size=vocab_size, model_path=folder)

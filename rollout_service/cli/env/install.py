@@ -57,7 +57,6 @@ def find_library(name: str, *, plugins: Iterable[EntryPoint] | None = None) -> L
 
 
 def missing_bridges() -> list[Library]:
-    """Return the libraries of bridges that are not installed on this machine."""
     bridges = [plugin.name for plugin in entry_points(group=GROUP) if ".bridges." in plugin.value]
     return [one for one in map(find_library, bridges) if not one.is_installed]
 

@@ -1,10 +1,8 @@
-"""`rollout-service env prepare` and `env build`: make the images of a data set's instances, or of Dockerfiles alone.
+"""`rollout-service env prepare` and `env build`: make the images of a data set's instances, or of Dockerfiles.
 
-Guarantees of `env prepare`:
-- An image is made once, however many instances use it.
-- One that is there is skipped at once, so a second call goes on where an interrupted one ended.
-- An image that cannot be made, or an instance that cannot be used, stops no other, and is listed with its cause.
-- Instances are looked at one at a time, and only their images are kept in memory.
+`env prepare` makes an image once, however many instances use it, and skips those that are there, so a second call
+continues an interrupted one. An image that cannot be made, or an instance that cannot be used, stops no other, and is
+listed with its cause. Instances are looked at one at a time, and only their images are kept in memory.
 """
 
 from __future__ import annotations
@@ -29,13 +27,11 @@ from sandboxes.images.sources import REFERENCE, Source, packaged, source_of_refe
 from sandboxes.images.store import ImageStore
 
 EVERY_INSTANCES = 1_000
-"""How often the number of instances that were looked at is shown."""
+"""Progress is shown after so many instances."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An image that cannot be had, or an instance that cannot be used, and why."""
-
     instance: str
     image: str | None
     error: str
@@ -44,8 +40,6 @@ class Failure:
 
 @dataclass(slots=True)
 class Preparation:
-    """The numbers of instances and images of a preparation, and its failures."""
-
     instances: int = 0
     images: int = 0
     present: int = 0
@@ -54,7 +48,6 @@ class Preparation:
     failures: list[Failure] = field(default_factory=list)
 
     def show(self) -> None:
-        """Print the failures, and the numbers last."""
         for one in self.failures:
             cause = f"{one.instance}: {one.image + ': ' if one.image else ''}{one.error}"
             common.err().print(cause + (f"\n  {one.hint}" if one.hint else ""), style="red", soft_wrap=True)
@@ -64,7 +57,7 @@ class Preparation:
 
 
 def prepare(part: DatasetPart, *, bases: Mapping[str, str], jobs: int | None, as_json: bool) -> int:
-    """Make the images that are missing, and return the exit code: 1 if anything failed."""
+    """Make the images that are missing; return the exit code: 1 if anything failed."""
     settings = load_settings()
     store = image_store(settings)
     done = Preparation()
@@ -87,7 +80,7 @@ def prepare(part: DatasetPart, *, bases: Mapping[str, str], jobs: int | None, as
 
 
 def build_images(name_or_path: str, *, bases: Mapping[str, str], jobs: int | None, force: bool, as_json: bool) -> int:
-    """Build the images of an environment from its Dockerfiles, and return the exit code: 1 if one failed."""
+    """Build the images of an environment from its Dockerfiles; return the exit code: 1 if one failed."""
     files = load_environment(name_or_path).dockerfiles().items()
     flags = DockerfileFlags(bases=bases, jobs=jobs, every=True)
     built = build_dockerfiles(load_settings(), {name: dockerfile_at(path) for name, path in files}, flags, force=force)
@@ -165,7 +158,7 @@ def _source_of(image: str, environment: Environment, store: ImageStore) -> Sourc
     try:
         return packaged(image)
     except ImageError:
-        store.resolve(image)  # which raises with the command that makes it
+        store.resolve(image)  # raises, with the command that makes it
         raise
 
 
@@ -175,7 +168,7 @@ def _failure(instance: str, image: str | None, error: Exception | None) -> Failu
 
 
 def require_room(store: ImageStore, settings: Settings) -> None:
-    """Check that there is room for another image: the disk's, less the need of sandboxes, and the images' budget.
+    """Check that there is room for another image: on the disk, less the need of sandboxes, and in the images' budget.
 
     Raises:
         ImageBuildError: There is none.

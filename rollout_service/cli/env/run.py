@@ -126,11 +126,6 @@ async def _pick(client: RolloutClient, name: str, index: int) -> dict[str, JsonV
 
 
 def parse_instance(text: str) -> dict[str, JsonValue]:
-    """Parse an instance.
-
-    Raises:
-        CommandError: The text is not a JSON object.
-    """
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

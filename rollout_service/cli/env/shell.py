@@ -1,7 +1,7 @@
-"""Opens a shell in the sandbox of one instance, as the agent or the verifier finds it.
+"""Opens a shell in the sandbox of one instance, as the agent or the grader finds it.
 
-Guarantees: the steps before the shell are those of a rollout. The sandbox has been removed when the command ends,
-however that comes about: the shell's end, its death, a closed terminal, or a signal.
+The steps before the shell are those of a rollout. The sandbox is removed however the command ends: by the shell's end,
+its death, a closed terminal, or a signal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sandboxes.sessions.terminal import SandboxTerminal, open_terminal
 from sandboxes.task_groups import open_task_group
 
 SHELL = ("bash", "--norc", "--noprofile", "-i")
-"""The agent's own shell, but for its terminal."""
+"""The agent's own shell, except for its terminal."""
 PROMPT = r"sandbox:\w\$ "
 
 
@@ -56,7 +56,7 @@ class _WithShell(Solving):
         self.episode_scope = anyio.CancelScope()
         """Cancelled when the shell has ended, so that nothing after it runs."""
 
-    def for_instance(self, instance: dict[str, JsonValue]) -> Environment:  # noqa: ARG002 - it is of one already
+    def for_instance(self, instance: dict[str, JsonValue]) -> Environment:  # noqa: ARG002 - it is already for one
         return self
 
     async def run(self, episode: Episode) -> StopReason:
@@ -67,14 +67,14 @@ class _WithShell(Solving):
         return StopReason.FINISHED
 
     async def evaluate(self, episode: Episode) -> Score:
-        """Run the grader up to its first program, with the shell in the program's place."""
+        """Run the grader up to its first program, and open the shell in its place."""
         sandbox = episode.require_sandbox()
         place = "the sandbox that is graded in"
         opened = GradersSandbox(sandbox, partial(self._open, sandbox, f"{place}, with the grader's files"))
         episode.sandbox = cast(Sandbox, opened)
         try:
             await super().evaluate(episode)
-        except Exception as error:  # noqa: BLE001  a grader that fails is a reason to look at its sandbox
+        except Exception as error:  # noqa: BLE001 a failing grader is a reason to look
             await self._open(sandbox, f"{place}, after the grader failed with {error}", {})
         await self._open(sandbox, f"{place}, after the grader: it runs nothing on files that it copies", {})
         raise AssertionError("the shell's end cancels the episode")
@@ -179,10 +179,8 @@ async def _cancel_at_hang_up(scope: anyio.CancelScope) -> None:
             scope.cancel()
 
 
-# Connects this process's terminal to one in a sandbox: keys, output, and the size of the window.
-#
-# Guarantee: the terminal is as it was before when the connection ends. While it lasts, every key goes to the sandbox,
-# Ctrl-C too, and this terminal obeys the escape sequences that come from there.
+# While connected, every key goes to the sandbox, Ctrl-C too, and this terminal obeys the escape sequences that come
+# from there. Afterwards it is as it was before.
 
 STDIN, STDOUT = 0, 1
 READ_SIZE = 4096
@@ -193,10 +191,10 @@ DEFAULT_SIZE = (24, 80)
 
 
 def require_terminal() -> None:
-    """Refuse to go on without a terminal.
+    """Refuse to continue unless standard input and output are a terminal.
 
     Raises:
-        CommandError: The standard input or output is not a terminal.
+        CommandError: One is not a terminal.
     """
     if not (os.isatty(STDIN) and os.isatty(STDOUT)):
         raise CommandError(
@@ -258,7 +256,7 @@ async def _pass_sizes(terminal: SandboxTerminal) -> None:
 
 
 async def _show(terminal: SandboxTerminal) -> bool:
-    """Show the output of the sandbox's terminal, to its end; return False if this one was closed before."""
+    """Show the output of the sandbox's terminal to its end; return False if this one was closed before."""
     while shown := await terminal.receive():
         try:
             while shown:

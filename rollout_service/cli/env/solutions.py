@@ -1,6 +1,6 @@
 """Tries the solution of each task of an environment, and an agent that does nothing.
 
-Guarantee: a task is good only if its solution gets 1 and nothing gets less; each that is not has its reason.
+A task is good only if its solution gets 1 and nothing gets less; the reason is given for each that is not.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rollout_service.testing.scripted_policy import ScriptedPolicy
 
 GRACE_SECONDS = 120.0
 PRINTED_LINES = 20
-"""The lines of a grader's output that are shown: a summary of tests has about as many."""
+"""The last lines of a grader's output that are shown: about as many as a summary of tests has."""
 
 
 @dataclass(frozen=True, slots=True)
 class TriedTask:
     instance: dict[str, JsonValue]
     solved: float | None
-    """The reward of the solution; None if there is none."""
+    """None if there is no reward."""
     idle: float | None
     """The reward of an agent that does nothing; None if there is none."""
     problems: tuple[str, ...]
-    """Why it is not good; empty if it is."""
+    """Why the task is not good; empty if it is."""
     seconds: float
 
 
@@ -81,7 +81,7 @@ async def _try_task(
 async def _reward(
     environment: Environment, instance: dict[str, JsonValue], sandboxes: SandboxSource, models: OtherModels
 ) -> tuple[float | None, str]:
-    """Return the reward, or None and the reason, as the end of a sentence."""
+    """Return the reward, or None and the reason as the end of a sentence."""
     limits = environment.spec.limits
     seconds = limits.init_seconds + limits.rollout_seconds + limits.evaluate_seconds + GRACE_SECONDS
     try:
@@ -89,7 +89,7 @@ async def _reward(
             trial = await play(environment, dict(instance), ScriptedPolicy(IDLE_TURNS), sandboxes, models)
     except TimeoutError:
         return None, f": it took longer than {seconds:g} s"
-    except Exception as error:  # noqa: BLE001  every failure is the finding
+    except Exception as error:  # noqa: BLE001 any error is the finding
         return None, f": {format_failure(describe(error))}"
     printed = trial.episode.grader_output.splitlines()[-PRINTED_LINES:]
     output = "\n  ".join(["; the end of what its grader printed:", *printed]) if printed else ""

@@ -253,8 +253,6 @@ def prune(
     show_pruned(decided, dry_run=dry_run, as_json=as_json)
 
 
-# Makes images, shows how far that is, and prunes what then exceeds the budgets.
-
 CLOCK_SECONDS = 2.0
 """The most that the clocks of this machine and of a shared disk may differ."""
 
@@ -312,7 +310,7 @@ def _made(store: ImageStore, source: Source, name: str | None, *, force: bool) -
     except ImageBuildError as error:
         if common.err().is_terminal:
             raise
-        # Every line of the builder's output has been printed already.
+        # Every line of the builder's output is already printed.
         raise common.CommandError(error.summary, hint=error.hint) from error
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FILE = "Dockerfile"
 LAYOUT = "environment"
-"""The folder of a task that has its Dockerfile, in Harbor's layout; the task's folder names the image."""
+"""The folder of a task's Dockerfile in Harbor's layout; the task's folder names the image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class DockerfileFlags:
 
 
 def is_dockerfile(text: str) -> bool:
-    """Return whether an argument of `image build` is a path, rather than an image's name."""
+    """Return whether an argument of `image build` is a path rather than an image's name."""
     name = Path(text).name
     return "/" in text or text in {".", ".."} or name == FILE or name.endswith(f".{FILE}")
 
@@ -78,7 +78,7 @@ def dockerfile_sources(paths: Sequence[str], name: str | None, flags: Dockerfile
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Images that were made or were there, and the others."""
+    """`made` has images that were there, too."""
 
     made: list[StoredImage]
     failed: list[BuildOutcome]
@@ -92,7 +92,6 @@ def build_dockerfiles(
     force: bool = False,
     before: Callable[[], None] = lambda: None,
 ) -> Built:
-    """Build many images, and show how far that is."""
     import anyio
 
     from sandboxes.images.dockerfiles import build_many
@@ -134,7 +133,7 @@ def show_built(built: Built, *, as_json: bool) -> None:
 
 
 def _files(paths: Sequence[str], *, every: bool) -> Iterator[tuple[Path, Path]]:
-    """Yield the folder that names are relative to, and the path of each Dockerfile."""
+    """Yield the path of each Dockerfile, after the folder that its name is relative to."""
     for text in paths:
         path = Path(text).expanduser().absolute()
         if not every:
@@ -145,7 +144,7 @@ def _files(paths: Sequence[str], *, every: bool) -> Iterator[tuple[Path, Path]]:
 
 
 def _name(file: Path, root: Path) -> str:
-    """Return an image's name: its folder's, or its path's below a folder whose Dockerfiles are all built."""
+    """Name an image by its folder, or by its path below a folder whose Dockerfiles are all built."""
     from sandboxes.images.sources import name_of_reference
 
     folder = file.parent

@@ -92,9 +92,6 @@ def show_pruned(decided: Sequence[EvictionCandidate], *, dry_run: bool, as_json:
     common.out().print(rows if decided else "There are no images.")
 
 
-# The images of this machine, as the settings name them; a server on this machine uses the same.
-
-
 def read_settings() -> Settings:
     from rollout_service.settings import load_settings
 
@@ -115,7 +112,6 @@ def image_builder(settings: Settings) -> ApptainerBuilder:
 
 
 def unpacked_images(settings: Settings) -> UnpackedImages:
-    """Return the folder in which the configured provider unpacks images."""
     from sandboxes.config import ApptainerConfig
     from sandboxes.providers.apptainer.provider import ApptainerProvider
 

@@ -1,7 +1,4 @@
-"""The colors of tokens, and the brackets and labels that replace them.
-
-Guarantee: brackets and labels say all that colors say, so nothing is lost without colors.
-"""
+"""The colors of tokens, and the brackets and labels that replace them without loss of information."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How a token is shown; neighbors with the same key are shown as one."""
+    """The look of a token; neighbors with the same key are shown as one."""
 
     key: Hashable
     style: str
@@ -81,7 +78,6 @@ def legend(coloring: Coloring) -> list[tuple[str, str]]:
 
 
 def plain_legend(coloring: Coloring) -> str:
-    """Return the meaning of brackets without colors."""
     return {
         Coloring.MASK: "⟦sampled⟧, the rest is context",
         Coloring.LOGPROB: "⟦sampled with less than 50 %, and its log-probability⟧",

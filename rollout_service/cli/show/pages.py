@@ -31,7 +31,7 @@ async def print_parts(console: SafeConsole, parts: AsyncIterator[list[Segment]],
 
 
 def as_text(console: SafeConsole, part: list[Segment]) -> str:
-    """Return styled texts as the console writes them, without touching a space."""
+    """Return styled texts as the console writes them, with all spaces."""
     with console.capture() as captured:
         Console.print(console, Segments(part), end="", soft_wrap=True)
     return captured.get()
@@ -44,7 +44,7 @@ def fits(text: str, console: SafeConsole) -> bool:
 
 
 def page(text: str) -> bool:
-    """Show a text in `$PAGER`, and return whether there is one; leaving it early is no error."""
+    """Show a text in `$PAGER`, and return whether there is one; leaving it early is not an error."""
     command = shlex.split(os.environ.get("PAGER") or PAGER)
     environ = {"LESS": "-RFX"} | os.environ
     try:

@@ -1,7 +1,6 @@
 """Shows a trajectory token by token, colored by a property of choice.
 
-Guarantee: no text of a policy or a tool reaches a terminal as anything but text: whatever a terminal would obey, or
-hide, is shown as an escape.
+Text of a policy or a tool reaches a terminal only as text: whatever a terminal would obey, or hide, is an escape.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def tokens_of(part: TokenRange) -> Iterator[Token]:
 
 
 def styled(tokens: Iterator[Token], segment: SegmentOutline, coloring: Coloring, *, plain: bool) -> Iterator[Segment]:
-    """Yield tokens as styled texts, or between brackets; neighbors that say the same are one text."""
+    """Yield tokens as styled texts, or between brackets; neighbors with the same mark become one text."""
     marked = ((mark(coloring, token, segment), token) for token in tokens)
     for _, group in groupby(marked, key=lambda one: one[0].key):
         pairs = list(group)

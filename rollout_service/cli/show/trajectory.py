@@ -1,4 +1,4 @@
-"""Renders a trajectory for people: the policy's prompts and completions, and how sure it was of each token."""
+"""Renders a trajectory for people: prompts, completions, and how sure the policy was of each token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TokenSpan:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     turn: int
-    """The turn; -1 for context, which has mask 0."""
+    """-1 for context, which has mask 0."""
     version: int
 
     @property

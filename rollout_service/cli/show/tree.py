@@ -14,7 +14,6 @@ from rollout_service.base.terminal_text import escape_controls
 from rollout_service.cli.common import count
 
 RESULT_CHARS = 100
-"""The longest part of a result's first line that is shown."""
 
 
 def render_tree(found: RolloutNodes) -> RenderableType:
@@ -29,7 +28,6 @@ def render_tree(found: RolloutNodes) -> RenderableType:
 
 
 def summary(work: Work) -> str:
-    """Return a line on how the work was divided."""
     steps = f"{work.critical_steps} critical"
     if work.scheduled_steps != work.critical_steps:
         steps += f", {work.scheduled_steps} with waves"

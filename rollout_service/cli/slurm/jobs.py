@@ -41,11 +41,6 @@ def find(job: str | None, jobs: Path) -> JobFolder:
 
 
 async def state_of(folder: JobFolder) -> JobState:
-    """Return a job's state in Slurm.
-
-    Raises:
-        ConfigurationError: Slurm does not answer.
-    """
     from rollout_service.cluster.slurm import commands
 
     job = folder.load().job

@@ -86,7 +86,6 @@ async def _scale(home: Path, given: dict[str, Any]) -> None:
 
 
 def _spec(home: Path, given: dict[str, Any]) -> JobSpec:
-    """Return the specification of the jobs of more nodes."""
     from rollout_service.cluster.slurm.folder import JobFolder
     from rollout_service.cluster.slurm.scaler import spec_of_more
 
@@ -105,7 +104,7 @@ def _spec(home: Path, given: dict[str, Any]) -> JobSpec:
 
 
 def _ahead(asked: float | None, time: str) -> float:
-    """Return how long before its limit of time a node is drained."""
+    """Return how many seconds before its limit of time a node is drained."""
     from rollout_service.cluster.slurm.spec import minutes_of
 
     minutes = minutes_of(time)

@@ -40,7 +40,7 @@ async def status(
         common.print_json(about | parts | {"failures": found.failures()})
     else:
         _show(found, state, ready)
-    # Beside the output, of which a shell may evaluate the line `export`.
+    # On stderr, since a shell may evaluate the line `export` of the output.
     for reason in reasons:
         common.err().print(f"not ready: {reason}", soft_wrap=True)
     return 1 if wait and ready is None else 0
@@ -64,7 +64,7 @@ def _show(folder: JobFolder, state: JobState, ready: str | None) -> None:
 
 
 async def _ready_url(folder: JobFolder) -> tuple[str | None, list[str]]:
-    """Return the URL of a node that is ready, or why each of the nodes is not."""
+    """Return the URL of a node that is ready, or why each node is not."""
     from rollout_client.client import ClientError
 
     reasons: list[str] = []

@@ -77,8 +77,6 @@ def command(
 
 
 class _RejectedLines:
-    """Reports and counts the lines that give no result."""
-
     def __init__(self) -> None:
         self.count = 0
         self.lines: dict[str, int] = {}
@@ -89,7 +87,6 @@ class _RejectedLines:
         common.err().print(f"line {number}: {why}", soft_wrap=True)
 
     def request(self, request: RolloutRequest, error: ProblemError) -> None:
-        """Report a request that the server refused."""
         self.line(self.lines[str(request.rollout_id)], error.problem.detail)
 
 
@@ -138,7 +135,7 @@ async def _submit(
 
 @contextmanager
 def _explain_resuming(output: Path) -> Iterator[None]:
-    """Tell the user after Ctrl-C or SIGTERM that nothing is lost."""
+    """After Ctrl-C or SIGTERM, say that nothing is lost."""
     import anyio
 
     try:
@@ -150,7 +147,6 @@ def _explain_resuming(output: Path) -> Iterator[None]:
 
 
 def _report(tally: Tally, output: Path, *, resumed: int, refused: int, as_json: bool) -> None:
-    """Print the summary line, or the counts as JSON."""
     if as_json:
         ended = dict(sorted(tally.ended.items()))
         common.print_json({"output": output, "resumed": resumed, "refused": refused, "ended": ended})

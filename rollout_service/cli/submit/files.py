@@ -1,8 +1,8 @@
 """Files of requests and of results, with one JSON document per line.
 
-Guarantees: an invalid line is reported by its number, and affects no other line. A request without an id gets one that
-is derived from the file's name, the line's number, and its content, so a second run submits nothing twice. To the next
-run, a result is in the file completely or not at all: a truncated last line is removed.
+An invalid line is reported by its number, and affects no other line. A request without an id gets one derived from the
+file's name, the line's number, and its content, so a second run submits nothing twice. To the next run, a result is in
+the file completely or not at all: a truncated last line is removed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RequestFile:
     stem: str
     """The prefix of generated ids."""
     bad_line: Callable[[int, str], None]
-    """A function that is called with the number (from 1) of each line that is not a request, and the reason."""
+    """Called with the number (from 1) of each line that is not a request, and the reason."""
     environment: str | None = None
     lines: dict[str, int] = field(default_factory=dict)
     """The line number of each id, as far as the file has been read."""
@@ -89,7 +89,7 @@ class RequestFile:
 
 
 class ResultFile:
-    """A file that finished rollouts are appended to. `done` holds the ids that it had when it was opened.
+    """A file that finished rollouts are appended to. `done` has the ids that it had when it was opened.
 
     Raises:
         ValueError: The file holds something other than results; raised on entering.
@@ -145,17 +145,12 @@ def _is_torn(line: bytes) -> bool:
     return line[:length] == BEGIN[:length]
 
 
-# The commands' input files.
-#
-# Guarantee: a stream (a pipe, a FIFO, `/dev/stdin`, `<(command)`, or `-` for standard input) is read exactly once, to
-# its end, before a command begins; the command can then read it as often as any file.
-
 STDIN = "-"
 READ_HINT = "Correct the path; - stands for the standard input."
 
 
 def is_stream(path: Path) -> bool:
-    """Return whether this input can be read only once."""
+    """Return whether this input can be read only once: a pipe, a FIFO, or `-` for standard input."""
     return str(path) == STDIN or not path.is_file()
 
 
@@ -182,11 +177,6 @@ def reread(path: Path) -> Iterator[Path]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the content of a file or stream.
-
-    Raises:
-        CommandError: The file or stream cannot be read.
-    """
     try:
         with _opened(path) as stream:
             return stream.read()

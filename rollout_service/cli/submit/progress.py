@@ -31,8 +31,6 @@ LINE_SECONDS = 3.0
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of how rollouts ended, and how fast."""
-
     total: int
     ended: Counter[RolloutState] = field(default_factory=Counter)
     rewards: list[float] = field(default_factory=list)
@@ -61,8 +59,6 @@ class Tally:
 
 
 class ProgressView:
-    """Shows a tally while it grows."""
-
     def __init__(self, console: Console, tally: Tally) -> None:
         self._console = console
         self._tally = tally
@@ -101,8 +97,6 @@ class ProgressView:
             self._console.print(f"{self._tally.count}/{self._tally.total}: {self._tally}")
 
 
-# Explains on stderr why a server does not take work, for as long as it does not.
-
 CHECK_SECONDS = 3.0
 AGAIN_SECONDS = 30.0
 """How often the same reason is repeated."""
@@ -110,7 +104,7 @@ AGAIN_SECONDS = 30.0
 
 @asynccontextmanager
 async def explain_waiting(client: RolloutClient, view: ProgressView) -> AsyncIterator[None]:
-    """Tell the user, during the block, why the server takes no work whenever it does not."""
+    """During the block, say on stderr why the server takes no work, whenever it does not."""
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_explain, client, view)

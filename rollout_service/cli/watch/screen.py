@@ -1,7 +1,7 @@
 """The full-screen view of `watch`: the service at a glance, once a second, and the latest events.
 
-Guarantees: problems come first, and the end is cut if it does not fit; the terminal is restored however the
-view is left; a server that is away for a while is said to be, and the last that is known stays.
+Problems come first, and the end is cut if it does not fit. The terminal is restored however the view is left. While a
+server is away, the view says so and keeps the last known state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollout_service.cli.watch.view import format_event
 
 LOOK_SECONDS = 1.0
 AWAY_SECONDS = 3.0
-"""How long a server that answers may take; from then on it is said to be away, while the client tries again."""
+"""A server that takes longer to answer is shown as away, while the client tries again."""
 FRAMES_PER_SECOND = 4.0
 KEPT_EVENTS = 200
 FOOTER = "q quit   p pause the view   ? help"
@@ -129,11 +129,6 @@ async def _look(client: RolloutClient, screen: Screen) -> None:
         screen.update(await client.overview())
 
 
-# Reads single keys from the terminal, beside what is shown on it.
-#
-# Guarantee: however the block is left, the terminal is as it was before.
-
-
 async def read_keys(press: Callable[[str], None]) -> None:
     """Call `press` with each key until cancelled; do nothing without a terminal to read from."""
     if not sys.stdin.isatty():
@@ -151,7 +146,7 @@ async def read_keys(press: Callable[[str], None]) -> None:
 
 @contextmanager
 def unbuffered(descriptor: int) -> Iterator[None]:
-    """Have the terminal hand over each key at once, and show none, within the block."""
+    """In the block, have the terminal hand over each key at once, and echo none; then restore it."""
     import termios
     import tty
 

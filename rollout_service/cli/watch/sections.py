@@ -1,6 +1,6 @@
 """The parts of the full-screen view, each from an overview; problems come first.
 
-Guarantee: a part of which nothing is known is left out, not drawn empty.
+A part of which nothing is known is left out, not drawn empty.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ BAR_WIDTH = 20
 
 
 def all_of(overview: Overview) -> Iterator[RenderableType | None]:
-    """Yield the parts from the top of the screen to its end."""
     yield head(overview)
     yield findings(overview.findings)
     yield pipeline(overview.stages)
@@ -37,7 +36,6 @@ def all_of(overview: Overview) -> Iterator[RenderableType | None]:
 
 
 def head(overview: Overview) -> RenderableType:
-    """Return the node's name, whether it takes work, and how fast it goes."""
     line = Text(f"{overview.node}  {overview.version}  up {duration(overview.uptime_seconds)}  ", no_wrap=True)
     line.append("ready" if overview.ready else "takes no work", "green" if overview.ready else "bold red")
     line.append(f"  {overview.finished_per_second:.1f} rollouts/s")
@@ -53,7 +51,6 @@ def head(overview: Overview) -> RenderableType:
 
 
 def findings(found: Iterable[HangFinding]) -> RenderableType | None:
-    """Return the findings: the steps that are stuck, slow or held back."""
     all_found = list(found)
     lines = []
     for one in all_found[:SHOWN_FINDINGS]:
@@ -66,7 +63,6 @@ def findings(found: Iterable[HangFinding]) -> RenderableType | None:
 
 
 def pipeline(stages: Iterable[StageOverview]) -> RenderableType:
-    """Return the stages, with how full they are and the steps that hold up their rollouts."""
     rows = table("stage", "working", "", "waiting", "oldest", "wait for")
     for one in stages:
         ordered = sorted(one.waits_for.items(), key=lambda pair: -pair[1])
@@ -78,7 +74,6 @@ def pipeline(stages: Iterable[StageOverview]) -> RenderableType:
 
 
 def limit(found: Bottleneck | None, more: NextNode | None) -> RenderableType | None:
-    """Return the limit of the throughput, the remedy, and the gain of one more node."""
     if found is None and more is None:
         return None
     line = Text() if found is None else Text(f"bottleneck: {found.kind}. {found.message} ", "cyan")
@@ -87,7 +82,6 @@ def limit(found: Bottleneck | None, more: NextNode | None) -> RenderableType | N
 
 
 def failures(overview: Overview) -> RenderableType | None:
-    """Return how rollouts ended lately, and why they failed."""
     ended = sorted(overview.outcomes.items(), key=lambda pair: -pair[1])
     lines = [Text("last 5 minutes: " + ", ".join(f"{number} {name}" for name, number in ended))] if ended else []
     for one in overview.errors[:SHOWN_ERRORS]:
@@ -169,7 +163,7 @@ def _more(number: int) -> list[Text]:
     return [Text(f"and {number - SHOWN_ROWS} more", "dim")] if number > SHOWN_ROWS else []
 
 
-# Renders how the rollouts of a run use sub-agents: each figure next to the failure that it shows.
+# How the rollouts of a run use sub-agents: each figure next to the failure that it shows.
 
 SIGNS: dict[str, tuple[str, ...]] = {
     "serial": (
@@ -194,11 +188,9 @@ SIGNS: dict[str, tuple[str, ...]] = {
     ),
     "outcome": ("rollouts", "perf"),
 }
-"""The figures, by the sign that they show."""
 
 
 def render_parallel(parallel: RunParallel) -> Table:
-    """Return a table of the figures over the run so far, and over the last rollouts if they are known."""
     columns = ["so far"] if parallel.recent is None else ["so far", f"last {parallel.recent.rollouts}"]
     rows = table("shows", "figure", *columns)
     for sign, names in SIGNS.items():

@@ -22,7 +22,7 @@ STATE_EVENT = "rollout.state"
 
 @dataclass(slots=True)
 class Speed:
-    """How fast rollouts end on all nodes, which an overview says of one."""
+    """How fast rollouts end on all nodes; an overview has the speed of one."""
 
     ended: deque[float] = field(default_factory=deque)
     """The times at which rollouts ended, within the last `RATE_SECONDS`."""
