@@ -1,6 +1,6 @@
 """The traffic of sandboxes through their allow-lists, and their time on servers.
 
-Guarantee: reading the metrics waits for no other process; the counts are at most `READ_SECONDS` old.
+Reading the metrics waits for no other process; the counts are at most `READ_SECONDS` old.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ READ_SECONDS = 5.0
 
 
 class EgressMeter:
-    """Reads the counts of a provider's proxies every few seconds."""
-
     def __init__(self, provider: SandboxProvider, seconds: float = READ_SECONDS) -> None:
         self._provider = provider
         self._seconds = seconds
         self.counts = EgressCounts()
-        """The counts that were read last."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -1,7 +1,7 @@
 """Metrics of engines, as the pools see them.
 
-Guarantees: each registered backend has its series from the start, with 0 for events that have not happened, so a rate
-misses no first event; they go with the backend. A pool keeps its histograms for as long as the service runs.
+Each registered backend has its series from the start, with 0 for events that have not happened, so a rate misses no
+first event; they go with the backend. A pool keeps its histograms for as long as the service runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from rollout_service.observability.telemetry.families import filled
 REQUEST_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
 LOAD_SECONDS: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 900)
 UPDATES: Final = ("loaded", "partly", "failed")
-"""The possible outcomes of an update of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +34,13 @@ class BackendSeries:
     seconds: Histogram
 
 
-# Routing decisions: always counted, and logged in full at debug level.
-
 log = structlog.get_logger(__name__)
 _PARTS = ("backend_id", "held_tokens", "wait", "prefill", "move", "contention", "total")
 _SHARES = (-1.0, -0.5, -0.2, -0.1, -0.05, -0.01, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class RoutingTrace:
-    """Implements `engines.routing.Observer`."""
+    """Counts routing decisions, and logs them in full at debug level; implements `engines.routing.Observer`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._logger = logging.getLogger(__name__)
@@ -66,7 +63,7 @@ class RoutingTrace:
             buckets=_SHARES,
             registry=registry,
         )
-        # Cached because every turn looks each of them up, which is expensive.
+        # Every turn needs each of them, and looking them up is expensive.
         self._decisions = cache(decisions.labels)
         self._tokens = cache(tokens.labels)
         self._errors = cache(errors.labels)
@@ -96,7 +93,6 @@ class PoolMetrics(RoutingTrace, Collector):
     """Implements `engines.routing.Observer`: routing decisions, requests to backends, turns, and weight updates."""
 
     def __init__(self, registry: CollectorRegistry, views: Callable[[], Iterable[BackendView]]) -> None:
-        """`views` returns the backends as they are now."""
         super().__init__(registry)
         self._views = views
         labels = ["pool", "backend"]
@@ -128,7 +124,7 @@ class PoolMetrics(RoutingTrace, Collector):
             buckets=LOAD_SECONDS,
             registry=None,
         )
-        self._turns_of = cache(self._turns.labels)  # every turn looks it up
+        self._turns_of = cache(self._turns.labels)  # every turn needs it
         registry.register(self)
 
     def ended(self, pool: str, backend_id: str, seconds: float, end: RequestEnd) -> None:
@@ -144,7 +140,6 @@ class PoolMetrics(RoutingTrace, Collector):
         self._updates.labels(outcome.pool, _update(outcome)).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now, those of the backends that are registered."""
         views = list(self._views())
         self._follow(views)
         labels, text = ["pool", "backend"], "Requests that an engine works on"
@@ -160,7 +155,6 @@ class PoolMetrics(RoutingTrace, Collector):
             yield from metric.collect()
 
     def _follow(self, views: Iterable[BackendView]) -> None:
-        """Make the series of backends that are new, and drop those of backends that are gone."""
         present = {(view.pool, view.backend_id) for view in views}
         for pool, backend in self._backends.keys() - present:
             gone = {"pool": pool, "backend": backend}

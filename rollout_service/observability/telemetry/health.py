@@ -1,6 +1,7 @@
-"""Metrics of the engines, the store and the disks, read when the metrics are.
+"""Metrics of the engines, the store, the disks and the cluster.
 
-Guarantee: each pool has a value for every state of a backend, so an alert on `failed` never meets an absent series.
+Each pool has a value for every state of a backend, and the cluster one for every state of a node, so alerts on `failed`
+and `dead` never meet an absent series.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from rollout_service.store.contract import Store
 class HealthMetrics(Collector):
     backends: Callable[[], Iterable[BackendView]]
     frozen_version_changes: Callable[[], Mapping[str, int]]
-    """Return how often the version of each frozen pool has changed."""
+    """How often the version of each frozen pool has changed."""
     store: Store
     store_problem: Callable[[], StoreError | None]
-    """Return why the store, or that of live sessions, cannot be used."""
+    """Why the store, or that of live sessions, cannot be used."""
     disks: Callable[[], Mapping[str, int]]
-    """Return the free bytes by folder."""
+    """The free bytes by folder."""
 
     def collect(self) -> Iterator[Metric]:
         yield from self._backends()
@@ -78,20 +79,14 @@ class HealthMetrics(Collector):
         yield from self.store.commit_seconds.collect()
 
 
-# Metrics of the cluster that this node is a member of, read when the metrics are.
-#
-# Guarantee: each state of a node has a value, so an alert on `dead` never meets an absent series.
-
-
 @dataclass(frozen=True, slots=True)
 class NodeMetrics(Collector):
     beat: Callable[[], Heartbeat]
-    """Returns the answer to the last heartbeat."""
+    """The answer to the last heartbeat."""
     roles: Callable[[], Iterable[str]]
-    """Returns the roles that this node leads."""
+    """The roles that this node leads."""
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as of the last heartbeat."""
         states = self.beat().states
         yield filled(
             GaugeMetricFamily("rollout_nodes", "Nodes that share the store, by state", labels=["state"]),

@@ -1,7 +1,7 @@
 """The log of the service's process: structured events on stderr.
 
-Guarantees: no event can steer the terminal that shows it, whatever a sandbox, a policy or an engine put into it. None
-has a secret that an environment was given.
+No event can steer the terminal that shows it, whatever a sandbox, a policy or an engine put into it. None has a secret
+that an environment was given.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rollout_service.base.terminal_text import escape_controls
 from rollout_service.settings import LogFormat
 
 _hidden: list[Collection[str]] = []
-"""The secrets of the services in this process, whose log is one."""
+"""The secrets of all services in this process, since it has one log."""
 
 
 @contextmanager
 def hidden_in_log(values: Collection[str]) -> Iterator[None]:
-    """Mask these values in the log within the block; more may be added meanwhile."""
+    """Mask these values in the log during the block; more may be added meanwhile."""
     _hidden.append(values)
     try:
         yield
@@ -56,7 +56,7 @@ def configure_logging(log_format: LogFormat, level: str) -> None:
 
 
 def _shared_processors(log_format: LogFormat) -> list[structlog.typing.Processor]:
-    """Return the processors of our own events and of other libraries' alike."""
+    """Return the processors of both our own events and those of other libraries."""
     mask_and_write = (
         [structlog.processors.format_exc_info, _mask_values]
         if log_format is LogFormat.JSON
@@ -79,14 +79,14 @@ def _renderer(log_format: LogFormat) -> structlog.typing.Processor:
 
 
 def _mask_values(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Mask the secrets of environments: errors quote the programs that have them."""
+    """Errors may quote programs that have the secrets of environments."""
     for values in _hidden:
         event = {name: mask_texts(value, values) for name, value in event.items()}
     return event
 
 
 def _escape_values(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Escape control characters: errors quote programs in sandboxes, policies and engines."""
+    """Errors may quote programs in sandboxes, policies and engines."""
     for name, value in event.items():
         if isinstance(value, str):
             event[name] = escape_controls(value)
@@ -103,7 +103,7 @@ def _write_traceback(output: TextIO, error: structlog.typing.ExcInfo) -> None:
 
 
 def _name_uvicorn(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Name uvicorn's logger after the program: it logs everything to `uvicorn.error`, whatever the level."""
+    """uvicorn logs everything to `uvicorn.error`, whatever the level."""
     if event.get("logger") == "uvicorn.error":
         event["logger"] = "uvicorn"
     return event

@@ -1,8 +1,8 @@
-"""The metrics that an engineer on call needs first, one row each.
+"""The metrics that an engineer on call needs first.
 
-Guarantees: every metric lives in the registry of its own service instance, so two services in one process never mix.
-Labels whose values are known have their series from the start, so that a board of an idle service shows 0 and a rate
-misses no first event.
+Every metric lives in the registry of its own service instance, so two services in one process never mix. Labels whose
+values are known have their series from the start, so that a board of an idle service shows 0 and a rate misses no first
+event.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ M = TypeVar("M", Counter, Gauge, Histogram)
 
 
 class Metrics:
-    """The metrics of one service. What `watch_*` is given is read whenever the metrics are."""
+    """The metrics of one service. Callbacks given to `watch_*` are called whenever the metrics are read."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -44,7 +44,6 @@ class Metrics:
         self._define_runs()
         self._define_rollouts()
         self.parallel = ParallelMetrics(self.registry)
-        """The metrics of runs whose rollouts may have sub-agents."""
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
@@ -208,7 +207,7 @@ class Metrics:
         self._holds.labels(resource).inc()
 
     def count_shared_setup(self, was_made: bool) -> None:
-        """Count a sandbox that starts from prepared files, which were made before or are new."""
+        """`was_made` says whether the prepared files existed before."""
         self._shared_setups.labels("reused" if was_made else "made").inc()
 
     def count_pause(self, outcome: str) -> None:
@@ -306,7 +305,7 @@ class Metrics:
         self._retries.labels(error.code).inc()
 
     def count_resume(self, outcome: str, reason: str, turns: int) -> None:
-        """Count an interrupted rollout that was taken up, and the turns that it need not sample again."""
+        """`turns` are those that need not be sampled again."""
         self._resumes.labels(outcome, reason).inc()
         self._resumed_turns.inc(turns)
 
@@ -317,7 +316,7 @@ class Metrics:
         self._lost_leases.inc()
 
     def expect(self, environments: Iterable[str]) -> None:
-        """Make series for the rollouts of these environments, as far as they are few."""
+        """Make series for the rollouts of these environments, unless there are too many."""
         for environment in islice(environments, PRIMED_ENVIRONMENTS):
             for end in ENDS:
                 self._finished.labels(environment, *end)
@@ -331,7 +330,7 @@ class Metrics:
 
 
 def _primed(metric: M, known: Iterable[str]) -> M:
-    """Give a metric its series for these values of its only label."""
+    """Create the series of these values of a metric's only label."""
     for value in known:
         metric.labels(value)
     return metric

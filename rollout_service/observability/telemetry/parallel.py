@@ -1,6 +1,6 @@
 """Metrics of how the rollouts of runs use sub-agents, from which the shares that show failures can be formed.
 
-Guarantee: only runs in progress whose rollouts may have sub-agents have series; they go when the run has no more to do.
+Only runs in progress whose rollouts may have sub-agents have series, which go when the run has no more to do.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ TOTALS = ("created", "turns", "direct_calls", "subagent_tokens", "result_chars")
 @dataclass(frozen=True, slots=True)
 class SlotMetrics(Collector):
     held: Callable[[], int]
-    """Returns how many sub-agents are at work."""
     waiting: Callable[[], int]
-    """Returns how many wait for a slot."""
     total: int
 
     def collect(self) -> Iterator[Metric]:
@@ -91,7 +89,7 @@ class ParallelMetrics:
         )
 
     def observe(self, run: str, rollouts: Iterable[Rollout]) -> None:
-        """Record the work of a run's rollouts, as far as they were scored and may have sub-agents."""
+        """Record the work of rollouts that were scored and may have sub-agents."""
         for rollout in rollouts:
             if rollout.work is not None and rollout.reward is not None:
                 self._observe(run, rollout, rollout.work)

@@ -1,6 +1,6 @@
-"""Reads the steps of rollouts, wherever they are: in the store, about to be written to it, or of attempts under way.
+"""Reads the steps of rollouts, wherever they are: in the store, about to be written, or of attempts under way.
 
-Guarantee: an attempt at this node is found from its first step on, and once.
+An attempt at this node is found from its first step on, and once.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from rollout_service.store.retrying import retry_until_stored
 ROLLOUTS_AT_ONCE = 64
 """The most rollouts in one read and one piece of the answer."""
 FLUSH_SECONDS = 1.0
-"""How long a reader waits until an attempt that has just ended is saved; a store that fails does not keep the rest from
-it."""
+"""How long a reader waits until an attempt that has just ended is saved; the rest is read even if the store fails."""
 
 
 class StepArchive:
@@ -52,19 +51,19 @@ class StepArchive:
         return await anyio.to_thread.run_sync(_all_rows, rollout_id, records)
 
     async def of_run(self, run_id: str) -> Sequence[str]:
-        """Return the ids of the rollouts of a run, about in the order in which they began, earlier tries included.
+        """Return the ids of a run's rollouts, earlier tries included, about in the order in which they began.
 
         Raises:
             NotFoundError: There is no such run.
         """
         runs = self._store.runs
-        # The open groups first: one that is closed in between is found twice, and not missed.
+        # Open groups first: one that is closed in between is then found twice, not missed.
         members = [member.rollout_id for group in await runs.open_groups(run_id) for member in group.members]
         closed = await runs.rollout_ids(run_id)
         return [name for one in dict.fromkeys((*closed, *members)) for name in _with_earlier(one)]
 
     async def lines(self, rollout_ids: Sequence[str]) -> AsyncIterator[bytes]:
-        """Yield the steps of rollouts, those of one in a line of JSON: a `RolloutAttempts`; none without any.
+        """Yield the steps of each rollout that has any as a line of JSON: a `RolloutAttempts`.
 
         Raises:
             StoreError: The store fails.
@@ -127,12 +126,6 @@ def _all_rows(rollout_id: str, records: Sequence[bytes]) -> RolloutSteps:
     )
 
 
-# Saves the steps of attempts that have ended in the background, so that no rollout waits for the store.
-#
-# Guarantees: `finished` returns at once; many attempts share one write; memory is bounded. `flush` waits until what
-# has ended is saved, so that a reader here misses nothing; one at another node may miss the last second. Steps that
-# cannot be saved cost a rollout nothing but its timeline.
-
 log = structlog.get_logger(__name__)
 
 COLLECT_SECONDS = 1.0
@@ -146,7 +139,12 @@ CLOSE_SECONDS = 2.0
 
 
 class StepWriter(StepObserver):
-    """The attempts whose steps wait to be saved; `running` saves them."""
+    """Saves the steps of attempts that have ended, in the background, so that no rollout waits for the store.
+
+    `finished` returns at once; many attempts share one write; memory is bounded. After `flush`, a reader here misses
+    nothing; one at another node may miss the last second. A rollout whose steps cannot be saved loses only its
+    timeline.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -158,7 +156,7 @@ class StepWriter(StepObserver):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Save steps until the block is left, those of the attempts that end with it included."""
+        """Save steps in the block, and at its end those of the last attempts."""
         async with anyio.create_task_group() as tasks:
             for queue, shard in zip(self._queues, self._store.shards, strict=True):
                 tasks.start_soon(self._save_forever, queue, shard)
@@ -170,7 +168,6 @@ class StepWriter(StepObserver):
                 tasks.cancel_scope.cancel()
 
     def finished(self, activity: Activity) -> None:
-        """Save the steps of an attempt soon."""
         queue = self._queues[self._store.shard_of(activity.rollout_id)]
         if activity.ended and not queue.put(activity):
             self.dropped += 1
@@ -192,13 +189,9 @@ def _encode_all(batch: list[Activity]) -> list[EncodedSteps]:
     return [EncodedSteps(one.rollout_id, compress(encode(one))) for one in batch]
 
 
-# The steps of an attempt as bytes: columns, as JSON, compressed.
-#
-# Guarantee: any step can be encoded. What JSON cannot hold, such as half of a surrogate pair in a command, is
-# replaced.
-#
-# A record is the JSON of an `AttemptSteps`, so that a list of many rollouts is joined from records without reading
-# them.
+# A record is the compressed JSON of an `AttemptSteps`, with steps as columns, so that records are joined to a list
+# without reading them. Any step can be encoded: text that JSON cannot hold, such as half of a surrogate pair in a
+# command, is replaced.
 
 _LEVEL = 3
 _MICROSECONDS = 1e6
@@ -290,7 +283,7 @@ def _as_json(columns: dict[str, Any]) -> bytes:
 
 
 def _clean(value: Any) -> Any:
-    """Return a value with everything replaced that JSON cannot hold."""
+    """Replace everything that JSON cannot hold."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):

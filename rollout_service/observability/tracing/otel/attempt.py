@@ -1,9 +1,7 @@
 """The spans of one attempt at a rollout: its stages, its agents, and their steps.
 
-Guarantees:
-- Every span that was begun has ended once `finish` has returned, and none outlives its parent's stage.
-- An attempt that is not sampled costs one span that is not recorded, whose ids engines are still told.
-- Times are those of the steps, whenever a span is made.
+Every span has ended once `finish` has returned, and none outlives its parent's stage. An attempt that is not sampled
+costs one span that is not recorded, whose ids engines still get. Times are those of the steps, whenever a span is made.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from rollout_service.engines.contract import GenerateRequest, Generation
 from rollout_service.observability.tracing.otel import conventions as names
 
 SHORTEST_WAIT = 0.001
-"""The seconds of a wait from which on it is a span."""
+"""The seconds from which a wait becomes a span."""
 _SAMPLED_BY_AGENT = frozenset(
     {StepKind.ENGINE, StepKind.TOOL, StepKind.POOL_QUEUE, StepKind.PAUSED_POOL, StepKind.AGENT}
 )
@@ -64,7 +62,7 @@ class AttemptTrace:
         self.is_recording = root.is_recording()
 
     def opened(self, step: OpenStep) -> None:
-        """Begin the span of a step, and of the stage and the agent that it is the first of."""
+        """Begin the span of a step, and those of its stage and agent if it is their first."""
         if not self.is_recording:
             if step.kind is StepKind.ENGINE:
                 step.traceparent = traceparent_of(self.root)
@@ -104,7 +102,7 @@ class AttemptTrace:
         span.end(self._time(ended))
 
     def finish(self, ended: float) -> None:
-        """End everything, with how the attempt ended."""
+        """End all spans, and record how the attempt ended."""
         if self.is_recording:
             for span in self._steps.values():
                 span.end(self._time(ended))
@@ -122,7 +120,7 @@ class AttemptTrace:
     # -- stages and agents ---------------------------------------------------------
 
     def _enter_stage(self, step: OpenStep) -> None:
-        """Begin the span of a stage with its first step, which is always the wait for a place."""
+        """A stage begins with its first step, which is always the wait for a place."""
         now = self._stage
         if step.stage is None or (now is not None and now.stage is step.stage and step.kind is not StepKind.PLACE):
             return
@@ -144,7 +142,7 @@ class AttemptTrace:
         stage.agents.clear()
 
     def _parent(self, step: OpenStep) -> Span:
-        """Return the span that a step is part of: the step around it, the agent, the stage, or the attempt."""
+        """Return the span around a step: that of another step, the agent, the stage, or the attempt."""
         around = self._around(step, step.lane)
         if around is not None:
             return around
@@ -161,7 +159,7 @@ class AttemptTrace:
         return self._begin_agent(stage, step).span if step.kind in _SAMPLED_BY_AGENT else stage.span
 
     def _around(self, step: OpenStep, lane: str) -> Span | None:
-        """Return the innermost other open step of a lane that is a span."""
+        """Return the span of the innermost other open step of a lane."""
         for other in reversed(self._activity.open):
             if other is not step and other.lane == lane and other in self._steps:
                 return self._steps[other]
@@ -234,7 +232,7 @@ def traceparent_of(span: Span) -> str:
 
 
 def _agent_of(step: OpenStep) -> str:
-    """Return the lane of the agent that a step belongs to: a sub-agent's number, or else empty.
+    """Return the lane of a step's agent: a sub-agent's number, or empty.
 
     Calls of one turn that run at once have lanes of their own, but no agent.
     """
@@ -251,7 +249,7 @@ def _plain(value: object) -> AttributeValue:
     return value if isinstance(value, bool | int | float) else str(value)
 
 
-# The attributes of a span for one request to an engine. Prompts and answers are never part of it.
+# Attributes of requests to engines. Prompts and answers are never among them.
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -280,7 +278,6 @@ def request_attributes(request: object) -> dict[str, AttributeValue]:
 
 
 def answer_attributes(answer: object) -> dict[str, AttributeValue]:
-    """Return the attributes of a turn's answer: its usage, why it ended, and which weights sampled its last token."""
     if not isinstance(answer, Generation):
         return {}
     attributes: dict[str, AttributeValue] = {

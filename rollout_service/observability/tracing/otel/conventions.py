@@ -1,7 +1,7 @@
-"""The names of spans and attributes, as OpenTelemetry's conventions for generative AI have them.
+"""The names of spans and attributes, as in OpenTelemetry's conventions for generative AI.
 
-Guarantee: every name that leaves the service is here. The conventions are still in development and their Python
-constants are deprecated, so a release that renames something changes this module alone.
+Every name that leaves the service is here. The conventions are still in development and their Python constants are
+deprecated, so a release that renames something changes only this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from api_schemas.rollouts.steps import StepKind
 OPERATION: Final = "gen_ai.operation.name"
 CHAT, EXECUTE_TOOL, INVOKE_AGENT = "chat", "execute_tool", "invoke_agent"
 PROVIDER: Final = "gen_ai.provider.name"
-"""The kind of engine: none is registered for SGLang and vLLM, and other values are allowed."""
+"""The kind of engine: no value is registered for SGLang and vLLM, and other values are allowed."""
 AGENT_NAME: Final = "gen_ai.agent.name"
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
 REQUEST_MODEL: Final = "gen_ai.request.model"
@@ -71,7 +71,7 @@ NOTED: Final = {
     "request": RESPONSE_ID,
     "call": TOOL_CALL_ID,
 }
-"""The attribute for each part of a step's detail that is exported. What agents wrote, such as commands, is not."""
+"""The attribute for each exported part of a step's detail. Text by agents, such as commands, is not exported."""
 
 WAITS: Final = {
     StepKind.PLACE: "wait for a place",
@@ -82,7 +82,7 @@ WAITS: Final = {
     StepKind.SUBAGENT: "wait for a sub-agent's slot",
     StepKind.STORE: "store",
 }
-"""The names of waits, which are spans only if they took a millisecond or more."""
+"""Waits are spans only if they took a millisecond or more."""
 
 WORK: Final = {
     StepKind.SANDBOX_START: "sandbox start",
@@ -94,31 +94,27 @@ WORK: Final = {
     StepKind.JUDGE: "judge",
     StepKind.AGENT: "agent program",
 }
-"""The names of other work; the name of its subject follows."""
-
-
-# Trace ids that can be computed from rollout ids, so that anyone who knows a rollout finds its trace without a
-# search.
-#
-# Guarantee: a rollout whose caller sent no trace has the same trace id in every attempt, on every node.
+"""The name of the subject follows."""
 
 
 def trace_id_of(rollout_id: str) -> int:
-    """Return the trace id of a rollout whose caller sent none: half of the SHA-256 of its id."""
+    """Return half of the SHA-256 of the rollout's id, so anyone who knows a rollout finds its trace without a search.
+
+    A rollout whose caller sent no trace has this id in every attempt, on every node.
+    """
     return int.from_bytes(hashlib.sha256(rollout_id.encode()).digest()[:16])
 
 
 class RolloutIds(RandomIdGenerator):
     """Random ids, except for the trace id of a rollout.
 
-    A span is started without waiting for anything, so a value that is set just before is used for no other.
+    A span is started without waiting, so a value that is set just before is used for no other.
     """
 
     def __init__(self) -> None:
         self.next_trace: int | None = None
-        """The id of the next trace that is begun without a parent."""
+        """The id of the next trace that begins without a parent."""
 
     def generate_trace_id(self) -> int:
-        """Return the id that was set, once, or else a random one."""
         chosen, self.next_trace = self.next_trace, None
         return super().generate_trace_id() if chosen is None else chosen

@@ -1,9 +1,7 @@
 """Sends spans to a collector, as the standard `OTEL_*` variables say.
 
-Guarantees:
-- Nothing here is waited for by a rollout: spans wait in a bounded queue, and a thread sends them.
-- A collector that is slow, gone or never there costs spans, which are counted, and nothing else.
-- `close` returns within `FLUSH_SECONDS`, whatever the collector does.
+No rollout waits for this: spans wait in a bounded queue, and a thread sends them. A collector that is slow or gone
+costs only spans, which are counted. `close` returns within `FLUSH_SECONDS`, whatever the collector does.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from rollout_service import __version__
 from rollout_service.observability.tracing.otel.conventions import RolloutIds
 
 FLUSH_SECONDS = 1.0
-"""The time that a shutdown gives to sending the spans that wait."""
+"""How long a shutdown may send the spans that wait."""
 _QUEUE: Final = "OTEL_BSP_MAX_QUEUE_SIZE"
 _QUEUE_SIZE = 2_048
 
@@ -45,7 +43,7 @@ class SpanCounts:
         self._waiting = 0
 
     def ended(self) -> None:
-        """Count a span that enters the queue, and the one that leaves a full one for it."""
+        """Count a span that enters the queue, and the one that leaves a full queue for it."""
         with self._lock:
             self._waiting += 1
             if self._waiting <= self._queue_size:
@@ -67,7 +65,7 @@ class CountingExporter(SpanExporter):
         self._counts = counts
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send spans; a defect of the exporter counts as a failure."""
+        """Send spans; an exception of the exporter counts as a failure."""
         self._counts.taken(len(spans))
         ok = False
         try:
@@ -81,7 +79,7 @@ class CountingExporter(SpanExporter):
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Do nothing: spans do not wait here."""
+        """Spans do not wait here."""
         del timeout_millis
         return True
 
@@ -107,7 +105,8 @@ class Exporter:
         exporter: SpanExporter | None = None,
         sampler: Sampler | None = None,
     ) -> None:
-        """Send the spans that `sampler` chooses through `exporter`; without them, as the variables say, over OTLP/HTTP.
+        """Send the spans that `sampler` chooses through `exporter`; both default to what the variables say, over
+        OTLP/HTTP.
 
         Raises:
             ValueError: A variable's value is wrong.
@@ -123,7 +122,7 @@ class Exporter:
         self.provider.add_span_processor(CountingProcessor(counting, self.counts, size))
 
     async def close(self) -> None:
-        """Send the spans that wait, within `FLUSH_SECONDS`; then give up."""
+        """Send the waiting spans, within `FLUSH_SECONDS`; then give up."""
         done, loop = anyio.Event(), asyncio.get_running_loop()
 
         def flush() -> None:
@@ -138,7 +137,7 @@ class Exporter:
 
 
 def queue_size(environ: Mapping[str, str]) -> int:
-    """Return how many spans may wait, as the batch processor's own variable says.
+    """Return how many spans may wait, from the batch processor's own variable.
 
     Raises:
         ValueError: It is not a positive number.
@@ -150,7 +149,7 @@ def queue_size(environ: Mapping[str, str]) -> int:
 
 
 def _resource(environ: Mapping[str, str], node: str) -> Resource:
-    """Describe this service; the standard variables come first."""
+    """Describe this service; the standard variables win."""
     ours: dict[str, AttributeValue] = {SERVICE_INSTANCE_ID: node, SERVICE_VERSION: __version__}
     if "OTEL_SERVICE_NAME" not in environ and "service.name" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
         ours[SERVICE_NAME] = "rollout-service"

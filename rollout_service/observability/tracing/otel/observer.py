@@ -1,8 +1,8 @@
 """Makes a trace of every rollout from the steps of its attempts.
 
-Guarantees: a rollout is one trace, over all its attempts; it continues the caller's trace if one came with the request,
-and that trace's decision whether to record it. The rollouts of a run, of which there may be a million, have traces of
-their own and link to the order.
+A rollout is one trace, over all its attempts. It continues the caller's trace if one came with the request, with that
+trace's decision whether to record it. The rollouts of a run, of which there may be a million, have traces of their own
+that link to the order.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ from rollout_service.observability.tracing.otel.attempt import AttemptTrace
 from rollout_service.observability.tracing.otel.conventions import RolloutIds, trace_id_of
 
 REMEMBERED_ATTEMPTS = 10_000
-"""The rollouts whose last attempt is remembered, for the link from the next."""
+"""The most rollouts whose last attempt is remembered, for the link from the next."""
 BACKENDS_SECONDS = 10.0
-"""How old the list of backends may be."""
 
 _W3C = TraceContextTextMapPropagator()
 
 
 class TraceObserver(StepObserver):
     def __init__(self, tracer: Tracer, ids: RolloutIds, backends: Callable[[], Iterable[BackendView]] = tuple) -> None:
-        """`ids` is the generator of the tracer's ids; `backends` lists the engines."""
         self._tracer = tracer
         self._ids = ids
         self._backends = BackendCache(backends)
@@ -102,7 +100,7 @@ class BackendCache:
 
 
 def _run_of(activity: Activity) -> tuple[str, int] | None:
-    """Return the run and the group of a rollout, which its id tells; None if it was submitted by itself."""
+    """Return the run and the group of a rollout; None if it was submitted by itself."""
     if activity.run_id is not None and activity.group is not None:
         return activity.run_id, activity.group
     try:

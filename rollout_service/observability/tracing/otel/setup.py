@@ -1,7 +1,7 @@
 """Switches traces on if the standard `OTEL_*` variables ask for them.
 
-Guarantees: without these variables nothing of OpenTelemetry's SDK is imported, and no attempt is observed; if they ask
-for something unsupported, the service says so at its start instead of exporting nothing.
+Without these variables OpenTelemetry's SDK is not imported, and no attempt is observed. If they ask for something
+unsupported, the service refuses to start instead of exporting nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PROTOCOL = "http/protobuf"
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Return whether the environment asks for traces.
+    """Return whether the environment's variables ask for traces.
 
     Raises:
-        ConfigurationError: It asks for another exporter or protocol than OTLP over HTTP.
+        ConfigurationError: They ask for another exporter or protocol than OTLP over HTTP.
     """
     exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
     is_off = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none"
@@ -56,7 +56,7 @@ async def tracing(
     node: str,
     backends: Callable[[], Iterable[BackendView]],
 ) -> AsyncIterator[None]:
-    """Export a trace of every rollout that begins within the block, if the environment asks for that.
+    """Export a trace of every rollout that begins in the block, if the environment's variables ask for that.
 
     Raises:
         ConfigurationError: The packages are missing, or a variable's value is wrong.

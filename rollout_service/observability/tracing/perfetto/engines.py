@@ -1,6 +1,6 @@
-"""The engines' side of a trace: their slots, and how many tokens they sampled.
+"""The engines' side of a trace: their slots, the tokens that they sampled, and the updates of their weights.
 
-A call is remembered in 32 bytes until the end, since only then is it known which slots of an engine are free.
+A call is kept in 32 bytes until the end, since only then is it known which slots of an engine are free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from rollout_service.observability.tracing.perfetto.events import ENGINES, Trace
 
 SECOND = 1_000_000
 COUNTER_POINTS = 2_000
-"""The most values of a counter."""
 UNKNOWN = -1
 
 
@@ -33,7 +32,6 @@ class EngineCalls:
         self._rollouts.append(rollout_id)
 
     def add(self, engine: str, start: int, length: int, *, turn: int = UNKNOWN, tokens: int = 0) -> int:
-        """Add a call; return its number."""
         self._starts.append(start)
         self._lengths.append(length)
         self._engine.append(self._engines.setdefault(engine, len(self._engines)))
@@ -98,26 +96,23 @@ class _Slots:
         return slot
 
 
-# The weights' side of a trace: when the engines of each pool got other weights.
-#
-# Guarantee: an update of which there is an event is a slice of the time that it took. One whose event is gone is
-# marked where the first tokens of its version began.
-
-
 class WeightUpdates:
-    """The versions that the pools' tokens are of, and the events about them."""
+    """The versions that sampled the pools' tokens, and the events about their updates.
+
+    An update with an event is a slice of the time that it took. One whose event is gone is a mark where the first
+    tokens of its version began.
+    """
 
     def __init__(self) -> None:
         self._sampled: dict[str, dict[int, int]] = {}
-        """By pool, the versions of its tokens, with when the first call that sampled any began."""
+        """By pool and version, when the first call that sampled tokens of it began."""
 
     def sampled(self, engine: str, version: int, at: int) -> None:
-        """Add a call that sampled tokens of a version."""
         versions = self._sampled.setdefault(engine.partition("@")[0], {})
         versions[version] = min(at, versions.get(version, at))
 
     def write(self, events: TraceEvents, told: Iterable[Event], *, began: float, within: tuple[int, int]) -> None:
-        """Add the updates of these pools, those of events if they were within an interval of the time line."""
+        """Add the updates of these pools; those of events only if they were within an interval of the time line."""
         by_pool: dict[str, list[Event]] = {}
         for event in told:
             by_pool.setdefault(event.subject, []).append(event)
@@ -138,7 +133,7 @@ class WeightUpdates:
 
 
 def _slices(updates: Iterable[Event], began: float) -> Iterator[tuple[int, int, Event]]:
-    """Yield the updates of one pool with their beginnings and ends, apart even if their times are rounded."""
+    """Yield the updates of one pool with their beginnings and ends, without overlaps from rounded times."""
     reached = round(-began * 1e6)  # 1970
     for event in updates:
         end = max(round((event.time.timestamp() - began) * 1e6), reached)

@@ -1,9 +1,7 @@
-"""Writes trace events, in the JSON that Chrome's tracing defined and Perfetto reads, as they come.
+"""Writes trace events as they come, in the JSON that Chrome's tracing defined and Perfetto reads.
 
-Guarantee: the output is a whole JSON document once `end` was called, whatever the names contain.
-
-Threads are numbered from 1000 over all processes: Perfetto takes a thread with the number of its process for the main
-one.
+The output is a whole JSON document once `end` was called, whatever the names contain. Threads are numbered from 1000
+over all processes, because Perfetto takes a thread with the number of its process for the main one.
 """
 
 from __future__ import annotations
@@ -32,22 +30,20 @@ class TraceEvents:
     """The events of one trace. Times and lengths are whole microseconds."""
 
     def __init__(self, write: Write) -> None:
-        """`write` is given each piece of the file."""
+        """`write` gets each piece of the file."""
         self._write = write
         self._events: list[str] = []
         self._next_thread = FIRST_THREAD
         write(b'{"displayTimeUnit":"ms","traceEvents":[')
         self._is_first = True
         self.count = 0
-        """The events so far."""
 
     def process(self, pid: int, name: str, order: int) -> None:
-        """Name a process, and say where it is shown."""
+        """Name a process; `order` is its place on the page."""
         self._add(f'{{"ph":"M","pid":{pid},"name":"process_name","args":{{"name":{quoted(name)}}}}}')
         self._add(f'{{"ph":"M","pid":{pid},"name":"process_sort_index","args":{{"sort_index":{order}}}}}')
 
     def thread(self, pid: int, name: str, order: int) -> int:
-        """Begin a thread of a process; return its number."""
         tid, self._next_thread = self._next_thread, self._next_thread + 1
         of = f'"ph":"M","pid":{pid},"tid":{tid}'
         self._add(f'{{{of},"name":"thread_name","args":{{"name":{quoted(name)}}}}}')
@@ -84,7 +80,7 @@ class TraceEvents:
         self._add(f'{{"ph":"C","pid":{pid},"ts":{at},"name":{quoted(name)},{said}}}')
 
     def end(self) -> None:
-        """Pass on the rest, and the end of the document."""
+        """Write the rest, and the end of the document."""
         self._flush()
         self._write(b"]}\n")
 

@@ -1,7 +1,7 @@
 """A trace of rollouts, made one rollout at a time.
 
-Guarantees: a rollout's slices are in threads of one lane, which no other rollout has meanwhile; in each thread they lie
-within each other or apart. What a rollout leaves in memory is some bytes for each of its engine calls.
+A rollout's slices are in threads of one lane, which no other rollout has meanwhile; in each thread they lie within each
+other or apart. A rollout leaves only some bytes in memory for each of its engine calls.
 
 The processes are `rollouts`, `engines` and `sandboxes`. A rollout contains its stages, which contain its steps; steps
 at the same time are in further threads of its lane. Arrows lead from a turn to the slot of its engine.
@@ -33,7 +33,7 @@ from rollout_service.observability.tracing.perfetto.events import (
 )
 
 SHORTEST_WAIT = 100
-"""Waits for something that was free are left out: they are shorter than this many microseconds."""
+"""Waits shorter than this many microseconds are left out: the thing waited for was free."""
 _WAITS = frozenset({StepKind.PLACE, StepKind.WORKER, StepKind.HOST, StepKind.STORE, StepKind.POOL_QUEUE})
 _EXTRAS_PER_LANE = 1_000
 REQUEST_CHARS = 8
@@ -48,7 +48,7 @@ _ENGINE_ARGS = {
     "error": "error",
 }
 _LEFT_OUT = frozenset({"call", "sandbox", "turn", "segment"})
-"""The keys of details that other slices of the trace show."""
+"""Keys of details that other slices of the trace show."""
 _NAMES = {
     StepKind.PLACE: "wait: place",
     StepKind.WORKER: "wait: worker",
@@ -65,10 +65,8 @@ _PREFIXED = frozenset(
 
 
 class RolloutTrace:
-    """The trace of the rollouts that are added, in any order."""
-
     def __init__(self, write: Write, *, began: float) -> None:
-        """`write` is given each piece of the file; `began` is the zero of its time line, in Unix seconds."""
+        """`write` gets each piece of the file; `began` is the zero of its time line, in Unix seconds."""
         self._began = began
         self._events = TraceEvents(write)
         self._lanes, self._sandbox_lanes = Lanes(), Lanes()
@@ -93,7 +91,7 @@ class RolloutTrace:
             self._add_attempt(f"{rollout.rollout_id}{more}", attempt)
 
     def end(self, updates: Iterable[Event] = ()) -> None:
-        """Add the engines, the updates of their weights that events tell of, and the counters, and end the file."""
+        """Add the engines, the updates of their weights from events, and the counters, and end the file."""
         self._calls.write(self._events)
         if self._spans:
             within = min(start for start, _ in self._spans), max(end for _, end in self._spans)
@@ -162,7 +160,7 @@ class _AttemptSlices:
         self._start, self._end = start, end
         self._attempt = attempt
         self._extra_ends: list[int] = []
-        """By further thread, when its last slice ends."""
+        """When the last slice of each further thread ends."""
 
     def add(self, name: str) -> None:
         tid, main = self._trace.thread(self._lane, 0), Nesting()
@@ -206,7 +204,7 @@ class _AttemptSlices:
             self._trace.slice(tid, *fitting, stage)
 
     def _add_beside(self, lane: str, numbers: Sequence[int]) -> None:
-        """Add the steps of a lane to a thread that is free meanwhile; several are held together by a slice."""
+        """Add the steps of a lane to a thread that is free meanwhile; a slice around them groups several."""
         times = [self._times(number) for number in numbers]
         start, end = times[0][0], max(end for _, end in times)
         extra = next((n for n, last in enumerate(self._extra_ends) if last <= start), len(self._extra_ends))
@@ -263,15 +261,13 @@ def _number(detail: dict[str, JsonValue], name: str, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-# Puts intervals of time into lanes, so that those of one lane do not overlap, or lie within each other.
-#
-# Times are whole microseconds. Two clocks rounded them, so ends and beginnings may miss each other by `SLACK`.
+# Two clocks rounded the times to microseconds, so ends and beginnings may miss each other by `SLACK`.
 
 SLACK = 2
 
 
 class Lanes:
-    """Lanes whose intervals do not overlap. They may come in any order; in that of time, they need little work."""
+    """Lanes whose intervals do not overlap. They may come in any order; in order of time they need little work."""
 
     def __init__(self) -> None:
         self._ends: list[int] = []
@@ -280,7 +276,7 @@ class Lanes:
         """By lane, its intervals in order."""
 
     def take(self, start: int, end: int) -> int:
-        """Return the number of a lane that is free for this interval, and take it."""
+        """Take a lane that is free for this interval, and return its number."""
         for number, last in enumerate(self._ends):
             if last <= start:
                 self._taken[number].append((start, end))
@@ -302,11 +298,11 @@ class Nesting:
 
     def __init__(self) -> None:
         self._open: list[int] = []
-        """The ends of the intervals that are open, the innermost last."""
+        """The ends of the open intervals, the innermost last."""
         self._reached = 0
 
     def fit(self, start: int, end: int) -> tuple[int, int] | None:
-        """Return the interval, moved by no more than `SLACK` if that makes it fit; None if it does not."""
+        """Return the interval, moved by no more than `SLACK` if that makes it fit; None if it does not fit."""
         while self._open and self._open[-1] <= start + SLACK:
             self._reached = max(self._reached, self._open.pop())
         start = max(start, self._reached)
