@@ -1,7 +1,7 @@
 """Runs the instances of an environment with an idle agent and with its own solution, and measures them.
 
-Guarantees: a run that fails is counted as failed, never as a reward of zero; every run has new sandboxes, and the
-limits of the environment on its stages.
+A run that fails is counted as failed, never as a reward of zero. Every run has new sandboxes, and the environment's
+limits on its stages.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ async def _trial(
         try:
             trial = await play(probe, dict(data), ScriptedPolicy(IDLE_TURNS), sandboxes, models)
             record.reward = trial.score.reward
-        except Exception as error:  # noqa: BLE001  every failure is a finding
+        except Exception as error:  # noqa: BLE001 any error is a finding
             record.error = format_failure(describe(error))
         tasks.cancel_scope.cancel()
     return record
 
 
 class _Probe(WrappedEnvironment):
-    """An environment whose agent does nothing, or applies the solution, with its stages measured."""
+    """Measures the stages of an environment whose agent does nothing, or applies the solution."""
 
     def __init__(self, environment: Environment, *, solves: bool, leaks: list[str] | None = None) -> None:
         """`leaks` gets the paths that the agent can read and should not; None looks for nothing."""
@@ -123,7 +123,7 @@ class _Probe(WrappedEnvironment):
 
     @property
     def launcher(self) -> int | None:
-        """The process of the sandbox that the trial has now."""
+        """The process of the trial's present sandbox."""
         sandbox = self._episode.sandbox if self._episode is not None else None
         return sandbox.pid if sandbox is not None else None
 
@@ -176,13 +176,12 @@ class _Probe(WrappedEnvironment):
         return score
 
 
-# Looks in an agent's sandbox for what only the grader should know: its files, and the answers in the instance.
-#
-# It searches as the agent could: with a program inside, as the agent's user, after `init`. Texts that are too short
-# to tell are not searched for, and folders of the system's programs are left out.
+# Looks in an agent's sandbox for what only the grader should know, the grader's files and the answers in the instance,
+# as the agent could: with a program inside, as the agent's user, after `init`. Texts too short to tell are not searched
+# for, and folders of the system's programs are left out.
 
 SECRET_WORDS = ("answer", "solution", "expected", "test", "hidden", "gold", "reference", "target", "patch")
-"""A field of an instance with one of these words in its name is taken for the grader's."""
+"""A field of an instance with one of these words in its name counts as the grader's."""
 SHORTEST, LONGEST = 8, 400
 SHORTEST_LINE = 24
 """Shorter lines of a grader's file occur by chance."""
@@ -203,7 +202,7 @@ class Needle:
 
 
 def needles(instance: Mapping[str, JsonValue], private: Mapping[str, str], prompt: str) -> list[Needle]:
-    """Return the texts to search for; a text of the prompt itself is not one."""
+    """Return the texts to search for, without those of the prompt itself."""
     found = list(_of_instance(dict(instance), "instance"))
     for path, text in private.items():
         lines = {line.strip() for line in text.splitlines()}
@@ -213,7 +212,6 @@ def needles(instance: Mapping[str, JsonValue], private: Mapping[str, str], promp
 
 
 def in_prompt(found: list[Needle], prompt: str) -> Iterator[str]:
-    """Yield the leaks of the prompt itself."""
     for needle in found:
         if needle.text in prompt:
             yield f"the prompt holds {needle.what}"
@@ -242,7 +240,7 @@ async def in_sandbox(sandbox: Sandbox, found: list[Needle]) -> list[str]:
 
 
 def _of_instance(value: JsonValue, path: str, *, secret: bool = False) -> Iterator[Needle]:
-    """Yield the long enough texts of an instance below a field that is taken for the grader's."""
+    """Yield the long enough texts of an instance below a field that counts as the grader's."""
     if isinstance(value, dict):
         for name, item in value.items():
             is_secret = secret or any(word in name.lower() for word in SECRET_WORDS)
@@ -256,7 +254,7 @@ def _of_instance(value: JsonValue, path: str, *, secret: bool = False) -> Iterat
             yield Needle(path, line)
 
 
-# The memory of sandboxes while a trial runs: sampled from outside, so it works with every provider.
+# The memory of sandboxes is sampled from outside, which works with every provider.
 
 SAMPLE_SECONDS = 0.25
 MOST_PROCESSES = 4096  # of one sandbox, in a sample

@@ -53,7 +53,6 @@ class InstanceAudit:
         yield from (f"{where}: leak: {leak}" for leak in self.leaks)
 
     def warnings(self) -> Iterator[str]:
-        """Yield unusual observations on the rewards of this instance."""
         rewards = {trial.reward for trial in (*self.idle, *self.solved) if trial.reward is not None}
         if odd := sorted(reward for reward in rewards if not -1 <= reward <= 1):
             shown = ", ".join(f"{reward:g}" for reward in odd)
@@ -72,7 +71,6 @@ class AuditReport:
     environment: str
     has_solution: bool
     network: str
-    """The network that its sandboxes may use."""
     connections: int
     """Connections through the list of hosts; those of `full` are not seen."""
     refused: int
@@ -96,7 +94,7 @@ class AuditReport:
 
     @property
     def good(self) -> list[int]:
-        """The indices of the instances with no findings."""
+        """The indices of the instances without findings."""
         return [one.index for one in self.instances if not any(one.findings())]
 
     def as_dict(self) -> dict[str, JsonValue]:

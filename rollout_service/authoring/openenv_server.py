@@ -1,7 +1,7 @@
 """An environment as a server of OpenEnv: `/ws` with an episode at a time, `/schema`, `/metadata`, `/health`.
 
-Guarantees: an episode ends with its connection, also in the middle of a step, and its sandbox with it; no more sessions
-are open than allowed; web pages in a browser are refused. There is no other access control.
+An episode and its sandbox end with its connection, also in the middle of a step. No more sessions are open than
+allowed. Web pages in a browser are refused; there is no other access control.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ class EnvironmentServer:
 
     environment: Environment
     dataset: Sequence[dict[str, JsonValue]]
-    """The environment's instances."""
     sandboxes: SandboxSource
     max_sessions: int
     models: OtherModels = NO_MODELS
@@ -82,7 +81,7 @@ class EnvironmentServer:
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
-        """Serve within the block, and yield the address; `port` 0 lets the kernel choose.
+        """Serve in the block, and yield the address; `port` 0 lets the kernel choose.
 
         Raises:
             ConfigurationError: The address cannot be used.
@@ -121,7 +120,7 @@ class EnvironmentServer:
         return socket
 
     async def _serve(self, socket: web.WebSocketResponse) -> None:
-        """Answer a client until it leaves; its messages are read in the meantime, and so are its pings."""
+        """Answer a client until it leaves; its messages and pings are read in the meantime."""
         async with open_task_group() as tasks:
             self._sessions.add(tasks.cancel_scope)
             try:
@@ -220,11 +219,6 @@ def _page(value: dict[str, Any]) -> Callable[[web.Request], Awaitable[web.Respon
     return page
 
 
-# One episode whose policy is a client of OpenEnv.
-#
-# Guarantees: the steps are those of a trial (`pipeline.trial`), which closes its sandbox however it ends; the client
-# learns the reward only at the end; a failure is an error and never a reward.
-
 OVER: Final = failure("EXECUTION_ERROR", "no episode is under way; send a reset first")
 
 
@@ -240,7 +234,6 @@ class RemotePolicy:
         self.act, self._actions = anyio.create_memory_object_stream[TurnAction](1)
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:  # noqa: ARG002
-        """Show the messages to the client, and wait for its action."""
         self.messages += new_messages
         messages = [SeenMessage(role=message.role, content=message.content) for message in new_messages]
         tools = [] if self.usage.turns else [dict(tool) for tool in self._tools]
@@ -279,7 +272,11 @@ class RemotePolicy:
 
 
 class RemoteEpisode:
-    """An episode from its reset on; `run` runs in a task group, and `step` is called beside it."""
+    """An episode from its reset on; `run` runs in a task group, and `step` is called beside it.
+
+    The steps are those of a trial (`pipeline.trial`), which closes its sandbox however it ends. The client learns the
+    reward only at the end; a failure is an error and never a reward.
+    """
 
     def __init__(self, server: EnvironmentServer, instance: dict[str, JsonValue], episode_id: str | None) -> None:
         """`instance` is one that the environment accepts."""
@@ -298,7 +295,7 @@ class RemoteEpisode:
         return EpisodeState(episode_id=self._episode_id, step_count=self._steps)
 
     async def run(self) -> None:
-        """Play the episode; at its end, the outcome is there and the sandbox is not."""
+        """Play the episode; at its end, the outcome is set and the sandbox closed."""
         server = self._server
         limits = server.environment.for_instance(self._instance).spec.limits
         seconds = limits.init_seconds + limits.rollout_seconds + limits.evaluate_seconds
@@ -308,14 +305,13 @@ class RemoteEpisode:
                 self._outcome = _result(trial)
         except TimeoutError:
             self._outcome = failure("EXECUTION_ERROR", f"the episode took longer than {seconds:g} s")
-        except Exception as error:  # noqa: BLE001 - the client gets whatever an environment raises
+        except Exception as error:  # noqa: BLE001 - the client gets any error of the environment
             self._outcome = _error(error)
         finally:
             self._ended.set()
             self._policy.close()
 
     async def step(self, action: TurnAction) -> dict[str, object]:
-        """Play a turn of the client, and return the reply."""
         if self._is_told:
             return OVER
         if not self._ended.is_set():  # a limit may have ended it since the last step

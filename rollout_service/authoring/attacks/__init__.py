@@ -1,7 +1,4 @@
-"""Reward hacks against an environment's grading, run in real sandboxes: `rollout-service env attack`.
-
-`attack_environment` runs them and returns a report; `SCRIPTS` are the attacks.
-"""
+"""Reward hacks against an environment's grading, run in real sandboxes: `rollout-service env attack`."""
 
 from rollout_service.authoring.attacks.runner import (
     AttackOutcome,

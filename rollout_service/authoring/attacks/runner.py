@@ -1,8 +1,7 @@
 """Runs attacks against an environment, each in its own rollout, and compares the rewards with an idle agent's.
 
-Guarantees: an attack counts as `held` only if the environment gave a reward no higher than an idle agent's; every
-attack gets a verdict. The attacker has the agent's whole sandbox, whatever tools the agent has; a program that is the
-agent is not started.
+An attack counts as `held` only if its reward is no higher than an idle agent's; every attack gets a verdict. The
+attacker has the agent's whole sandbox, whatever tools the agent has; a program that is the agent is not started.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ IDLE_ANSWER = "done"
 
 
 class AttackVerdict(StrEnum):
-    """The outcome of an attack in one word."""
-
     HELD = "held"
     """The reward is at most that of an idle agent."""
     FORGED = "forged"
@@ -76,7 +73,7 @@ class AttackReport:
 
     @property
     def causes(self) -> dict[str, list[str]]:
-        """The attacks that succeeded and should not have, by the probable cause: one mend may hold them all."""
+        """The attacks that succeeded and should not have, by the probable cause: one fix may hold them all."""
         found: dict[str, list[str]] = {}
         for outcome in self.outcomes:
             if outcome.verdict is AttackVerdict.FORGED:
@@ -89,7 +86,6 @@ class AttackReport:
         return found
 
     def as_dict(self) -> dict[str, JsonValue]:
-        """Return the report as JSON for `--json` and for programs."""
         counts = Counter(outcome.verdict.value for outcome in self.outcomes)
         return {
             **asdict(self),
@@ -180,13 +176,13 @@ async def _run_attack(
             trial = await play(attacked, dict(instance), _Attacker(watched, attack), watched, models)
     except TimeoutError:
         return None, "the evaluation timed out"
-    except Exception as error:  # noqa: BLE001  every failure of an evaluation is the finding
+    except Exception as error:  # noqa: BLE001 any error is the finding
         return None, format_failure(describe(error))
     return trial.score.reward, ""
 
 
 class _WithoutProgram(WrappedEnvironment):
-    """An environment whose program is left out, so that the attacker alone acts in its sandbox."""
+    """Leaves out the environment's program, so that only the attacker acts in its sandbox."""
 
     async def run(self, episode: Episode) -> StopReason:
         turn = await episode.policy.respond([], max_tokens=episode.limits.max_turn_tokens)
@@ -195,7 +191,7 @@ class _WithoutProgram(WrappedEnvironment):
 
 
 class _AgentSandboxRecorder(SandboxSource):
-    """Starts sandboxes and keeps hold of the agent's, which is the first."""
+    """Starts sandboxes, and remembers the agent's, which is the first."""
 
     def __init__(self, sandboxes: SandboxSource) -> None:
         self._sandboxes = sandboxes
@@ -209,8 +205,6 @@ class _AgentSandboxRecorder(SandboxSource):
 
 
 class _Attacker(ScriptedPolicy):
-    """Runs the attack in the agent's sandbox on its first turn, then answers."""
-
     def __init__(self, watched: _AgentSandboxRecorder, attack: Attack | None) -> None:
         super().__init__([attack.answer if attack and attack.answer else IDLE_ANSWER])
         self._watched = watched

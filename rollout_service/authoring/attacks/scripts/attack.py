@@ -18,7 +18,7 @@ class Attack:
     answer: str | None = None
     """The agent's final text, if it is part of the attack."""
     waits: bool = False
-    """Whether it spends its time waiting, and should therefore start first."""
+    """Whether it mostly waits, and should therefore start first."""
 
 
 PRELUDE = r"""
