@@ -125,7 +125,6 @@ def _tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def _mlps(shape: Shape, prefix: str) -> list[str]:
-    """Return the names of a layer's feed-forward networks."""
     if not shape.experts:
         return [f"{prefix}.mlp"]
     return [f"{prefix}.mlp.experts.{number}" for number in range(shape.experts)]

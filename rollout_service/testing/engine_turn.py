@@ -1,4 +1,4 @@
-"""One request that a scripted engine is answering, with its progress, its versions, and what may go wrong with it."""
+"""One request that a scripted engine is answering: its progress, its versions, and its faults."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -55,10 +55,8 @@ BREAKING = frozenset({Fault.DROP, Fault.HANG, Fault.GARBAGE, Fault.ERROR, Fault.
 """Faults of the whole answer: nothing is sampled."""
 
 
-# The numbers that scripted engines return in addition to tokens.
-#
-# They are made up, but each depends only on its token or its absolute position. So tests know every number of any
-# generation, wherever and however often it was interrupted.
+# The numbers that scripted engines return are made up, but each depends only on its token or its absolute position. So
+# tests know every number of any generation, wherever and however often it was interrupted.
 
 SAMPLED_LOGPROB = -0.5
 _EXPERTS = 64
@@ -96,16 +94,14 @@ def experts(first: int, tokens: int, shape: tuple[int, int]) -> Iterator[list[li
 
 @dataclass(slots=True, eq=False)
 class EngineTurn:
-    """One request that is being answered."""
-
     asked: ScriptedRequest
     reply: Reply
     done: int = 0
-    """Number of tokens sampled so far."""
+    """The number of tokens sampled so far."""
     since: int = 0
-    """Number of tokens that an earlier chunk had."""
+    """The number of tokens that an earlier chunk had."""
     seconds: float = 0.0
-    """Duration of the sampling."""
+    """The duration of the sampling."""
     elapsed: float = 0.0
     cached_tokens: int = 0
     aborted: bool = False
@@ -159,8 +155,6 @@ class EngineTurn:
         return spans
 
 
-# A scripted engine's streamed answer: its chunks, sent as server-sent events, and what goes wrong in the middle.
-
 _DONE = b"data: [DONE]\n\n"
 _TEXTS = {
     Fault.GARBAGE: b'data: {"meta_info": {"completion_tok\n\n',
@@ -176,12 +170,12 @@ class Render(Protocol):
 
 
 class EndOfStreamError(Exception):
-    """The stream ends here."""
+    pass
 
 
 @dataclass(slots=True)
 class ChunkStream:
-    """Sends a turn while it is sampled, the first token alone and then chunks of `interval` tokens."""
+    """Streams a turn while it is sampled: the first token alone, then chunks of `interval` tokens."""
 
     request: web.BaseRequest
     interval: int
@@ -190,14 +184,14 @@ class ChunkStream:
     break_off: Callable[[Fault, web.BaseRequest], Awaitable[object]]
     """Breaks the connection, or the whole engine."""
     sent: int = 0
-    """Number of tokens that were sent."""
+    """The number of tokens that were sent."""
     response: web.StreamResponse = field(
         default_factory=lambda: web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     )
 
     @property
     def next_end(self) -> int:
-        """Number of tokens that the next chunk waits for."""
+        """The number of tokens that the next chunk waits for."""
         return self.sent + self.interval if self.sent else 1
 
     async def advance(self, turn: EngineTurn) -> None:

@@ -1,6 +1,6 @@
 """Simulated hardware for a scripted engine: a prefix cache, a batch of bounded size, and time per token.
 
-A model of an engine with continuous batching, simple enough to calculate by hand. Requests are admitted in order, as
+It models an engine with continuous batching, simply enough to calculate by hand. Requests are admitted in order, as
 many as fit in the batch. Prompts are read one after the other, each in the time that its uncached tokens take. Then a
 request samples, more slowly the more others run. The content of the cache depends only on the order of the requests.
 """
@@ -17,19 +17,14 @@ class Hardware:
     """Sizes in tokens, times in seconds."""
 
     kv_tokens: int | None = 65_536
-    """Size of the prefix cache, for prompts and answers alike; None for no bound."""
+    """The size of the prefix cache, for prompts and answers alike; None for no bound."""
     prefill_seconds: float = 1e-4
-    """Time to read one prompt token that is not cached."""
+    """The time to read one prompt token that is not cached."""
     decode_seconds: float = 8e-3
-    """Time to sample one token while no other request runs."""
+    """The time to sample one token while no other request runs."""
     batch_slowdown: float = 0.02
     """The fraction of `decode_seconds` that each other running request adds to it."""
     max_running: int = 32
-
-
-# A prefix cache like an engine's: pages of tokens; the least recently used goes first, and pages in use stay.
-#
-# It only counts, and holds no tensors. It is deterministic: its content depends only on the calls.
 
 
 @dataclass(slots=True, eq=False)
@@ -45,12 +40,13 @@ class CacheHold:
     """The pages of one request, kept until `KVCache.release`."""
 
     cached_tokens: int
-    """Prompt tokens that were cached already."""
     pages: list[_Page]
 
 
 class KVCache:
-    """A tree of pages.
+    """A prefix cache like an engine's, as a tree of pages; it counts tokens and holds no tensors.
+
+    The least recently used pages go first, and pages in use stay.
 
     Args:
         capacity: tokens that fit; None for no bound.
@@ -149,15 +145,13 @@ class Admission:
 
 
 class Accelerator:
-    """Runs the requests of one engine."""
-
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.cache = KVCache(hardware.kv_tokens)
         self.running = 0
         """Requests in the batch."""
         self.waiting_tokens = 0
-        """Tokens of the prompts that have not been read yet, cached or not."""
+        """Tokens of prompts that have not been read yet, cached or not."""
         self.waiting = 0
         """Requests that wait for a place in the batch."""
         # Both serve waiting requests in the order of arrival.

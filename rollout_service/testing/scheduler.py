@@ -1,8 +1,8 @@
 """The turns of a scripted engine: how long each takes, and the effect of aborts, pauses and weight updates.
 
-Guarantees: a turn takes its time however many there are, or as long as simulated hardware needs; an abort ends a turn
-with the tokens sampled so far, and the request that resumes it gets the others; a pause stops the clock; a turn knows
-the versions that sampled it. Engines add their protocol.
+A turn takes its time however many there are, or as long as simulated hardware needs. An abort ends a turn with the
+tokens sampled so far, and the request that resumes it gets the others. A pause stops the clock. A turn knows the
+versions that sampled it.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class TurnScheduler:
         self.latency = latency
         """Seconds per turn, without simulated hardware."""
         self.spread = 0.0
-        """By which share of that a turn may take longer or shorter, at random."""
+        """The share by which that varies, at random."""
         self.version = "default"
         self.paused = False
         self.accelerator = Accelerator(hardware) if hardware else None
@@ -43,7 +43,7 @@ class TurnScheduler:
     async def _run(self, asked: ScriptedRequest, stream: ChunkStream | None = None) -> EngineTurn:
         """Answer a request, and return its turn once it has ended; `stream` gets the tokens as they are sampled."""
         base_id, length = asked.rid[:_BASE_ID_LENGTH], len(asked.ids)
-        # A request that resumes gets the rest, and not what the script says to a longer prompt.
+        # A request that resumes gets the rest, not the script's answer to a longer prompt.
         reply = self._interrupted.pop((base_id, length), None) or self._script.reply(asked.ids, asked.budget)
         turn = EngineTurn(asked, reply.part(0, asked.budget), stream=stream)
         self._turns[turn.rid] = turn

@@ -23,15 +23,13 @@ class Reply:
     def part(self, start: int, end: int | None = None) -> "Reply":
         """Return the tokens from `start` to `end`; the part stops if it has the last token of a turn that does.
 
-        What is left of an interrupted turn takes as long as the engine's other turns.
+        The rest of an interrupted turn takes as long as the engine's other turns.
         """
         ids = self.ids[start:end]
         return Reply(ids, self.stops and start + len(ids) == len(self.ids), None if start else self.seconds)
 
 
 class Script(Protocol):
-    """Decides an engine's answers."""
-
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
         """Return the turn that follows this prompt; the engine cuts it at `budget` tokens."""
 
@@ -78,7 +76,6 @@ class Counting:
     vocab_size: int = 512
 
     def token_at(self, position: int) -> int:
-        """Return the token that is sampled at an absolute position."""
         return (position * 7 + 3) % self.vocab_size
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:

@@ -18,8 +18,6 @@ from rollout_service.tokens import ToolSpec
 
 
 class ScriptEndedError(ServiceError):
-    """The agent asked for more turns than the script has."""
-
     code = "script_ended"
 
 
@@ -36,7 +34,6 @@ class ScriptedPolicy:
     def __init__(self, script: Iterable[ScriptedTurn], *, delay: float = 0.0) -> None:
         self.messages: list[Message] = []
         self.max_tokens: list[int] = []
-        """The `max_tokens` of each turn so far."""
         self.tools: list[ToolSpec] = []
         """The tools that were offered since the conversation was opened."""
         self._script = iter(script)
@@ -59,7 +56,6 @@ class ScriptedPolicy:
         return played
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Keep the tools for a test to look at."""
         self.tools = list(tools)
 
     def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
@@ -72,7 +68,6 @@ class ScriptedPolicy:
         return self._usage
 
     def trajectory(self) -> Trajectory:
-        """Return the messages; there are no token ids."""
         return Trajectory(
             segments=[], messages=list(self.messages), finish_reasons=self._finish_reasons, fork_counts={}
         )

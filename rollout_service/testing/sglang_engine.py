@@ -2,7 +2,7 @@
 
 It costs little per request and keeps the protocol's promises; `TurnScheduler` decides how long turns take, and the
 effect of aborts, pauses and weight updates. With `hardware` it has a prefix cache and takes time per token, like a real
-engine; without it, nothing is cached and `cached_tokens` is 0. Its logprobs are made up.
+engine; without, nothing is cached and `cached_tokens` is 0. Its logprobs are made up.
 """
 
 import asyncio
@@ -349,7 +349,7 @@ class ScriptedEngine(TurnScheduler):
 
 
 def _request_of_any_size(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-    """Return a request whose body may be as large as a real engine's, and not only 1 MiB."""
+    """Accept bodies as large as a real engine does, not only up to 1 MiB."""
     loop = asyncio.get_running_loop()
     return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=0)
 

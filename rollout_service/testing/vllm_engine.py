@@ -1,8 +1,8 @@
 """A scripted engine with vLLM's HTTP protocol, as observed in vLLM 0.32.
 
-It shares these properties with the real one, which SGLang does not have: a budget that does not fit the context is cut
-silently; unknown fields are ignored; gauges are those of the last step, so an abort leaves them unchanged; a folder
-without weights ends the process.
+Like the real one, and unlike SGLang: a budget that does not fit the context is cut silently; unknown fields are
+ignored; gauges are those of the last step, so an abort leaves them unchanged; a folder without weights ends the
+process.
 """
 
 import base64
