@@ -5,9 +5,9 @@
 
 `adapters` plugs the service into existing trainers. The wire models are in `api_schemas`.
 
-Guarantees: needs httpx, anyio and pydantic, on Python 3.10 or newer, and numpy for batches as arrays. Importing this
-package imports none of them: each name below is loaded when it is first used. Importing a client loads only anyio;
-making one loads httpx and pydantic, and a call loads the wire models that it needs.
+It needs httpx, anyio and pydantic, on Python 3.10 or newer, and numpy for batches as arrays. Importing this package
+imports none of them: each name below is loaded when it is first used. Importing a client loads only anyio; making one
+loads httpx and pydantic, and a call loads the wire models that it needs.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
 """Responses as values, or as the errors that they stand for.
 
-Guarantees: a response that is not one of this API is a `ProtocolError`, unless its status says that the server cannot
-take requests now.
+A response that is not one of this API is a `ProtocolError`, unless its status says that the server cannot take requests
+now.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ ORDERS: dict[str, type[OrderError]] = {
     "weights_partly_loaded": WeightsError,
     "weights_unusable": WeightsError,
 }
-"""The problems that hold the answers of engines, by code."""
+"""Problems that hold the answers of engines, by code."""
 PASSING = frozenset({408, 429, 502, 503, 504})
-"""The statuses that a proxy, or a server that is not ready, also sends without a problem document."""
+"""Statuses that a proxy, or a server that is not ready, also sends without a problem document."""
 
 
 def error_from(response: httpx.Response) -> ClientError:

@@ -1,7 +1,7 @@
 """Requests to one server, repeated while it cannot be reached or cannot take them.
 
-Guarantees: a request is repeated with back-off for at most `patience_seconds`, counted from its first failure; a
-cancelled request closes its connection.
+A request is repeated with back-off for at most `patience_seconds`, counted from its first failure; a cancelled request
+closes its connection.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Connection:
                 transport=transport,
                 verify=self._context,
                 proxy=proxy,
-                trust_env=False,  # find_proxy has looked at it
+                trust_env=False,  # `find_proxy` has looked at it
             )
         self._direct = transport is None and proxy is None
         self._through = "" if proxy is None else f" through {_described(proxy)}"
@@ -83,7 +83,7 @@ class Connection:
     ) -> T:
         """Send a request and parse the response as `model`; None takes any JSON.
 
-        `wait_seconds` is how long the server is asked to wait before it answers; it comes on top of `seconds`.
+        `wait_seconds` is how long the server is asked to wait before it answers; it is added to `seconds`.
 
         Raises:
             ClientError: The request failed, as for `send`, or the response is of another type.
@@ -106,7 +106,7 @@ class Connection:
     ) -> httpx.Response:
         """Send a request until it is answered, and return the response if it is a success.
 
-        `receive` reads the body, from the start again if the connection breaks; `into` takes a large one.
+        `receive` reads the body, from the start again if the connection breaks; `into` receives a large one.
 
         Raises:
             UnreachableError: The patience ends without a response.
@@ -217,7 +217,7 @@ def _trusting(ca_file: str | Path | None) -> ssl.SSLContext:
 def find_proxy(url: httpx.URL) -> str | None:
     """Return the proxy that the environment names for an address; None if it is reached directly.
 
-    This machine's own addresses are, whatever the environment says: a proxy elsewhere cannot reach them.
+    This machine's own addresses always are, since a proxy elsewhere cannot reach them.
     """
     proxies = urllib.request.getproxies()
     proxy = proxies.get(url.scheme) or proxies.get("all")

@@ -1,7 +1,7 @@
 """Download a large response body straight into the memory where it stays.
 
-Guarantees: the body is in memory once, and the event loop is free while it arrives; errors are those of the client's
-other calls; a cancelled call closes its connection.
+The body is in memory once, and the event loop is free while it arrives; errors are those of the client's other calls; a
+cancelled call closes its connection.
 
 httpx copies the bytes that it receives several times on the event loop, which costs more than the network between two
 processes of one machine. It is still used through proxies, and with a transport that the caller provides.
@@ -27,7 +27,7 @@ _PIECE = 1 << 20
 
 
 def accepted(media_type: str) -> str:
-    """Return what to ask for: batches compressed if they can be read here, which may take a third of the bytes."""
+    """Ask for compressed batches if they can be read here, which may take a third of the bytes."""
     if media_type != wire.BINARY_MEDIA_TYPE or find_spec("zstandard") is None:
         return media_type
     return f"{wire.COMPRESSED_MEDIA_TYPE}, {media_type}"
@@ -113,7 +113,6 @@ def _connection(url: httpx.URL, seconds: float, context: ssl.SSLContext) -> http
 
 
 def _whole(answer: http.client.HTTPResponse) -> bytearray:
-    """Read the body."""
     if answer.getheader("content-type") == wire.COMPRESSED_MEDIA_TYPE:
         return _decompressed(answer)
     if answer.length is None:
@@ -138,7 +137,6 @@ def _decompressed(answer: http.client.HTTPResponse) -> bytearray:
 
 
 def _filled(read_into: Callable[[memoryview], int], length: int) -> bytearray:
-    """Read so many bytes."""
     body = bytearray(length)
     at = 0
     with memoryview(body) as view:

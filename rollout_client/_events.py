@@ -1,8 +1,8 @@
 """The service's events, followed through lost connections; and the parser of their stream.
 
-Guarantees: each event is given once and in order, from the first connection on. The stream is parsed as the WHATWG
-standard says ("Interpreting an event stream"): lines end at CR, LF or CRLF and nowhere else. `str.splitlines` also
-breaks at U+2028 and its like, which JSON may hold unescaped, so it is not used.
+Each event is given once and in order, from the first connection on. The stream is parsed as the WHATWG standard says
+("Interpreting an event stream"): lines end only at CR, LF or CRLF. `str.splitlines` also breaks at U+2028 and its like,
+which JSON may hold unescaped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout_client._connection import Connection
 from rollout_client.errors import UnavailableError
 
 SILENCE_SECONDS = 60.0
-"""A stream that sends nothing for this long, not even a comment, is taken for dead and opened again."""
+"""A stream that sends nothing for this long, not even a comment, counts as dead and is opened again."""
 
 
 async def follow_events(

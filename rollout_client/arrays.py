@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TYPES = {"I64": "<i8", "I32": "<i4", "F32": "<f4", "U8": "u1"}
-"""The types of safetensors that a batch uses, with numpy's names."""
+"""Types of safetensors that a batch uses, with numpy's names."""
 _LENGTH = struct.Struct("<Q")
 
 

@@ -1,8 +1,8 @@
 """A typed, asynchronous client of the service, for trainers and for the command line.
 
-Guarantees: every call may be sent twice without harm (a rollout without an id gets one here), so a call is repeated
-with back-off while the server cannot be reached or cannot take it, for at most `patience_seconds`. `run_all` gives each
-rollout exactly once, through planned restarts of the server and through crashes.
+Every call may be sent twice without harm, so it is repeated with back-off while the server cannot be reached or cannot
+take it, for at most `patience_seconds`. `run_all` gives each rollout exactly once, through planned restarts of the
+server and through crashes.
 
 Every call may raise the errors of `errors`, which can be imported from here too; docstrings name those that a caller
 may want to handle.
@@ -255,7 +255,7 @@ async def _run_workers(
             for request in requests:
                 if (rollout := await _run_unless_refused(run, request, refused)) is not None:
                     await results.send(rollout)
-        except Exception as error:  # noqa: BLE001 - nothing is hidden: the caller's loop raises it
+        except Exception as error:  # noqa: BLE001 - the caller's loop raises it
             await results.send(error)
 
     with scope:

@@ -1,8 +1,7 @@
 """A rollout whose agent is a program of the caller's, with the client of its choice.
 
-Guarantees: leaving the block reports the end, with the reward that was set or without one; an exception is reported as
-the program's failure. What is reported belongs to this attempt: if the service has begun another one, that one is left
-alone.
+Leaving the block reports the end, with the reward that was set or without one; an exception is reported as the
+program's failure. The report is about this attempt: if the service has begun another one, that one is left alone.
 """
 
 from __future__ import annotations
@@ -119,7 +118,6 @@ class ExternalRollout:
 
 
 async def wait_for_end(connection: Connection, rollout_id: str) -> wire.Rollout:
-    """Return a rollout with its trajectory once it has ended."""
     path, params = f"/v1/rollouts/{rollout_id}", {"trajectory": "true"}
     while True:
         rollout = await connection.call(wire.Rollout, "GET", path, params=params, wait_seconds=LONG_POLL_SECONDS)

@@ -1,7 +1,7 @@
 """Read an exported run from its file.
 
-Guarantees: the rollouts read are equal to those that the service held; a truncated file, or one that is not an export,
-is an error and never a shorter run. gzip is detected; one rollout is in memory at a time.
+The rollouts read are equal to those that the service held; a truncated file, or one that is not an export, is an error
+and never a shorter run. gzip is detected; one rollout is in memory at a time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RunExport:
 
 
 def _with_nodes(lines: Iterator[ExportLine], path: Path) -> Iterator[ExportLine]:
-    """Yield the other lines, each sample with the sub-agents that follow it; not one that may lack some."""
+    """Yield each sample with the sub-agents that follow it, unless it may lack some, and all other lines."""
     held: ExportLine | None = None
     nodes: list[AgentNode] = []
     for line in lines:

@@ -1,7 +1,7 @@
 """Runs for a trainer: `async for batch in run.batches()` is all it needs.
 
-Guarantees: an acknowledged batch never comes again; any other batch does. A lease whose response was lost is requested
-again under the same key, which returns the same batch.
+An acknowledged batch never comes again; any other batch does. A lease whose response was lost is requested again under
+the same key, which returns the same batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONG_POLL_SECONDS = 30.0
 RUN_WITHOUT_BATCHES = "run_without_batches"
 """The code of a lease from a run that is over and never had a batch."""
 ANSWER_SECONDS = 300.0
-"""The time for which the transfer of a batch may stall."""
+"""How long the transfer of a batch may stall."""
 
 
 GroupState = Literal["open", "ready", "batched", "acknowledged", "dropped"]
@@ -104,7 +104,7 @@ async def _renew_until_settled(leased: LeasedBatch, seconds: float, scope: anyio
 
 
 async def send_rescore(connection: Connection, path: str, order: wire.RescoreOptions) -> list[wire.Rescored]:
-    """Have rollouts scored again, and return the results.
+    """Have rollouts scored again.
 
     Raises:
         ProtocolError: The response was cut off.

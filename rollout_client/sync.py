@@ -1,8 +1,8 @@
 """The blocking client: the calls of `client`, for code that is not asynchronous.
 
-Guarantees: every call is the asynchronous client's own, with its signature and types, run by an event loop in a thread
-while the client is open; retries and reconnections are the same. Ctrl-C ends a waiting call. No thread is left when the
-`with` block ends.
+Every call is the asynchronous client's own, with its signature and types, run by an event loop in a thread while the
+client is open; retries and reconnections are the same. Ctrl-C ends a waiting call. No thread is left when the `with`
+block ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 A_co = TypeVar("A_co", covariant=True)
 
 LOOK_SECONDS = 0.2
-"""The interval at which a waiting call checks for an interrupt: one just before a thread blocks does not wake it."""
+"""How often a waiting call checks for an interrupt: one just before a thread blocks does not wake it."""
 
 
 class Blocking(Generic[A_co]):

@@ -1,8 +1,8 @@
 """Adapters that plug into a trainer's own hook, to get its rollouts from the service. The trainer is unchanged.
 
-Guarantees of each: ids, log-probabilities and versions reach the trainer as the engine returned them; a token that the
-policy did not sample has mask 0; a rollout without a reward is never trained on, and never gets a made-up reward.
-Importing an adapter requires neither the trainer nor torch.
+With each, ids, log-probabilities and versions reach the trainer as the engine returned them; a token that the policy
+did not sample has mask 0; a rollout without a reward is never trained on, and never gets a made-up reward. Importing an
+adapter requires neither the trainer nor torch.
 
 | module | the trainer's own hook |
 |---|---|

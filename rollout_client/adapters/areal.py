@@ -87,7 +87,7 @@ def make_workflow_class() -> Any:
     from areal.api.workflow_api import RolloutWorkflow
 
     class Workflow(Episodes, RolloutWorkflow):  # type: ignore[misc]
-        """`Episodes` with AReaL's base class."""
+        pass
 
     return Workflow
 

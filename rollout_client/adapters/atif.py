@@ -1,7 +1,7 @@
 """Rollouts as ATIF 1.8, the trajectory format of Harbor's tools.
 
-Guarantees: token ids and log-probabilities are those of the engine, or left out where a turn cannot be matched to its
-message; nothing is derived from text.
+Token ids and log-probabilities are those of the engine, or left out where a turn cannot be matched to its message;
+nothing is derived from text.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _agent_step(message: Message, metrics: dict[str, Any] | None) -> dict[str, A
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Return a call; a malformed one keeps its text as the only argument."""
+    """A malformed call keeps its text as the only argument."""
     arguments = call.arguments if call.arguments is not None else {"raw": call.raw}
     return {"tool_call_id": call.id, "function_name": call.name or "malformed", "arguments": arguments}
 

@@ -1,9 +1,9 @@
 """A vLLM engine in a trainer's process, behind the part of SGLang's HTTP API that the service uses.
 
-Guarantees: ids and log-probabilities are vLLM's own. A request is refused if the engine computes the log-probabilities
-of another distribution than the one asked for. A request that is aborted, or whose connection is gone, ends in the
-engine; a streamed one is answered as a whole. All routes are below a random path, without which nobody can use them.
-None loads weights, which are the trainer's. The server ends with its process.
+Ids and log-probabilities are vLLM's own. A request is refused if the engine computes the log-probabilities of another
+distribution than the one asked for. A request that is aborted, or whose connection is gone, ends in the engine; a
+streamed one is answered as a whole. All routes are below a random path, without which nobody can use them. None loads
+weights, which are the trainer's. The server ends with its process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EngineServer:
         """Grows while the trainer works on the engine, so that requests which wait for it do not look stuck."""
 
     async def start(self, host: str) -> str:
-        """Listen on a free port of this address of the machine, and return the engine's address.
+        """Listen on a free port of this machine's address, and return the engine's address.
 
         Raises:
             RuntimeError: The package uvicorn is missing.
@@ -78,7 +78,7 @@ class EngineServer:
             text, status = json.dumps(await self._answer(route, body, receive)), 200
             if body.get("stream"):
                 text = f"data: {text}\n\ndata: [DONE]\n\n"
-        except Exception as error:  # noqa: BLE001 - the service decides what follows from it
+        except Exception as error:  # noqa: BLE001 - the service decides what to do
             text, status = json.dumps({"error": f"{type(error).__name__}: {error}"}), _status_of(error)
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -196,7 +196,7 @@ def _parameters(given: Body) -> Any:
 
 
 def _check(model: Any, prompt: list[int], parameters: Any) -> None:
-    """Refuse what vLLM would cut, and log-probabilities that would be those of another distribution."""
+    """Refuse what vLLM would cut, and log-probabilities of another distribution."""
     if len(prompt) + parameters.max_tokens > model.max_model_len:
         raise ValueError(f"prompt and budget exceed the model's context length of {model.max_model_len}")
     mode = getattr(model.logprobs_mode, "value", model.logprobs_mode)

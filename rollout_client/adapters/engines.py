@@ -1,9 +1,8 @@
 """The engines of a trainer, in a pool of the service, for as long as the trainer runs.
 
-Guarantees: before a rollout begins, the service has the engines that the trainer handed over, and knows the version of
-their weights. They are registered under a lease that a thread renews, whatever the trainer's own loop does: after a
-crash, the service removes them and cancels the trainer's rollouts. Processes that were handed the same engines share
-their pool.
+Before a rollout begins, the service has the engines that the trainer handed over, and knows the version of their
+weights. They are registered under a lease that a thread renews, whatever the trainer's own loop does: after a crash,
+the service removes them and cancels the trainer's rollouts. Processes with the same engines share their pool.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class TrainerEngines:
 
     def _follow(self, wanted: list[str], version: int | None) -> None:
         with self._lock:
-            if self._follows(wanted, version):  # another rollout saw to it meanwhile
+            if self._follows(wanted, version):  # another rollout has done it meanwhile
                 return
             if not self._backends and self.submitter.pool == "policy":
                 digest = hashlib.sha256(" ".join(wanted).encode()).hexdigest()[:8]

@@ -7,13 +7,12 @@
 
 A row of the data set has `environment` and `instance` in addition to `responses_create_params`.
 
-Guarantees: those of the package. Each turn is a message with its `prompt_token_ids`, `generation_token_ids` and
-`generation_log_probs`; each prompt begins with the one before it and its generation, as NeMo-RL demands. NeMo-RL takes
-one row per rollout, and groups rows by their first prompts: of several segments, the row is the one with the most
-sampled tokens among those that begin with the task's prompt; `left_out` counts the tokens of the rest. NeMo Gym
-requires a number as the reward: a rollout without one is run again, and then NoRewardError is raised. NeMo-RL takes a
-`<tool_call>` in a message for an invalid call, so a malformed call is in the text, in these tags, and any other is an
-item of its own.
+Each turn is a message with its `prompt_token_ids`, `generation_token_ids` and `generation_log_probs`; each prompt
+begins with the one before it and its generation, as NeMo-RL demands. NeMo-RL takes one row per rollout, and groups rows
+by their first prompts: of several segments, the row is the one with the most sampled tokens among those that begin with
+the task's prompt; `left_out` counts the tokens of the rest. NeMo Gym requires a number as the reward: a rollout without
+one is run again, and then NoRewardError is raised. NeMo-RL takes a `<tool_call>` in a message for an invalid call, so a
+malformed call is in the text, in these tags, and any other is an item of its own.
 """
 
 from __future__ import annotations
@@ -45,36 +44,29 @@ async def run(submitter: RolloutSubmitter, body: Mapping[str, Any]) -> dict[str,
 
 
 def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
-    """Return an agent class that is a subclass of NeMo Gym's own."""
     from fastapi import HTTPException
     from nemo_gym.base_resources_server import BaseRunRequest, BaseVerifyResponse
     from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
     from pydantic import ConfigDict
 
     class Request(BaseRunRequest):  # type: ignore[misc]
-        """A row, with all its fields."""
-
         model_config = ConfigDict(extra="allow")
 
     class Response(BaseVerifyResponse):  # type: ignore[misc]
-        """The row and its outcome."""
-
         model_config = ConfigDict(extra="allow")
 
     service = submitter or RolloutSubmitter.from_environment()
 
     class RolloutAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
-        """Runs a rollout for each row."""
-
         config: BaseResponsesAPIAgentConfig
         ray_enabled: ClassVar[bool] = False  # else NeMo Gym 0.7 starts Ray for it
 
         async def responses(self, body: Any = None) -> Any:
-            """Refuse: single responses come from the model server."""
+            """Single responses come from the model server."""
             raise NotImplementedError("this agent has whole rollouts only: POST /run")
 
         async def run(self, body: Request) -> Response:
-            """Run a rollout of the row's task; a row that is no task is a 422, since trying again does not help."""
+            """Run a rollout of the row's task; an invalid row is a 422, since trying again does not help."""
             try:
                 answer = await run(service, body.model_dump())
             except (TaskRowError, InvalidRequestError) as error:
@@ -87,7 +79,6 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
 
 
 def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rollout in the form of NeMo Gym's verify response."""
     samples = samples_of(rollout)
     rows = only_largest([one for one in samples if one.prompt_ids == samples[0].prompt_ids])
     if not rows or rollout.reward is None:

@@ -7,11 +7,10 @@
 The service's address is ROLLOUT_URL, its key ROLLOUT_KEY. A row's task is its prompt as text (`submit.task_text`), or
 its label where the prompt is a question for people.
 
-Guarantees: those of the package. Rollouts use the engine of the actor that runs them, over HTTP (`engine_server`). The
-version of its weights is the number of OpenRLHF's updates since the first rollout, because OpenRLHF gives an actor no
-step. OpenRLHF requires a reward for each sample: a rollout without one is run again, and then NoRewardError is raised.
-It takes one row per rollout, no longer than `max_length`; its log has the number of tokens that it did not get as
-`left_out`.
+Rollouts use the engine of the actor that runs them, over HTTP (`engine_server`). The version of its weights is the
+number of OpenRLHF's updates since the first rollout, because OpenRLHF gives an actor no step. OpenRLHF requires a
+reward for each sample: a rollout without one is run again, and then NoRewardError is raised. It takes one row per
+rollout, no longer than `max_length`; its log has the number of tokens that it did not get as `left_out`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Executor:
         return {"prompt": prompt, "label": label, "images": images} | response(rollout, max_length)
 
     async def _serve(self, llm_engine: Any) -> RolloutSubmitter:
-        """Serve the engine, once, and have it registered; return what runs rollouts on it."""
+        """Serve the engine, once, and have it registered."""
         async with self._starting:
             if self._server is None:
                 engine = getattr(llm_engine, "llm", llm_engine)
@@ -92,13 +91,12 @@ class Executor:
 
 
 def _host() -> str:
-    """Return this node's address in Ray's cluster; only this machine's own without Ray."""
+    """Return this node's address in Ray's cluster; loopback without Ray."""
     ray = sys.modules.get("ray")
     return str(ray.util.get_node_ip_address()) if ray and ray.is_initialized() else "127.0.0.1"
 
 
 def agent_executor(submitter: RolloutSubmitter | None = None) -> type:
-    """Return the class that OpenRLHF looks for, a subclass of OpenRLHF's base class."""
     from openrlhf.utils.agent import AgentExecutorBase
 
     class AgentExecutor(Executor, AgentExecutorBase):  # type: ignore[misc]

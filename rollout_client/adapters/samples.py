@@ -1,7 +1,7 @@
 """Trajectories as rows of a trainer's batch.
 
-Guarantees: a segment becomes one row, split before the first token that the policy sampled in it. Nothing is padded or
-made up. Each sampled token has mask 1 in exactly one row of its rollout.
+A segment becomes one row, split before the first token that the policy sampled in it. Nothing is padded or made up.
+Each sampled token has mask 1 in exactly one row of its rollout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from api_schemas.rollouts import Rollout, StopReason
 from api_schemas.trajectories import Message, Segment
 
 CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
-"""The reasons to stop with which a token limit ended a rollout."""
+"""Reasons to stop by which a token limit ended a rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,6 @@ class Sample:
 
     rollout_id: str
     segment: int
-    """The number of the segment in its trajectory."""
     prompt_ids: list[int]
     response_ids: list[int]
     response_mask: list[int]
@@ -35,7 +34,7 @@ class Sample:
     turn_ids: list[int]
     """The turn of each token of the response; -1 where the mask is 0."""
     reward: float | None
-    """The rollout's reward; None if it has none, in which case the row must not be trained on."""
+    """None if the rollout has none: the row must not be trained on."""
     last: bool
     """Whether it is the rollout's last row, which has the reward if a trainer takes one reward per rollout."""
 
@@ -49,7 +48,7 @@ class Sample:
         return sum(self.response_mask)
 
     def cut(self, length: int) -> Sample:
-        """Return the row with its response truncated to `length` tokens, for trainers with a limit."""
+        """Truncate the response to `length` tokens, for trainers with a limit."""
         if len(self.response_ids) <= length:
             return self
         return replace(
@@ -120,7 +119,7 @@ def only_largest(samples: list[Sample]) -> list[Sample]:
 
 
 def count_left_out(samples: Sequence[Sample], rows: Sequence[Sample]) -> int:
-    """Return how many tokens to train on a trainer does not get if it gets these `rows` of all `samples`."""
+    """Return how many tokens to train on are in `samples`, but not in the `rows` that a trainer gets."""
     return sum(sample.sampled for sample in samples) - sum(row.sampled for row in rows)
 
 

@@ -6,10 +6,9 @@
 
 Each row's task is in its `env_extras` (`environment`, `instance`), or in its prompt as text (`submit.task_text`).
 
-Guarantees: those of the package. With `step_wise`, each segment is a row and the last one has the rollout's reward.
-Without it, a rollout is its row with the most tokens to train on, and `rollouts/left_out` in the metrics counts the
-tokens left out. SkyRL requires a reward for each row: a rollout without one is run again, and then NoRewardError is
-raised.
+With `step_wise`, each segment is a row and the last one has the rollout's reward. Without it, a rollout is its row with
+the most tokens to train on, and `rollouts/left_out` in the metrics counts the tokens left out. SkyRL requires a reward
+for each row: a rollout without one is run again, and then NoRewardError is raised.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def generator(engine_client: Any = None, *, submitter: RolloutSubmitter | None =
     from skyrl.train.generators.base import GeneratorInterface
 
     class RolloutGenerator(BatchGenerator, GeneratorInterface):  # type: ignore[misc]
-        """`BatchGenerator` with SkyRL's base class."""
+        pass
 
     return RolloutGenerator(submitter or RolloutSubmitter.from_environment(), engine_client, step_wise=step_wise)
 

@@ -7,12 +7,12 @@
 The service's address is ROLLOUT_URL, its key ROLLOUT_KEY. A row's task is its `metadata` (`--metadata-key`), with
 `environment` and `instance`, or its prompt as text (`submit.task_text`).
 
-Guarantees: those of the package. Each segment of a rollout is a sample, and the samples of a rollout share a
-`rollout_id`, so they weigh as one. A rollout without a reward is ABORTED, has no reward, is removed from the loss, and
-`scored` drops its group; without that filter slime stops, since it would have to make up a reward. `normalized` counts
-each rollout once in its group, where slime would normalize over the whole batch. In an evaluation a rollout is one
-sample. If it has no reward after all attempts, the log says why, and the reward is NaN, and so is slime's mean: slime
-relies on the number of samples, and a zero would be made up.
+Each segment of a rollout is a sample, and the samples of a rollout share a `rollout_id`, so they weigh as one. A
+rollout without a reward is ABORTED, has no reward, is removed from the loss, and `scored` drops its group; without that
+filter slime stops, since it would have to make up a reward. `normalized` counts each rollout once in its group, where
+slime would normalize over the whole batch. In an evaluation a rollout is one sample. If it has no reward after all
+attempts, the log says why, and the reward is NaN, and so is slime's mean: slime relies on the number of samples, and a
+zero would be made up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 SCALED = ("grpo", "gspo", "cispo")
 CENTERED = (*SCALED, "reinforce_plus_plus_baseline")
-"""The estimators for which slime divides rewards by their deviation, and those for which it subtracts their mean."""
+"""Estimators for which slime divides rewards by their deviation, and those for which it subtracts their mean."""
 ROUTER_SECONDS = 10.0
 """How long the router's list of engines is used."""
 
@@ -53,8 +53,6 @@ def engines() -> TrainerEngines:
 
 @dataclass
 class Router:
-    """slime's router, which knows the engines."""
-
     url: str
     addresses: Sequence[str] = ()
     asked_at: float = -math.inf

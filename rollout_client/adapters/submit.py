@@ -1,7 +1,7 @@
 """Rollouts for adapters: a trainer's row becomes a task, and a task becomes a rollout.
 
-Guarantees: an error about a row names the field. A rollout is run once, however often its submission is repeated while
-the service is away. A failed rollout is returned; only an error of the submission itself is raised.
+An error about a row names the field. A rollout is run once, however often its submission is repeated while the service
+is away. A failed rollout is returned; only an error of the submission itself is raised.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NoRewardError(RuntimeError):
 
 
 def task_text(task: Task) -> str:
-    """Return a task as text, for trainers that pass nothing but a prompt to an adapter; `parse_task` reads it."""
+    """Return a task as text, for trainers that pass only a prompt to an adapter; `parse_task` reads it."""
     return json.dumps(task.model_dump(mode="json"), sort_keys=True, ensure_ascii=False)
 
 
@@ -117,15 +117,13 @@ async def run_in_order(calls: Sequence[Callable[[], Awaitable[T]]], *, concurren
         async with anyio.create_task_group() as tasks:
             for number, call in enumerate(calls):
                 tasks.start_soon(one, number, call)
-    except ExceptionGroup as group:  # a trainer should see what happened, not how it was waited for
+    except ExceptionGroup as group:  # a trainer should see the error itself
         raise group.exceptions[0] from group
     return [results[number] for number in range(len(calls))]
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutSubmitter:
-    """Runs rollouts at one service, with the same settings."""
-
     url: str = DEFAULT_URL
     key: str | None = None
     pool: str = "policy"
@@ -164,7 +162,7 @@ class RolloutSubmitter:
         """Return a request for a row's task, with an id, so that sending it twice starts one rollout.
 
         `params` are the trainer's sampling parameters. `max_tokens` and `max_turn_tokens` are its limits; the
-        submitter's own come first.
+        submitter's own win.
         """
         limits = self.limits
         for name, most in (("max_tokens", max_tokens), ("max_turn_tokens", max_turn_tokens)):
@@ -219,7 +217,7 @@ class RolloutSubmitter:
         return self.blocking(lambda client: self._run_all(client, requests))
 
     def blocking(self, work: Callable[[RolloutClient], Awaitable[T]]) -> T:
-        """Run a coroutine with a client from blocking code, even inside a running event loop; return its result."""
+        """Run a coroutine with a client from blocking code, even inside a running event loop."""
 
         async def main() -> T:
             async with RolloutClient(self.url, self.key, patience_seconds=self.patience_seconds) as client:

@@ -12,11 +12,11 @@
 A row's task is the content of its last message as text (`submit.task_text`), or its columns `environment` and
 `instance`, with `--vllm_server_pass_dataset true`.
 
-Guarantees: those of the package. Each segment of a rollout is a sample of its request, with mask 0 on what the policy
-did not sample; swift counts a request once in its group. The plugin's template adds no token. Before swift samples with
-new weights, the engines have loaded them from the folder: there is no NCCL group, and routes that announce a broadcast
-answer 501. swift cannot leave a rollout out of a group, and reads a missing reward as 0. So a rollout without a reward
-is run again, and then the whole batch is refused with a 503, which ends the training.
+Each segment of a rollout is a sample of its request, with mask 0 on what the policy did not sample; swift counts a
+request once in its group. The plugin's template adds no token. Before swift samples with new weights, the engines have
+loaded them from the folder: there is no NCCL group, and routes that announce a broadcast answer 501. swift cannot leave
+a rollout out of a group, and reads a missing reward as 0. So a rollout without a reward is run again, and then the
+whole batch is refused with a 503, which ends the training.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from rollout_client.errors import ClientError
 log = logging.getLogger(__name__)
 
 TEMPLATE = "rollout_service"
-"""The name of the plugin's template, in which a sample is its tokens and nothing else."""
+"""The name of the plugin's template, in which a sample is only its tokens."""
 ENGINE = {
     "engine_type": "AsyncLLMEngine",
     "enable_multi_turn": True,
@@ -66,13 +66,13 @@ BROADCASTS = (
     "/update_flattened_params/",
     "/process_weights_after_loading/",
 )
-"""The routes that belong to a broadcast of weights."""
+"""Routes that belong to a broadcast of weights."""
 NO_BROADCAST = (
     "The rollout service has no NCCL group: its engines load weights from a folder. Give the trainer a plugin with "
     "`rollout_client.adapters.swift.install(weights=FOLDER)` by --external_plugins."
 )
 CACHES = ("/reset_prefix_cache/", "/reset_encoder_cache/", "/reset_mm_cache/", "/close_communicator/")
-"""The routes for which there is nothing to do: engines drop their caches when they load weights."""
+"""Routes with nothing to do: engines drop their caches when they load weights."""
 
 
 def rows(tasks: Iterable[Task]) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ def output(sample: Sample, rollout: Rollout, request_id: str) -> dict[str, Any]:
 def _texts(rollout: Rollout) -> tuple[str, str]:
     """Return the messages before the first turn and the policy's last message.
 
-    They are for swift's log and reward functions: it puts the ids of the prompt and of the response in their places.
+    They are for swift's log and reward functions, which use the ids in their places.
     """
     messages: Sequence[Message] = rollout.trajectory.messages if rollout.trajectory is not None else []
     asked = [f"{one.role}: {one.content}" for one in takewhile(lambda one: one.role != "assistant", messages)]
@@ -198,13 +198,10 @@ def make_app(submitter: RolloutSubmitter) -> Any:
     return Starlette(routes=routes, lifespan=lifespan)
 
 
-# The plugin, in the trainer's process.
-
-
 def install(*, weights: str | Path | None, submitter: RolloutSubmitter | None = None) -> None:
     """Give swift's trainer the template, and weights that reach the engines by `POST /v1/weights`.
 
-    `weights` is a folder that the engines can read; None leaves their weights alone.
+    Called in the trainer's process. `weights` is a folder that the engines can read; None leaves their weights alone.
     """
     from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
     from swift.rlhf_trainers.vllm_client import VLLMClient

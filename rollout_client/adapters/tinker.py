@@ -5,9 +5,9 @@
 
 Rows have `environment` and `instance`. Both classes are subclasses of the cookbook's own, and can be pickled.
 
-Guarantees: those of the package. Each turn is a transition, whose observation is the prompt that the engine read, so
-the cookbook's own `assemble_training_data` makes a datum of each segment, with the masks and log-probabilities of the
-service. The reward is on the last transition. A rollout without a reward is run again, which the cookbook counts under
+Each turn is a transition, whose observation is the prompt that the engine read, so the cookbook's own
+`assemble_training_data` makes a datum of each segment, with the masks and log-probabilities of the service. The reward
+is on the last transition. A rollout without a reward is run again, which the cookbook counts under
 `rollout_errors/NoRewardError`; if it still has none, the cookbook drops the group, with one warning, and counts it
 under `rollout_errors/groups_skipped`, in training as in an evaluation.
 """
@@ -103,11 +103,10 @@ class GroupTask:
         return task
 
     def logging_tags(self) -> list[str]:
-        """Return the tags for metrics; the cookbook calls this."""
         return [self.task.environment] if self.tags is None else list(self.tags)
 
     async def compute_group_rewards(self, trajectory_group: Any, env_group: Any) -> list[tuple[float, Any]]:
-        """Return metrics, and nothing to add to the rewards; the cookbook calls this."""
+        """Return metrics, and nothing to add to the rewards."""
         del trajectory_group
         return [(0.0, metrics_of(env.rollout)) for env in env_group]
 
@@ -144,29 +143,22 @@ def make_classes() -> Mapping[str, type]:
     from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RolloutError
 
     class RolloutEnv(RolloutPlace, Env):  # type: ignore[misc]
-        """`RolloutPlace` with the cookbook's base class."""
-
         async def initial_observation(self) -> Any:
-            """Refuse: the service makes the observations, and samples after them."""
+            """The service makes the observations, and samples after them."""
             raise NotImplementedError(
                 "the rollouts of a RolloutGroup run at the service: set rollout_error_tolerance=ServiceStrategy() in "
                 "train.Config, or strategy=ServiceStrategy() in an evaluator"
             )
 
         async def step(self, action: Any, *, extra: Any = None) -> Any:
-            """Refuse, as `initial_observation` does."""
             del action, extra
             return await self.initial_observation()
 
     class RolloutGroup(GroupTask, EnvGroupBuilder):  # type: ignore[misc]
-        """`GroupTask` with the cookbook's base class."""
-
         async def make_envs(self) -> Sequence[Any]:
-            """Return the places of the group; the cookbook calls this."""
             return self.members(None)
 
         def members(self, policy: Any) -> list[Any]:
-            """Return the places of the group, with requests for this policy."""
             return [RolloutEnv(request_for(self, policy), self.submitter) for _ in range(self.group_size)]
 
     @dataclass(frozen=True)

@@ -5,12 +5,11 @@
         model=..., train_dataset=Dataset.from_list(rows(tasks)), rollout_func=hook, reward_funcs=service_reward, ...
     )
 
-Guarantees: each prompt that TRL hands over is one rollout, so TRL's groups are groups of rollouts; before TRL samples
-with new weights, the engines have them; `env_mask` is 0 on tools' results. A rollout without a reward has none for TRL
-either (`None`, which TRL leaves out of the group's mean), and nothing of it is trained on.
-TRL takes one row per rollout: if there are several segments, it gets the one with the most sampled tokens. Its log has
-the number of sampled tokens that a rollout lost this way as `rollouts/left_out`, with `rollouts/failed` and
-`rollouts/turns`.
+Each prompt that TRL hands over is one rollout, so TRL's groups are groups of rollouts; before TRL samples with new
+weights, the engines have them; `env_mask` is 0 on tools' results. A rollout without a reward has none for TRL either
+(`None`, which TRL leaves out of the group's mean), and nothing of it is trained on. TRL takes one row per rollout: if
+there are several segments, it gets the one with the most sampled tokens. Its log has the number of sampled tokens that
+a rollout lost this way as `rollouts/left_out`, with `rollouts/failed` and `rollouts/turns`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rollout_client.client import RolloutClient
 from rollout_client.errors import WeightsError
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-"""The sampling fields of GRPOConfig, which have the same names in the service."""
+"""Sampling fields of GRPOConfig, which have the same names in the service."""
 
 
 def rows(tasks: Iterable[Task]) -> list[dict[str, str]]:
@@ -104,16 +103,15 @@ def columns(rollouts: Sequence[Rollout], end: int) -> dict[str, list[Any]]:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-# Weights from the trainer to the engines, through a folder for each step and `POST /v1/weights`.
-#
-# Guarantees: after `push`, the engines serve the saved weights, under a higher version than any before. The folder
-# that they serve from is kept, so an engine that comes back finds it; the previous folder is removed.
-
 log = logging.getLogger(__name__)
 
 
 class WeightsFolder:
-    """Weights of one trainer under `folder`, which the engines must be able to read."""
+    """Gives engines a trainer's weights through `folder`, which they must be able to read, and `POST /v1/weights`.
+
+    After `push`, the engines serve the saved weights, under a higher version than any before. The folder that they
+    serve from is kept, so an engine that comes back finds it; the previous folder is removed.
+    """
 
     def __init__(self, submitter: RolloutSubmitter, folder: Path) -> None:
         self.submitter = submitter

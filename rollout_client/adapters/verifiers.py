@@ -7,10 +7,10 @@
 The service's address is ROLLOUT_URL, its key ROLLOUT_KEY. verifiers' own server serves the environment, so the protocol
 between it and a trainer is that of the installed version.
 
-Guarantees: those of the package. An episode is one rollout, with one trace. Each segment is a branch of its own, so
-prime-rl makes a training sample of each, with the mask and the log-probabilities of the service. A rollout without a
-reward is run again; if it still has none, its episode has the error, `ok=False` and no trace, since verifiers' traces
-count as 0 without a reward. So prime-rl and vf-eval count an error, and leave it out of groups, training and means.
+An episode is one rollout, with one trace. Each segment is a branch of its own, so prime-rl makes a training sample of
+each, with the mask and the log-probabilities of the service. A rollout without a reward is run again; if it still has
+none, its episode has the error, `ok=False` and no trace, since verifiers' traces count as 0 without a reward. So
+prime-rl and vf-eval count an error, and leave it out of groups, training and means.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STOPS = {
     StopReason.MAX_TOKENS: "max_output_tokens",
     StopReason.CONTEXT_FULL: "max_total_tokens",
 }
-"""The stop conditions that verifiers counts as truncated."""
+"""Stop conditions that verifiers counts as truncated."""
 PAGE = 1_000
 """How many instances of a data set are read with one request."""
 
@@ -92,7 +92,7 @@ def branch_of(rollout: Rollout, sample: Sample) -> Iterator[TraceNode]:
 
 
 def message_fields(message: Message) -> dict[str, Any]:
-    """Return the fields of verifiers' message. A malformed call keeps the text that was sampled as its arguments."""
+    """Return the fields of verifiers' message. A malformed call keeps the sampled text as its arguments."""
     if message.role == "assistant":
         calls = [
             {
@@ -156,8 +156,6 @@ def error_type(error: Exception) -> str:
 
 
 class _EpisodesOfService:
-    """The methods of `ServiceEnv`."""
-
     config: Any
 
     def __init__(self, config: Any) -> None:
@@ -165,7 +163,7 @@ class _EpisodesOfService:
         self.submitter = RolloutSubmitter.from_environment()
 
     async def run(self, task: Any, agents: Any) -> None:
-        """Refuse: verifiers' agents have no part in it."""
+        """Verifiers' agents have no part in it."""
         raise NotImplementedError("the service runs the agent")
 
     @asynccontextmanager
@@ -185,7 +183,7 @@ class _EpisodesOfService:
         episode = vf.Episode(env=vf.EnvInfo(id=self.config.env_id), task=told)
         try:
             rollout = await self._roll_out(task, ctx)
-        except Exception as error:  # noqa: BLE001 - as verifiers does: a failure is data of its episode
+        except Exception as error:  # noqa: BLE001 - as in verifiers, a failure is data of its episode
             episode.errors.append(vf.Error(type=error_type(error), message=str(error)))
             return episode
         ran_with = {"model": ctx.model, "client": ctx.client, "sampling": ctx.sampling}
@@ -216,7 +214,7 @@ def make_classes() -> Mapping[str, type]:
         instance: dict[str, Any] = {}
 
     class ServiceTask(vf.Task[ServiceTaskData]):  # type: ignore[misc]
-        """A task of the service, which the service scores."""
+        pass
 
     class ServiceTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
         """Where the tasks come from."""
@@ -229,7 +227,6 @@ def make_classes() -> Mapping[str, type]:
 
     class ServiceTaskset(vf.Taskset[ServiceTask, ServiceTasksetConfig]):  # type: ignore[misc]
         def load(self) -> Iterator[Any]:
-            """Yield the tasks; verifiers calls this."""
             given = self.config
             service = RolloutSubmitter.from_environment()
             source = {"rows": given.rows, "environment": given.environment, "split": given.split}
@@ -244,7 +241,7 @@ def make_classes() -> Mapping[str, type]:
         agent: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"})
 
     class ServiceEnv(_EpisodesOfService, vf.Env[ServiceEnvConfig]):  # type: ignore[misc]
-        """Runs each episode as a rollout at the service."""
+        pass
 
     made = (ServiceTaskData, ServiceTask, ServiceTasksetConfig, ServiceTaskset, ServiceEnvConfig, ServiceEnv)
     for one in made:

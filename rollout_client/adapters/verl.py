@@ -9,12 +9,12 @@ The data set needs the columns `environment` and `instance` (in the row, or in i
 `agent_name` with `rollout_service` unless that is the `default_agent_loop`. verl makes an instance for each sample and
 calls `run`; it requires no base class.
 
-Guarantees: those of the package. verl requires a reward for each sample: a rollout without one is run again, and then
-NoRewardError is raised, which makes verl's default trainer drop the group. That trainer (`trainer.use_v1`) takes a row
-for each segment, of at most `prompt_length + response_length` tokens. The older one takes one row per rollout, with the
-most tokens to train on: the rest of a prompt longer than `prompt_length` begins the response, with mask 0, and the
-response ends after `response_length`. The extra field `left_out` of a rollout's last row counts the tokens to train on
-that verl did not get.
+verl requires a reward for each sample: a rollout without one is run again, and then NoRewardError is raised, which
+makes verl's default trainer drop the group. That trainer (`trainer.use_v1`) takes a row for each segment, of at most
+`prompt_length + response_length` tokens. The older one takes one row per rollout, with the most tokens to train on: the
+rest of a prompt longer than `prompt_length` begins the response, with mask 0, and the response ends after
+`response_length`. The extra field `left_out` of a rollout's last row counts the tokens to train on that verl did not
+get.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def engines_at(url: str | None, key: str | None, kind: str | None) -> TrainerEng
 async def engines_of(server_manager: Any) -> tuple[list[str], int | None]:
     """Return the addresses of verl's engines, and the step of their weights; no addresses if verl has none.
 
-    Only verl's actors know the step: it is an attribute of each server, which verl gives no method for.
+    Only verl's actors know the step: an attribute of each server, for which verl has no method.
     """
     balancer = getattr(server_manager, "_load_balancer", None)
     addresses = [] if balancer is None else list(await balancer.get_all_servers.remote())
@@ -61,8 +61,6 @@ async def engines_of(server_manager: Any) -> tuple[list[str], int | None]:
 
 
 class RolloutAgentLoop:
-    """Runs one rollout at the service for a sample of verl."""
-
     def __init__(
         self,
         trainer_config: Any,

@@ -55,9 +55,9 @@ class EngineCalls:
         """Load new weights into every engine of a pool.
 
         They come from a folder that the engines can read, or from a process group that they have joined;
-        `ExternalWeights` are there already, and only their version is noted. When this
-        returns, every engine in service has them; `changed` is false if they had them before. `mode` is the treatment
-        of requests in flight: without it, `PauseMode.ABORT`.
+        `ExternalWeights` are there already, and only their version is noted. When this returns, every engine in service
+        has them; `changed` is false if they had them before. `mode` is the treatment of requests in flight, by default
+        `PauseMode.ABORT`.
 
         Raises:
             WeightsError: Engines refused or failed.
@@ -73,7 +73,7 @@ class EngineCalls:
         return await self._order("/v1/weights/group", group)
 
     async def pause(self, *, pool: str = "policy", mode: wire.PauseMode | None = None) -> wire.PoolOutcome:
-        """Pause the generation of a pool; `mode` is the treatment of requests in flight, or else `PauseMode.ABORT`."""
+        """Pause the generation of a pool; `mode` is for requests in flight, by default `PauseMode.ABORT`."""
         order = wire.PauseRequest(pool=pool, mode=mode or wire.PauseMode.ABORT)
         return await self._order("/v1/pause", order)
 

@@ -1,4 +1,4 @@
-"""Lists of rollouts that stay fast however many there are: short rows, filtered by the server."""
+"""Lists of rollouts that stay fast however many there are, and views for people."""
 
 from __future__ import annotations
 
@@ -69,9 +69,6 @@ def _param(value: object) -> str | list[str]:
     if isinstance(value, datetime):
         return value.isoformat()
     return [str(each) for each in value] if isinstance(value, list | tuple) else str(value)
-
-
-# Views for people: the service at a glance, and trajectories.
 
 
 class ViewCalls:

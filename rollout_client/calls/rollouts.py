@@ -1,6 +1,6 @@
 """Calls for single rollouts: submit them, wait for them, and look at their steps.
 
-Guarantee: a request without an id gets one here, so sending it again starts no second rollout.
+A request without an id gets one here, so sending it again starts no second rollout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Live sessions for whoever runs an agent: open one, hand its URL and key to the agent, and say how answers were.
 
-Guarantees: `open_session` returns a session whose key is known, even if an answer was lost on the way. Ids are any text
-and are escaped in paths.
+`open_session` returns a session whose key is known, even if an answer was lost on the way. Ids are any text and are
+escaped in paths.
 """
 
 from __future__ import annotations

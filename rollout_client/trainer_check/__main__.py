@@ -19,7 +19,6 @@ from rollout_client.trainer_check.check import Plan, run
 
 
 def main() -> int:
-    """Check one trainer; return 0 if everything agreed."""
     arguments = _arguments()
     submitter = RolloutSubmitter.from_environment(pool=arguments.pool, retries=1)
     module = import_module(f"rollout_client.trainer_check.{arguments.trainer}")

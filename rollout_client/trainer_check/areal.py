@@ -86,7 +86,7 @@ class Areal(Trainer):
 
 
 def _rows(batch: dict[str, Any]) -> list[Row]:
-    """Return the rows of a batch, whose mask, log-probabilities and advantages AReaL has moved by one to the left."""
+    """Return the rows of a batch; AReaL has moved mask, log-probabilities and advantages by one to the left."""
     rows = []
     for number in range(len(batch["input_ids"])):
         length = int(batch["attention_mask"][number].sum())

@@ -161,7 +161,6 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
     def json(self) -> dict[str, Any]:
-        """Return the report with its figures over all steps."""
         return asdict(self) | {
             "max_logprob_diff": max(step.max_logprob_diff for step in self.steps),
             "wrong_advantages": sum(step.wrong_advantages for step in self.steps),
@@ -197,7 +196,6 @@ class Policy:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=plan.learning_rate)
 
     def train(self, loss: Any, name: str) -> None:
-        """Train for one step, and give the engines the weights."""
         import torch
 
         self.optimizer.zero_grad()
@@ -219,7 +217,6 @@ class Policy:
 
 
 def run(make: MakeTrainer, submitter: RolloutSubmitter, plan: Plan, say: Callable[[str], None]) -> Report:
-    """Train for some steps, and return what agreed."""
     with (
         SyncRolloutClient(submitter.url, submitter.key) as client,
         tempfile.TemporaryDirectory() as temporary,
@@ -286,7 +283,7 @@ def _recorder(submitter: RolloutSubmitter, failing: Task | None = None) -> Recor
 
 
 def _fail(trainer: Trainer, plan: Plan) -> str:
-    """Return what becomes of a group whose rollouts get no reward, beside another group."""
+    """Return the fate of a group whose rollouts get no reward, next to another group."""
     try:
         rows = trainer.collect(plan.tasks[:2])
     except Exception as error:

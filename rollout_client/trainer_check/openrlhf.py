@@ -16,8 +16,6 @@ MAX_LENGTH = 2048
 
 
 class Openrlhf(Trainer):
-    """OpenRLHF with rewards that are normalized within their group."""
-
     package = "openrlhf"
     std_epsilon = 1e-9
     drops_failures = False
@@ -55,7 +53,7 @@ class Openrlhf(Trainer):
         )
 
     def _row(self, number: int) -> Row:
-        """Return a row of OpenRLHF's batch, which has no entry for the first token but in the ids."""
+        """Return a row of OpenRLHF's batch, which has an entry for the first token only in the ids."""
         length = int(self.batch.attention_mask[number].sum())
 
         def whole(values: Any) -> list[float]:

@@ -72,7 +72,7 @@ class Skyrl(Trainer):
         return output, uids
 
     def _row(self, number: int) -> Row:
-        """Return a row of SkyRL's batch, which is padded on the left."""
+        """SkyRL's batch is padded on the left."""
         length = int(self.batch["attention_mask"][number].sum())
         ids = self.batch["sequences"][number]
         start = int(self.batch["attention_mask"][number].argmax())
@@ -121,8 +121,6 @@ class Skyrl(Trainer):
 
 
 class _Rows:
-    """A data set of tasks in SkyRL's form."""
-
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
 
@@ -135,7 +133,6 @@ class _Rows:
         return {"prompt": prompt, "env_class": None, "env_extras": row, "uid": f"task-{number}"}
 
     def collate_fn(self, batch: Any) -> Any:
-        """Return a batch as it is."""
         return batch
 
 

@@ -16,7 +16,7 @@ from rollout_client.trainer_check.check import Row, Trainer, run_together
 
 
 class Tinker(Trainer):
-    """The Tinker cookbook, which subtracts the mean reward of a group and does not divide."""
+    """The cookbook subtracts the mean reward of a group and does not divide."""
 
     package = "tinker-cookbook"
     divides_by_std = False

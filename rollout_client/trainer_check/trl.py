@@ -54,12 +54,11 @@ class Trl(Trainer):
         return [every[number] for number in self.kept]
 
     def _score(self, tasks: Sequence[Task], group: int) -> dict[str, Any]:
-        """Return TRL's batch of rollouts with their advantages."""
         inputs = [dict(row) for row in rows(tasks) for _ in range(group)]  # TRL writes into them
         return dict(self.trainer._generate_and_score_completions(inputs))
 
     def _row(self, number: int) -> Row:
-        """Return a row of TRL's batch: prompts are padded on the left, completions on the right."""
+        """In TRL's batch, prompts are padded on the left, completions on the right."""
         batch = {name: values[number] for name, values in self.batch.items() if name != "num_items_in_batch"}
         prompt = batch["prompt_ids"][batch["prompt_mask"].bool()].tolist()
         length = int(batch["completion_mask"].sum())

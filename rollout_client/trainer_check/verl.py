@@ -1,6 +1,6 @@
 """verl's default trainer: a worker of its agent loops in this process, and its own advantages and loss.
 
-TransferQueue, which moves rows between verl's processes, is replaced by a dictionary; nothing else of verl is.
+TransferQueue, which moves rows between verl's processes, is replaced by a dictionary; everything else is verl's.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Verl(Trainer):
         self._generate(tasks, validate=False)
         finished = {uid for uid, status in self.queue.statuses.items() if status == "finished"}
         keys = [key for key in self.queue.rows if key.rsplit("_", 2)[0] in finished]
-        for key in keys:  # what the actor would compute, since its weights are the engine's
+        for key in keys:  # the actor would compute the same, since its weights are the engine's
             self.queue.rows[key]["old_log_probs"] = self.queue.rows[key]["rollout_log_probs"]
         batch = KVBatchMeta(keys=keys, tags=[{}] * len(keys), partition_id="train")
         trainer_base.tq = self.queue
@@ -113,7 +113,6 @@ class Verl(Trainer):
         run_together(self.submitter, [partial(prompt, number, task) for number, task in enumerate(tasks)])
 
     def _hand_over(self) -> None:
-        """Have the adapter use this check's submitter."""
         engines = TrainerEngines("verl", self.submitter)
         adapter.engines_at = lambda *_: engines  # type: ignore[assignment]
 

@@ -68,7 +68,7 @@ class VerlV0(Verl):
 
 
 def _unpadded(batch: Any, number: int) -> dict[str, Any]:
-    """Return the columns of a row, of which verl pads the prompts at the left and the responses at the right."""
+    """verl pads the prompts at the left and the responses at the right."""
     prompts = batch["prompts"].shape[1]
     real = batch["attention_mask"][number].bool()
     names = ("responses", "response_mask", "rollout_log_probs", "advantages", "rm_scores")
