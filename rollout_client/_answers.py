@@ -53,7 +53,6 @@ ORDERS: dict[str, type[OrderError]] = {
     "weights_partly_loaded": WeightsError,
     "weights_unusable": WeightsError,
 }
-"""Problems that hold the answers of engines, by code."""
 PASSING = frozenset({408, 429, 502, 503, 504})
 """Statuses that a proxy, or a server that is not ready, also sends without a problem document."""
 

@@ -32,9 +32,8 @@ from rollout_client.errors import (
 
 T = TypeVar("T")
 Receive = Callable[[httpx.Response], Awaitable[object]]
-"""Reads the body of a response."""
 Query: TypeAlias = Mapping[str, str | float | Sequence[str] | None]
-"""The parameters of a request; one that is None is left out."""
+"""One that is None is left out."""
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
@@ -201,7 +200,6 @@ class Connection:
 
 
 def _trusting(ca_file: str | Path | None) -> ssl.SSLContext:
-    """Return a context that trusts the system's certificates, and those of a file."""
     context = httpx.create_ssl_context()
     if ca_file is not None:
         try:

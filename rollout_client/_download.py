@@ -72,7 +72,6 @@ class _Fetch:
         self._connection = _connection(request.url, connect_seconds, context)
         self._socket: socket.socket | None = None
         self._is_over = False
-        """Whether nobody waits for the answer any more."""
 
     def send(self) -> tuple[httpx.Response, bytearray]:
         request = self._request
@@ -121,7 +120,7 @@ def _whole(answer: http.client.HTTPResponse) -> bytearray:
 
 
 def _decompressed(answer: http.client.HTTPResponse) -> bytearray:
-    """Read a body of zstd, decompressing it while the rest arrives."""
+    """Decompress a body of zstd while the rest arrives."""
     import zstandard
 
     length = int(answer.getheader(wire.DECODED_LENGTH, ""))

@@ -74,7 +74,7 @@ class ServerSentEvent:
     event: str
     data: str
     id: str
-    """The last id that the stream named, of this event or an earlier one."""
+    """The last one that the stream named, of this event or an earlier one."""
 
 
 @dataclass(slots=True)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TYPES = {"I64": "<i8", "I32": "<i4", "F32": "<f4", "U8": "u1"}
-"""Types of safetensors that a batch uses, with numpy's names."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -109,7 +108,6 @@ class BatchArrays:
 
 
 def _header(view: memoryview) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file, and the offset of its data."""
     if len(view) < _LENGTH.size:
         raise ValueError("not a safetensors file: shorter than its length field")
     (length,) = _LENGTH.unpack_from(view)

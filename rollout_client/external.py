@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 LONG_POLL_SECONDS = 30.0
 END_SECONDS = 10.0
 END_CHARS = 10_000
-"""The most characters of a failure's description."""
 
 
 class RolloutOverError(ClientError):
@@ -157,7 +156,7 @@ async def open_external(connection: Connection, request: wire.RolloutRequest) ->
 
 
 async def _report_failure(external: ExternalRollout, failure: BaseException) -> None:
-    """Tell the service that the program failed; the caller sees its own exception."""
+    """Report the program's failure; the caller sees its own exception."""
     why = f"{type(failure).__name__}: {failure}"
     with anyio.move_on_after(END_SECONDS, shield=True):
         try:

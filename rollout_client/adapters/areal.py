@@ -26,7 +26,6 @@ from rollout_client.adapters.submit import RolloutSubmitter
 log = logging.getLogger(__name__)
 
 PADDING = {"input_ids": 0, "loss_mask": 0, "logprobs": 0.0, "versions": -1, "attention_mask": False}
-"""The padding of rows that are shorter than the longest one of their episode."""
 
 
 class Episodes:
@@ -41,7 +40,7 @@ class Episodes:
         """Read sampling parameters from `gconfig`, which is AReaL's GenerationHyperparameters."""
         self.segments = segments
         self.left_out = 0
-        """The tokens to train on that AReaL has no row for."""
+        """Tokens to train on for which AReaL has no row."""
         submitter = submitter or RolloutSubmitter.from_environment(**({"url": url} if url else {}))
         self.engines = TrainerEngines("areal", submitter)
         names = ("temperature", "top_p", "top_k")
@@ -114,7 +113,6 @@ def tensors(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def padded(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Return the columns of rows, of equal length."""
     longest = max(len(sample.token_ids) for sample in samples)
     rows = []
     for sample in samples:

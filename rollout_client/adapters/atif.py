@@ -83,13 +83,12 @@ def _agent_step(message: Message, metrics: dict[str, Any] | None) -> dict[str, A
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """A malformed call keeps its text as the only argument."""
+    """Keep the text of a malformed call as its only argument."""
     arguments = call.arguments if call.arguments is not None else {"raw": call.raw}
     return {"tool_call_id": call.id, "function_name": call.name or "malformed", "arguments": arguments}
 
 
 def _metrics(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-    """Yield the tokens of each turn, in the order of the turns."""
     found = {turn: one for segment in trajectory.segments for turn, one in _turns(segment)}
     for turn in sorted(found):
         yield found[turn]

@@ -29,7 +29,6 @@ _PARAMETERS = {name: name for name in _SAME.split()} | {
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
 }
-"""SGLang's names of sampling parameters, and vLLM's."""
 _ABORT_AGAIN_SECONDS = 0.1
 
 
@@ -43,7 +42,6 @@ class EngineServer:
         """The tokens, read and sampled, of the requests under way."""
         self._is_paused = False
         self.version = 0
-        """The version of the engine's weights."""
         self.signs = 0
         """Grows while the trainer works on the engine, so that requests which wait for it do not look stuck."""
 

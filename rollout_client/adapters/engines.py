@@ -50,11 +50,10 @@ class TrainerEngines:
         self._ended = threading.Event()
         self._renewing: threading.Thread | None = None
         self._backends: Mapping[str, str] = {}
-        """The ids of the registered engines by their addresses."""
+        """Ids by address."""
         self.submitter = submitter
-        """Runs rollouts in the pool of the engines."""
         self.version: int | None = None
-        """The version that the service was told last."""
+        """The last one that the service was told."""
 
     async def follow(self, addresses: Iterable[str], version: int | None = None) -> RolloutSubmitter:
         """Have exactly these engines registered, with this version of the weights; return `submitter`.
@@ -154,7 +153,6 @@ class TrainerEngines:
 
 
 def _normal(address: str) -> str:
-    """Return the address of an engine as the service writes it."""
     url = address if "://" in address else f"http://{address}"
     return str(_URL.validate_python(url)).removesuffix("/").removesuffix("/v1")
 

@@ -62,7 +62,7 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
         ray_enabled: ClassVar[bool] = False  # else NeMo Gym 0.7 starts Ray for it
 
         async def responses(self, body: Any = None) -> Any:
-            """Single responses come from the model server."""
+            """Refuse: single responses come from the model server."""
             raise NotImplementedError("this agent has whole rollouts only: POST /run")
 
         async def run(self, body: Request) -> Response:

@@ -100,8 +100,6 @@ def agent_executor(submitter: RolloutSubmitter | None = None) -> type:
     from openrlhf.utils.agent import AgentExecutorBase
 
     class AgentExecutor(Executor, AgentExecutorBase):  # type: ignore[misc]
-        """`Executor` with OpenRLHF's base class."""
-
         def __init__(self) -> None:
             super().__init__(submitter)
 

@@ -28,15 +28,15 @@ class Sample:
     response_mask: list[int]
     """1 where the policy sampled the token."""
     logprobs: list[float]
-    """The response's log-probabilities, as the engine gave them; 0.0 where the mask is 0."""
+    """As the engine gave them; 0.0 where the mask is 0."""
     versions: list[int]
-    """The weights that sampled each token of the response; -1 where the mask is 0."""
+    """The version that sampled each token; -1 where the mask is 0."""
     turn_ids: list[int]
-    """The turn of each token of the response; -1 where the mask is 0."""
+    """-1 where the mask is 0."""
     reward: float | None
     """None if the rollout has none: the row must not be trained on."""
     last: bool
-    """Whether it is the rollout's last row, which has the reward if a trainer takes one reward per rollout."""
+    """Whether it is the rollout's last row, which has the reward if a trainer takes one per rollout."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -61,7 +61,7 @@ class Sample:
         )
 
     def with_prompt(self, length: int) -> Sample:
-        """Return the row with a prompt of at most `length` tokens; the rest begins the response, with mask 0."""
+        """Return a prompt of at most `length` tokens; the rest begins the response, with mask 0."""
         moved = self.prompt_ids[length:]
         return replace(
             self,
@@ -79,7 +79,7 @@ class SampledTurn:
     """A turn of a row: the prompt that the engine read, and what the policy sampled after it."""
 
     number: int
-    """The turn's number in its trajectory."""
+    """In its trajectory."""
     prompt_ids: list[int]
     sampled_ids: list[int]
     logprobs: list[float]
@@ -119,15 +119,12 @@ def only_largest(samples: list[Sample]) -> list[Sample]:
 
 
 def count_left_out(samples: Sequence[Sample], rows: Sequence[Sample]) -> int:
-    """Return how many tokens to train on are in `samples`, but not in the `rows` that a trainer gets."""
+    """Count the tokens to train on that a trainer does not get with these `rows`."""
     return sum(sample.sampled for sample in samples) - sum(row.sampled for row in rows)
 
 
 def conversation_of(rollout: Rollout) -> tuple[list[Message], list[int]]:
-    """Return the messages of a rollout, and the places of its turns among them.
-
-    No places are returned if a compaction has removed turns.
-    """
+    """Return the messages, and the places of the turns among them, unless a compaction has removed some."""
     if rollout.trajectory is None:
         return [], []
     messages = rollout.trajectory.messages

@@ -43,7 +43,6 @@ class BatchGenerator:
         self.step_wise = step_wise
 
     async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the rollouts of SkyRL's batch, and return them in its order."""
         addresses = getattr(self.engine_client, "server_urls", None) or ()
         submitter = await self.engines.follow(addresses, int(self.engine_client.weight_version) if addresses else None)
 
@@ -70,7 +69,7 @@ def _requests(submitter: RolloutSubmitter, batch: Mapping[str, Any]) -> Sequence
 def columns(
     rollouts: Sequence[Rollout], ids: Sequence[Any] | None, seconds: Sequence[float], *, step_wise: bool
 ) -> dict[str, Any]:
-    """Return rollouts, which took these `seconds`, in the form of SkyRL's GeneratorOutput."""
+    """Return SkyRL's GeneratorOutput for rollouts that took these `seconds`."""
     rows: list[tuple[int, Rollout, Sample]] = []
     left_out = 0
     for number, rollout in enumerate(rollouts):
@@ -98,7 +97,7 @@ def columns(
 
 
 def _rewards(sample: Sample, step_wise: bool) -> float | list[float]:
-    """Return a number for the row; step by step a number for each token, with the reward on the rollout's last."""
+    """Return a number for the row, or, step by step, for each token, with the reward on the rollout's last."""
     reward = sample.reward if sample.reward is not None else float("nan")
     if not step_wise:
         return reward

@@ -42,7 +42,6 @@ SCALED = ("grpo", "gspo", "cispo")
 CENTERED = (*SCALED, "reinforce_plus_plus_baseline")
 """Estimators for which slime divides rewards by their deviation, and those for which it subtracts their mean."""
 ROUTER_SECONDS = 10.0
-"""How long the router's list of engines is used."""
 
 
 @lru_cache(maxsize=1)
@@ -81,13 +80,12 @@ def router_at(host: str, port: int) -> Router:
 
 
 async def submitter_for(args: Any) -> RolloutSubmitter:
-    """Return the submitter for the pool of the engines that slime's arguments lead to, if any."""
     host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
     return await engines().follow(await router_at(host, int(port)).ask() if host and port else ())
 
 
 async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> list[Any]:
-    """Run a rollout for slime and return a sample for each segment; always a list, since slime flattens all alike."""
+    """Return a sample for each segment; always a list, since slime flattens all alike."""
     metadata = sample.metadata or {}
     submitter = await submitter_for(args)
     row, most = (

@@ -33,7 +33,6 @@ T = TypeVar("T")
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 PATIENCE_SECONDS = 600.0
-"""How long requests are repeated while the service is away."""
 
 
 class TaskRowError(ValueError):
@@ -129,7 +128,7 @@ class RolloutSubmitter:
     pool: str = "policy"
     limits: Limits = field(default_factory=Limits)
     concurrency: int = 64
-    """The number of rollouts of one batch that run at once."""
+    """Rollouts of one batch at once."""
     retries: int = 2
     """How often a rollout without a reward is run again, for trainers that require one."""
     patience_seconds: float = PATIENCE_SECONDS

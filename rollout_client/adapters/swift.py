@@ -66,7 +66,6 @@ BROADCASTS = (
     "/update_flattened_params/",
     "/process_weights_after_loading/",
 )
-"""Routes that belong to a broadcast of weights."""
 NO_BROADCAST = (
     "The rollout service has no NCCL group: its engines load weights from a folder. Give the trainer a plugin with "
     "`rollout_client.adapters.swift.install(weights=FOLDER)` by --external_plugins."
@@ -86,7 +85,7 @@ def _request_of(submitter: RolloutSubmitter, asked: Mapping[str, Any], config: M
 
 
 async def infer(submitter: RolloutSubmitter, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Run the rollouts of swift's requests, and return their samples in the order of the requests.
+    """Return the samples of swift's requests in their order.
 
     Raises:
         TaskRowError: A request does not name a task; none is run.

@@ -73,7 +73,7 @@ def trajectory_of(rollout: Rollout) -> Any:
 
 
 def metrics_of(rollout: Rollout) -> dict[str, float]:
-    """Return the metrics of a rollout, whose means the cookbook logs under `env/all`."""
+    """Return metrics whose means the cookbook logs under `env/all`."""
     return {
         "rollouts/segments": float(len(samples_of(rollout))),
         "rollouts/turns": float(rollout.usage.turns),
@@ -119,14 +119,14 @@ class RolloutPlace:
     submitter: RolloutSubmitter
     rollout: Rollout | None = None
     failures: list[Rollout] = field(default_factory=list)
-    """The attempts that ended without a reward."""
+    """Attempts that ended without a reward."""
 
     async def run(self) -> None:
         self.rollout = await self.submitter.run_scored(self.request, on_failure=self.failures.append)
 
 
 def request_for(group: GroupTask, policy: Any) -> RolloutRequest:
-    """Return a request with the temperature and the limit per turn of the cookbook's token completer."""
+    """Use the temperature and the limit per turn of the cookbook's token completer."""
     return group.submitter.request(
         group.row,
         {"temperature": getattr(policy, "temperature", None)},
@@ -144,7 +144,7 @@ def make_classes() -> Mapping[str, type]:
 
     class RolloutEnv(RolloutPlace, Env):  # type: ignore[misc]
         async def initial_observation(self) -> Any:
-            """The service makes the observations, and samples after them."""
+            """Refuse: the service makes the observations, and samples after them."""
             raise NotImplementedError(
                 "the rollouts of a RolloutGroup run at the service: set rollout_error_tolerance=ServiceStrategy() in "
                 "train.Config, or strategy=ServiceStrategy() in an evaluator"

@@ -163,7 +163,7 @@ class _EpisodesOfService:
         self.submitter = RolloutSubmitter.from_environment()
 
     async def run(self, task: Any, agents: Any) -> None:
-        """Verifiers' agents have no part in it."""
+        """Refuse: verifiers' agents have no part in it."""
         raise NotImplementedError("the service runs the agent")
 
     @asynccontextmanager

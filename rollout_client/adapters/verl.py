@@ -129,13 +129,12 @@ def rows_of(rollout: Rollout, *, prompt_length: int, response_length: int, takes
 
 
 def task_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of verl's row that names the task: the row, or its `extra_info`."""
     extra = row.get("extra_info")
     return extra if "environment" not in row and isinstance(extra, Mapping) else row
 
 
 def output_fields(sample: Sample, rollout: Rollout, rows: Sequence[Sample]) -> dict[str, Any]:
-    """Return the fields of verl's AgentLoopOutput for one of a rollout's rows, without its metrics."""
+    """Return the fields of verl's AgentLoopOutput, without its metrics."""
     versions = [version for version in sample.versions if version >= 0]
     return {
         "prompt_ids": sample.prompt_ids,
@@ -157,7 +156,7 @@ def output_fields(sample: Sample, rollout: Rollout, rows: Sequence[Sample]) -> d
 
 
 def metrics(rollout: Rollout) -> dict[str, float]:
-    """Return the seconds in the engine, in tools and in scoring, under the names of verl's metrics."""
+    """Return seconds under the names of verl's metrics."""
     return {
         "generate_sequences": sum(span.engine_seconds for span in rollout.spans),
         "tool_calls": sum(span.tool_seconds for span in rollout.spans),

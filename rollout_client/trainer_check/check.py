@@ -38,7 +38,7 @@ class Row:
     mask: list[int]
     logprobs: list[float]
     advantages: list[float]
-    """The advantage of each token, as the trainer computed it; only those with mask 1 count."""
+    """One for each token, as the trainer computed it; only those with mask 1 count."""
 
 
 class Trainer(ABC):
@@ -136,7 +136,6 @@ class Step:
     reward: float
     rows: int
     segments: int
-    """The most segments of a rollout."""
     sampled_tokens: int
     max_logprob_diff: float
     """The largest difference between the engine and the trainer's weights at a sampled token."""
@@ -260,7 +259,7 @@ def _train(make: MakeTrainer, submitter: RolloutSubmitter, plan: Plan, policy: P
 
 
 def run_together(submitter: RolloutSubmitter, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Run calls at once in an event loop, close the submitter's connections, and return the results in order."""
+    """Run calls at once in an event loop, and close the submitter's connections."""
 
     async def main() -> list[T]:
         try:
@@ -312,7 +311,7 @@ def _logprobs(model: Any, rows: Sequence[Row]) -> list[Any]:
 
 
 def _compare(number: int, trainer: Trainer, recorder: Recorder, rows: Sequence[Row], logprobs: Sequence[Any]) -> Step:
-    """Compare a trainer's batch with the rollouts that it got, and with the same model in torch."""
+    """Compare a trainer's batch with its rollouts, and with the same model in torch."""
     samples: dict[tuple[int, ...], list[Sample]] = defaultdict(list)
     for rollout in [*recorder.given, *recorder.splits]:  # a trainer may join segments that extend each other
         for one in samples_of(rollout):
@@ -351,7 +350,7 @@ def _is_equal(row: Row, sample: Sample) -> bool:
 
 
 def _advantages(rollouts: Sequence[Rollout], trainer: Trainer) -> dict[str, float]:
-    """Return the normalized reward of each rollout in the group of its task, each rollout counting once."""
+    """Normalize rewards in the group of their task, each rollout counting once."""
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     for one in rollouts:
         if one.reward is not None:

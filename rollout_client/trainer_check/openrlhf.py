@@ -80,7 +80,6 @@ class Openrlhf(Trainer):
 
 
 def _arguments(group: int) -> Any:
-    """Return the arguments of OpenRLHF that its advantages depend on."""
     return SimpleNamespace(
         rollout=SimpleNamespace(n_samples_per_prompt=group, max_new_tokens=1024),
         reward=SimpleNamespace(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),

@@ -72,7 +72,7 @@ class Skyrl(Trainer):
         return output, uids
 
     def _row(self, number: int) -> Row:
-        """SkyRL's batch is padded on the left."""
+        """Read a row of SkyRL's batch, which is padded on the left."""
         length = int(self.batch["attention_mask"][number].sum())
         ids = self.batch["sequences"][number]
         start = int(self.batch["attention_mask"][number].argmax())

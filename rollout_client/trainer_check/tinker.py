@@ -16,7 +16,7 @@ from rollout_client.trainer_check.check import Row, Trainer, run_together
 
 
 class Tinker(Trainer):
-    """The cookbook subtracts the mean reward of a group and does not divide."""
+    """Subtracts the mean reward of a group and does not divide."""
 
     package = "tinker-cookbook"
     divides_by_std = False
@@ -66,8 +66,6 @@ class Tinker(Trainer):
 
 
 class _Groups:
-    """A data set of one batch."""
-
     def __init__(self, groups: list[Any]) -> None:
         self.groups = groups
 

@@ -58,7 +58,7 @@ class Trl(Trainer):
         return dict(self.trainer._generate_and_score_completions(inputs))
 
     def _row(self, number: int) -> Row:
-        """In TRL's batch, prompts are padded on the left, completions on the right."""
+        """Read a row of TRL's batch; prompts are padded on the left, completions on the right."""
         batch = {name: values[number] for name, values in self.batch.items() if name != "num_items_in_batch"}
         prompt = batch["prompt_ids"][batch["prompt_mask"].bool()].tolist()
         length = int(batch["completion_mask"].sum())

@@ -24,7 +24,7 @@ FIELDS = ["uid", "prompts", "responses", "response_mask", "rm_scores", "rollout_
 
 
 class Queue:
-    """The calls of TransferQueue that a worker and the trainer make, in memory."""
+    """TransferQueue's calls by a worker and the trainer, in memory."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
@@ -153,7 +153,6 @@ def row_of(row: Mapping[str, Any]) -> Row:
 
 
 def _config(policy: str, group: int, loops: Path) -> Any:
-    """Return verl's own configuration with the adapter in it."""
     import verl
     from hydra import compose, initialize_config_dir
 

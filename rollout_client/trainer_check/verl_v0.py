@@ -68,7 +68,7 @@ class VerlV0(Verl):
 
 
 def _unpadded(batch: Any, number: int) -> dict[str, Any]:
-    """verl pads the prompts at the left and the responses at the right."""
+    """Read a row, whose prompt verl pads at the left and whose response at the right."""
     prompts = batch["prompts"].shape[1]
     real = batch["attention_mask"][number].bool()
     names = ("responses", "response_mask", "rollout_log_probs", "advantages", "rm_scores")

@@ -46,8 +46,7 @@ async def audit_environment(
 ) -> AuditReport:
     """Audit instances, each with its index, `at_once` of them at a time.
 
-    `runs` is how often each agent runs, to see whether its reward changes; `models` are the models that the environment
-    uses.
+    `runs` is how often each agent runs, to see whether its reward changes.
 
     Raises:
         EnvironmentFailedError: There is no instance.
@@ -123,7 +122,6 @@ class _Probe(WrappedEnvironment):
 
     @property
     def launcher(self) -> int | None:
-        """The process of the trial's present sandbox."""
         sandbox = self._episode.sandbox if self._episode is not None else None
         return sandbox.pid if sandbox is not None else None
 
@@ -181,7 +179,7 @@ class _Probe(WrappedEnvironment):
 # for, and folders of the system's programs are left out.
 
 SECRET_WORDS = ("answer", "solution", "expected", "test", "hidden", "gold", "reference", "target", "patch")
-"""A field of an instance with one of these words in its name counts as the grader's."""
+"""A field with one of these words in its name counts as the grader's."""
 SHORTEST, LONGEST = 8, 400
 SHORTEST_LINE = 24
 """Shorter lines of a grader's file occur by chance."""
@@ -197,7 +195,6 @@ SHOWN = 5
 @dataclass(frozen=True, slots=True)
 class Needle:
     what: str
-    """Where it comes from."""
     text: str
 
 
@@ -218,7 +215,6 @@ def in_prompt(found: list[Needle], prompt: str) -> Iterator[str]:
 
 
 async def in_sandbox(sandbox: Sandbox, found: list[Needle]) -> list[str]:
-    """Return the files that the agent can read and that hold one of the texts."""
     leaks: list[str] = []
     options = [f"--exclude-dir={name}" for name in LEFT_OUT]
     whats = dict.fromkeys(needle.what for needle in found)
@@ -240,7 +236,7 @@ async def in_sandbox(sandbox: Sandbox, found: list[Needle]) -> list[str]:
 
 
 def _of_instance(value: JsonValue, path: str, *, secret: bool = False) -> Iterator[Needle]:
-    """Yield the long enough texts of an instance below a field that counts as the grader's."""
+    """Yield the long enough texts below fields that count as the grader's."""
     if isinstance(value, dict):
         for name, item in value.items():
             is_secret = secret or any(word in name.lower() for word in SECRET_WORDS)
@@ -262,7 +258,7 @@ LOOK_SECONDS = 0.02  # until there is a sandbox: some trials end before a second
 
 
 async def _sample_memory(probe: _Probe) -> None:
-    """Keep the most resident memory of a trial's sandboxes in its record, until cancelled."""
+    """Record the most resident memory of a trial's sandboxes, until cancelled."""
     record = probe.record
     while True:
         if (pid := probe.launcher) is None:

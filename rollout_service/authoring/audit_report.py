@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 @dataclass(slots=True)
 class TrialRecord:
-    """One run of an agent that does nothing, or of the environment's own solution."""
+    """One run of an idle agent, or of the environment's own solution."""
 
     reward: float | None = None
     """None if the run failed."""
@@ -19,20 +19,20 @@ class TrialRecord:
     solve_seconds: float = 0.0
     evaluate_seconds: float = 0.0
     memory_bytes: int = 0
-    """The most resident memory that was seen in its sandboxes, sampled."""
+    """The most resident memory of its sandboxes, sampled."""
 
 
 @dataclass(slots=True)
 class InstanceAudit:
     index: int
-    """Its place in the data set, from 0."""
+    """In the data set, from 0."""
     idle: list[TrialRecord] = field(default_factory=list)
     solved: list[TrialRecord] = field(default_factory=list)
     """Empty if the environment has no solution."""
     leaks: list[str] = field(default_factory=list)
     """Places where the agent can read something that only the grader should know."""
     policy_rewards: list[float | None] = field(default_factory=list)
-    """The rewards of a policy, if one was asked; None for a rollout that failed."""
+    """None for a rollout that failed."""
 
     def findings(self) -> Iterator[str]:
         where = f"instance {self.index}"
@@ -74,7 +74,6 @@ class AuditReport:
     connections: int
     """Connections through the list of hosts; those of `full` are not seen."""
     refused: int
-    """Connections that the list of hosts refused."""
     instances: tuple[InstanceAudit, ...]
 
     @property
@@ -94,7 +93,7 @@ class AuditReport:
 
     @property
     def good(self) -> list[int]:
-        """The indices of the instances without findings."""
+        """Indices of instances without findings."""
         return [one.index for one in self.instances if not any(one.findings())]
 
     def as_dict(self) -> dict[str, JsonValue]:

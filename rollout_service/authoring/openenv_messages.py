@@ -74,7 +74,6 @@ class EpisodeState(_Strict):
 
 
 def schemas() -> dict[str, Any]:
-    """Return the answer to `/schema`."""
     models: dict[str, type[BaseModel]] = {
         "action": TurnAction,
         "observation": TurnObservation,

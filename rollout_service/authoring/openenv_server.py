@@ -53,7 +53,7 @@ MESSAGE_BYTES: Final = 16 * 1024 * 1024
 CLOSE_SECONDS: Final = 2.0
 """How long a client may take to agree that its session is over."""
 END_SECONDS: Final = 30.0
-"""How long open sessions have to close their sandboxes when the server stops."""
+"""How long open sessions may close their sandboxes when the server stops."""
 
 
 @dataclass(eq=False, slots=True)
@@ -135,8 +135,6 @@ class EnvironmentServer:
 
 
 class _Session:
-    """The episodes of a connection, one after another."""
-
     def __init__(self, server: EnvironmentServer, tasks: TaskGroup) -> None:
         self._server = server
         self._tasks = tasks
@@ -272,7 +270,7 @@ class RemotePolicy:
 
 
 class RemoteEpisode:
-    """An episode from its reset on; `run` runs in a task group, and `step` is called beside it.
+    """An episode from its reset on; `run` runs in a task group, and `step` is called meanwhile.
 
     The steps are those of a trial (`pipeline.trial`), which closes its sandbox however it ends. The client learns the
     reward only at the end; a failure is an error and never a reward.
@@ -320,7 +318,6 @@ class RemoteEpisode:
         return await self.told()
 
     async def told(self) -> dict[str, object]:
-        """Wait for the policy's next turn or for the end."""
         try:
             return observation(await self._policy.seen.receive())
         except (anyio.EndOfStream, anyio.ClosedResourceError):
@@ -328,7 +325,6 @@ class RemoteEpisode:
             return self._outcome
 
     async def end(self) -> None:
-        """Cancel it, and wait until its sandbox is closed."""
         self._scope.cancel()
         await self._ended.wait()
 

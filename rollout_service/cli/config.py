@@ -58,7 +58,6 @@ def _flags_of_serve(arguments: list[str]) -> tuple[Path | None, dict[str, Any]]:
 
 
 def _values(tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the leaves of a tree of tables, each with its path."""
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from _values(value, (*path, name))

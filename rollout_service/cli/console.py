@@ -24,13 +24,12 @@ HANG_STYLES = {"stuck": "bold red", "idle": "yellow", "slow": "yellow", "held": 
 
 class SafeConsole(Console):
     def __init__(self, *, stderr: bool = False, color: bool = True) -> None:
-        """Without `color`, or with `NO_COLOR`, text is plain."""
         plain = not color or bool(os.environ.get("NO_COLOR"))
         super().__init__(
             stderr=stderr, highlight=False, markup=False, emoji=False, color_system=None if plain else "auto"
         )
         self.is_plain = plain or self.color_system is None
-        """Whether styles are left out, so that their meaning has to be written out."""
+        """Whether meaning has to be written out, because there are no styles."""
         if not (self.is_terminal and self.file.isatty()):  # FORCE_COLOR makes a pipe count as a terminal
             self.width = PIPE_WIDTH
 
@@ -85,5 +84,5 @@ def table(*columns: str | Column, title: str | None = None, header: bool = True)
 
 
 def id_column(name: str) -> Column:
-    """Return a column for values that commands take, such as ids: they are never wrapped."""
+    """Return a column for values that commands take, such as ids, which never wraps."""
     return Column(name, no_wrap=True, overflow="ignore")

@@ -58,7 +58,6 @@ async def check_harness(name: str, turns: int, image: str | None) -> dict[str, A
 
 
 def script(check: CheckTable, turns: int) -> list[str]:
-    """Return the model's turns: a step each, and the end."""
     commands = [f"echo {number} >> /workspace/{STEPS}" for number in range(turns)]
     steps = [_turn(check, command, f"Step {number}.") for number, command in enumerate(commands)]
     end = ScriptedTurn(content="All steps are taken.").text() if check.end is None else _turn(check, check.end, "")
@@ -74,7 +73,7 @@ def _turn(check: CheckTable, command: str, content: str) -> str:
 
 
 def write_environment(folder: Path, harness: str, turns: int, image: str | None) -> Path:
-    """Write an environment whose agent is the harness, and whose grader counts the steps; return its folder."""
+    """Write an environment whose agent is the harness, and whose grader counts the steps."""
     folder.mkdir(parents=True)
     lines = [
         f"name = {json.dumps(folder.name)}",

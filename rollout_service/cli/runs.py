@@ -323,7 +323,7 @@ async def _rescored(
     *,
     replay: Literal["needed", "always"],
 ) -> AsyncIterator[Rescored]:
-    """`what` is an exported file, or the id of a run."""
+    """Rescore an exported file, or the run with this id."""
     from rollout_client.run_export import BadExportError, RunExport
 
     if isinstance(what, str):

@@ -40,7 +40,6 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "node_label": (list[str], "What this node has that environments may require; may be repeated."),
     "log_level": (str, "debug, info, warning or error."),
 }
-"""Options that set a setting, each with its type and its help."""
 
 
 def command(
@@ -86,7 +85,6 @@ def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None, *
 
 
 def settings_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that the command's flags set, as nested tables."""
     from rollout_service.settings.sources import FLAGS
 
     settings: dict[str, Any] = {}

@@ -26,7 +26,6 @@ START_SECONDS = 120.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.05
 SAY_SECONDS = 2.0
-"""The time between lines that say why the command still waits."""
 SHOWN_LOG_LINES = 15
 NOT_LISTENING = "it does not listen yet"
 
@@ -101,7 +100,7 @@ async def _ready_address(process: Process, address: Path, log: Path, say: Callab
 
 
 async def _look(address: Path) -> tuple[str | None, str]:
-    """Return the server's URL if it can take work, otherwise the reason why it cannot."""
+    """Return the URL if the server can take work, otherwise the reason why it cannot."""
     if (url := _read(address)) is None:
         return None, NOT_LISTENING
     try:

@@ -128,7 +128,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _meaning(key: Key) -> str:
-    """Return the description on one line, with "left out" for `None`, which a file cannot contain."""
+    """Put the description on one line, with "left out" for `None`, which a file cannot contain."""
     text = " ".join(key.about.split())
     text = re.sub(r"(^|[.:] )None\b", r"\1Left out", text)
     return re.sub(r"\bNone\b", "left out", text).replace("|", r"\|")

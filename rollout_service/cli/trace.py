@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: rollout-service trace my-run -o run.json.gz"
 VIEWER = "https://ui.perfetto.dev"
 _EARLIER_SECONDS = 60.0
-"""How much before the first rollout the time line begins, since nodes' clocks differ."""
+"""The time line begins this much before the first rollout, since nodes' clocks differ."""
 
 
 @common.client_command()
@@ -40,7 +40,7 @@ async def command(
 
 
 async def write_trace(client: RolloutClient, names: list[str], output: Path) -> RolloutTrace:
-    """Write the trace of a run, or of rollouts, one rollout at a time; return it."""
+    """Write the trace of a run, or of rollouts, one rollout at a time."""
     from api_schemas.events import EventKind
     from api_schemas.rollouts.steps import RolloutAttempts
     from rollout_service.cli.files import written
@@ -60,7 +60,7 @@ async def write_trace(client: RolloutClient, names: list[str], output: Path) -> 
 
 
 async def _find(client: RolloutClient, names: list[str]) -> tuple[str | None, float]:
-    """Return the run, if it is one, and when the oldest of the rollouts was created, in Unix seconds."""
+    """Return the run, if it is one, and the earliest creation in Unix seconds."""
     from rollout_client.client import NotFoundError
 
     if len(names) == 1:

@@ -35,7 +35,7 @@ class Announcer:
         self._store = store
         self._said, self._waiting = anyio.create_memory_object_stream[_Said](MAX_WAITING)
         self.dropped = 0
-        """Events that were not written because the store failed, too many waited, or the service had ended."""
+        """Not written because the store failed, too many waited, or the service had ended."""
 
     def announce(self, kind: EventKind, subject: str, data: dict[str, JsonValue]) -> None:
         """Queue an event; takes microseconds, never waits and never fails.
@@ -74,7 +74,6 @@ class Announcer:
 
 
 PREFIXES = frozenset(f"{kind.partition('.')[0]}." for kind in EventKind)
-"""Prefixes that stand for all kinds that begin with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class EventSelection:
 
     @classmethod
     def of(cls, kinds: Sequence[str], subjects: Sequence[str]) -> EventSelection:
-        """Return the selection of these kinds, such as `run.state`, or `run.` for all of runs.
+        """Select these kinds, such as `run.state`, or `run.` for all of runs.
 
         Raises:
             InvalidFieldError: There is no such kind.
@@ -119,7 +118,7 @@ PAGE_EVENTS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class SentEvent:
-    """An event as it is sent, except for the line with the reader's position."""
+    """An event without the line with the reader's position."""
 
     event_id: int
     time: datetime
@@ -148,7 +147,7 @@ class EventTail:
         """The events have ids above the first, up to the second."""
 
     async def after(self, seen: int, newest: int) -> list[SentEvent]:
-        """Return events after the id `seen`, in order: at least one if `newest`, the newest id, is above it."""
+        """Return events after the id `seen`, in order: at least one if `newest` is above it."""
         async with self._lock:
             if newest - self._end > PAGE_EVENTS:  # nobody has read for a while
                 self._begin_after(newest - PAGE_EVENTS)
@@ -164,7 +163,7 @@ class EventTail:
         return found[::-1]
 
     def rewind(self, newest: int) -> None:
-        """Forget the events above `newest`, which the store has lost; their ids will be reused."""
+        """Forget events that the store has lost; their ids will be reused."""
         if newest < self._end:
             self._begin_after(newest)
 
@@ -182,7 +181,7 @@ class EventTail:
 
 PERIOD_SECONDS = 1.0
 CALM_SECONDS = 5.0
-"""How long sandboxes must be unhindered before a hold is reported as ended."""
+"""How long sandboxes must start unhindered before a hold is reported as ended."""
 
 
 class StateWatcher:

@@ -31,7 +31,7 @@ MAX_RANGE = 20_000
 """The most tokens of one answer."""
 KEPT_SECONDS = 15.0
 MAX_KEPT_TOKENS = 2_000_000
-"""The most tokens of all trajectories that are kept; the last one is kept whatever its size."""
+"""The most tokens that are kept; the last trajectory is kept whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,6 @@ class TrajectoryViewer:
     async def whole(
         self, trajectory: Trajectory, rollout: Rollout, pool: str, node: int | None = None
     ) -> tuple[TrajectoryOutline, list[TokenRange]]:
-        """Return the outline of a rollout's or a sub-agent's trajectory, and the tokens of each segment."""
         table = await self._table(pool)
 
         def show() -> tuple[TrajectoryOutline, list[TokenRange]]:
@@ -240,7 +239,7 @@ def _turns(segment: Segment, masked: Mapping[int, MaskReason | None]) -> list[Tu
 
 
 def _first_difference(segment: Segment, segments: Sequence[Segment]) -> int | None:
-    """Return the index of the first token that differs from the parent's; the end of the shorter if none does."""
+    """Return the first token that differs from the parent's; the end of the shorter if none does."""
     if segment.parent is None:
         return None
     mine, others = segment.token_ids, segments[segment.parent].token_ids

@@ -19,14 +19,10 @@ class Fault(StrEnum):
     DROP = "drop"
     """The connection is closed without an answer."""
     HANG = "hang"
-    """No answer comes."""
     GARBAGE = "garbage"
-    """The answer is not JSON."""
     ERROR = "error"
-    """The answer is a 500."""
     NO_LOGPROBS = "no_logprobs"
     SHORT_LOGPROBS = "short_logprobs"
-    """One logprob is missing."""
     BAD_ID = "bad_id"
     """A sampled id is outside the vocabulary."""
     BAD_LOGPROB = "bad_logprob"
@@ -64,14 +60,12 @@ _EXPERTS = 64
 
 @dataclass(frozen=True, slots=True)
 class ScriptedRequest:
-    """A request, in whatever protocol it came."""
-
     rid: str
     ids: list[int]
     budget: int
     top_logprobs: int = 0
     prompt_logprobs_from: int | None = None
-    """The index of the prompt token that the answer's list begins with; None for no list."""
+    """The index of the first prompt token in the answer's list; None for no list."""
     routed_experts_from: int | None = None
 
 
@@ -81,7 +75,6 @@ def likeliest(token: int, count: int, vocab_size: int) -> list[tuple[int, float]
 
 
 def prompt_logprob(position: int) -> float:
-    """Return the logprob of the prompt token at a position after the first."""
     return -1.0 - position / 1024
 
 
@@ -97,11 +90,9 @@ class EngineTurn:
     asked: ScriptedRequest
     reply: Reply
     done: int = 0
-    """The number of tokens sampled so far."""
     since: int = 0
-    """The number of tokens that an earlier chunk had."""
+    """Tokens of earlier chunks."""
     seconds: float = 0.0
-    """The duration of the sampling."""
     elapsed: float = 0.0
     cached_tokens: int = 0
     aborted: bool = False
@@ -143,7 +134,7 @@ class EngineTurn:
         return {"type": "length", "length": self.done}
 
     def version_spans(self, version: str) -> list[dict[str, object]]:
-        """Return which version sampled which tokens; `version` sampled the last of them."""
+        """Return which version sampled which tokens; `version` sampled the last."""
         spans: list[dict[str, object]] = []
         start = 0
         for name, end in [*self.spans, (version, self.done)]:
@@ -182,16 +173,13 @@ class ChunkStream:
     render: Render
     fault: AfterTokens | None
     break_off: Callable[[Fault, web.BaseRequest], Awaitable[object]]
-    """Breaks the connection, or the whole engine."""
     sent: int = 0
-    """The number of tokens that were sent."""
     response: web.StreamResponse = field(
         default_factory=lambda: web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     )
 
     @property
     def next_end(self) -> int:
-        """The number of tokens that the next chunk waits for."""
         return self.sent + self.interval if self.sent else 1
 
     async def advance(self, turn: EngineTurn) -> None:
@@ -200,7 +188,6 @@ class ChunkStream:
             await self._send(turn, self.next_end, is_last=False)
 
     async def end(self, turn: EngineTurn) -> None:
-        """Send the rest, and the end of the answer."""
         await self._send(turn, turn.done, is_last=True)
         await self._write(_DONE)
 

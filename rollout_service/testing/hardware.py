@@ -19,9 +19,9 @@ class Hardware:
     kv_tokens: int | None = 65_536
     """The size of the prefix cache, for prompts and answers alike; None for no bound."""
     prefill_seconds: float = 1e-4
-    """The time to read one prompt token that is not cached."""
+    """Time to read one prompt token that is not cached."""
     decode_seconds: float = 8e-3
-    """The time to sample one token while no other request runs."""
+    """Time to sample one token while no other request runs."""
     batch_slowdown: float = 0.02
     """The fraction of `decode_seconds` that each other running request adds to it."""
     max_running: int = 32
@@ -37,8 +37,6 @@ class _Page:
 
 @dataclass(slots=True, eq=False)
 class CacheHold:
-    """The pages of one request, kept until `KVCache.release`."""
-
     cached_tokens: int
     pages: list[_Page]
 
@@ -61,7 +59,6 @@ class KVCache:
 
     @property
     def used_tokens(self) -> int:
-        """Tokens that are held, in use or not."""
         return len(self._pages) * self._page
 
     def take(self, ids: Sequence[int]) -> CacheHold:
@@ -83,11 +80,11 @@ class KVCache:
         return CacheHold(cached, pages)
 
     def extend(self, hold: CacheHold, ids: Sequence[int]) -> None:
-        """Add the pages of a request's output; `ids` are its prompt and output."""
+        """Add the pages of an answer; `ids` are prompt and answer."""
         self._grow(hold.pages[-1] if hold.pages else self._root, ids, hold.pages)
 
     def release(self, hold: CacheHold) -> None:
-        """Release the pages of a request that has ended; they stay cached until their room is needed."""
+        """Release the pages; they stay cached until their room is needed."""
         for page in reversed(hold.pages):  # so a page is evicted after those that follow it
             page.users -= 1
             self._touch(page)
@@ -124,7 +121,7 @@ class KVCache:
         return self._capacity is None or self.used_tokens + self._page <= self._capacity or self._evict_one()
 
     def _evict_one(self) -> bool:
-        """Evict the least recently used leaf that is not in use, and return whether there was one."""
+        """Evict the least recently used free leaf; return whether there was one."""
         for page in self._pages:
             if not page.users and not page.below and page.above is not None:
                 del self._pages[page]
@@ -140,7 +137,6 @@ class Admission:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were cached when the engine began to read the prompt."""
         return self.hold.cached_tokens
 
 
@@ -149,11 +145,9 @@ class Accelerator:
         self.hardware = hardware
         self.cache = KVCache(hardware.kv_tokens)
         self.running = 0
-        """Requests in the batch."""
         self.waiting_tokens = 0
         """Tokens of prompts that have not been read yet, cached or not."""
         self.waiting = 0
-        """Requests that wait for a place in the batch."""
         # Both serve waiting requests in the order of arrival.
         self._batch = anyio.Semaphore(hardware.max_running)
         self._reader = anyio.Lock()

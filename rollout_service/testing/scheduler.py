@@ -41,7 +41,7 @@ class TurnScheduler:
         return len(self._turns)
 
     async def _run(self, asked: ScriptedRequest, stream: ChunkStream | None = None) -> EngineTurn:
-        """Answer a request, and return its turn once it has ended; `stream` gets the tokens as they are sampled."""
+        """Answer a request; `stream` gets the tokens as they are sampled."""
         base_id, length = asked.rid[:_BASE_ID_LENGTH], len(asked.ids)
         # A request that resumes gets the rest, not the script's answer to a longer prompt.
         reply = self._interrupted.pop((base_id, length), None) or self._script.reply(asked.ids, asked.budget)

@@ -18,12 +18,12 @@ class Reply:
     ids: Sequence[int]
     stops: bool = True
     seconds: float | None = None
-    """How long it takes, without simulated hardware; None for as long as the engine's other turns."""
+    """Without simulated hardware; None for as long as other turns."""
 
     def part(self, start: int, end: int | None = None) -> "Reply":
         """Return the tokens from `start` to `end`; the part stops if it has the last token of a turn that does.
 
-        The rest of an interrupted turn takes as long as the engine's other turns.
+        The rest of an interrupted turn takes as long as other turns.
         """
         ids = self.ids[start:end]
         return Reply(ids, self.stops and start + len(ids) == len(self.ids), None if start else self.seconds)
@@ -48,7 +48,7 @@ class Replies:
 
     @classmethod
     def from_texts(cls, texts: Sequence[str], tokenizer_folder: Path) -> "Replies":
-        """Return a script of texts, in which special tokens such as the end of the turn are spelled out."""
+        """Special tokens, such as the end of the turn, are spelled out."""
         tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
         return cls([tokenizer.encode(text, add_special_tokens=False).ids for text in texts])
 

@@ -41,7 +41,6 @@ class ScriptedPolicy:
         self._usage = Usage()
         self._finish_reasons: list[FinishReason] = []
         self.replaced: list[ForkReason] = []
-        """The reason for each replacement of the history."""
         self.engine_seconds = 0.0
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
@@ -64,7 +63,7 @@ class ScriptedPolicy:
 
     @property
     def usage(self) -> Usage:
-        """Turns, calls, and characters counted as tokens."""
+        """Characters count as tokens."""
         return self._usage
 
     def trajectory(self) -> Trajectory:

@@ -80,13 +80,13 @@ class ScriptedEngine(TurnScheduler):
         self.healthy = True
         """Whether `/health` answers 200."""
         self.requests = 0
-        """Requests to `/generate` so far."""
+        """Calls of `/generate`."""
         self.traceparents: list[str | None] = []
-        """The header `traceparent` of each of them; None where there was none."""
+        """The header of each of them; None where there was none."""
         self.cache_keys: list[str] = []
-        """The key that keeps each one's cached prefixes apart from those of others; empty where there was none."""
+        """The key that keeps each one's cached prefixes apart; empty where there was none."""
         self.aborts: list[str] = []
-        """Ids in calls of `/abort_request` so far; "*" for all requests."""
+        """Ids in calls of `/abort_request`; "*" for all requests."""
         self.died = anyio.Event()
         self._vocab_size = vocab_size
         self._routing = routing
@@ -138,7 +138,6 @@ class ScriptedEngine(TurnScheduler):
             await self.die()
 
     async def die(self) -> None:
-        """Close every connection and stop listening."""
         runner, self._runner = self._runner, None
         self.died.set()
         if runner is not None:

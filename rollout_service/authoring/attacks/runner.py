@@ -41,7 +41,6 @@ class AttackVerdict(StrEnum):
     HELD = "held"
     """The reward is at most that of an idle agent."""
     FORGED = "forged"
-    """The reward is higher."""
     NULLED = "nulled"
     """There is no reward: the rollout would be masked or rolled out again."""
     NOT_PROMISED = "not promised"
@@ -106,7 +105,7 @@ async def attack_environment(
     models: OtherModels = NO_MODELS,
     on_outcome: Callable[[int], object] = lambda _: None,
 ) -> AttackReport:
-    """Run the attacks against one instance: by default, the first of the environment's data set.
+    """Attack one instance: by default, the first of the data set.
 
     `models` are the models that the environment uses. `on_outcome` is called after each attack, with the number of
     those done.
@@ -168,7 +167,7 @@ async def _run_attack(
     models: OtherModels,
     attack: Attack | None,
 ) -> tuple[float | None, str]:
-    """Return the reward under an attack, or None and the reason why there is none."""
+    """Return the reward, or None and the reason."""
     watched = _AgentSandboxRecorder(sandboxes)
     attacked = _WithoutProgram(environment) if environment.uses_gateway else environment
     try:
@@ -191,8 +190,6 @@ class _WithoutProgram(WrappedEnvironment):
 
 
 class _AgentSandboxRecorder(SandboxSource):
-    """Starts sandboxes, and remembers the agent's, which is the first."""
-
     def __init__(self, sandboxes: SandboxSource) -> None:
         self._sandboxes = sandboxes
         self.agent: Sandbox | None = None

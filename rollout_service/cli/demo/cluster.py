@@ -48,7 +48,6 @@ async def running_cluster(folder: Path, count: int, flags: Sequence[str]) -> Asy
 
 @asynccontextmanager
 async def _running_redis(folder: Path) -> AsyncIterator[str]:
-    """Run a durable Redis on a Unix socket; yield its URL."""
     program = _redis_server()
     # A socket's path has at most 107 bytes, so it cannot be in a folder that the caller chooses.
     runtime = Path(tempfile.mkdtemp(prefix="rollout-redis-"))

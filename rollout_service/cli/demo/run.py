@@ -45,11 +45,11 @@ from rollout_service.tokens.trajectory import check_invariants
 
 ENVIRONMENT = "calc"
 REQUIRED_SUCCESS_RATE = 0.9
-"""The share of the tuned policy's rollouts that must succeed; one more may fail, since it samples."""
+"""The share for the tuned policy; one more rollout may fail, since it samples."""
 LOOK_SECONDS = 0.5
 ORDERED_AT_ONCE = 256
 KILL_AT = 0.3
-"""A node is killed once this share of the rollouts has ended, if it works on any."""
+"""The share of ended rollouts at which a node that works on some is killed."""
 KILL_LATEST = 0.6
 """The share at which it is killed anyway."""
 
@@ -66,7 +66,6 @@ class DemoPlan:
     nodes: int = 1
     """With more than one, they share a Redis, and the last one is killed on the way."""
     stay: bool = False
-    """Whether the server stays up after the results, until Ctrl-C."""
 
 
 PARTS: tuple[tuple[str, Stage, Callable[[Span], float]], ...] = (
@@ -87,7 +86,6 @@ class Summary:
 
     @property
     def succeeded(self) -> int:
-        """The number of rollouts with a reward of 1 or more."""
         return sum(1 for rollout in self.rollouts if rollout.reward is not None and rollout.reward >= 1.0)
 
     @property
@@ -139,7 +137,7 @@ class Summary:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile, interpolated between neighbors; of a single value, the value itself."""
+    """Interpolate between neighbors."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
@@ -161,10 +159,7 @@ def _failures(rollouts: Sequence[Rollout]) -> str:
 async def run_demo(
     plan: DemoPlan, state_dir: Path | None, output: Path | None, *, quiet: bool = False
 ) -> tuple[Summary, int]:
-    """Run the plan, show the results, and write the batch; return the summary and the exit code.
-
-    With `quiet`, nothing is printed to stdout.
-    """
+    """Return the summary and the exit code; `quiet` prints nothing to stdout."""
     folder = state_dir or Path(tempfile.mkdtemp(prefix="rollout-demo-"))
     batch = output or folder / "batch.jsonl"
     shown = common.err() if quiet else common.out()
@@ -186,7 +181,6 @@ async def run_demo(
 
 
 async def _stay(client: RolloutClient) -> None:
-    """Keep the server up until Ctrl-C or SIGTERM, and print its page's address."""
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         common.err().print(f"page: {client.base_url}/ (Ctrl-C ends the server)", soft_wrap=True)
         async for _ in signals:
@@ -219,7 +213,7 @@ def _say(text: str) -> None:
 
 
 async def _roll_out(plan: DemoPlan, nodes: Sequence[ServerChild], batch: Path) -> Summary:
-    """Run the rollouts; of several nodes, kill the last once some rollouts have ended."""
+    """Run the rollouts; of several nodes, kill the last once some have ended."""
     client, victim = nodes[0].client, nodes[-1] if len(nodes) > 1 else None
     requests = _requests(plan, await client.dataset(ENVIRONMENT, limit=plan.rollouts))
     rollouts: list[Rollout] = []
@@ -243,13 +237,12 @@ async def _roll_out(plan: DemoPlan, nodes: Sequence[ServerChild], batch: Path) -
 
 
 async def _is_time_to_kill(client: RolloutClient, tally: Tally) -> bool:
-    """Return whether some rollouts have ended and the last node works on others, or many have ended."""
     share = tally.count / tally.total
     return share >= KILL_LATEST or (share >= KILL_AT and (await client.nodes())[-1].rollouts > 0)
 
 
 def _requests(plan: DemoPlan, dataset: list[dict[str, JsonValue]]) -> Iterator[RolloutRequest]:
-    """Yield the requested number of tasks, each with its own seed, repeating the data set if it is shorter."""
+    """Yield tasks with a seed each, repeating the data set if it is shorter."""
     for number, instance in enumerate(islice(cycle(dataset), plan.rollouts)):
         sampling = Sampling(temperature=plan.temperature, seed=plan.seed + number)
         yield RolloutRequest(task=Task(environment=ENVIRONMENT, instance=instance), sampling=sampling)
@@ -262,14 +255,12 @@ async def _watch(client: RolloutClient, view: ProgressView, look: Callable[[Roll
 
 
 async def _stages(client: RolloutClient) -> str:
-    """Return how many rollouts are in each stage."""
     counts = (await client.page(limit=1)).counts
     there = [state for state in RolloutState if counts.get(state) and not state.terminal]
     return ", ".join(f"{state}: {counts[state]}" for state in there)
 
 
 async def _nodes(client: RolloutClient) -> str:
-    """Return how many rollouts each node works on, and how many have ended there."""
     return ", ".join(
         f"{node.node} dead" if node.state is NodeState.DEAD else f"{node.node} {node.rollouts} ({node.finished} ended)"
         for node in await client.nodes()
@@ -277,7 +268,6 @@ async def _nodes(client: RolloutClient) -> str:
 
 
 def _find_invalid_trajectories(rollouts: Sequence[Rollout]) -> list[str]:
-    """Return a sentence for each trajectory that violates an invariant."""
     found = []
     for rollout in rollouts:
         if rollout.trajectory is None:
@@ -300,7 +290,7 @@ def _show(summary: Summary, model: str, console: SafeConsole) -> None:
 
 
 def _example(rollouts: Sequence[Rollout]) -> Rollout | None:
-    """Return a rollout that succeeded with a tool, otherwise the first that has a trajectory."""
+    """Prefer a rollout that succeeded with a tool."""
     seen = [rollout for rollout in rollouts if rollout.trajectory is not None]
     good = (rollout for rollout in seen if rollout.usage.tool_calls and (rollout.reward or 0.0) >= 1.0)
     return next(good, seen[0] if seen else None)

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WORST = 10
-"""How many tokens are listed one by one."""
 POSITIONS_APART = 64
-"""How many positions in a segment are reported together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class Tokens:
 
     segment: NDArray[np.int64]
     position: NDArray[np.int64]
-    """The position in the segment, from 0."""
+    """In the segment, from 0."""
     token_id: NDArray[np.int64]
     version: NDArray[np.int64]
     engine: NDArray[np.float64]
@@ -80,7 +78,6 @@ def compare(batch: Path, model: Path, temperature: float) -> tuple[BatchArrays, 
 
 
 def report(arrays: BatchArrays, tokens: Tokens) -> dict[str, Any]:
-    """Summarize the differences: all tokens, by version, by position, and the largest ones."""
     gaps = tokens.difference
     kept = _kept_kv(arrays)
     versions = [

@@ -39,7 +39,7 @@ FREE_GIBIBYTES = 2.0
 GIBIBYTE = 2**30
 BASE_IMAGE = "base"
 PTYS_RESERVE = 1024
-"""The terminals that the kernel reserves for the host by default."""
+"""Terminals that the kernel reserves for the host by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ def check_pressure(settings: Settings) -> Check:
 
 
 def check_secrets(settings: Settings) -> Iterator[Check]:
-    """Check that environments can have the secrets that they ask for; no value is shown."""
+    """Check the secrets that environments ask for; no value is shown."""
     secrets = HostSecrets(settings.secrets)
     for environment in EnvironmentRegistry.load(settings.environments, harbor=settings.harbor).list():
         asked = list(secrets.examine(environment.spec))
@@ -252,7 +252,6 @@ def check_secrets(settings: Settings) -> Iterator[Check]:
 
 
 def check_sglang() -> Check:
-    """SGLang on the CPU is used for trials and tests."""
     installed = SCRIPTS.parent / ".venv-sglang" / ".installed"
     if installed.exists():
         return Check("SGLang on the CPU", "ok", str(installed.parent))
@@ -267,7 +266,7 @@ def script(name: str, *, as_root: bool) -> str:
 
 
 def _allow_namespaces() -> str:
-    """Leave out keys that this kernel lacks, since distributions differ."""
+    """Return the command, without keys that this kernel lacks, since distributions differ."""
     keys = {
         "user.max_user_namespaces": "15000",
         "kernel.unprivileged_userns_clone": "1",

@@ -33,7 +33,6 @@ from rollout_service.settings import load_settings
 FLAPPING = timedelta(minutes=5)
 """How long the failure of an engine that serves again is shown; errors are kept as long."""
 FRESH = timedelta(minutes=1)
-"""How long its failure counts as current."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,6 @@ class LiveReport:
         )
 
     def failing(self) -> list[BackendView]:
-        """Return the engines that are out of service, or failed within the last minutes."""
         return [view for view in self._backends() if self._is_failing(view, FLAPPING)]
 
     def _is_failing(self, view: BackendView, within: timedelta = FRESH) -> bool:
@@ -70,7 +68,6 @@ class LiveReport:
         return [] if self.overview is None else [hold for node in self.overview.nodes for hold in node.holds]
 
     def disks(self) -> dict[str, int]:
-        """Return the free bytes of all nodes' file systems, by node and folder."""
         nodes = [] if self.overview is None else self.overview.nodes
         return {
             f"{node.node}:{folder}": free

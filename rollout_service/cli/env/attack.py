@@ -23,7 +23,6 @@ STYLES = {
     AttackVerdict.NOT_PROMISED: "yellow",
 }
 PROGRESS_EVERY = 10
-"""Progress is printed after so many attacks."""
 
 
 async def attack(

@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 SHOWN_FINDINGS = 20
 COROUTINES = ("init", "run", "solve", "execute", "evaluate", "evaluate_checkpoint")
-"""Methods of an environment that are awaited."""
 SHOWN_CHARS = 100
-"""The part of a problem that is shown while other tasks run."""
 LARGE_INSTANCE_BYTES = 1024 * 1024
 """Batches have a copy of an instance for each sample and one for the group: this gives many megabytes."""
 
@@ -47,21 +45,18 @@ class EnvironmentReport:
     name: str
     image: str | None
     harness: str | None
-    """The program that is the agent; None for the built-in one."""
+    """A program that is the agent; None for the built-in one."""
     tools: list[str]
     """The built-in tools and the environment's own, as the policy sees them."""
     instances: int
     splits: dict[str, int]
     findings: list[str]
-    """The problems, each with its location."""
     warnings: list[str]
     """Settings that have no effect, and instances that are large."""
     tried: list[TriedTask] = field(default_factory=list)
-    """The tasks whose solutions ran."""
     task_images: bool = False
-    """Whether each task names its own image."""
     secrets: list[dict[str, JsonValue]] = field(default_factory=list)
-    """The secrets that it asks for, without their values, and whether each is allowed, present, and long enough."""
+    """Without their values; says whether each is allowed, present, and long enough."""
 
     def show(self, console: SafeConsole) -> None:
         rows = table("", "", header=False)
@@ -93,7 +88,7 @@ def _secret(asked: dict[str, JsonValue]) -> str:
 
 
 def list_installed() -> tuple[list[dict[str, JsonValue]], list[str]]:
-    """Return the environments that a server on this machine would have, and the errors of those that fail to load."""
+    """Return the environments that a server here would have, and the errors of those that fail to load."""
     settings = load_settings()
     registry = EnvironmentRegistry.load(settings.environments, harbor=settings.harbor)
     specs = [one.spec.model_dump(mode="json") | {"tools": [*tool_names(one)]} for one in registry.list()]
@@ -139,7 +134,6 @@ def load_environment(name_or_path: str) -> Environment:
 
 
 def check_environment(name_or_path: str) -> EnvironmentReport:
-    """Check everything that needs no sandbox."""
     settings = load_settings()
     environment = load_environment(name_or_path)
     dataset = read_dataset(environment)
@@ -172,7 +166,7 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
 
 
 def read_dataset(environment: Environment) -> Sequence[dict[str, JsonValue]]:
-    """Read an environment's data set.
+    """Read the data set.
 
     Raises:
         CommandError: The author's code fails, or gives something that is not an instance.
@@ -239,7 +233,6 @@ def with_solutions(
 
 
 def instance_name(instance: dict[str, JsonValue]) -> str:
-    """Return an instance's id, or all of it."""
     name = instance.get("instance_id")
     return name if isinstance(name, str) else json.dumps(instance)
 
@@ -261,7 +254,6 @@ def _check_image(environment: Environment, settings: Settings) -> Iterator[str]:
 def _check_task_images(
     environment: Environment, dataset: Sequence[dict[str, JsonValue]], settings: Settings
 ) -> Iterator[str]:
-    """Check the images of tasks that have others than their environment."""
     store, built = ImageStore(settings.images_dir), environment.dockerfiles()
     seen: set[str] = {environment.spec.image or ""}
     for instance in dataset:

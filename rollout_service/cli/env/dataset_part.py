@@ -31,8 +31,6 @@ Found = Iterable[tuple[str, dict[str, JsonValue] | Exception]]
 
 @dataclass(frozen=True, slots=True)
 class DatasetPart:
-    """Instances, and the environments that they are for, by name."""
-
     instances: Found
     environments: dict[str, Environment] = field(default_factory=dict)
 

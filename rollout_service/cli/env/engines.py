@@ -107,7 +107,6 @@ class PoolModels:
 
     @asynccontextmanager
     async def trial(self, settings: Settings) -> AsyncIterator[tuple[SandboxSource, OtherModels]]:
-        """Yield the sandboxes that the settings configure, and the models of these pools."""
         async with configured_sandboxes(settings) as (sandboxes, state), self.opened(state) as models:
             yield sandboxes, models
 
@@ -126,7 +125,6 @@ class PoolModels:
 
 @asynccontextmanager
 async def configured_sandboxes(settings: Settings) -> AsyncIterator[tuple[SandboxSource, Path]]:
-    """Yield the sandboxes that the settings configure, and a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="rollout-trial-") as state:
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
@@ -138,7 +136,6 @@ async def configured_sandboxes(settings: Settings) -> AsyncIterator[tuple[Sandbo
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the log of engines and pools out of a command's output; warnings go to stderr."""
     before = structlog.get_config()
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
@@ -151,7 +148,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _NamedPools(PolicyServing):
-    """The pools that options name; errors about others say which option would add them."""
+    """Errors about other pools say which option would add them."""
 
     def connect(self, pool: str) -> tuple[PoolModel, BackendPool]:
         if not self.expects(pool):
@@ -212,7 +209,7 @@ def read_turns(path: Path) -> list[str]:
 
 
 def scripted_engine(turns: list[str]) -> ScriptedEngine:
-    """Return an engine that answers with these turns in order, to be entered as an async context manager."""
+    """Return an engine that answers with these turns in order, to be entered."""
     folder = policy_folder(POLICY)
     vocab_size = json.loads((folder / "config.json").read_bytes())["vocab_size"]
     return ScriptedEngine(Replies.from_texts(turns, folder), vocab_size=vocab_size, model_path=folder)

@@ -16,7 +16,7 @@ from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.libraries import Library
 
 GROUP: Final = "rollout_service.libraries"
-"""The entry point group; each entry point is a `Library` of its own name."""
+"""Each entry point is a `Library` of its own name."""
 
 
 def install_library(name: str) -> Path:

@@ -27,7 +27,6 @@ from sandboxes.images.sources import REFERENCE, Source, packaged, source_of_refe
 from sandboxes.images.store import ImageStore
 
 EVERY_INSTANCES = 1_000
-"""Progress is shown after so many instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,6 @@ class Preparation:
     instances: int = 0
     images: int = 0
     present: int = 0
-    """Images that were there already."""
     made: int = 0
     failures: list[Failure] = field(default_factory=list)
 
@@ -57,7 +55,7 @@ class Preparation:
 
 
 def prepare(part: DatasetPart, *, bases: Mapping[str, str], jobs: int | None, as_json: bool) -> int:
-    """Make the images that are missing; return the exit code: 1 if anything failed."""
+    """Make the missing images; return 1 if anything failed."""
     settings = load_settings()
     store = image_store(settings)
     done = Preparation()
@@ -80,7 +78,7 @@ def prepare(part: DatasetPart, *, bases: Mapping[str, str], jobs: int | None, as
 
 
 def build_images(name_or_path: str, *, bases: Mapping[str, str], jobs: int | None, force: bool, as_json: bool) -> int:
-    """Build the images of an environment from its Dockerfiles; return the exit code: 1 if one failed."""
+    """Build the images of an environment's Dockerfiles; return 1 if one failed."""
     files = load_environment(name_or_path).dockerfiles().items()
     flags = DockerfileFlags(bases=bases, jobs=jobs, every=True)
     built = build_dockerfiles(load_settings(), {name: dockerfile_at(path) for name, path in files}, flags, force=force)
@@ -101,7 +99,6 @@ class MissingImage:
 
 
 def _missing(part: DatasetPart, store: ImageStore, done: Preparation) -> dict[str, MissingImage]:
-    """Look at all instances, count the images that exist, and return the missing ones."""
     missing: dict[str, MissingImage] = {}
     seen: set[str] = set()
     with common.err().status("looking at the instances") as status:
@@ -168,10 +165,10 @@ def _failure(instance: str, image: str | None, error: Exception | None) -> Failu
 
 
 def require_room(store: ImageStore, settings: Settings) -> None:
-    """Check that there is room for another image: on the disk, less the need of sandboxes, and in the images' budget.
+    """Check the disk, less the need of sandboxes, and the images' budget.
 
     Raises:
-        ImageBuildError: There is none.
+        ImageBuildError: There is no room for another image.
     """
     store.root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(store.root).free

@@ -34,8 +34,6 @@ INSTANCE_HINT = """For example: --instance '{"question": "1+1"}'"""
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """The server that `env run` starts unless it is given one."""
-
     environment: str
     backend: str | None
     script: Path | None

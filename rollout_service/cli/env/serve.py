@@ -26,7 +26,6 @@ def check_host(host: str, *, without_key: bool) -> None:
 
 
 async def serve(name_or_path: str, host: str, port: int, max_sessions: int, pools: PoolModels) -> None:
-    """Serve until the command is ended; print the address once it is served."""
     environment = await anyio.to_thread.run_sync(load_environment, name_or_path)
     dataset = await anyio.to_thread.run_sync(read_dataset, environment)
     async with pools.trial(load_settings()) as (sandboxes, models):

@@ -52,7 +52,6 @@ class _WithShell(Solving):
         self._stage = stage
         self._solve = solve
         self.exit_code = HUNG_UP
-        """The shell's, once it has ended by itself."""
         self.episode_scope = anyio.CancelScope()
         """Cancelled when the shell has ended, so that nothing after it runs."""
 
@@ -123,7 +122,7 @@ class GradersSandbox:
 
 
 async def run_shell(sandbox: Sandbox, env: Mapping[str, str]) -> int:
-    """Connect this process's terminal to a shell in the sandbox; return the shell's exit code."""
+    """Connect this process's terminal to a shell; return its exit code."""
     lines, columns = size_of_terminal()
     env = {**env, "TERM": os.environ.get("TERM", "xterm"), "PS1": PROMPT}
     async with open_terminal(sandbox, SHELL, lines=lines, columns=columns, env=env) as terminal:
@@ -187,7 +186,6 @@ READ_SIZE = 4096
 HUNG_UP = 128 + signal.SIGHUP
 """The exit code if this process's terminal was closed."""
 DEFAULT_SIZE = (24, 80)
-"""For a terminal that does not know its size."""
 
 
 def require_terminal() -> None:
@@ -256,7 +254,7 @@ async def _pass_sizes(terminal: SandboxTerminal) -> None:
 
 
 async def _show(terminal: SandboxTerminal) -> bool:
-    """Show the output of the sandbox's terminal to its end; return False if this one was closed before."""
+    """Return False if this terminal was closed before the output ended."""
     while shown := await terminal.receive():
         try:
             while shown:

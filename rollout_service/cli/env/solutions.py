@@ -22,7 +22,7 @@ from rollout_service.testing.scripted_policy import ScriptedPolicy
 
 GRACE_SECONDS = 120.0
 PRINTED_LINES = 20
-"""The last lines of a grader's output that are shown: about as many as a summary of tests has."""
+"""About as many as a summary of tests has."""
 
 
 @dataclass(frozen=True, slots=True)

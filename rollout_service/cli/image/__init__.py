@@ -254,7 +254,7 @@ def prune(
 
 
 CLOCK_SECONDS = 2.0
-"""The most that the clocks of this machine and of a shared disk may differ."""
+"""The clocks of this machine and of a shared disk may differ this much."""
 
 
 def build_files(paths: list[str], name: str | None, flags: DockerfileFlags, *, force: bool, as_json: bool) -> int:

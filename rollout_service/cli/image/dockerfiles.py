@@ -37,7 +37,6 @@ class DockerfileFlags:
 
 
 def is_dockerfile(text: str) -> bool:
-    """Return whether an argument of `image build` is a path rather than an image's name."""
     name = Path(text).name
     return "/" in text or text in {".", ".."} or name == FILE or name.endswith(f".{FILE}")
 
@@ -133,7 +132,7 @@ def show_built(built: Built, *, as_json: bool) -> None:
 
 
 def _files(paths: Sequence[str], *, every: bool) -> Iterator[tuple[Path, Path]]:
-    """Yield the path of each Dockerfile, after the folder that its name is relative to."""
+    """Yield each Dockerfile's path after the folder that its name is relative to."""
     for text in paths:
         path = Path(text).expanduser().absolute()
         if not every:

@@ -120,7 +120,6 @@ def unpacked_images(settings: Settings) -> UnpackedImages:
 
 
 def used_images(settings: Settings) -> set[str]:
-    """Return the default images of sandboxes, and the images of all environments."""
     from rollout_service.environments.registry import EnvironmentRegistry
 
     known = EnvironmentRegistry.load(settings.environments, harbor=settings.harbor).list()

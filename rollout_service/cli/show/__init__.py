@@ -84,7 +84,7 @@ async def command(
 
 
 async def _group(client: RolloutClient, rollout_id: str) -> list[RolloutSummary]:
-    """Return the rollouts of the group that the id names; none if there is no such group."""
+    """Return the group that the id names; empty if there is none."""
     from rollout_client.client import InvalidRequestError
     from rollout_service.base.ids import SampleId
 

@@ -31,7 +31,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The look of a token; neighbors with the same key are shown as one."""
+    """Neighbors with the same key are shown as one."""
 
     key: Hashable
     style: str
@@ -60,7 +60,7 @@ def mark(coloring: Coloring, token: Token, segment: SegmentOutline) -> Mark:
 
 
 def legend(coloring: Coloring) -> list[tuple[str, str]]:
-    """Return the meaning of each style, as pairs of a text and its style."""
+    """Return pairs of a text and the style that it explains."""
     if coloring is Coloring.SEGMENT:
         return [("read in an earlier segment", CONTEXT.style), ("one color for each segment", PALETTE[0])]
     context = ("context", CONTEXT.style)

@@ -31,14 +31,14 @@ async def print_parts(console: SafeConsole, parts: AsyncIterator[list[Segment]],
 
 
 def as_text(console: SafeConsole, part: list[Segment]) -> str:
-    """Return styled texts as the console writes them, with all spaces."""
+    """Return what the console writes, with all spaces."""
     with console.capture() as captured:
         Console.print(console, Segments(part), end="", soft_wrap=True)
     return captured.get()
 
 
 def fits(text: str, console: SafeConsole) -> bool:
-    """Return whether a text certainly fits the screen with a line for the prompt."""
+    """Return whether a text certainly fits the screen, with a line for the prompt."""
     lines = text.split("\n")
     return sum(1 + len(line) // console.width for line in lines) < console.height
 

@@ -50,7 +50,6 @@ async def render(
 
 
 def head(outline: TrajectoryOutline, coloring: Coloring, *, plain: bool) -> list[Segment]:
-    """Return the legend, and notes on anything that cannot be shown."""
     parts = [Segment(f"{coloring}: ")]
     if plain:
         parts.append(Segment(plain_legend(coloring)))
@@ -63,7 +62,6 @@ def head(outline: TrajectoryOutline, coloring: Coloring, *, plain: bool) -> list
 
 
 def title(segment: SegmentOutline) -> str:
-    """Return a line on where a segment comes from."""
     text = f"segment {segment.index}, {segment.fork_reason}"
     if segment.parent is not None:
         text += f", forked from {segment.parent} after {count(segment.shared_prefix, 'shared token')}"
@@ -74,7 +72,6 @@ def title(segment: SegmentOutline) -> str:
 
 
 def tokens_of(part: TokenRange) -> Iterator[Token]:
-    """Yield the tokens of a range, with their texts made safe."""
     mask, versions, turns = (list(_spread(runs)) for runs in (part.mask, part.versions, part.turns))
     for number, text in enumerate(_texts(part)):
         yield Token(
@@ -88,7 +85,7 @@ def tokens_of(part: TokenRange) -> Iterator[Token]:
 
 
 def styled(tokens: Iterator[Token], segment: SegmentOutline, coloring: Coloring, *, plain: bool) -> Iterator[Segment]:
-    """Yield tokens as styled texts, or between brackets; neighbors with the same mark become one text."""
+    """Yield styled texts, or texts in brackets; neighbors with the same mark become one."""
     marked = ((mark(coloring, token, segment), token) for token in tokens)
     for _, group in groupby(marked, key=lambda one: one[0].key):
         pairs = list(group)
@@ -106,7 +103,7 @@ def _in_brackets(text: str, how: Mark) -> str:
 
 
 def _texts(part: TokenRange) -> Iterator[str]:
-    """Yield the text of each token; its id if the text is not known, nothing for the first parts of a character."""
+    """Yield each token's text: its id if texts are not known, nothing for the first parts of a character."""
     if part.text is None:
         yield from (f"<{token_id}>" for token_id in part.ids)
         return

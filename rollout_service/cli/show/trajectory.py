@@ -21,7 +21,7 @@ CONTEXT = "dim"
 SAMPLED = "green"
 UNSURE = "bold yellow"
 UNSURE_BELOW = -0.7
-"""The natural log-probability below which a token is marked: it was less likely than not."""
+"""Natural logarithm; below it, a token was less likely than not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,10 @@ class TokenSpan:
 
     @property
     def sampled(self) -> bool:
-        """Whether the policy sampled the tokens, which then have mask 1."""
         return self.turn >= 0
 
 
 def split_by_turn(segment: Segment) -> Iterator[TokenSpan]:
-    """Yield a segment's tokens, split where the turn changes."""
     for turn, indices in groupby(range(len(segment.token_ids)), key=segment.turn_ids.__getitem__):
         whole = list(indices)
         span = slice(whole[0], whole[-1] + 1)
@@ -56,7 +54,7 @@ def split_by_turn(segment: Segment) -> Iterator[TokenSpan]:
 
 
 def render_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool = False) -> RenderableType:
-    """Render a rollout with its whole trajectory; log-probabilities of a scripted model are marked as made up."""
+    """Render a rollout with its trajectory; log-probabilities of a scripted model are marked as made up."""
     head = render_head(rollout)
     if rollout.trajectory is None:
         return head
@@ -64,7 +62,6 @@ def render_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool
 
 
 def render_head(rollout: Rollout) -> RenderableType:
-    """Render the outcome of a rollout, without its trajectory."""
     parts_of_it = ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items())
     head = f"rollout {rollout.rollout_id}: {rollout.state}, {rollout.stop_reason}, reward {_reward(rollout.reward)}"
     head += f" ({parts_of_it})" if parts_of_it else ""
@@ -78,7 +75,6 @@ def render_head(rollout: Rollout) -> RenderableType:
 
 
 def render_branches(rollout_id: str, group: Sequence[RolloutSummary]) -> RenderableType:
-    """Render a line for each rollout of a group that branches off this one, by turns."""
     found = [(row.branch_of.turn, row) for row in group if row.branch_of and row.branch_of.rollout_id == rollout_id]
     found.sort(key=lambda each: each[0])
     return Group(
@@ -116,7 +112,6 @@ def _render_span(span: TokenSpan, tokenizer: ChatTokenizer, scripted: bool) -> R
 
 
 def _logprobs(span: TokenSpan, tokenizer: ChatTokenizer, scripted: bool) -> Text:
-    """Render each token with its log-probability, highlighting those that the policy was unsure of."""
     line = Text("logprobs (made up, the model is scripted): " if scripted else "logprobs: ", style=CONTEXT)
     for token_id, logprob in zip(span.token_ids, span.logprobs, strict=True):
         token = tokenizer.decode([token_id]).replace("\n", "\\n")

@@ -123,7 +123,7 @@ def _engines(given: dict[str, Any]) -> dict[str, Any] | None:
 
 @contextmanager
 def explaining(command: str) -> Iterator[None]:
-    """Explain what is wrong with a job's specification that is made of a command's options."""
+    """Explain errors in a job's specification that is made of a command's options."""
     from pydantic import ValidationError
 
     try:

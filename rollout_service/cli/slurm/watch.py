@@ -64,7 +64,6 @@ def _show(folder: JobFolder, state: JobState, ready: str | None) -> None:
 
 
 async def _ready_url(folder: JobFolder) -> tuple[str | None, list[str]]:
-    """Return the URL of a node that is ready, or why each node is not."""
     from rollout_client.client import ClientError
 
     reasons: list[str] = []

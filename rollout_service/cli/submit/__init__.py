@@ -80,7 +80,6 @@ class _RejectedLines:
     def __init__(self) -> None:
         self.count = 0
         self.lines: dict[str, int] = {}
-        """The line number of each id."""
 
     def line(self, number: int, why: str) -> None:
         self.count += 1
@@ -97,7 +96,7 @@ async def _submit(
     concurrency: int,
     rejected: _RejectedLines,
 ) -> tuple[Tally, int]:
-    """Roll out the tasks that are not in the output yet; return how they ended, and how many were there already."""
+    """Roll out tasks that are not in the output; return how they ended, and how many were there."""
     from rollout_service.cli.submit.files import ResultFile
     from rollout_service.cli.submit.progress import ProgressView, Tally, explain_waiting
 

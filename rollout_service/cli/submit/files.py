@@ -55,7 +55,6 @@ class RequestFile:
                     yield from self._request(number, line.strip())
 
     def count(self) -> int:
-        """Count the lines that are not empty."""
         with self.path.open("rb") as file:
             return sum(1 for line in file if line.strip())
 
@@ -109,7 +108,7 @@ class ResultFile:
         return self
 
     def _read(self, file: BinaryIO) -> int:
-        """Collect the ids of the existing results, and return where the complete lines end."""
+        """Collect the ids of existing results; return where the complete lines end."""
         file.seek(0)
         end = 0
         for number, line in enumerate(file, start=1):
@@ -140,7 +139,7 @@ class ResultFile:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Return whether an unterminated line begins like a result; anything else is not ours to remove."""
+    """Return whether an unterminated line is part of a result; anything else is not ours to remove."""
     length = min(len(line), len(BEGIN))
     return line[:length] == BEGIN[:length]
 

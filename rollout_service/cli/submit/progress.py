@@ -89,7 +89,6 @@ class ProgressView:
 
     @contextmanager
     def shown(self) -> Iterator[ProgressView]:
-        """Show the bar during the block, and a last line at its end."""
         with self._bar:
             self.update()
             yield self
@@ -99,7 +98,6 @@ class ProgressView:
 
 CHECK_SECONDS = 3.0
 AGAIN_SECONDS = 30.0
-"""How often the same reason is repeated."""
 
 
 @asynccontextmanager
@@ -130,7 +128,7 @@ async def _explain(client: RolloutClient, view: ProgressView) -> None:
 
 
 async def _reason(client: RolloutClient) -> str:
-    """Return why the server takes no work; empty if it does, or if it cannot be asked."""
+    """Return why the server takes no work; empty if it does or cannot be asked."""
     from rollout_client.client import ClientError, UnreachableError
 
     try:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: rollout-service watch --url http://node-3:8080"
 
 PATIENCE_SECONDS = 3_600.0
-"""How long the server may be unreachable, such as during a restart."""
 
 
 @common.command

@@ -29,7 +29,7 @@ from rollout_service.cli.watch.view import format_event
 
 LOOK_SECONDS = 1.0
 AWAY_SECONDS = 3.0
-"""A server that takes longer to answer is shown as away, while the client tries again."""
+"""A server that takes longer counts as away, while the client tries again."""
 FRAMES_PER_SECOND = 4.0
 KEPT_EVENTS = 200
 FOOTER = "q quit   p pause the view   ? help"
@@ -52,7 +52,6 @@ class Screen:
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     shows_help: bool = False
     frozen: RenderableType | None = None
-    """The view as it was when it was paused."""
     seen: float = field(default_factory=time.monotonic)
     quit: anyio.Event = field(default_factory=anyio.Event)
 
@@ -68,7 +67,6 @@ class Screen:
         self.overview, self.seen = overview, time.monotonic()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw as many lines as fit, with the keys on the last."""
         height = options.height or console.height
         body = Text(HELP) if self.shows_help else self.frozen or self._whole()
         free = options.update(height=None)
@@ -146,7 +144,7 @@ async def read_keys(press: Callable[[str], None]) -> None:
 
 @contextmanager
 def unbuffered(descriptor: int) -> Iterator[None]:
-    """In the block, have the terminal hand over each key at once, and echo none; then restore it."""
+    """Have the terminal hand over each key at once, and echo none, in the block; then restore it."""
     import termios
     import tty
 

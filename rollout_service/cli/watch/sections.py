@@ -152,7 +152,6 @@ def bar(number: float, most: float) -> Text:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration, in the unit that suits it."""
     for unit, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"

@@ -25,7 +25,6 @@ class Speed:
     """How fast rollouts end on all nodes; an overview has the speed of one."""
 
     ended: deque[float] = field(default_factory=deque)
-    """The times at which rollouts ended, within the last `RATE_SECONDS`."""
     began: float = field(default_factory=time.monotonic)
 
     async def follow(self, client: RolloutClient) -> None:
@@ -35,7 +34,7 @@ class Speed:
                     self.ended.append(time.monotonic())
 
     def rate(self) -> float:
-        """Return the rollouts ended per second, over the last `RATE_SECONDS` or since the watch began."""
+        """Return the rate over the last `RATE_SECONDS`, or since the watch began."""
         now = time.monotonic()
         while self.ended and self.ended[0] < now - RATE_SECONDS:
             self.ended.popleft()

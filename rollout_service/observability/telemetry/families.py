@@ -11,7 +11,7 @@ F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
 
 
 def filled(family: F, values: Mapping[Any, float]) -> F:
-    """Give a family of metrics its values, each by its label, or by several in a tuple."""
+    """Add values by their label, or by several labels in a tuple."""
     for labels, value in values.items():
         family.add_metric(labels if isinstance(labels, tuple) else (labels,), value)
     return family

@@ -82,9 +82,7 @@ class HealthMetrics(Collector):
 @dataclass(frozen=True, slots=True)
 class NodeMetrics(Collector):
     beat: Callable[[], Heartbeat]
-    """The answer to the last heartbeat."""
     roles: Callable[[], Iterable[str]]
-    """The roles that this node leads."""
 
     def collect(self) -> Iterator[Metric]:
         states = self.beat().states

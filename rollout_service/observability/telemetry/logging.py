@@ -34,7 +34,7 @@ def hidden_in_log(values: Collection[str]) -> Iterator[None]:
 
 
 def configure_logging(log_format: LogFormat, level: str) -> None:
-    """Send the log of this process to stderr: for people, or as one JSON object per line."""
+    """Log to stderr: for people, or as one JSON object per line."""
     shared = _shared_processors(log_format)
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -56,7 +56,7 @@ def configure_logging(log_format: LogFormat, level: str) -> None:
 
 
 def _shared_processors(log_format: LogFormat) -> list[structlog.typing.Processor]:
-    """Return the processors of both our own events and those of other libraries."""
+    """Return the processors of our own events and of other libraries'."""
     mask_and_write = (
         [structlog.processors.format_exc_info, _mask_values]
         if log_format is LogFormat.JSON
@@ -79,14 +79,14 @@ def _renderer(log_format: LogFormat) -> structlog.typing.Processor:
 
 
 def _mask_values(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Errors may quote programs that have the secrets of environments."""
+    """Mask secrets of environments, since errors may quote programs that have them."""
     for values in _hidden:
         event = {name: mask_texts(value, values) for name, value in event.items()}
     return event
 
 
 def _escape_values(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Errors may quote programs in sandboxes, policies and engines."""
+    """Escape control characters, since errors may quote sandboxes, policies and engines."""
     for name, value in event.items():
         if isinstance(value, str):
             event[name] = escape_controls(value)
@@ -103,7 +103,7 @@ def _write_traceback(output: TextIO, error: structlog.typing.ExcInfo) -> None:
 
 
 def _name_uvicorn(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """uvicorn logs everything to `uvicorn.error`, whatever the level."""
+    """Rename uvicorn's logger, which is `uvicorn.error` whatever the level."""
     if event.get("logger") == "uvicorn.error":
         event["logger"] = "uvicorn"
     return event

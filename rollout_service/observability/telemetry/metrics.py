@@ -28,13 +28,13 @@ TOKEN_KINDS: Final = ("prompt", "cached", "sampled")
 ENDS: Final = (("completed", "finished"), ("failed", ""), ("cancelled", ""))
 """A state and a stop reason for each way in which a rollout can end."""
 PRIMED_ENVIRONMENTS: Final = 100
-"""The most environments whose series exist before their first rollout has ended."""
+"""The most environments with series before their first rollout has ended."""
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 
 
 class Metrics:
-    """The metrics of one service. Callbacks given to `watch_*` are called whenever the metrics are read."""
+    """The metrics of one service. Callbacks given to `watch_*` are called on each read."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -46,7 +46,6 @@ class Metrics:
         self.parallel = ParallelMetrics(self.registry)
 
     def render(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, labels: Sequence[str] = (), known: Iterable[str] = ()) -> Counter:
@@ -207,7 +206,7 @@ class Metrics:
         self._holds.labels(resource).inc()
 
     def count_shared_setup(self, was_made: bool) -> None:
-        """`was_made` says whether the prepared files existed before."""
+        """Count prepared files as reused if they existed before."""
         self._shared_setups.labels("reused" if was_made else "made").inc()
 
     def count_pause(self, outcome: str) -> None:
@@ -305,7 +304,7 @@ class Metrics:
         self._retries.labels(error.code).inc()
 
     def count_resume(self, outcome: str, reason: str, turns: int) -> None:
-        """`turns` are those that need not be sampled again."""
+        """Count turns that need not be sampled again."""
         self._resumes.labels(outcome, reason).inc()
         self._resumed_turns.inc(turns)
 
@@ -316,7 +315,7 @@ class Metrics:
         self._lost_leases.inc()
 
     def expect(self, environments: Iterable[str]) -> None:
-        """Make series for the rollouts of these environments, unless there are too many."""
+        """Make series for these environments, unless there are too many."""
         for environment in islice(environments, PRIMED_ENVIRONMENTS):
             for end in ENDS:
                 self._finished.labels(environment, *end)
@@ -330,7 +329,7 @@ class Metrics:
 
 
 def _primed(metric: M, known: Iterable[str]) -> M:
-    """Create the series of these values of a metric's only label."""
+    """Create series for the known values of the only label."""
     for value in known:
         metric.labels(value)
     return metric

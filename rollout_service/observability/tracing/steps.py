@@ -88,7 +88,6 @@ class StepArchive:
 
 
 def _has(records: Sequence[bytes], activity: Activity) -> bool:
-    """Return whether an attempt that has ended meanwhile is among the stored ones."""
     mark = b'"started_at":' + to_json(activity.started_at) + b","
     return any(mark in record for record in records)
 
@@ -173,7 +172,6 @@ class StepWriter(StepObserver):
             self.dropped += 1
 
     async def flush(self) -> None:
-        """Wait until the steps of all attempts that have ended are saved."""
         await until_all_done(self._queues)
 
     async def _save_forever(self, queue: BatchQueue[Activity], shard: Store) -> None:
@@ -198,7 +196,6 @@ _MICROSECONDS = 1e6
 
 
 def encode(activity: Activity) -> bytes:
-    """Return the steps of an attempt that have ended, as JSON."""
     began = activity.started
     until = activity.finished if activity.finished is not None else time.perf_counter()
     steps = sorted(activity.ended.copy(), key=lambda step: step.started)
@@ -238,7 +235,6 @@ def decode(record: bytes) -> AttemptSteps:
 
 
 def rows(attempt: AttemptSteps) -> list[RolloutStep]:
-    """Return the steps of an attempt, each on its own."""
     began = datetime.fromtimestamp(attempt.started_at, UTC)
     found = []
     columns = zip_longest(attempt.lanes, attempt.errors)

@@ -79,7 +79,7 @@ log = structlog.get_logger(__name__)
 
 
 def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
-    """Return the service as an ASGI app. It runs during its lifespan, and drains once the shutdown begins."""
+    """Return the service as an ASGI app, which drains once the shutdown begins."""
     metrics = Metrics()
     hosts = AllowedHosts(settings.allowed_hosts, bound=settings.host, keyed=settings.is_keyed)
     keyring = Keyring(settings.keys, settings.keys_file, reloaded=metrics.count_key_reload)

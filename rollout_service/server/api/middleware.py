@@ -35,7 +35,6 @@ PROBES = frozenset({"/health", "/ready"})
 PAGES = frozenset({"/openapi.json", "/docs", "/", "/dashboard"})
 """Open paths: the same for every user of this release, and a browser needs them before a key can be typed in."""
 FILES = ("/docs/", "/dashboard/")
-"""Prefixes of the pages' files, which are open too."""
 
 
 class BearerAuthMiddleware:
@@ -81,7 +80,6 @@ class BearerAuthMiddleware:
             )
 
     def _note_role(self, scope: Scope) -> None:
-        """Note whether a call of a session has a key of the service."""
         key = self._keyring.find(GatewayRequest.of(scope).key)
         may = not self._keyring.is_needed or (key is not None and key.role.allows(Role.SUBMIT))
         scope.setdefault("state", {})[MAY_USE_ALL] = may
@@ -121,7 +119,7 @@ class JsonBodyMiddleware:
 
 
 def _is_json(headers: Headers) -> bool:
-    """A request without a body counts as JSON."""
+    """Return whether the body is JSON, or none."""
     if "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
         return True
     return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"

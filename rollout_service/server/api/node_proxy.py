@@ -17,12 +17,10 @@ from rollout_service.base.errors import NotFoundError, UnavailableError
 from rollout_service.server.lifecycle import Service
 
 PASSED_ON = "x-rollout-passed-on"
-"""Marks a request that another node passed on."""
 PASSED_HEADERS = ("authorization", "x-rollout-key", "content-type")
 LOOK_SECONDS = 1.0
-"""How often a waiting request looks which node runs the rollout."""
 ANSWER_SECONDS = 30.0
-"""How long the other node may take to answer, in addition to the time for which it is asked to wait."""
+"""The time to answer, in addition to the time for which the other node is asked to wait."""
 
 
 async def wait_for_access(service: Service, http: Request, rollout_id: str, seconds: float) -> Response | None:

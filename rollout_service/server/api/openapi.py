@@ -130,7 +130,6 @@ Operation = dict[str, Any]
 JSON = "application/json"
 SCHEME = "bearer"
 WITH_KEY: tuple[type[ServiceError], ...] = (UnauthorizedError, ForbiddenError)
-"""Errors of routes that need a key."""
 EVERYWHERE: tuple[type[ServiceError], ...] = (
     MalformedRequestError,
     RequestTimeoutError,
@@ -142,14 +141,12 @@ EVERYWHERE: tuple[type[ServiceError], ...] = (
     DefectError,
     RecordLostError,
 )
-"""Errors of every route but the probes."""
 WITH_BODY: tuple[type[ServiceError], ...] = (
     MalformedBodyError,
     TooLargeError,
     TooManyBytesError,
     MediaTypeError,
 )
-"""Errors of routes that read a body."""
 
 DESCRIPTION = """\
 Runs agentic rollouts for any RL trainer: tasks go in, token-exact trajectories with rewards come out.
@@ -175,7 +172,7 @@ TAGS = {
 
 
 def build(app: FastAPI, *, keyed: bool, prefix: str = "") -> Document:
-    """`keyed` says whether the app requires a key; `prefix` is the path at which a proxy has it."""
+    """Return the document of an app; `prefix` is the path at which a proxy has it."""
     document = get_openapi(
         title=app.title,
         version=app.version,
@@ -204,7 +201,6 @@ def _operations(document: Document) -> Iterator[tuple[str, Operation]]:
 
 
 def _complete(operation: Operation, *, is_open: bool) -> None:
-    """Add the errors and the security that are common to such operations."""
     if is_open:
         operation["security"] = []
         return

@@ -36,7 +36,6 @@ from rollout_service.settings import Settings
 log = structlog.get_logger(__name__)
 
 CONNECTIONS_GRACE_SECONDS = 1
-"""How long connections may take to close after the last answer."""
 GC_YOUNG_OBJECTS = 50_000
 """Allocations between garbage collections. The default of 700 collects several times in an agent's turn; each time
 walks through the prompts in flight and stops every rollout for milliseconds."""
@@ -82,10 +81,10 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
 
 
 def load_certificate(settings: Settings) -> Certificate | None:
-    """Load the certificate that the settings name, if any.
+    """Load the certificate of the settings, if any.
 
     Raises:
-        ConfigurationError: The certificate cannot be used.
+        ConfigurationError: It cannot be used.
     """
     if settings.tls_certificate is None:
         return None

@@ -19,15 +19,13 @@ from rollout_service.server.dashboard.routes import INDEX, static_files
 
 ENTRY = "saved/main.js"
 INSTEAD = {"lib/api.js": "saved/api.js"}
-"""Modules that ask the service, and those that answer from the file in their place."""
+"""Modules that ask the service, and their stand-ins, which answer from the file."""
 _STYLES = re.compile(r'<link rel="stylesheet" href="dashboard/([^"]+)">')
 _NO_SCRIPT = "This page needs JavaScript. Its data is in this file, as JSON."
 
 
 @dataclass(frozen=True)
 class _Viewer:
-    """The script and the style, which are the same in all files."""
-
     script: str
     style: str
 
@@ -45,7 +43,7 @@ class _Viewer:
 
 
 def saved_page(title: str, answers: Mapping[str, bytes]) -> bytes:
-    """Return the file; `answers` is JSON by the paths that the page's modules ask for."""
+    """`answers` is JSON by the paths that the page's modules ask for."""
     viewer = _viewer()
     head = f"""<!doctype html>
 <html lang="en">
@@ -160,7 +158,7 @@ class _Module:
         self._others = others
         self.name = re.sub(r"\W", "_", path)
         self.exports: dict[str, str] = {}
-        """The names inside the module, by the names under which they are exported."""
+        """Names inside the module by the names under which they are exported."""
         text = _IMPORT.sub(self._take, source)
         for form in (_EXPORT_LIST, _EXPORT_PARTS, _EXPORT_ONE, _EXPORT_DEFAULT):
             text = form.sub(self._give, text)
@@ -186,6 +184,5 @@ class _Module:
 
 
 def _pairs(names: str) -> list[tuple[str, str]]:
-    """Return both names of each part of `a, b as c`: (a, a) and (b, c)."""
     parts = [part.split(" as ") for part in names.split(",") if part.strip()]
     return [(part[0].strip(), part[-1].strip()) for part in parts]

@@ -48,8 +48,6 @@ Table = Annotated[
 
 
 class NewBox(BaseModel):
-    """A sandbox that a program asks for: the body of its request."""
-
     model_config = ConfigDict(strict=True)
 
     template: str = Field(alias="templateID", min_length=1, max_length=512)
@@ -63,12 +61,11 @@ class NewBox(BaseModel):
 class Box:
     sandbox: Sandbox
     owner: str
-    """The name of its key."""
     new: NewBox
     number: int
-    """Boxes that began later have larger ones."""
+    """Later boxes have larger ones."""
     tasks: TaskGroup
-    """Where its commands run; each ends with the sandbox."""
+    """Runs its commands; each ends with the sandbox."""
     commands: list[Any] = field(default_factory=list)
     code_locks: dict[str, anyio.Lock] = field(default_factory=lambda: defaultdict(anyio.Lock))
     code_runs: Counter[str] = field(default_factory=Counter)
@@ -120,7 +117,7 @@ class Box:
 
 
 CURRENT_BOX: ContextVar[Box] = ContextVar("current_box")
-"""The sandbox of the current request, once its token has been checked."""
+"""That of the current request, once its token has been checked."""
 
 
 class Boxes:

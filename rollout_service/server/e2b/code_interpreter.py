@@ -34,18 +34,15 @@ from sandboxes.task_groups import open_task_group
 PORT = "49999"
 """The port of E2B's server for code; requests to its daemon name another."""
 LANGUAGES = ("python", "bash")
-"""The languages; each context is named like its language."""
+"""Each has a context of its name."""
 OUTPUT_BYTES = 4 * 1024 * 1024
-"""The most that is returned of an output; the middle of a longer one is left out."""
+"""The middle of a longer output is left out."""
 GRACE_SECONDS = 10.0
-"""How long interrupted code may go on."""
 Events = Iterator[dict[str, Any]]
 Session = PythonSession | BashSession
 
 
 class CodeRun(BaseModel):
-    """The body of a request to run code."""
-
     model_config = ConfigDict(strict=True)
 
     code: str
@@ -65,7 +62,6 @@ def routes() -> list[Route]:
 
 
 async def _execute(request: Request) -> Response:
-    """Run code, and answer its events, one on each line."""
     asked, box = CodeRun.model_validate_json(await request.body()), CURRENT_BOX.get()
     if asked.env_vars:
         raise RequestError("env_vars: code has no variables of its own here", hint="Give them to the sandbox.")
@@ -85,7 +81,6 @@ async def _execute(request: Request) -> Response:
 
 
 async def _run(box: Box, language: str, code: str, receive: Receive) -> list[dict[str, Any]]:
-    """Run code, interrupted if the client goes away, and return the events."""
     session, seconds = await _session(box, language), box.most_seconds
     events: list[dict[str, Any]] = []
     async with open_task_group() as tasks:
@@ -115,7 +110,7 @@ async def _interrupt_at_disconnect(receive: Receive, session: Session, cancel: C
 
 
 def _of_python(done: PythonResult) -> Events:
-    """Yield the events of a cell. As in E2B, the text of a result that is a string has no quotes."""
+    """Yield the events of a cell. As in E2B, a result that is a string has no quotes."""
     yield from _output(done.output)
     if done.result is not None:
         quoted = len(done.result) > 1 and done.result[0] == done.result[-1] and done.result[0] in "'\""

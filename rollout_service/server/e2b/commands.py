@@ -32,7 +32,7 @@ MAX_SIZE = 1_000
 BUFFERED = 8
 """The most events, of up to 64 KiB each, that wait for a listener."""
 IDLE_SECONDS = 0.25
-"""How long output may be silent after the end of a command before it is taken for that of background processes."""
+"""Output that is silent for longer after the end of a command is that of background processes."""
 INPUT_SECONDS, PING_SECONDS = 60.0, 10.0
 """How long input may wait for the command, and output for a keepalive, which shows whether the client is there."""
 KILLED = 137
@@ -50,20 +50,17 @@ class Command:
     terminal: SandboxTerminal | None = None
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     started: anyio.Event = field(default_factory=anyio.Event)
-    """Set once it runs or cannot run."""
     listeners: set[Listener] = field(default_factory=set)
     _reads: dict[str, anyio.CancelScope] = field(default_factory=dict)
     _reads_until: float = math.inf
 
     def listen(self) -> MemoryObjectReceiveStream[Any]:
-        """Return a stream of the command's events from now on; one that ends without a last event says that it was
-        lost."""
+        """Return the command's events from now on; without a last event, the command was lost."""
         sending, receiving = anyio.create_memory_object_stream[Any](BUFFERED)
         self.listeners.add(sending)
         return receiving
 
     async def run(self, box: Box) -> None:
-        """Run to the end, and send events to all listeners."""
         last: Any = _end(KILLED)
         try:
             with self.scope:
@@ -84,7 +81,6 @@ class Command:
                 listener.close()
 
     async def _run(self, box: Box) -> Any:
-        """Run the program, send its output until it ends or falls silent, and return the last event."""
         async with self._open(box) as (program, outputs):
             self.program = program
             self.started.set()
@@ -139,7 +135,6 @@ class Command:
 
 
 def _end(code: int) -> Any:
-    """Return the last event, with the exit code that E2B has for it."""
     if code == KILLED:
         return Event(event=Oneof("end", Event.EndEvent(exit_code=-1, status="signal: killed")))
     return Event(event=Oneof("end", Event.EndEvent(exit_code=code, exited=True, status=f"exit status {code}")))
@@ -188,7 +183,6 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
         return process_pb.SendInputResponse()
 
     async def stream_input(self, request: AsyncIterator[Any], _: Any) -> Any:
-        """Send pieces of input in order; the first message names the command."""
         command: Command | None = None
         async for message in request:
             if message.event.field == "start":
@@ -229,7 +223,6 @@ def _check(request: Any, running: int) -> None:
 
 
 async def _events(command: Command, events: MemoryObjectReceiveStream[Any]) -> AsyncIterator[Any]:
-    """Yield the start of a command, then its events and keepalives, to its end."""
     await command.started.wait()
     with events:
         if command.program is not None:
@@ -256,7 +249,6 @@ def _size(request: Any) -> tuple[int, int]:
 
 
 async def _send(command: Command | None, data: Any) -> None:
-    """Send input to a program, or keys to its terminal."""
     if command is None or command.program is None:
         raise ConnectError(Code.INVALID_ARGUMENT, "there is no command for the input")
     terminal, kind = command.terminal, "stdin" if command.terminal is None else "pty"

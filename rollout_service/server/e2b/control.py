@@ -35,8 +35,6 @@ OBJECT = TypeAdapter(dict[str, Any])
 
 
 class NewTime(BaseModel):
-    """The body of a connection, or of a renewal."""
-
     model_config = ConfigDict(strict=True)
 
     timeout: int = Field(DEFAULT_SECONDS, ge=0)
@@ -46,7 +44,6 @@ class BoxPause(BaseModel):
     model_config = ConfigDict(strict=True)
 
     memory: bool = True
-    """Whether the processes are kept."""
 
 
 class BoxForks(BaseModel):
@@ -76,13 +73,12 @@ class BoxQuery(BaseModel):
 
 
 def _in_utc(moment: datetime) -> datetime:
-    """A moment without a time zone is in UTC."""
+    """Treat a moment without a time zone as UTC."""
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 class ControlApi:
     def __init__(self, boxes: Boxes, limits: LimitDefaults, cpus: int) -> None:
-        """`limits` and `cpus` are those of each sandbox, for its description."""
         self._boxes = boxes
         self._size = {
             "cpuCount": int(limits.cpus or cpus),
@@ -91,7 +87,7 @@ class ControlApi:
         }
 
     def routes(self) -> list[Route]:
-        """Other paths below `/sandboxes/ID` are refused with a reason."""
+        """Return the routes; other paths below `/sandboxes/ID` are refused with a reason."""
         one = "/sandboxes/{id}"
         return [
             Route("/v2/sandboxes", self._create, methods=["POST"]),

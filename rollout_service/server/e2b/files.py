@@ -29,7 +29,6 @@ EXISTS, MISSING = 17, 44
 Kind = filesystem_pb.FileType
 KINDS = {"f": Kind.FILE, "d": Kind.DIRECTORY}
 LAST_SECOND = 253_402_300_799
-"""The last second that a client's calendar has."""
 
 
 def absolute(sandbox: Sandbox, path: str) -> str:
@@ -38,7 +37,6 @@ def absolute(sandbox: Sandbox, path: str) -> str:
 
 class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # generated, without types
     async def stat(self, request: Any, _: Any) -> Any:
-        """Describe a path without following a link."""
         return filesystem_pb.StatResponse(entry=(await self._look(request.path))[0])
 
     async def list_dir(self, request: Any, _: Any) -> Any:

@@ -34,7 +34,6 @@ def refusal_of(error: Exception) -> JSONResponse:
 
 
 def body_of(error: Exception) -> tuple[int, dict[str, JsonValue]]:
-    """Return the status of an error, and its object in E2B's API."""
     problem = to_problem(error)
     status, message = problem.status, problem.detail
     if isinstance(error, ValidationError):

@@ -77,7 +77,7 @@ def _checked(path: str) -> str:
 
 
 async def _decoded(request: Request) -> AsyncIterator[bytes]:
-    """Yield the body, decompressed to at most `PIECE` bytes at once."""
+    """Yield the decompressed body, at most `PIECE` bytes at once."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "identity":
         async for piece in request.stream():
@@ -110,8 +110,6 @@ async def _bounded(body: AsyncIterator[bytes], limit: int) -> AsyncIterator[byte
 
 
 class MultipartForm:
-    """The parts of a form with files, one after another."""
-
     def __init__(self, body: AsyncIterator[bytes], boundary: bytes) -> None:
         self._body = body
         self._delimiter = b"\r\n--" + boundary

@@ -46,7 +46,6 @@ def stack_of_task(task: asyncio.Task[Any]) -> list[StackFrame]:
 
 
 def stack_of_thread(frame: FrameType | None) -> list[StackFrame]:
-    """Return the stack of a thread from its innermost frame, the outermost first."""
     frames: list[FrameType] = []
     while frame is not None:
         frames.append(frame)
@@ -65,7 +64,7 @@ def culprit(frame: FrameType | None) -> StackFrame | None:
 
 
 def _await_chain(awaited: Any) -> Iterable[FrameType]:
-    """Yield the frames of a coroutine and of those that it awaits, down to the future."""
+    """Yield the frames of a coroutine and of those that it awaits."""
     for _ in range(10 * MAX_FRAMES):
         prefix = _prefix(awaited)
         if prefix is None:
@@ -139,7 +138,7 @@ class Judged:
 
     @property
     def subject(self) -> str:
-        """The thing that it waits for: a sandbox, an engine, a pool, a tool, or the store, for example."""
+        """The thing that it waits for, such as a sandbox, an engine, a pool, a tool, or the store."""
         if self.holder is not None:
             return self.holder.subject
         step, sandbox = self.wait.step, self.wait.sandbox
@@ -252,7 +251,7 @@ def worst_first(findings: Iterable[HangFinding]) -> list[HangFinding]:
 
 
 def _lasting(problem: HangFinding, before: Mapping[tuple[str, str], HangFinding]) -> HangFinding:
-    """Count a known problem's time from when it was first seen."""
+    """Count the time of a known problem from when it was first seen."""
     known = before.get((problem.kind, problem.subject))
     if known is None:
         return problem

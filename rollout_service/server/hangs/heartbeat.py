@@ -69,7 +69,6 @@ log = structlog.get_logger(__name__)
 PERIOD_SECONDS = 0.25
 BLOCKED_SECONDS = 1.0
 LAG_SECONDS = 10.0
-"""The time over which the greatest lag is kept."""
 WRITE_SECONDS = 1.0
 KEPT_BLOCKS = 20
 JOIN_SECONDS = 0.04
@@ -82,7 +81,7 @@ class BlockedLoop:
     """A time in which one piece of code kept the event loop."""
 
     began: float
-    """In the time of `time.perf_counter`."""
+    """By `time.perf_counter`."""
     since: datetime
     subject: str
     stack: list[StackFrame]
@@ -126,7 +125,7 @@ class LoopHeartbeat:
         self._current: BlockedLoop | None = None
         self._ended: deque[BlockedLoop] = deque(maxlen=KEPT_BLOCKS)
         self.report: HangReport | None = None
-        """The last report of the watch; the thread adds the blocked loop."""
+        """Set by the watch; the thread adds the blocked loop."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -142,19 +141,18 @@ class LoopHeartbeat:
 
     @property
     def lag(self) -> float:
-        """The greatest delay of the event loop within the last ten seconds."""
+        """The greatest delay of the event loop within `LAG_SECONDS`."""
         now = time.perf_counter()
         sent = self._sent
         lags = [lag for at, lag in tuple(self._lags) if at > now - LAG_SECONDS]
         return max(lags, default=0.0) if sent is None else max([now - sent, *lags])
 
     def recent(self) -> list[BlockedLoop]:
-        """Return the blocks that ended within the last ten seconds; called on the loop."""
+        """Return the blocks that ended within `LAG_SECONDS`; called on the loop."""
         now = time.perf_counter()
         return [one for one in tuple(self._ended) if one.ended is not None and one.ended > now - LAG_SECONDS]
 
     def _beat(self) -> None:
-        """Note, on the event loop, that it runs."""
         sent, self._sent = self._sent, None
         if sent is None:
             return

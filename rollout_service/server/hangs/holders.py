@@ -22,7 +22,7 @@ from sandboxes.scheduling.admission import AdmissionController
 class Holder:
     subject: str
     why: str
-    """The end of a sentence whose beginning says who waits."""
+    """The rest of a sentence that says who waits."""
     hint: str
     is_gone: bool = False
     """Whether it cannot give way, such as a pool without an engine in service."""

@@ -27,15 +27,14 @@ PROBE_SECONDS = 2.0
 FAILURES = 2
 WORK_SECONDS = 2.0
 IDLE_SHARE = 0.02
-"""The share of one processor below which a sandbox counts as idle: shells and kernels at rest use a little."""
+"""Below this share of one processor, a sandbox counts as idle: shells and kernels at rest use a little."""
 IDLE_BYTES = 256
-"""The bytes that an idle sandbox reads and writes in a second, including those of probes."""
+"""Read and written in a second by an idle sandbox, including probes."""
 
 
 @dataclass(slots=True)
 class _SeenEngine:
     figures: object = None
-    """Those that change while it works."""
     changed_at: float = field(default_factory=time.perf_counter)
     """When the figures changed, or it was first seen."""
     load: BackendLoad | None = None
@@ -50,7 +49,6 @@ class EngineProbes:
         self._seen: dict[str, _SeenEngine] = {}
 
     async def look(self, backend_ids: Iterable[str]) -> None:
-        """Probe these engines, and forget all others."""
         self._seen = {one: self._seen.get(one) or _SeenEngine() for one in backend_ids}
         async with anyio.create_task_group() as tasks:
             for backend_id, seen in self._seen.items():
@@ -124,7 +122,6 @@ class SandboxProbes:
         self._read_at = 0.0
 
     async def look(self, sandboxes: Mapping[str, Sandbox]) -> None:
-        """Probe these sandboxes, and forget all others."""
         self._seen = {one: self._seen.get(one) or _SeenSandbox() for one in sandboxes}
         async with anyio.create_task_group() as tasks:
             for sandbox_id, sandbox in sandboxes.items():
@@ -182,7 +179,7 @@ class StoreProbe:
             self._asked_at = None
 
     def signs(self) -> Signs:
-        """It responds if it answers in time and can be written."""
+        """Return whether it answers in time and can be written."""
         waits = self._asked_at is not None and time.perf_counter() - self._asked_at > PROBE_SECONDS
         return Signs(responds=not (waits or self._failed or self._store.problem is not None))
 

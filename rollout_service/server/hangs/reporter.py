@@ -33,7 +33,6 @@ LINES = {
     HangVerdict.HELD: "rollouts are held",
 }
 _LEFT_OUT = {"subject", "usual", "detail", "stack"}
-"""Fields of a finding that its event leaves out."""
 
 
 class _HangEvent(NamedTuple):
@@ -50,7 +49,6 @@ class HangReporter:
         self._told_blocks: set[str] = set()
 
     def tell(self, kind: EventKind, finding: HangFinding) -> None:
-        """Report a finding that has begun, worsened or ended."""
         if finding.kind not in (RUN, WEIGHTS):  # whoever works on runs and engines logs their problems
             _log(kind, finding)
         self._record(kind, finding)

@@ -15,20 +15,19 @@ from api_schemas.views.hangs import HangVerdict, UsualTimes
 
 FACTOR = 4.0
 GONE_SECONDS = 8.0
-"""How long something that does not answer is waited for before the step is stuck."""
+"""How long something may not answer before the step that waits for it is stuck."""
 OVERRUN_SECONDS = 6.0
-"""How much longer than its own limit a command may take to end."""
+"""How much longer than its own limit a command may take."""
 IDLE_SECONDS = 10.0
-"""How long something may say that it is idle while a step waits for it."""
+"""How long something may be idle while a step waits for it."""
 REST_SECONDS = 30.0
-"""How long a grader without a history may be at rest before it is called idle."""
+"""How long a grader without a history may be at rest before it is idle."""
 LOOK_SECONDS = 2.0
-"""Seconds without progress after which the thing that a step waits for is probed."""
+"""Seconds without progress after which a probe begins."""
 
 HELD_KINDS = frozenset(
     {StepKind.PLACE, StepKind.WORKER, StepKind.HOST} | {StepKind.POOL_QUEUE, StepKind.PAUSED_POOL, StepKind.SUBAGENT}
 )
-"""Waits that are intended."""
 
 FLOORS = {
     StepKind.PLACE: 30.0,
@@ -49,7 +48,7 @@ FLOORS = {
     StepKind.SANDBOX_END: 15.0,
     StepKind.STORE: 5.0,
 }
-"""Seconds within which no wait of a kind is remarkable, however short it usually is."""
+"""Seconds within which no wait is remarkable, however short it usually is."""
 
 _CONCLUSIVE = frozenset({StepKind.ENGINE})
 """Kinds where standing still says more than the time: a working engine changes its report with every token."""
@@ -60,24 +59,18 @@ _SEEN_TO_WORK = frozenset({StepKind.ENGINE, StepKind.TOOL, StepKind.SESSION})
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """Signs of life of the thing that a step waits for."""
-
     responds: bool | None = None
     """None if it cannot be asked."""
     still_seconds: float | None = None
-    """For how long it has been seen to do nothing; None if that cannot be seen."""
+    """None if it cannot be seen."""
     is_idle: bool = False
-    """Whether it says so itself."""
 
 
 UNSEEN = Signs()
 
 
 def patience(kind: StepKind, usual: UsualTimes | None, limit: float | None) -> float:
-    """Return after how many seconds a wait is longer than it should be.
-
-    `limit` is that of the step or of its stage.
-    """
+    """Return the seconds after which a wait is too long; `limit` is that of the step or of its stage."""
     floor = FLOORS[kind]
     if usual is not None:
         return max(floor, FACTOR * usual.p99)

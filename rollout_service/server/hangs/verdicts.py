@@ -31,7 +31,7 @@ NAMED = frozenset({StepKind.TOOL, StepKind.SANDBOX_START, StepKind.SESSION, Step
 
 
 class StepClass(NamedTuple):
-    """Steps that can be compared with each other."""
+    """Comparable steps."""
 
     environment: str
     stage: Stage | None
@@ -81,7 +81,7 @@ class Verdicts:
         self._holders = Holders(context.stages, context.admission, context.subagent_slots, serving.pool)
 
     async def probe(self, suspects: list[StepWait], start_soon: Callable[..., object]) -> None:
-        """Probe the things that these wait for. A question to the store may outlast the call, in a task of its own."""
+        """Probe what these wait for. A question to the store may outlast the call, in a task of its own."""
         engines = {one.step.name for one in suspects if one.step.kind is StepKind.ENGINE}
         sandboxes = {one.sandbox.id: one.sandbox for one in suspects if one.sandbox is not None}
         async with anyio.create_task_group() as tasks:

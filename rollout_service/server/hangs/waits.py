@@ -19,7 +19,7 @@ from sandboxes import Sandbox
 
 _CONTAINERS = frozenset({StepKind.SETUP, StepKind.AGENT, StepKind.GRADER, StepKind.JUDGE})
 _IN_SANDBOX = frozenset({StepKind.SESSION, StepKind.SETUP, StepKind.AGENT, StepKind.ARTIFACTS, StepKind.GRADER})
-"""Kinds of steps that the attempt's sandbox works on; tools say themselves whether they use it."""
+"""The attempt's sandbox works on these; tools say themselves whether they use it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +34,6 @@ class StepWait:
 
     @property
     def quiet(self) -> float:
-        """How long ago it made progress, or began."""
         moved = max(self.step.started, self.step.moved or 0.0)
         if self._contains:
             moved = max(moved, self.activity.moved or 0.0)
@@ -49,7 +48,6 @@ class StepWait:
 
     @property
     def sandbox(self) -> Sandbox | None:
-        """The sandbox that works on it, if known."""
         if self.step.sandbox is None and self.step.kind in _IN_SANDBOX:
             return self.activity.sandbox
         return self.step.sandbox
@@ -64,7 +62,7 @@ def waits_of(activities: Iterable[Activity], now: float) -> Iterator[StepWait]:
 
 
 def oldest_of_stages(waits: Iterable[StepWait]) -> list[StageWait]:
-    """Return the wait of each stage that has been without progress for longest, in the order of the stages."""
+    """Return the wait of each stage that has been without progress for longest."""
     oldest: dict[Stage, StepWait] = {}
     for wait in waits:
         stage = wait.step.stage

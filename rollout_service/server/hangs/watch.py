@@ -67,7 +67,7 @@ class HangWatch:
         *,
         troubled_runs: Callable[[], Iterable[RunRecord]],
     ) -> None:
-        """Learn from the steps of the context's attempts from now on; look at nothing before `running`."""
+        """Learn from steps from now on; look at nothing before `running`."""
         self._node = node
         self._board = context.activities
         self._state_dir = state_dir
@@ -96,7 +96,6 @@ class HangWatch:
 
     @property
     def loop_lag(self) -> float:
-        """The greatest delay of the event loop within the last ten seconds."""
         return 0.0 if self._heartbeat is None else self._heartbeat.lag
 
     def findings(self, *, stacks: bool = False) -> list[HangFinding]:
@@ -115,7 +114,7 @@ class HangWatch:
         )
 
     def activity(self, rollout_id: str) -> RolloutActivity | None:
-        """Return the current steps of a rollout; None if it is not under way at this node."""
+        """Return the rollout's current steps; None if it is not under way at this node."""
         activity = self._board.find(rollout_id)
         if activity is None:
             return None
@@ -133,7 +132,7 @@ class HangWatch:
         )
 
     def _rollout_of(self, task: object) -> str | None:
-        """Called by the heartbeat's thread while the loop is blocked."""
+        """Find the rollout of a task; the heartbeat's thread asks while the loop is blocked."""
         for activity in self._board.all():
             if activity.task is task or any(step.task is task for step in tuple(activity.open)):
                 return activity.rollout_id
@@ -174,7 +173,7 @@ class HangWatch:
 
 @contextmanager
 def dumping_stacks(path: Path) -> Iterator[None]:
-    """In the block, have Python itself write the stacks of all threads to a file at SIGUSR1.
+    """Have Python write the stacks of all threads to a file at SIGUSR1, in the block.
 
     Another handler of that signal stays, and nothing is done outside of the main thread.
     """

@@ -100,7 +100,7 @@ async def _open_serving(stack: AsyncExitStack, foundation: Foundation) -> Policy
 
 
 def _make_pools(settings: Settings, metrics: Metrics, exclusive: Exclusive | None = None) -> Pools:
-    """`exclusive` is for engines that other services command too."""
+    """Make pools without engines; `exclusive` is for engines that other services command too."""
     options = PoolOptions(hold_seconds=settings.hold_seconds)
     options_of = {name: replace(options, **pool.model_dump()) for name, pool in settings.pools.items()}
     pools = Pools(options, options_of=options_of, exclusive=exclusive)

@@ -42,7 +42,6 @@ class Foundation:
     state_dir: Path
     metrics: Metrics
     owner: str
-    """The identity of this service, which holds its leases."""
     store: Store
     environments: EnvironmentRegistry
     node: Node
@@ -95,7 +94,6 @@ def _claiming_less_ahead(settings: Settings) -> Settings:
 
 
 async def _load_environments(settings: Settings) -> EnvironmentRegistry:
-    """Load all environments, and log those that cannot be used."""
     environments = await anyio.to_thread.run_sync(
         partial(EnvironmentRegistry.load, settings.environments, harbor=settings.harbor)
     )
@@ -122,7 +120,7 @@ async def _open_node(stack: AsyncExitStack, settings: Settings, state_dir: Path,
 
 
 async def _sweep(provider: SandboxProvider) -> None:
-    """Remove the remains of a crash; log those that cannot be removed, and start all the same."""
+    """Remove the remains of a crash, as far as possible."""
     swept = await provider.sweep()
     log.info("swept what was left", sandboxes=swept.sandboxes, processes=swept.processes)
     for failure in swept.failures:
@@ -183,7 +181,7 @@ async def _opened_redis(settings: StoreSettings, owner: str) -> AsyncIterator[St
 
 
 JUMP_SECONDS = 1.0
-"""The difference from which the host's clock has jumped; time servers slew smaller ones."""
+"""From this difference on the host's clock has jumped; time servers slew smaller ones."""
 LOOK_SECONDS = 1.0
 HINT = "Set the clock right, for example with a time server, and then restart the service, so that its times are right."
 
@@ -205,7 +203,7 @@ class ServiceClock:
         self._steady = steady
         self._offset = host() - steady()
         self._ahead = 0.0
-        """By how many seconds the host's clock was ahead of this one at the last look; negative if it was behind."""
+        """Seconds that the host's clock was ahead at the last look; negative if behind."""
 
     def __call__(self) -> float:
         return self._offset + self._steady()

@@ -36,12 +36,12 @@ class ClusterMember:
     claims: ClaimRules
     pipeline: Pipeline
     managers: Sequence[RunManager]
-    """Those of the runs of each shard."""
+    """One for each shard."""
     stages: Stages
     board: ActivityBoard
 
     def manager_of(self, run_id: str) -> RunManager:
-        """The run may be yet to be created."""
+        """Return the manager of a run, which may be yet to be created."""
         return self.managers[self.store.shard_of(run_id)]
 
     def membership(self) -> Membership:

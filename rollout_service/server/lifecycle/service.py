@@ -81,7 +81,7 @@ class Service:
     shutdown: Shutdown
 
     async def submit(self, request: RolloutRequest) -> Rollout:
-        """Check a request and store it durably.
+        """Check and store a request durably.
 
         Raises:
             InvalidFieldError: A field cannot be used.
@@ -114,8 +114,7 @@ class Service:
             raise InvalidFieldError([FieldError(path=field, message=str(error))], hint=error.hint) from error
 
     async def _check_task(self, task: Task) -> Environment | None:
-        """Check a task, and return its environment; None if only other nodes have it, since the node that takes it
-        checks it."""
+        """Return the task's environment; None if only other nodes have it, which then check it."""
         if task.environment not in self.environments and self.suitability.runs_elsewhere(task.environment):
             return None
         environment = await check_environment_here(
@@ -159,7 +158,7 @@ class Service:
         return tree
 
     async def wait(self, rollout_id: str, seconds: float) -> Rollout | None:
-        """Return the whole result once the rollout has ended; None if that takes longer.
+        """Return the whole result; None if the rollout does not end in time.
 
         Raises:
             ShuttingDownError: The shutdown began first.
@@ -229,7 +228,7 @@ class Service:
         ]
 
     def _failing_shards(self) -> list[str]:
-        """Return a sentence for each failing shard of the store; none if all fail, since that is a reason."""
+        """Return a sentence per failing shard; none if all fail, which is a reason."""
         failing, shards = self.store.failing, len(self.store.shards)
         if len(failing) == shards:
             return []
@@ -239,7 +238,7 @@ class Service:
         ]
 
     def _default_pool(self) -> list[str]:
-        """Return a sentence if the default pool is out of service; none without any pool, since that is a reason."""
+        """Return a sentence if the default pool is out of service; no pool at all is a reason."""
         in_service, _ = self.serving.in_service()
         if not in_service or DEFAULT_POOL in in_service:
             return []
@@ -249,7 +248,7 @@ class Service:
         ]
 
     def _waiting_for_subagents(self) -> list[str]:
-        """Return a sentence for each pool of sub-agents that was served, or will be, and is out of service."""
+        """Return a sentence per pool of sub-agents that was served, or will be, and is out of service."""
         in_service, _ = self.serving.in_service()
         waiting: dict[str, list[str]] = {}
         for name, pool in subagent_pools(self.environments.list()).items():
@@ -262,7 +261,7 @@ class Service:
         ]
 
     def unready(self) -> list[str]:
-        """Return the reasons why the service cannot take work, each with a remedy; empty if it can."""
+        """Return why the service cannot take work, with remedies; empty if it can."""
         reasons = [f"the service is shutting down: {self.shutdown.reason}"] if self.shutdown.begun else []
         pools, _ = self.serving.in_service()  # without those whose chat format is still being loaded
         views = self.serving.views()

@@ -245,7 +245,7 @@ log = structlog.get_logger(__name__)
 
 
 async def make_member(foundation: Foundation, serving: PolicyServing, context: AttemptContext) -> ClusterMember:
-    """Make this node's member of its cluster, with a pipeline and run managers that have not begun.
+    """Make this node's member, with a pipeline and run managers that have not begun.
 
     Raises:
         ConfigurationError: The settings name a filter that cannot be used.
@@ -268,7 +268,6 @@ async def make_member(foundation: Foundation, serving: PolicyServing, context: A
 
 
 async def _make_run_managers(foundation: Foundation, serving: PolicyServing) -> Sequence[RunManager]:
-    """Make the run manager of each shard; log filters that cannot be used."""
     filters = await anyio.to_thread.run_sync(FilterRegistry.load)
     for name, problem in filters.problems.items():
         log.error("a filter cannot be used", name=name, error=str(problem), hint=problem.hint)

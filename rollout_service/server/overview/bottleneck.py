@@ -21,11 +21,11 @@ from api_schemas.views.overview import BackendOverview, Bottleneck, BottleneckKi
 from rollout_service.server.hangs.problems import RUN
 
 WINDOW_SECONDS = 10.0
-"""Numbers are averaged over this time, if overviews are made all the time."""
+"""Averages are over this time, if overviews are made all the time."""
 FULL = 0.9
-"""From this share of busy workers on, a stage is full."""
+"""The share of busy workers from which a stage is full."""
 MOST = 0.5
-"""From this share of a stage's rollouts on, they are most of them."""
+"""The share of rollouts that is most of them."""
 
 _ENGINES = frozenset({StepKind.ENGINE, StepKind.POOL_QUEUE})
 _TOOLS = frozenset({StepKind.TOOL, StepKind.SESSION})
@@ -33,7 +33,7 @@ _TOOLS = frozenset({StepKind.TOOL, StepKind.SESSION})
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """Averages of a stage over the last looks."""
+    """Averages over the last looks."""
 
     stage: Stage
     working: float
@@ -46,7 +46,7 @@ class StageLoad:
         return self.working >= FULL * self.workers
 
     def share(self, kinds: Iterable[StepKind]) -> float:
-        """Return the share of the rollouts with a worker that wait for any of these."""
+        """Return the share of working rollouts that wait for any of these."""
         return sum(self.waits_for.get(kind, 0.0) for kind in kinds) / self.working if self.working else 0.0
 
 
@@ -57,7 +57,6 @@ class StageLoads:
         self._looks: deque[tuple[float, Sequence[StageOverview]]] = deque()
 
     def add(self, now: float, stages: Sequence[StageOverview]) -> dict[Stage, StageLoad]:
-        """Add the stages at a reading of a clock, and return the averages."""
         self._looks.append((now, stages))
         while self._looks[0][0] < now - WINDOW_SECONDS:
             self._looks.popleft()
@@ -66,7 +65,7 @@ class StageLoads:
 
 
 def bottleneck(overview: Overview, loads: dict[Stage, StageLoad]) -> Bottleneck | None:
-    """Return the limit of the throughput; None if nothing is to do, or something else has to be fixed first."""
+    """Return the limit of the throughput; None if nothing is to do, or something else comes first."""
     init, rollout, evaluate = (loads[stage] for stage in Stage)
     if any(one.verdict is HangVerdict.STUCK and one.kind != RUN for one in overview.findings):
         return None

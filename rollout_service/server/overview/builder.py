@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 STORE_SECONDS = 1.0
-"""How long the store may take before its last answer is shown instead."""
+"""If the store takes longer, its last answer is shown."""
 MAX_RUNS = 20
 REMEMBERED_EVENTS = 2_000
-"""The most events that are read at the start, for the outcomes of the last five minutes."""
+"""The most events read at the start, for the outcomes of the last five minutes."""
 REMEMBERED_ERRORS = 40
-"""The most failed rollouts that are read for them."""
+"""The most failed rollouts read for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class OverviewBuilder:
     open_sessions: Callable[[], int]
     hangs: HangWatch
     readiness: Service | None = None
-    """The service itself, once it is open."""
+    """Set once the service is open."""
     figures: BackendFigures = field(default_factory=BackendFigures)
     outcomes: Outcomes = field(default_factory=Outcomes)
     _loads: StageLoads = field(default_factory=StageLoads)
@@ -176,7 +176,6 @@ class Frame:
     number: int
     overview: Overview
     event: bytes
-    """A server-sent event."""
 
 
 class OverviewFeed:
@@ -190,14 +189,13 @@ class OverviewFeed:
         self._made_at = 0.0
 
     async def latest(self) -> Frame:
-        """Return an overview that is at most a second old."""
         async with self._lock:
             if self._newest is None or self._clock() - self._made_at >= PERIOD_SECONDS:
                 return await self._make()
             return self._newest
 
     async def after(self, number: int) -> Frame:
-        """Return the next overview after this number, a second after it at the earliest."""
+        """Return the next overview, a second after this one at the earliest."""
         while self._newest is not None and self._newest.number <= number:
             await anyio.sleep(max(0.0, self._made_at + PERIOD_SECONDS - self._clock()))
             await self.latest()

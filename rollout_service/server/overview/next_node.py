@@ -22,11 +22,9 @@ _NOT_NODES: Mapping[BottleneckKind, str] = {
     BottleneckKind.TRAINER: "the trainer takes no batches",
     BottleneckKind.ORDERS: "the nodes have room, and nothing is queued",
 }
-"""Limits that another node would not change, and why."""
 
 
 def next_node(overview: Overview, limit: Bottleneck | None) -> NextNode:
-    """`limit` is the limit of the throughput."""
     if limit is not None and limit.kind in _NOT_NODES:
         return _nothing(f"{_NOT_NODES[limit.kind]}.")
     queued = overview.counts.get(RolloutState.QUEUED, 0)
@@ -71,7 +69,7 @@ def _workers(node: NodeView, stage: Stage) -> int:
 
 
 def _unexplained(overview: Overview) -> str:
-    """Return why another node would bring nothing although rollouts are queued and no limit is known."""
+    """Explain why another node would bring nothing although rollouts are queued."""
     if overview.reasons:
         return f"no rollout can begin: {overview.reasons[0]}"
     stuck = [one.message for one in overview.findings if one.verdict is HangVerdict.STUCK]

@@ -53,7 +53,7 @@ class Outcomes:
             self.note_failure(datetime.now(UTC), rollout)
 
     def note(self, at: datetime, outcome: str) -> None:
-        """Count an outcome. Calls are in order of `at`, give or take a second."""
+        """Count an outcome; calls are in order of `at`, give or take a second."""
         number = int(at.timestamp())
         if not self._seconds or self._seconds[-1].number < number:
             self._seconds.append(_EndedSecond(number))
@@ -64,16 +64,16 @@ class Outcomes:
             self._failures.append(_FailedRollout(at, rollout.rollout_id, rollout.task.environment, rollout.error))
 
     def counts(self, now: datetime) -> dict[str, int]:
-        """Return how many ended within the last five minutes, by outcome."""
+        """Return how many ended within the window, by outcome."""
         return dict(self._within(now, WINDOW_SECONDS).most_common())
 
     def per_second(self, now: datetime) -> float:
-        """Return the rate of ends over the last 30 seconds."""
+        """Return the rate over the last `RATE_SECONDS`."""
         window = max(1.0, min(float(RATE_SECONDS), (now - self._began).total_seconds()))
         return round(self._within(now, RATE_SECONDS).total() / window, 3)
 
     def errors(self, now: datetime) -> list[ErrorGroup]:
-        """Return the failures of the last five minutes in groups, the largest first."""
+        """Return the failures of the window in groups, the largest first."""
         groups: dict[tuple[str, ...], list[_FailedRollout]] = {}
         for one in self._recent(now):
             key = (one.error.code, one.error.boundary, one.error.stage or "", one.environment)
@@ -82,7 +82,6 @@ class Outcomes:
         return [_group(failures) for failures in largest]
 
     def _recent(self, now: datetime) -> Iterator[_FailedRollout]:
-        """Yield the failures of the window, the newest first."""
         since = now - timedelta(seconds=WINDOW_SECONDS)
         for one in reversed(self._failures):
             if one.at < since:
@@ -107,7 +106,6 @@ def outcome_of(rollout: Rollout) -> str:
 
 
 def success_share(counts: dict[str, int]) -> float | None:
-    """Return the share of completed rollouts; None if none ended."""
     total = sum(counts.values())
     return round(counts.get(RolloutState.COMPLETED, 0) / total, 4) if total else None
 
@@ -129,7 +127,6 @@ def _group(failures: list[_FailedRollout]) -> ErrorGroup:
 
 BACKEND_SECONDS = 60
 TIMES_PER_SECOND = 64
-"""The most times of one second that count in the median."""
 
 
 @dataclass(slots=True)
@@ -155,7 +152,6 @@ class BackendFigures(StepObserver):
         self._seconds: dict[str, deque[_EngineSecond]] = {}
 
     def closed(self, activity: Activity, step: OpenStep) -> None:  # noqa: ARG002 - all attempts are summed
-        """Note an engine's request that has ended, unless it failed."""
         if step.kind is not StepKind.ENGINE or step.error is not None or step.ended is None:
             return
         now = self._second(step.name, int(step.ended))

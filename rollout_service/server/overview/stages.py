@@ -23,7 +23,7 @@ def stage_overviews(stages: Stages, board: ActivityBoard) -> list[StageOverview]
 
 
 def stages_of_all(nodes: Iterable[NodeView]) -> list[StageOverview]:
-    """Add up the stages of several nodes; empty if no node reports any."""
+    """Add up the stages of several nodes; empty if none reports any."""
     reported = [node.stages for node in nodes if node.stages]
     return [_sum(same_stage) for same_stage in zip(*reported, strict=True)]
 

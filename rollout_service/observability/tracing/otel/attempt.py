@@ -22,7 +22,7 @@ from rollout_service.engines.contract import GenerateRequest, Generation
 from rollout_service.observability.tracing.otel import conventions as names
 
 SHORTEST_WAIT = 0.001
-"""The seconds from which a wait becomes a span."""
+"""From this many seconds on, a wait becomes a span."""
 _SAMPLED_BY_AGENT = frozenset(
     {StepKind.ENGINE, StepKind.TOOL, StepKind.POOL_QUEUE, StepKind.PAUSED_POOL, StepKind.AGENT}
 )
@@ -102,7 +102,6 @@ class AttemptTrace:
         span.end(self._time(ended))
 
     def finish(self, ended: float) -> None:
-        """End all spans, and record how the attempt ended."""
         if self.is_recording:
             for span in self._steps.values():
                 span.end(self._time(ended))
@@ -120,7 +119,7 @@ class AttemptTrace:
     # -- stages and agents ---------------------------------------------------------
 
     def _enter_stage(self, step: OpenStep) -> None:
-        """A stage begins with its first step, which is always the wait for a place."""
+        """Begin a stage with its first step, which is always the wait for a place."""
         now = self._stage
         if step.stage is None or (now is not None and now.stage is step.stage and step.kind is not StepKind.PLACE):
             return
@@ -159,7 +158,6 @@ class AttemptTrace:
         return self._begin_agent(stage, step).span if step.kind in _SAMPLED_BY_AGENT else stage.span
 
     def _around(self, step: OpenStep, lane: str) -> Span | None:
-        """Return the span of the innermost other open step of a lane."""
         for other in reversed(self._activity.open):
             if other is not step and other.lane == lane and other in self._steps:
                 return self._steps[other]

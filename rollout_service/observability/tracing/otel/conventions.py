@@ -18,7 +18,7 @@ from api_schemas.rollouts.steps import StepKind
 OPERATION: Final = "gen_ai.operation.name"
 CHAT, EXECUTE_TOOL, INVOKE_AGENT = "chat", "execute_tool", "invoke_agent"
 PROVIDER: Final = "gen_ai.provider.name"
-"""The kind of engine: no value is registered for SGLang and vLLM, and other values are allowed."""
+"""The kind of engine: no value is registered for SGLang and vLLM, and others are allowed."""
 AGENT_NAME: Final = "gen_ai.agent.name"
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
 REQUEST_MODEL: Final = "gen_ai.request.model"
@@ -94,7 +94,6 @@ WORK: Final = {
     StepKind.JUDGE: "judge",
     StepKind.AGENT: "agent program",
 }
-"""The name of the subject follows."""
 
 
 def trace_id_of(rollout_id: str) -> int:

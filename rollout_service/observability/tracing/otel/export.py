@@ -26,7 +26,6 @@ from rollout_service import __version__
 from rollout_service.observability.tracing.otel.conventions import RolloutIds
 
 FLUSH_SECONDS = 1.0
-"""How long a shutdown may send the spans that wait."""
 _QUEUE: Final = "OTEL_BSP_MAX_QUEUE_SIZE"
 _QUEUE_SIZE = 2_048
 
@@ -43,7 +42,7 @@ class SpanCounts:
         self._waiting = 0
 
     def ended(self) -> None:
-        """Count a span that enters the queue, and the one that leaves a full queue for it."""
+        """Count a span that enters the queue, and the one that it displaces."""
         with self._lock:
             self._waiting += 1
             if self._waiting <= self._queue_size:
@@ -79,7 +78,7 @@ class CountingExporter(SpanExporter):
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Spans do not wait here."""
+        """Do nothing: spans do not wait here."""
         del timeout_millis
         return True
 
@@ -96,8 +95,6 @@ class CountingProcessor(BatchSpanProcessor):
 
 
 class Exporter:
-    """A tracer provider, and the thread that sends its spans."""
-
     def __init__(
         self,
         registry: CollectorRegistry,
@@ -122,7 +119,7 @@ class Exporter:
         self.provider.add_span_processor(CountingProcessor(counting, self.counts, size))
 
     async def close(self) -> None:
-        """Send the waiting spans, within `FLUSH_SECONDS`; then give up."""
+        """Send the waiting spans for at most `FLUSH_SECONDS`."""
         done, loop = anyio.Event(), asyncio.get_running_loop()
 
         def flush() -> None:
@@ -137,7 +134,7 @@ class Exporter:
 
 
 def queue_size(environ: Mapping[str, str]) -> int:
-    """Return how many spans may wait, from the batch processor's own variable.
+    """Return how many spans may wait, by the batch processor's own variable.
 
     Raises:
         ValueError: It is not a positive number.

@@ -25,7 +25,7 @@ from rollout_service.observability.tracing.otel.attempt import AttemptTrace
 from rollout_service.observability.tracing.otel.conventions import RolloutIds, trace_id_of
 
 REMEMBERED_ATTEMPTS = 10_000
-"""The most rollouts whose last attempt is remembered, for the link from the next."""
+"""Rollouts whose last attempt is remembered, for the link from the next."""
 BACKENDS_SECONDS = 10.0
 
 _W3C = TraceContextTextMapPropagator()
@@ -91,7 +91,7 @@ class BackendCache:
         self._listed = -BACKENDS_SECONDS
 
     def find(self, backend_id: str) -> BackendView | None:
-        """Return an engine as it was some seconds ago; None if there was none with this id."""
+        """Return an engine as it was some seconds ago."""
         now = time.monotonic()
         if now - self._listed > BACKENDS_SECONDS or backend_id not in self._known:
             self._known = {view.backend_id: view for view in self._backends()}
@@ -100,7 +100,6 @@ class BackendCache:
 
 
 def _run_of(activity: Activity) -> tuple[str, int] | None:
-    """Return the run and the group of a rollout; None if it was submitted by itself."""
     if activity.run_id is not None and activity.group is not None:
         return activity.run_id, activity.group
     try:

@@ -52,7 +52,7 @@ class EngineCalls:
         self._count_tokens(events)
 
     def _count_tokens(self, events: TraceEvents) -> None:
-        """Add the counter of sampled tokens, each call's spread evenly over its time."""
+        """Spread the tokens of each call evenly over its time."""
         if not len(self):
             return
         first = min(self._starts)
@@ -82,7 +82,6 @@ class _Slots:
         self._free: list[int] = []
 
     def take(self, start: int, end: int) -> int:
-        """Return the thread of the first free slot."""
         while self._busy and self._busy[0][0] <= start:
             heappush(self._free, heappop(self._busy)[1])
         slot = heappop(self._free) if self._free else self._new()
@@ -105,14 +104,14 @@ class WeightUpdates:
 
     def __init__(self) -> None:
         self._sampled: dict[str, dict[int, int]] = {}
-        """By pool and version, when the first call that sampled tokens of it began."""
+        """By pool and version, when the first call that sampled it began."""
 
     def sampled(self, engine: str, version: int, at: int) -> None:
         versions = self._sampled.setdefault(engine.partition("@")[0], {})
         versions[version] = min(at, versions.get(version, at))
 
     def write(self, events: TraceEvents, told: Iterable[Event], *, began: float, within: tuple[int, int]) -> None:
-        """Add the updates of these pools; those of events only if they were within an interval of the time line."""
+        """Add the updates of these pools; those of events only within an interval of the time line."""
         by_pool: dict[str, list[Event]] = {}
         for event in told:
             by_pool.setdefault(event.subject, []).append(event)
@@ -133,7 +132,7 @@ class WeightUpdates:
 
 
 def _slices(updates: Iterable[Event], began: float) -> Iterator[tuple[int, int, Event]]:
-    """Yield the updates of one pool with their beginnings and ends, without overlaps from rounded times."""
+    """Yield beginnings and ends, without overlaps from rounded times."""
     reached = round(-began * 1e6)  # 1970
     for event in updates:
         end = max(round((event.time.timestamp() - began) * 1e6), reached)

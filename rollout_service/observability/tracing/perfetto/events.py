@@ -13,10 +13,8 @@ from pydantic import JsonValue
 from pydantic_core import to_json
 
 ROLLOUTS, ENGINES, SANDBOXES = 1, 2, 3
-"""The processes of a trace."""
 FIRST_THREAD = 1_000
 FLUSH_EVENTS = 2_000
-"""How many events are joined to one piece."""
 
 Write = Callable[[bytes], object]
 
@@ -62,7 +60,7 @@ class TraceEvents:
         arrow: int | None = None,
         arrow_ends: bool = False,
     ) -> None:
-        """Add something that took time; events within it in the same thread come later.
+        """Add something that took time; events inside it come later.
 
         `arrow` is the number of an arrow that begins here, or ends here if `arrow_ends`.
         """
@@ -75,12 +73,11 @@ class TraceEvents:
         self._add(f'{{"ph":"i","s":"t","pid":{pid},"tid":{tid},"ts":{at},"name":{quoted(name)}}}')
 
     def counter(self, pid: int, at: int, name: str, series: str, value: float) -> None:
-        """Add a counter's value from a moment on. It is shown by both names, one after the other."""
+        """Add a value that holds from now on; both names are shown."""
         said = f'"args":{{{quoted(series)}:{value:g}}}'
         self._add(f'{{"ph":"C","pid":{pid},"ts":{at},"name":{quoted(name)},{said}}}')
 
     def end(self) -> None:
-        """Write the rest, and the end of the document."""
         self._flush()
         self._write(b"]}\n")
 

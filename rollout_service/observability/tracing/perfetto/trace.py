@@ -33,11 +33,11 @@ from rollout_service.observability.tracing.perfetto.events import (
 )
 
 SHORTEST_WAIT = 100
-"""Waits shorter than this many microseconds are left out: the thing waited for was free."""
+"""Shorter waits, in microseconds, are left out: the thing waited for was free."""
 _WAITS = frozenset({StepKind.PLACE, StepKind.WORKER, StepKind.HOST, StepKind.STORE, StepKind.POOL_QUEUE})
 _EXTRAS_PER_LANE = 1_000
 REQUEST_CHARS = 8
-"""How much of a request's id is shown: enough to find it in the engine's log."""
+"""Enough of a request's id to find it in the engine's log."""
 COMMAND_CHARS = 80
 _ENGINE_ARGS = {
     "prompt_tokens": "prompt",
@@ -48,7 +48,6 @@ _ENGINE_ARGS = {
     "error": "error",
 }
 _LEFT_OUT = frozenset({"call", "sandbox", "turn", "segment"})
-"""Keys of details that other slices of the trace show."""
 _NAMES = {
     StepKind.PLACE: "wait: place",
     StepKind.WORKER: "wait: worker",
@@ -91,7 +90,7 @@ class RolloutTrace:
             self._add_attempt(f"{rollout.rollout_id}{more}", attempt)
 
     def end(self, updates: Iterable[Event] = ()) -> None:
-        """Add the engines, the updates of their weights from events, and the counters, and end the file."""
+        """Add engines, updates of their weights from events, and counters, and end the file."""
         self._calls.write(self._events)
         if self._spans:
             within = min(start for start, _ in self._spans), max(end for _, end in self._spans)
@@ -108,7 +107,6 @@ class RolloutTrace:
         _AttemptSlices(self, lane, start, end, attempt).add(name)
 
     def thread(self, lane: int, extra: int) -> int:
-        """Return a thread of a rollout's lane: the main one, or one for steps at the same time."""
         name = f"lane {lane + 1}" if not extra else f"lane {lane + 1}, beside {extra}"
         return self._thread(ROLLOUTS, name, lane * _EXTRAS_PER_LANE + extra)
 
@@ -193,7 +191,6 @@ class _AttemptSlices:
         return lanes
 
     def _stages(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the stages with their beginnings and ends."""
         stages = self._attempt.stages
         for number, (stage, at) in enumerate(stages):
             end = self._start + stages[number + 1][1] if number + 1 < len(stages) else self._end
@@ -204,7 +201,7 @@ class _AttemptSlices:
             self._trace.slice(tid, *fitting, stage)
 
     def _add_beside(self, lane: str, numbers: Sequence[int]) -> None:
-        """Add the steps of a lane to a thread that is free meanwhile; a slice around them groups several."""
+        """Add the steps of a lane to a free thread; a slice around them groups several."""
         times = [self._times(number) for number in numbers]
         start, end = times[0][0], max(end for _, end in times)
         extra = next((n for n, last in enumerate(self._extra_ends) if last <= start), len(self._extra_ends))
@@ -276,7 +273,7 @@ class Lanes:
         """By lane, its intervals in order."""
 
     def take(self, start: int, end: int) -> int:
-        """Take a lane that is free for this interval, and return its number."""
+        """Occupy a free lane, and return its number."""
         for number, last in enumerate(self._ends):
             if last <= start:
                 self._taken[number].append((start, end))

@@ -38,7 +38,6 @@ MAX_FILTERS = 100
 POSITION = r"^([0-9]{1,16}|-)(\.([0-9]{1,16}|-)){0,15}$"
 """The id of the last event that a reader has seen of each shard of the store; `-` for one that was away."""
 UNKNOWN = -1
-"""The position in a shard that is away."""
 PING_SECONDS = 15.0
 """How often an idle stream says something, because readers give up on a silent one."""
 PAUSE_SECONDS = 0.05
@@ -93,7 +92,6 @@ async def stream_events(
 
 
 async def _past_events(service: Service, wanted: EventSelection, seen: list[int]) -> AsyncIterator[bytes]:
-    """Yield this position, the events after it so far, and the newest position."""
     yield _position(seen)
     newest = await _newest_of_all(service)
     seen = [end if there == UNKNOWN else there for there, end in zip(seen, newest, strict=True)]
@@ -131,7 +129,7 @@ async def _events(service: Service, wanted: EventSelection, seen: list[int]) -> 
 
 
 async def _frames(service: Service, wanted: EventSelection, seen: list[int], newest: Mapping[int, int]) -> bytes:
-    """Return some wanted events after `seen`, and advance `seen` past them."""
+    """Return some wanted events after `seen`, and advance it."""
     found = [
         [(number, event) for event in await service.event_tails[number].after(seen[number], end)]
         for number, end in newest.items()
@@ -163,7 +161,6 @@ def _parse(service: Service, position: str) -> list[int]:
 
 
 async def _newest_of_all(service: Service) -> list[int]:
-    """Return the newest event of each shard; UNKNOWN for one that is away while others are not."""
     failing = service.store.failing
     return [
         UNKNOWN if number in failing else await shard.last_event() for number, shard in enumerate(service.store.shards)

@@ -81,7 +81,6 @@ HARMLESS |= {"strict_loop_detector", "ensure_thinking_end_properly"}
 
 @lru_cache(maxsize=64)
 def _note_ignored(names: tuple[str, ...]) -> None:
-    """Warn once for each set of names."""
     log.warning("a trainer sends sampling parameters that have no effect here", ignored=names)
 
 

@@ -24,7 +24,7 @@ router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
 
 COMPRESSED_FROM_BYTES = 4_096
 FASTEST = 1
-"""The level of compression; the others take several times as long for a tenth less."""
+"""The other levels take several times as long for a tenth less."""
 FILE_HEADERS = {
     "Content-Security-Policy": "sandbox",  # if a browser shows it after all: no script, not our origin
     "X-Content-Type-Options": "nosniff",
@@ -83,7 +83,6 @@ async def get_page(service: ServiceDep, http: Request, rollout_id: RolloutId) ->
 
 
 async def _compressed(http: Request, make: Callable[[], bytes], media_type: str = "application/json") -> Response:
-    """Compress the bytes that `make` returns if they are large and the client accepts that."""
     accepts = any(
         coding.strip().partition(";")[0] == "gzip" and "q=0" not in coding.replace(" ", "").split(";")[1:]
         for coding in http.headers.get("accept-encoding", "").lower().split(",")

@@ -122,7 +122,7 @@ def _ends_properly(trajectory: Trajectory) -> bool:
 
 
 def _messages(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the conversation up to its last turn, with the ids of the agent's own last segment."""
+    """Return the conversation up to its last turn, with the ids of the agent's last segment."""
     segments = [each for each in trajectory.segments if each.role is SegmentRole.MAIN and any(each.loss_mask)]
     if not segments:
         return []
@@ -158,7 +158,7 @@ def _prompt(messages: list[Message], ids: list[int]) -> list[dict[str, Any]]:
 
 
 def _message(message: Message, ids: list[int]) -> dict[str, Any]:
-    """Convert a message: reasoning becomes part of its content, and malformed calls are left out."""
+    """Add reasoning to the content, and leave out malformed calls."""
     thought = "" if message.reasoning is None else f"<think>\n{message.reasoning}\n</think>\n\n"
     form: dict[str, Any] = {"role": message.role, "content": thought + message.content, "token_ids": ids}
     form |= {"input_ids": None, "logprobs": None}

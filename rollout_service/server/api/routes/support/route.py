@@ -30,7 +30,6 @@ from rollout_service.http.problems import MEDIA_TYPE
 from rollout_service.server.lifecycle import Service
 
 INLINE_BYTES = 64 * 1024
-"""Larger bodies are parsed in a thread."""
 MAX_CONTAINERS = 250_000
 """The most lists and objects in a body; each takes up to a hundred times its two brackets."""
 PROBLEM_SCHEMA = "#/components/schemas/Problem"
@@ -48,7 +47,7 @@ ServiceDep = Annotated[Service, Depends(get_service)]
 
 
 def role_of(request: Request) -> Role:
-    """A server without keys lets everyone do everything."""
+    """Return the role of the request's key; without keys, everyone may do everything."""
     role: Role = request.scope.get("state", {}).get("role", Role.ADMIN)
     return role
 
@@ -106,7 +105,7 @@ def _query_names(dependant: Dependant) -> set[str]:
 
 
 def _names(alias: str, annotation: object) -> Iterable[str]:
-    """Return the parameters of a query parameter: several if it is a model."""
+    """Return the names of a query parameter: several if it is a model."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [info.alias or name for name, info in annotation.model_fields.items()]
     return [alias]
@@ -131,13 +130,12 @@ def raises(*errors: type[ServiceError]) -> Responses:
 
 
 def extra_response(status: HTTPStatus, model: type[BaseModel] | None, description: str) -> Responses:
-    """Declare a further status; without a model the response has no body."""
     body = {} if model is None else {"model": model}
     return {int(status): {"description": description, **body}}
 
 
 def media_response(media_type: str, description: str, *, schema: dict[str, Any] | None = None) -> Responses:
-    """Declare a media type other than JSON; without a schema it is binary."""
+    """Declare a media type other than JSON; binary without a schema."""
     content = {media_type: {"schema": BINARY if schema is None else schema}}
     return {int(HTTPStatus.OK): {"description": description, "content": content}}
 

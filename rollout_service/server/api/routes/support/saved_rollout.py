@@ -80,7 +80,7 @@ def _trajectory(path: str, trajectory: Trajectory, outline: TrajectoryOutline, t
 
 
 async def _row(service: Service, rollout: Rollout) -> SummaryPage:
-    """Return the list with this rollout alone. Lists are by times, to the millisecond."""
+    """Return the list with this rollout alone, by its time, which lists have to the millisecond."""
     created = rollout.created_at
     beside = timedelta(milliseconds=2)
     which = SummaryFilter(text=rollout.rollout_id, since=created - beside, until=created + beside)

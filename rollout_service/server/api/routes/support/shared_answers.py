@@ -30,19 +30,15 @@ Make = Callable[[], Awaitable[Response]]
 @dataclass(slots=True)
 class _LastAnswer:
     turn: anyio.Lock = field(default_factory=anyio.Lock)
-    """Held while the answer is made."""
     response: Response | None = None
     asked_at: float = 0.0
 
 
 class SharedAnswers:
-    """The last answers to some questions; the least recently used is forgotten first."""
-
     def __init__(self) -> None:
         self._answers: OrderedDict[str, _LastAnswer] = OrderedDict()
 
     async def get(self, question: str, max_age: float, make: Make) -> Response:
-        """Return an answer of at most this age, in seconds."""
         answer = self._answers.setdefault(question, _LastAnswer())
         self._answers.move_to_end(question)
         if len(self._answers) > MAX_ANSWERS:
@@ -74,7 +70,7 @@ class SharedRoute(StrictRoute):
 
 
 def accepted_age(cache_control: str) -> float:
-    """Return the age in seconds that an answer may have; 0 without a `max-age`."""
+    """Return the seconds that an answer may be old; 0 without a `max-age`."""
     found = _MAX_AGE.search(cache_control.lower())
     return min(float(found[1]), MAX_AGE_SECONDS) if found else 0.0
 
@@ -87,11 +83,10 @@ def _copy(response: Response, age: int) -> Response:
 MAX_BUFFERED_CHUNKS = 2
 
 ProduceChunks = Callable[[Callable[[memoryview], Awaitable[None]]], Awaitable[None]]
-"""Passes the chunks of a response to a function that waits until there is room."""
 
 
 class BufferedResponse(StreamingResponse):
-    """A response whose next chunks are produced while one is being sent.
+    """Produces the next chunks while one is being sent.
 
     At most `MAX_BUFFERED_CHUNKS` finished chunks wait; production stops once the client has disconnected.
     """
