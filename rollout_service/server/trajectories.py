@@ -21,6 +21,7 @@ from api_schemas.errors import FieldError
 from api_schemas.rollouts import Rollout
 from api_schemas.rollouts.sessions import MaskReason
 from api_schemas.rollouts.tokens import SegmentOutline, TokenRange, TrajectoryOutline, TurnRange
+from api_schemas.rollouts.trees import AgentNode, RolloutNodes
 from api_schemas.trajectories import Segment, Trajectory
 from rollout_service.base.errors import InvalidFieldError, NotFoundError
 from rollout_service.engines.serving.policies import PolicyServing
@@ -126,7 +127,9 @@ class TrajectoryViewer:
         if node is None:
             trajectory, pool = await self._store.trajectory(rollout_id), rollout.pool
         else:
-            trajectory, pool = await self._read_node(rollout, node)
+            tree = await self._store.tree(rollout_id, trajectories=True)
+            found = find_node(tree or RolloutNodes(rollout_id=rollout_id, nodes=[]), node)
+            trajectory, pool = found.trajectory, found.pool
         if trajectory is None:
             raise NotFoundError(
                 f"rollout {rollout_id} has no trajectory; its state is {rollout.state}",
@@ -136,16 +139,21 @@ class TrajectoryViewer:
         tokens = sum(len(segment.token_ids) for segment in all_segments(trajectory))
         return _Viewed(trajectory, pool, _masked(rollout), tokens, time.monotonic())
 
-    async def _read_node(self, rollout: Rollout, number: int) -> tuple[Trajectory | None, str]:
-        tree = await self._store.tree(rollout.rollout_id, trajectories=True)
-        nodes = tree.nodes if tree is not None else []
-        for node in nodes:
-            if node.node_id == f"{rollout.rollout_id}/{number}":
-                return node.trajectory, node.pool
-        raise NotFoundError(
-            f"rollout {rollout.rollout_id} has no sub-agent {number}; it has {len(nodes)}",
-            hint=f"List them with GET /v1/rollouts/{rollout.rollout_id}/nodes.",
-        )
+
+def find_node(tree: RolloutNodes, number: int) -> AgentNode:
+    """Return the sub-agent with this number.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    node_id = f"{tree.rollout_id}/{number}"
+    for node in tree.nodes:
+        if node.node_id == node_id:
+            return node
+    raise NotFoundError(
+        f"rollout {tree.rollout_id} has no sub-agent {number}; it has {len(tree.nodes)}",
+        hint=f"List them with GET /v1/rollouts/{tree.rollout_id}/nodes.",
+    )
 
 
 def _masked(rollout: Rollout) -> dict[int, MaskReason | None]:

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 
 import anyio
 
+from rollout_service.base.signals import first_of
 from rollout_service.testing.engine_turn import ChunkStream, EngineTurn, ScriptedRequest
 from rollout_service.testing.hardware import Accelerator, Hardware
 from rollout_service.testing.script import Reply, Script
@@ -101,15 +102,7 @@ class TurnScheduler:
     async def _wait_for_resume(self, turn: EngineTurn) -> None:
         turn.interrupted.clear()
         turn.spans.append((self.version, turn.done))
-        resumed = self._resumed
-        async with anyio.create_task_group() as tasks:
-
-            async def first(event: asyncio.Event) -> None:
-                await event.wait()
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(first, resumed)
-            tasks.start_soon(first, turn.interrupted)
+        await first_of(self._resumed.wait, turn.interrupted.wait)
 
     def _abort_turns(self, rid_prefix: str) -> None:
         for turn in self._turns.values():

@@ -110,5 +110,5 @@ def call(name: str, /, **arguments: Any) -> ToolCall:
     return ToolCall(id="call", name=name, arguments=arguments, raw=f"{name}({arguments})")
 
 
-def malformed_call(raw: str = "<tool_call>{", error: str = "invalid_json") -> ToolCall:
-    return ToolCall(id="call", name=None, arguments=None, raw=raw, error=error)
+def malformed_call() -> ToolCall:
+    return ToolCall(id="call", name=None, arguments=None, raw="<tool_call>{", error="invalid_json")

@@ -156,9 +156,7 @@ def _failures(rollouts: Sequence[Rollout]) -> str:
     return ", ".join(parts) or "0"
 
 
-async def run_demo(
-    plan: DemoPlan, state_dir: Path | None, output: Path | None, *, quiet: bool = False
-) -> tuple[Summary, int]:
+async def run_demo(plan: DemoPlan, state_dir: Path | None, output: Path | None, *, quiet: bool) -> tuple[Summary, int]:
     """Return the summary and the exit code; `quiet` prints nothing to stdout."""
     folder = state_dir or Path(tempfile.mkdtemp(prefix="rollout-demo-"))
     batch = output or folder / "batch.jsonl"

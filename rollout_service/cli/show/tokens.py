@@ -5,9 +5,9 @@ Text of a policy or a tool reaches a terminal only as text: whatever a terminal 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.segment import Segment
 from rich.style import Style
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from api_schemas.rollouts.tokens import SegmentOutline, TokenRange, TrajectoryOutline
     from rollout_client.client import RolloutClient
 
-T = TypeVar("T")
 
 TOKENS_AT_ONCE = 4_096
 _BRACKETS = str.maketrans({"⟦": "\\u27e6", "⟧": "\\u27e7"})
@@ -72,7 +71,9 @@ def title(segment: SegmentOutline) -> str:
 
 
 def tokens_of(part: TokenRange) -> Iterator[Token]:
-    mask, versions, turns = (list(_spread(runs)) for runs in (part.mask, part.versions, part.turns))
+    mask, versions, turns = (
+        [value for value, times in runs for _ in range(times)] for runs in (part.mask, part.versions, part.turns)
+    )
     for number, text in enumerate(_texts(part)):
         yield Token(
             index=part.start + number,
@@ -112,9 +113,3 @@ def _texts(part: TokenRange) -> Iterator[str]:
     for end in part.ends:
         yield units[2 * start : 2 * end].decode("utf-16-le", "replace")
         start = end
-
-
-def _spread(runs: Sequence[tuple[T, int]]) -> Iterator[T]:
-    for value, times in runs:
-        for _ in range(times):
-            yield value

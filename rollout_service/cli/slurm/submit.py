@@ -82,7 +82,8 @@ async def command(
     """
     given, jobs = dict(locals()), folder.expanduser().absolute()
     given["join"] = None if join is None else joined(join, jobs)
-    spec = _spec({name: _absolute(value) for name, value in given.items()})
+    given |= {name: value.expanduser().absolute() for name, value in given.items() if isinstance(value, Path)}
+    spec = _spec(given)
     await _submit(spec, jobs, dry_run=dry_run, write_only=write_only, as_json=as_json)
 
 
@@ -105,10 +106,6 @@ def _spec(given: dict[str, Any]) -> JobSpec:
     }
     with explaining("submit"):
         return JobSpec.model_validate(values)
-
-
-def _absolute(value: Any) -> Any:
-    return value.expanduser().absolute() if isinstance(value, Path) else value
 
 
 def _engines(given: dict[str, Any]) -> dict[str, Any] | None:

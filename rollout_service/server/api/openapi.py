@@ -8,7 +8,7 @@ key that is typed into it with each request.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -183,21 +183,21 @@ def build(app: FastAPI, *, keyed: bool, prefix: str = "") -> Document:
         tags=[{"name": name, "description": text} for name, text in TAGS.items()],
     )
     components = document.setdefault("components", {})
-    components["schemas"] = _without_fastapis_errors(components.get("schemas", {})) | _problem_schemas()
+    schemas = components.get("schemas", {}).items()
+    components["schemas"] = {
+        name: schema
+        for name, schema in schemas
+        if not name.endswith("ValidationError")  # FastAPI's own errors
+    } | _problem_schemas()
     components["securitySchemes"] = {
         SCHEME: {"type": "http", "scheme": "bearer", "description": "One of the service's keys."}
     }
     document["security"] = [{SCHEME: []}] if keyed else [{}, {SCHEME: []}]
-    for path, operation in _operations(document):
-        _complete(operation, is_open=path in PROBES)
-        _exemplify(operation)
-    return document
-
-
-def _operations(document: Document) -> Iterator[tuple[str, Operation]]:
     for path, item in document["paths"].items():
         for operation in item.values():
-            yield path, operation
+            _complete(operation, is_open=path in PROBES)
+            _exemplify(operation)
+    return document
 
 
 def _complete(operation: Operation, *, is_open: bool) -> None:
@@ -219,10 +219,6 @@ def _exemplify(operation: Operation) -> None:
         operation["requestBody"]["content"][JSON]["example"] = REQUESTS[name]
     for status, value in RESPONSES.get(name, {}).items():
         operation["responses"][status]["content"][JSON]["example"] = value
-
-
-def _without_fastapis_errors(schemas: dict[str, Any]) -> dict[str, Any]:
-    return {name: schema for name, schema in schemas.items() if not name.endswith("ValidationError")}
 
 
 def _problem_schemas() -> dict[str, Any]:

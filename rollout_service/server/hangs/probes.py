@@ -151,10 +151,6 @@ class SandboxProbes:
         still = None if seen.work is None else time.perf_counter() - seen.worked_at
         return Signs(responds=responds, still_seconds=still)
 
-    def cpu_seconds(self, sandbox_id: str) -> float | None:
-        seen = self._seen.get(sandbox_id)
-        return None if seen is None or seen.work is None else seen.work.cpu_seconds
-
 
 class StoreProbe:
     """Asks the store something small; such calls cannot be cut short, so at most one is under way."""

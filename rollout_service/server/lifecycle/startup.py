@@ -320,16 +320,12 @@ async def begin_work(
     await stack.enter_async_context(membership.joined())
     await stack.enter_async_context(hangs.running())  # also while the pipeline ends
     await stack.enter_async_context(member.pipeline.running())
-    claims = member.claims
-    await _watch_states(
-        stack,
-        StateWatcher(
-            foundation.announcer.announce,
-            foundation.node,
-            backends=serving.views,
-            claims=lambda: claims.is_open,
-        ),
+    watcher = StateWatcher(
+        foundation.announcer.announce, foundation.node, backends=serving.views, claims=lambda: member.claims.is_open
     )
+    tasks = await stack.enter_async_context(anyio.create_task_group())
+    stack.callback(tasks.cancel_scope.cancel)
+    tasks.start_soon(watcher.run)
     leaderships = [Leadership(shard.cluster, member.owner) for shard in foundation.store.shards]
     foundation.metrics.registry.register(
         NodeMetrics(lambda: membership.beat, lambda: {role for one in leaderships for role in one.leases})
@@ -338,9 +334,3 @@ async def begin_work(
         roles: dict[str, Work] = {RUNS_ROLE: manager.manage, RETENTION_ROLE: manager.prune}
         await stack.enter_async_context(leadership.leading(roles))
     return membership
-
-
-async def _watch_states(stack: AsyncExitStack, watcher: StateWatcher) -> None:
-    tasks = await stack.enter_async_context(anyio.create_task_group())
-    stack.callback(tasks.cancel_scope.cancel)
-    tasks.start_soon(watcher.run)

@@ -104,7 +104,7 @@ class OverviewBuilder:
             paused_pools=sorted({view.pool for view in views if view.state is BackendState.PAUSED}),
             runs=[self._run(record) for record in stored.runs],
             errors=self.outcomes.errors(now),
-            findings=[each.model_copy(update={"stack": []}) for each in self.hangs.findings()],
+            findings=self.hangs.findings(),
             sessions_open=self.open_sessions(),
         )
         everywhere = stages_of_all(node for node in overview.nodes if node.state is not NodeState.DEAD)

@@ -59,7 +59,8 @@ async def list_groups(
     page can be short, or even empty, although there are more: go on while `next_cursor` is not null.
     """
     if reason is not None and state not in (None, "dropped"):
-        raise _invalid("reason", "only dropped groups have a reason", hint="Leave `state` or `reason` out.")
+        problem = FieldError(path="query.reason", message="only dropped groups have a reason")
+        raise InvalidFieldError([problem], hint="Leave `state` or `reason` out.")
     which = GroupSelection(state="dropped" if reason is not None else state, reason=reason)
     page = await service.store.runs.group_page(run_id, which, order=order, cursor=cursor, limit=limit)
     return as_json(page)
@@ -76,7 +77,3 @@ async def get_history(
     Each interval has about as many groups. A group is there from when it closes, for as long as the run is kept.
     """
     return as_json(await service.store.runs.history(run_id, points=points))
-
-
-def _invalid(name: str, message: str, *, hint: str) -> InvalidFieldError:
-    return InvalidFieldError([FieldError(path=f"query.{name}", message=message)], hint=hint)

@@ -45,6 +45,7 @@ from rollout_service.server.api.routes.support.route import (
     trace_of,
 )
 from rollout_service.server.lifecycle import Service
+from rollout_service.server.trajectories import find_node
 
 router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
 
@@ -203,7 +204,7 @@ async def get_messages(
     if node is None:
         trajectory = await _trajectory(service, rollout_id)
     else:
-        trajectory = _stored(_node(await service.tree(rollout_id, trajectories=True), node))
+        trajectory = _stored(find_node(await service.tree(rollout_id, trajectories=True), node))
     return as_json(
         RolloutMessages(
             rollout_id=rollout_id,
@@ -235,7 +236,7 @@ async def get_rollout_node(
     Its trajectory is there if the request asked for it (`exports.nodes` is `tokens`) and the rollout's tokens are still
     stored. A 404 means that the rollout is unknown, has not ended, or has no such sub-agent.
     """
-    return as_json(_node(await service.tree(rollout_id, trajectories=True), number))
+    return as_json(find_node(await service.tree(rollout_id, trajectories=True), number))
 
 
 def _stored(node: AgentNode) -> Trajectory:
@@ -245,17 +246,6 @@ def _stored(node: AgentNode) -> Trajectory:
             hint="Set exports.nodes to `tokens` in the request to keep it.",
         )
     return node.trajectory
-
-
-def _node(tree: RolloutNodes, number: int) -> AgentNode:
-    node_id = f"{tree.rollout_id}/{number}"
-    for node in tree.nodes:
-        if node.node_id == node_id:
-            return node
-    raise NotFoundError(
-        f"rollout {tree.rollout_id} has no sub-agent {number}; it has {len(tree.nodes)}",
-        hint=f"List them with GET /v1/rollouts/{tree.rollout_id}/nodes.",
-    )
 
 
 @router.get("/rollouts/{rollout_id}/steps", response_model=RolloutSteps, responses=raises(NotFoundError))

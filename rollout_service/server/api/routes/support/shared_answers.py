@@ -48,8 +48,9 @@ class SharedAnswers:
             if answer.response is None or now - answer.asked_at > max_age:
                 made = await make()
                 answer.response, answer.asked_at = made, now
-            age = int(now - answer.asked_at)
-            return _copy(answer.response, age)
+            shared, age = answer.response, int(now - answer.asked_at)
+            headers = {"Age": str(age)} if age else None
+            return Response(shared.body, shared.status_code, headers, media_type=shared.headers["content-type"])
 
 
 class SharedRoute(StrictRoute):
@@ -73,11 +74,6 @@ def accepted_age(cache_control: str) -> float:
     """Return the seconds that an answer may be old; 0 without a `max-age`."""
     found = _MAX_AGE.search(cache_control.lower())
     return min(float(found[1]), MAX_AGE_SECONDS) if found else 0.0
-
-
-def _copy(response: Response, age: int) -> Response:
-    headers = {"Age": str(age)} if age else None
-    return Response(response.body, response.status_code, headers, media_type=response.headers["content-type"])
 
 
 MAX_BUFFERED_CHUNKS = 2
