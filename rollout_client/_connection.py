@@ -213,10 +213,7 @@ def _trusting(ca_file: str | Path | None) -> ssl.SSLContext:
 
 
 def find_proxy(url: httpx.URL) -> str | None:
-    """Return the proxy that the environment names for an address; None if it is reached directly.
-
-    This machine's own addresses always are, since a proxy elsewhere cannot reach them.
-    """
+    """Return the environment's proxy, if any; never for this machine's own addresses, which it cannot reach."""
     proxies = urllib.request.getproxies()
     proxy = proxies.get(url.scheme) or proxies.get("all")
     if not proxy or _is_loopback(url.host) or urllib.request.proxy_bypass(url.netloc.decode()):
@@ -248,10 +245,7 @@ def _described(proxy: str) -> str:
 
 
 class Patience:
-    """The back-off of one request, with random pauses that double up to a limit.
-
-    The time is counted from the first failure, since a request may have waited long before the server went away.
-    """
+    """Random pauses that double up to a limit. Time counts from the first failure: requests may wait long."""
 
     def __init__(self, address: str, seconds: float) -> None:
         self._address = address

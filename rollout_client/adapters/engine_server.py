@@ -144,10 +144,7 @@ class EngineServer:
         return answer
 
     async def _sample(self, body: Body, prompt: list[int], parameters: Any) -> dict[str, Any] | Exception:
-        """Sample to the end, and return the answer, or what failed.
-
-        vLLM's generator is never cancelled, because its clean-up would be cut off in a scope that is cancelled.
-        """
+        """Return the answer, or the failure. Cancelling vLLM's generator would cut off its clean-up."""
         tokens, logprobs = self._open[body["rid"]], []
         asked = {"prompt_token_ids": prompt, "cache_salt": body.get("extra_key") or None}
         try:

@@ -144,10 +144,7 @@ def output(sample: Sample, rollout: Rollout, request_id: str) -> dict[str, Any]:
 
 
 def _texts(rollout: Rollout) -> tuple[str, str]:
-    """Return the messages before the first turn and the policy's last message.
-
-    They are for swift's log and reward functions, which use the ids in their places.
-    """
+    """Return texts for swift's log and reward functions: the beginning, and the policy's last message."""
     messages: Sequence[Message] = rollout.trajectory.messages if rollout.trajectory is not None else []
     asked = [f"{one.role}: {one.content}" for one in takewhile(lambda one: one.role != "assistant", messages)]
     return "\n".join(asked), last_said(rollout)

@@ -157,10 +157,7 @@ class WeightsFolder:
 
 
 def keep_up(weights: WeightsFolder, trainer: Any) -> None:
-    """Push the weights of a Hugging Face trainer if its step has changed.
-
-    All processes take part in saving, and one calls the service.
-    """
+    """Push a Hugging Face trainer's weights after a step: all processes save, one calls the service."""
     step = int(trainer.state.global_step)
     if weights.step == step:
         return

@@ -45,9 +45,9 @@ def engines_at(url: str | None, key: str | None, kind: str | None) -> TrainerEng
 
 
 async def engines_of(server_manager: Any) -> tuple[list[str], int | None]:
-    """Return the addresses of verl's engines, and the step of their weights; no addresses if verl has none.
+    """Return the addresses of verl's engines, if any, and the step of their weights.
 
-    Only verl's actors know the step: an attribute of each server, for which verl has no method.
+    The step is an attribute of each server, for which verl has no method.
     """
     balancer = getattr(server_manager, "_load_balancer", None)
     addresses = [] if balancer is None else list(await balancer.get_all_servers.remote())

@@ -1,7 +1,4 @@
-"""Calls for single rollouts: submit them, wait for them, and look at their steps.
-
-A request without an id gets one here, so sending it again starts no second rollout.
-"""
+"""Calls for single rollouts. A request without an id gets one here, so sending it again starts no second rollout."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The program that `rollout-service trainer check` runs in the trainer's environment.
-
-Trainers write to both outputs as they like, so the lines of progress and the report, as JSON, go to a pipe.
-"""
+"""The program of `rollout-service trainer check`. It reports by a pipe, since trainers write to both outputs."""
 
 from __future__ import annotations
 

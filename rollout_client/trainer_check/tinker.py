@@ -1,7 +1,4 @@
-"""The Tinker cookbook: its group rollouts, advantages, training data and evaluation.
-
-Tinker's loss runs at Tinker's service; here it is written out, as `importance_sampling` is documented.
-"""
+"""The Tinker cookbook's own code, but for the loss, which is written out, since it runs at Tinker's service."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""verl's default trainer: a worker of its agent loops in this process, and its own advantages and loss.
-
-TransferQueue, which moves rows between verl's processes, is replaced by a dictionary; everything else is verl's.
-"""
+"""verl's default trainer in this process, with a dictionary for TransferQueue, which moves rows between processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The messages between OpenEnv's clients and the server.
-
-Guarantee: these models are the schemas that the server publishes, so a client can check an action before it sends it.
-"""
+"""OpenEnv's messages, as models whose schemas the server publishes, so clients can check actions before sending."""
 
 from __future__ import annotations
 

@@ -153,10 +153,7 @@ def client_command(
 
 
 def run_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:
-    """Run a command's coroutine, and return its exit code; None means 0.
-
-    SIGTERM cancels it, as Ctrl-C does, so everything that it started ends too.
-    """
+    """Run a coroutine, and return its exit code. SIGTERM cancels it, as Ctrl-C does, with all it started."""
     import asyncio
 
     import anyio

@@ -1,8 +1,4 @@
-"""Completes ids in a shell: those that a server knows, and the images of this machine.
-
-A completion takes half a second at most and never fails or prints an error. Only plain ids are completed, so a shell
-has nothing to interpret.
-"""
+"""Completes ids in a shell, within half a second and without errors; only plain ids, so nothing is interpreted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Files that commands write: whole, or not at all.
-
-A file is written next to its place, and moved there at its end.
-"""
+"""Files that commands write: whole, or not at all. A file is written next to its place, and moved there at its end."""
 
 from __future__ import annotations
 

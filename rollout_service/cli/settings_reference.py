@@ -1,7 +1,4 @@
-"""The reference of all settings, as Markdown, generated from the docstrings of their fields.
-
-Every key is included, with its type, default, variable, and flag, so the page is never behind the code.
-"""
+"""The reference of all settings as Markdown, generated from their fields, so it is never behind the code."""
 
 from __future__ import annotations
 

@@ -38,10 +38,7 @@ class Announcer:
         """Not written because the store failed, too many waited, or the service had ended."""
 
     def announce(self, kind: EventKind, subject: str, data: dict[str, JsonValue]) -> None:
-        """Queue an event; takes microseconds, never waits and never fails.
-
-        Events are written in order, and none replaces another.
-        """
+        """Queue an event, in order; never waits, and never fails."""
         try:
             self._said.send_nowait((kind, subject, data))
         except (anyio.WouldBlock, anyio.ClosedResourceError, anyio.BrokenResourceError):
@@ -187,8 +184,7 @@ CALM_SECONDS = 5.0
 class StateWatcher:
     """Announces changes that no command makes: of engines, the node, and the reasons that hold sandboxes back.
 
-    Looks once a second, so constant changes cause at most one event a second, and a state that comes and goes in
-    between is missed. The watched parts do not know of it.
+    It looks once a second, so constant changes cause at most one event a second, and short-lived states are missed.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Trajectories for looking at: their outline, and ranges of their tokens with text.
 
-Records are decoded and texts made in threads. Paging through a long trajectory decodes its record only once. Deleted
-content is shown for at most `KEPT_SECONDS`.
+Threads decode records and make texts; paging decodes a record once. Deleted content is shown for `KEPT_SECONDS` at
+most.
 """
 
 from __future__ import annotations
@@ -276,8 +276,7 @@ LONGEST_CHARACTER = 4
 class TokenText:
     """A text with the ends of its tokens, in UTF-16 code units.
 
-    The bytes of every token can be recovered: from `pieces`, or from its part of the text. So nothing is lost where a
-    range or a token cuts a character.
+    Every token's bytes can be recovered, from `pieces` or from its text, even where a character is cut.
     """
 
     text: str = ""

@@ -1,7 +1,4 @@
-"""A Qwen3 checkpoint with random weights, dense or a mixture of experts, in the layout that transformers writes.
-
-It needs neither torch nor a network.
-"""
+"""A Qwen3 checkpoint with random weights, in transformers' layout; it needs neither torch nor a network."""
 
 import json
 from dataclasses import dataclass

@@ -35,10 +35,7 @@ class Script(Protocol):
 
 
 class Replies:
-    """Fixed turns, in order: the answer is the first one that the prompt does not contain yet, after those before it.
-
-    The last one repeats forever.
-    """
+    """Fixed turns: the first one that the prompt does not contain in order; the last one repeats forever."""
 
     def __init__(self, turns: Sequence[Sequence[int]]) -> None:
         if not turns or not all(turns):
@@ -68,10 +65,7 @@ class Replies:
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """Tokens that depend only on their position, up to the budget.
-
-    So the right continuation of any prompt is known, wherever and however often it was interrupted.
-    """
+    """Tokens that depend only on their position, so tests know the right continuation of any prompt."""
 
     vocab_size: int = 512
 

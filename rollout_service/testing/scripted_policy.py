@@ -26,10 +26,7 @@ ScriptedTurn = str | PolicyTurn | ServiceError | Callable[[Sequence[Message]], "
 
 
 class ScriptedPolicy:
-    """Plays its turns in order; implements `episodes.Policy`.
-
-    Each turn takes `delay` seconds, which count as the engine's.
-    """
+    """Plays its turns in order, each in `delay` seconds of engine time; implements `episodes.Policy`."""
 
     def __init__(self, script: Iterable[ScriptedTurn], *, delay: float = 0.0) -> None:
         self.messages: list[Message] = []

@@ -1,7 +1,4 @@
-"""A cluster on this machine for the demo: a Redis, an engine, and several nodes, one of which is killed on the way.
-
-Everything that was started has ended when the block is left; all state is in one folder.
-"""
+"""A cluster on this machine: a Redis and several nodes, with all state in one folder; all end with the block."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Runs the demo: starts a server and an engine, rolls out a batch, and shows the results.
-
-The server and the engine have ended when it returns.
-"""
+"""Runs the demo: starts a server and an engine, rolls out a batch, shows the results, and ends what it started."""
 
 from __future__ import annotations
 
@@ -331,10 +328,7 @@ def write_figures(
     figures: Mapping[str, float | int | None],
     aims: Mapping[str, str] | None = None,
 ) -> None:
-    """Write figures with their settings and machine as JSON to a file, or to stdout without a path.
-
-    Figures map names to numbers, or to null. Aims map them to texts such as `<= 2`.
-    """
+    """Write figures with settings and machine as JSON; aims are texts such as `<= 2`. No path means stdout."""
     document = {"machine": machine(), "settings": dict(settings), "figures": dict(figures)}
     if aims:
         document["aims"] = dict(aims)

@@ -1,7 +1,6 @@
 """The checks of `doctor`: each examines one thing, changes nothing, and knows the command that fixes it.
 
-A check is `missing` if rollouts cannot run in Apptainer without it, and `limited` if they can, with reduced
-functionality.
+Without a `missing` thing rollouts cannot run in Apptainer; with a `limited` one, functionality is reduced.
 """
 
 from __future__ import annotations

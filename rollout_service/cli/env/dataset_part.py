@@ -1,7 +1,4 @@
-"""The instances that a command is about: those of an environment, of a file, or of a run's tasks.
-
-Rows are read one at a time; a row that is not a task is reported by its number, and hides no other.
-"""
+"""The instances that a command is about. Rows are read one at a time; a bad one is reported and hides no other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The models of pools besides the policy's, such as an opponent or a judge, as the options of a command name them.
-
-An engine that was started for a command ends with it.
-"""
+"""The models of pools besides the policy's, as a command's options name them; they end with the command."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tries the solution of each task of an environment, and an agent that does nothing.
-
-A task is good only if its solution gets 1 and nothing gets less; the reason is given for each that is not.
-"""
+"""Tries solutions and an idle agent. A task is good only if its solution gets 1 and doing nothing gets less."""
 
 from __future__ import annotations
 

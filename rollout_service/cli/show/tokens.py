@@ -1,7 +1,4 @@
-"""Shows a trajectory token by token, colored by a property of choice.
-
-Text of a policy or a tool reaches a terminal only as text: whatever a terminal would obey, or hide, is an escape.
-"""
+"""Shows a trajectory token by token, in colors. Whatever a terminal would obey, or hide, is an escape."""
 
 from __future__ import annotations
 

@@ -34,10 +34,7 @@ BEGIN = b'{"rollout_id":'
 
 @dataclass(slots=True)
 class RequestFile:
-    """The requests of a file, read as they are needed.
-
-    A line is a `RolloutRequest`, or, with `environment`, just an instance for that environment.
-    """
+    """The requests of a file, read as needed; with `environment`, a line is just an instance for it."""
 
     path: Path
     stem: str

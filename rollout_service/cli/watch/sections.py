@@ -1,7 +1,4 @@
-"""The parts of the full-screen view, each from an overview; problems come first.
-
-A part of which nothing is known is left out, not drawn empty.
-"""
+"""The parts of the full-screen view; problems come first, and a part of which nothing is known is left out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The traffic of sandboxes through their allow-lists, and their time on servers.
-
-Reading the metrics waits for no other process; the counts are at most `READ_SECONDS` old.
-"""
+"""The traffic of sandboxes through allow-lists, as of at most `READ_SECONDS` ago, and their time on servers."""
 
 from __future__ import annotations
 

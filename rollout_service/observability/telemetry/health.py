@@ -1,8 +1,4 @@
-"""Metrics of the engines, the store, the disks and the cluster.
-
-Each pool has a value for every state of a backend, and the cluster one for every state of a node, so alerts on `failed`
-and `dead` never meet an absent series.
-"""
+"""Metrics of engines, store, disks and cluster. Every state has a value, so alerts never meet an absent series."""
 
 from __future__ import annotations
 

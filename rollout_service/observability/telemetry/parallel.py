@@ -1,7 +1,4 @@
-"""Metrics of how the rollouts of runs use sub-agents, from which the shares that show failures can be formed.
-
-Only runs in progress whose rollouts may have sub-agents have series, which go when the run has no more to do.
-"""
+"""Metrics of how runs in progress use sub-agents, if they may; the series go when the run has no more to do."""
 
 from __future__ import annotations
 

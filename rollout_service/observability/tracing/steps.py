@@ -1,7 +1,4 @@
-"""Reads the steps of rollouts, wherever they are: in the store, about to be written, or of attempts under way.
-
-An attempt at this node is found from its first step on, and once.
-"""
+"""Reads the steps of rollouts, stored or not. An attempt at this node is found from its first step on, and once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Requests that only another node can answer, such as those about a rollout's current step.
-
-A request is passed on at most once, with its caller's own key.
-"""
+"""Requests that only another node can answer. Each is passed on at most once, with its caller's own key."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""E2B's API for sandboxes: creates, connects, lists, renews and kills those of the key that asks.
-
-Unsupported requests are refused with a reason, never ignored. A creation whose client goes away starts nothing.
-"""
+"""E2B's API for sandboxes. Unsupported requests are refused; a creation whose client goes away starts nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The findings, from their beginning to their end, with their stacks and texts.
+"""The findings, with their stacks and texts.
 
-Waits for the same thing are one finding, whose id stays the same for as long as one of them lasts. It begins once and
-ends once. A stack has no values of variables, and only its innermost `MAX_FRAMES` frames.
+Waits for the same thing are one finding, which keeps its id, begins once and ends once. A stack has no values of
+variables, and only its innermost `MAX_FRAMES` frames.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ _AWAITS = {"cr": "cr_await", "gi": "gi_yieldfrom", "ag": "ag_await"}
 
 
 def stack_of_task(task: asyncio.Task[Any]) -> list[StackFrame]:
-    """Return where a suspended task waits, the outermost frame first.
-
-    Takes microseconds; a task that goes on meanwhile does no harm on its own event loop.
-    """
+    """Return where a suspended task waits, outermost frame first; quick and harmless on its own event loop."""
     return _described(_await_chain(task.get_coro()))
 
 
@@ -217,10 +214,7 @@ class FindingLog:
     def update(
         self, judged: Iterable[Judged], problems: Iterable[HangFinding] = ()
     ) -> list[tuple[EventKind, HangFinding]]:
-        """Replace the findings with those of a new look; return those that began, worsened or ended.
-
-        `problems` are findings that no step waits for. They get their ids and durations here.
-        """
+        """Replace the findings; return those that began, worsened or ended. `problems` are without steps."""
         groups: dict[tuple[str, str], list[Judged]] = defaultdict(list)
         for one in judged:
             groups[one.kind, one.subject].append(one)

@@ -1,7 +1,6 @@
 """Reports hangs: an event, and a line of the log with the stack, for each beginning and each end.
 
-Reporting waits for nothing. Events are written in the background, in order; while the store takes none, the last
-`MAX_EVENTS` wait.
+Reporting waits for nothing; events are written in order in the background, or the last `MAX_EVENTS` wait for the store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The waits of the attempts under way, and how long each has made no progress.
-
-Of nested steps only the innermost counts, since it is the one that waits; a container moves whenever one of its steps
-ends.
-"""
+"""The waits of the attempts under way. Of nested steps only the innermost counts, since it is the one that waits."""
 
 from __future__ import annotations
 

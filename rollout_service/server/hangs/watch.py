@@ -173,10 +173,7 @@ class HangWatch:
 
 @contextmanager
 def dumping_stacks(path: Path) -> Iterator[None]:
-    """Have Python write the stacks of all threads to a file at SIGUSR1, in the block.
-
-    Another handler of that signal stays, and nothing is done outside of the main thread.
-    """
+    """Have Python write all stacks to a file at SIGUSR1, in the main thread, unless there is a handler."""
     is_free = signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     if not is_free or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,4 @@
-"""Opens the parts that serve policies: the pools of engines, the gateway and the judge in front of them, and live
-sessions.
-
-No engine that this service started outlives the stack.
-"""
+"""Opens engines, gateway, judge and live sessions. No engine that this service started outlives the stack."""
 
 from __future__ import annotations
 
@@ -110,10 +106,7 @@ def _make_pools(settings: Settings, metrics: Metrics, exclusive: Exclusive | Non
 
 @asynccontextmanager
 async def _run_embedded_engines(settings: Settings, serving: PolicyServing) -> AsyncIterator[None]:
-    """Run one embedded engine for each pool that the settings name a model for.
-
-    The pool `policy` has one too, unless the settings name other engines.
-    """
+    """Run one embedded engine for each of `embedded_models`; for `policy` unless the settings name engines."""
     threads = settings.embedded.threads
     async with AsyncExitStack() as stack:
         for pool, model in settings.embedded_models.items():

@@ -1,8 +1,4 @@
-"""Opens the foundation of every other part of the service: its time, the store, the environments, this node and its
-sandboxes.
-
-The leftovers of a crash are swept before anything else of this node starts.
-"""
+"""Opens the parts that all others need. The leftovers of a crash are swept before anything of this node starts."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ from sandboxes.errors import ImageError, SandboxConfigError
 class Service:
     """The parts of the service that the routes use, and the operations that span several of them.
 
-    Whatever names a rollout raises `NotFoundError` if there is none of this id.
+    Methods with a rollout's id raise `NotFoundError` if there is none.
     """
 
     settings: Settings

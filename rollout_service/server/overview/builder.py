@@ -1,8 +1,4 @@
-"""Makes the overview from the parts of a running service.
-
-While the store fails or is slow, the overview shows its last answers, with the reason among `reasons`; everything else
-is current.
-"""
+"""Makes the overview. While the store fails or is slow, its last answers are shown; all else is current."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How rollouts ended here within the last five minutes, and the figures of each engine over the last one.
-
-Memory is bounded, however many rollouts end: counts for each second, and the newest failures.
-"""
+"""How rollouts ended lately, and the figures of engines; memory is bounded, however many rollouts end."""
 
 from __future__ import annotations
 
@@ -140,11 +137,7 @@ class _EngineSecond:
 
 
 class BackendFigures(StepObserver):
-    """Sums the engines' steps of all attempts, by backend, for the last minute.
-
-    A request costs microseconds, and memory is bounded: sums are kept for each second, with the times of its first
-    requests.
-    """
+    """Sums engines' steps by backend for the last minute; a request costs microseconds, memory is bounded."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

@@ -230,10 +230,7 @@ def traceparent_of(span: Span) -> str:
 
 
 def _agent_of(step: OpenStep) -> str:
-    """Return the lane of a step's agent: a sub-agent's number, or empty.
-
-    Calls of one turn that run at once have lanes of their own, but no agent.
-    """
+    """Return a sub-agent's number, or an empty text: lanes of simultaneous calls have no agent."""
     return step.lane if step.lane.isdigit() else ""
 
 

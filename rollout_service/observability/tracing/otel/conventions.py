@@ -97,18 +97,12 @@ WORK: Final = {
 
 
 def trace_id_of(rollout_id: str) -> int:
-    """Return half of the SHA-256 of the rollout's id, so anyone who knows a rollout finds its trace without a search.
-
-    A rollout whose caller sent no trace has this id in every attempt, on every node.
-    """
+    """Return the id if the caller sent none: half of the rollout id's SHA-256, the same in every attempt."""
     return int.from_bytes(hashlib.sha256(rollout_id.encode()).digest()[:16])
 
 
 class RolloutIds(RandomIdGenerator):
-    """Random ids, except for the trace id of a rollout.
-
-    A span is started without waiting, so a value that is set just before is used for no other.
-    """
+    """Random ids, except for `next_trace`, which no other span takes, since starting one waits for nothing."""
 
     def __init__(self) -> None:
         self.next_trace: int | None = None

@@ -98,8 +98,7 @@ class _Slots:
 class WeightUpdates:
     """The versions that sampled the pools' tokens, and the events about their updates.
 
-    An update with an event is a slice of the time that it took. One whose event is gone is a mark where the first
-    tokens of its version began.
+    An update with an event is a slice; without, a mark where the first tokens of its version began.
     """
 
     def __init__(self) -> None:

@@ -60,10 +60,7 @@ class TraceEvents:
         arrow: int | None = None,
         arrow_ends: bool = False,
     ) -> None:
-        """Add something that took time; events inside it come later.
-
-        `arrow` is the number of an arrow that begins here, or ends here if `arrow_ends`.
-        """
+        """Add something that took time, before events inside it; `arrow` begins here, or ends if `arrow_ends`."""
         said = f',"args":{to_json(args).decode()}' if args else ""
         if arrow is not None:
             said += f',"bind_id":{arrow},"flow_{"in" if arrow_ends else "out"}":true'

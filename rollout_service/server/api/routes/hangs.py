@@ -1,7 +1,4 @@
-"""Routes for the current waits of rollouts, and for those that are stuck, slow or held back.
-
-Neither asks the store about work at this node, so they answer while the store hangs.
-"""
+"""Routes for the waits of rollouts. They ask the store nothing about work at this node, so they work while it hangs."""
 
 from __future__ import annotations
 

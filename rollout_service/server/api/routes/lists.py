@@ -1,8 +1,4 @@
-"""Routes for lists that stay fast however much there is to list.
-
-Readers who send `Cache-Control: max-age=SECONDS` share an answer of at most that age, so many cost little more than
-one.
-"""
+"""Lists that stay fast however long. Answers are shared by readers who send `Cache-Control: max-age=SECONDS`."""
 
 from __future__ import annotations
 

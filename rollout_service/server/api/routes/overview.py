@@ -1,7 +1,7 @@
 """The service at a glance: once, or once a second.
 
-However many readers there are, an overview is made and encoded once a second; without readers it costs nothing. A
-reader that hangs up is not an error. When the service shuts down, the stream ends after a whole event.
+An overview is made and encoded once a second for all readers, and never without one. A reader that hangs up is not an
+error. When the service shuts down, the stream ends after a whole event.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Trajectories for looking at: their segments, any range of their tokens with its text, and all of it as a file.
-
-Large answers are compressed in a thread, for clients that accept it.
-"""
+"""Trajectories for looking at, and as a file. Large answers are compressed in a thread, if the client accepts it."""
 
 from __future__ import annotations
 

@@ -58,10 +58,7 @@ def as_json(model: BaseModel, status: HTTPStatus = HTTPStatus.OK) -> Response:
 
 
 def trace_of(request: Request) -> TraceContext | None:
-    """Return the caller's span from the headers `traceparent` and `tracestate`.
-
-    Any proxy may have written them, so malformed ones count as missing.
-    """
+    """Return the caller's span. Any proxy may have written the headers, so malformed ones count as missing."""
     traceparent = request.headers.get("traceparent")
     if traceparent is None:
         return None

@@ -82,10 +82,7 @@ ProduceChunks = Callable[[Callable[[memoryview], Awaitable[None]]], Awaitable[No
 
 
 class BufferedResponse(StreamingResponse):
-    """Produces the next chunks while one is being sent.
-
-    At most `MAX_BUFFERED_CHUNKS` finished chunks wait; production stops once the client has disconnected.
-    """
+    """Produces up to `MAX_BUFFERED_CHUNKS` while one is being sent; stops once the client has disconnected."""
 
     def __init__(self, produce: ProduceChunks, headers: Mapping[str, str], *, media_type: str) -> None:
         super().__init__((), media_type=media_type, headers=headers)
