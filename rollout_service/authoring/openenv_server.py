@@ -81,11 +81,7 @@ class EnvironmentServer:
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
-        """Serve in the block, and yield the address; `port` 0 lets the kernel choose.
-
-        Raises:
-            ConfigurationError: The address cannot be used.
-        """
+        """Serve in the block, and yield the address; `port` 0 lets the kernel choose."""
         app, spec = web.Application(), self.environment.spec
         metadata = {"name": spec.name, "description": spec.description or spec.name}
         pages = {"/schema": schemas(), "/metadata": metadata, "/health": {"status": "healthy"}}

@@ -53,11 +53,6 @@ def opened_places(
     with_store: bool = True,
     must_be_over: bool = False,
 ) -> Iterator[Places]:
-    """Yield the places of a service, by its settings or by its job.
-
-    Raises:
-        CommandError: The job is not in a state in which it can be copied, or restored.
-    """
     if job is None:
         from rollout_service.backup import Places
         from rollout_service.settings import load_settings

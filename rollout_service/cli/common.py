@@ -168,11 +168,7 @@ def run_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:
 
 
 def name_value_pairs(texts: Sequence[str] | None, flag: str) -> dict[str, str]:
-    """Return the values of a flag that may be repeated, each NAME=VALUE.
-
-    Raises:
-        CommandError: One is not of this form.
-    """
+    """Return the values of a flag that may be repeated, each NAME=VALUE."""
     pairs = [text.partition("=") for text in texts or ()]
     for name, equals, _ in pairs:
         if not name or not equals:

@@ -24,11 +24,7 @@ _LEVEL = 3
 
 @contextmanager
 def written(output: Path) -> Iterator[Write]:
-    """Yield the function that writes pieces of the file; move it to its place if the block succeeds.
-
-    Raises:
-        CommandError: The file cannot be written.
-    """
+    """Yield the function that writes pieces of the file; move it to its place if the block succeeds."""
     part = output.with_name(f".{output.name}.part")
     try:
         try:
@@ -54,9 +50,6 @@ async def export_atif(run: ClientRun, output: Path) -> tuple[int, int]:
     """Write a run's rollouts as ATIF trajectories, one JSON document per line.
 
     Returns how many were written, and how many have no conversation.
-
-    Raises:
-        CommandError: The file cannot be written.
     """
     import anyio.to_thread
 

@@ -34,12 +34,7 @@ pathlib.Path(os.environ["ROLLOUT_RESULT"]).write_text(json.dumps({{"reward": rew
 
 
 async def check_harness(name: str, turns: int, image: str | None) -> dict[str, Any]:
-    """Run a harness for some steps; return the outcome, with `works`, and with `problem` if it does not.
-
-    Raises:
-        CommandError: The harness has nothing to be checked with, or the server does not start.
-        ConfigurationError: There is no such harness.
-    """
+    """Run a harness for some steps; return the outcome, with `works`, and with `problem` if it does not."""
     preset = get_harness(name)
     if preset.check is None:
         raise CommandError(

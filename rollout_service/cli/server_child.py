@@ -50,9 +50,6 @@ async def running_child(
     """Start `rollout-service serve` on a free loopback port, and yield it with a client once it is ready.
 
     The server's log is `server.log` in `state_dir`. `say` is called every two seconds with the reason for the wait.
-
-    Raises:
-        CommandError: The server does not start; the message has the end of its log.
     """
     address, log = _prepare(state_dir)
     setpriv = shutil.which("setpriv")

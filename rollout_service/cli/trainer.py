@@ -60,11 +60,7 @@ def check(
 
 
 def run_check(python: str, name: str, flags: list[str], environ: dict[str, str]) -> dict[str, Any]:
-    """Run a check in a trainer's environment and return its report; progress goes to stderr.
-
-    Raises:
-        CommandError: The check did not end; the message has the end of the trainer's output.
-    """
+    """Run a check in a trainer's environment and return its report; progress goes to stderr."""
     reading, writing = os.pipe()
     command = [python, "-m", "rollout_client.trainer_check", name, f"--fd={writing}", *flags]
     report: dict[str, Any] = {}

@@ -25,11 +25,7 @@ def name_of(number: int) -> str:
 
 @asynccontextmanager
 async def running_cluster(folder: Path, count: int, flags: Sequence[str]) -> AsyncIterator[Sequence[ServerChild]]:
-    """Run nodes that share a Redis; `flags` are those of each service.
-
-    Raises:
-        CommandError: There is no Redis server, or something does not start.
-    """
+    """Run nodes that share a Redis; `flags` are those of each service."""
     await anyio.Path(folder).mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(_running_redis(folder))

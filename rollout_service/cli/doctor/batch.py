@@ -50,11 +50,7 @@ class Tokens:
 
 
 def compare(batch: Path, model: Path, temperature: float) -> tuple[BatchArrays, Tokens]:
-    """Recompute the log-probability of every sampled token of a batch.
-
-    Raises:
-        CommandError: The batch or the model cannot be read, or the batch has no sampled token.
-    """
+    """Recompute the log-probability of every sampled token of a batch."""
     try:
         arrays = BatchArrays.from_file(batch)
     except (OSError, ValueError) as error:

@@ -187,11 +187,7 @@ STALE_SECONDS = 15.0
 def check_live(
     url: str, key: str | None, state_dir: Path | None, config: Path | None, *, stacks: bool, as_json: bool
 ) -> int:
-    """Print the problems of a service; return 1 if there are any.
-
-    Raises:
-        CommandError: The service does not answer, and there is no report in its state folder.
-    """
+    """Print the problems of a service; return 1 if there are any."""
     report = _ask(url, key)
     if report is None:
         folder = (state_dir or load_settings(config).state_dir).expanduser()

@@ -15,11 +15,7 @@ _STARTS = re.compile(rf"^{KEY}[ \t]*=[ \t]*\[", re.MULTILINE)
 
 
 def add_to_settings(file: Path, path: Path) -> bool:
-    """Add a path to `environments` in a settings file, which is made if missing; return False if it is there.
-
-    Raises:
-        CommandError: The file cannot be read or written, or its list cannot be changed safely.
-    """
+    """Add a path to `environments` in a settings file, which is made if missing; return False if it is there."""
     try:
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         table = tomllib.loads(text)

@@ -166,12 +166,6 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
 
 
 def read_dataset(environment: Environment) -> Sequence[dict[str, JsonValue]]:
-    """Read the data set.
-
-    Raises:
-        CommandError: The author's code fails, or gives something that is not an instance.
-        ConfigurationError: A data file is not valid.
-    """
     try:
         dataset = environment.dataset()
     except ServiceError:
@@ -199,11 +193,7 @@ def with_solutions(
     good: Path | None,
     pools: PoolModels,
 ) -> EnvironmentReport:
-    """Run the solutions of an environment's tasks, and an idle agent; return the report with the findings.
-
-    Raises:
-        CommandError: The environment brings no solutions, or no tasks.
-    """
+    """Run the solutions of an environment's tasks, and an idle agent; return the report with the findings."""
     from rollout_service.cli.env.solutions import try_tasks
 
     environment = load_environment(name_or_path)

@@ -38,11 +38,6 @@ class DatasetPart:
 
 
 def part_of_environment(name_or_path: str, split: str | None) -> DatasetPart:
-    """Return the instances that ship with an environment; all, unless a split is named.
-
-    Raises:
-        InvalidFieldError: There is no such split.
-    """
     environment = load_environment(name_or_path)
     dataset = read_dataset(environment)
     if split is not None:
@@ -51,11 +46,7 @@ def part_of_environment(name_or_path: str, split: str | None) -> DatasetPart:
 
 
 def part_of_file(path: Path, environment: str | None) -> DatasetPart:
-    """Return the instances of a file; without an environment, each row is a task that names its own.
-
-    Raises:
-        InvalidFieldError: The file cannot be read, or a line is not a JSON object.
-    """
+    """Return the instances of a file; without an environment, each row is a task that names its own."""
     rows = open_file(FileTasks(path=str(path), environment=ROWS), lambda _row: None)
     read = (rows.read(number) for number in range(len(rows)))
     if environment is not None:
@@ -64,12 +55,7 @@ def part_of_file(path: Path, environment: str | None) -> DatasetPart:
 
 
 def part_of_run(url: str, key: str | None, run_id: str) -> DatasetPart:
-    """Return the instances of a run's tasks, which this machine must have too.
-
-    Raises:
-        NotFoundError: The server has no such run.
-        CommandError: The run's tasks were part of its request.
-    """
+    """Return the instances of a run's tasks, which this machine must have too."""
 
     async def ask() -> Run:
         async with common.connect(url, key) as client:

@@ -58,11 +58,6 @@ class PoolModels:
         url: str | None = None,
         key: str | None = None,
     ) -> PoolModels:
-        """Read the options `--pool-model`, `--pool-script`, `--url` and `--key`.
-
-        Raises:
-            CommandError: One is not valid, or two name the same pool.
-        """
         named = name_value_pairs(models, "--pool-model")
         scripted = name_value_pairs(scripts, "--pool-script")
         if both := sorted(named.keys() & scripted.keys()):
@@ -74,12 +69,7 @@ class PoolModels:
 
     @asynccontextmanager
     async def engines(self) -> AsyncIterator[list[BackendSpec]]:
-        """Start an engine for each model and script, and yield these and the server's, with their pools.
-
-        Raises:
-            CommandError: A script is not valid, or the server does not answer.
-            ConfigurationError: There is no such model.
-        """
+        """Start an engine for each model and script, and yield these and the server's, with their pools."""
         async with AsyncExitStack() as stack:
             found = await self._of_server()
             for pool, model in self.models.items():
@@ -187,11 +177,6 @@ class ScriptedTurn(BaseModel):
 
 
 def read_turns(path: Path) -> list[str]:
-    """Return the texts of the turns in a file.
-
-    Raises:
-        CommandError: The file has no turns, or a line is not a turn; the message has its number.
-    """
     turns = []
     for number, line in enumerate(read_whole(path).split(b"\n"), start=1):
         if line.strip():

@@ -23,10 +23,6 @@ def install_library(name: str) -> Path:
     """Install the packages of an environment, and return their folder.
 
     A folder of verifiers' tasksets gets the library, and the `requirements` of its declaration.
-
-    Raises:
-        CommandError: There is no such environment.
-        ConfigurationError: The packages cannot be installed.
     """
     if (Path(name).expanduser() / FILE_NAME).is_file():
         return _install_tasksets(Path(name).expanduser().absolute())
@@ -34,12 +30,6 @@ def install_library(name: str) -> Path:
 
 
 def find_library(name: str, *, plugins: Iterable[EntryPoint] | None = None) -> Library:
-    """Return the packages of an environment.
-
-    Raises:
-        CommandError: There is no such environment.
-        ConfigurationError: It is a plug-in that cannot be loaded.
-    """
     known = {plugin.name: plugin for plugin in (entry_points(group=GROUP) if plugins is None else plugins)}
     if name not in known:
         raise CommandError(

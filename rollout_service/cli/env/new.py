@@ -18,11 +18,7 @@ PLACEHOLDER = "ENVIRONMENT_NAME"
 
 
 def make_environment(name: str, folder: Path, template: str = DEFAULT) -> Path:
-    """Copy a template to `folder/name`, and fill in the name.
-
-    Raises:
-        CommandError: The name is invalid, there is no such template, the folder exists, or it cannot be written.
-    """
+    """Copy a template to `folder/name`, and fill in the name."""
     known = sorted(path.name for path in TEMPLATES.iterdir() if (path / FILE_NAME).is_file())
     if template not in known:
         raise CommandError(

@@ -69,11 +69,6 @@ class OwnServer:
 async def run_one(
     own: OwnServer, index: int, instance: str | None, url: str | None, key: str | None, *, as_json: bool
 ) -> int:
-    """Roll out one task, show it, and return the exit code.
-
-    Raises:
-        CommandError: The instance or a file is not valid, or no model answers for a pool.
-    """
     if url is not None and (own.pools.models or own.pools.scripts):
         raise CommandError(
             "with --url the engines of that server answer for all pools",

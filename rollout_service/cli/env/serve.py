@@ -13,11 +13,7 @@ from rollout_service.settings import is_loopback, load_settings
 
 
 def check_host(host: str, *, without_key: bool) -> None:
-    """Refuse an address at which strangers could start sandboxes, unless `without_key` is set.
-
-    Raises:
-        CommandError: It is beyond loopback.
-    """
+    """Refuse an address at which strangers could start sandboxes, unless `without_key` is set."""
     if not without_key and not is_loopback(host):
         raise common.CommandError(
             f"{host} is beyond loopback, and clients of OpenEnv have no key",

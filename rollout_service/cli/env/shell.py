@@ -130,11 +130,6 @@ async def run_shell(sandbox: Sandbox, env: Mapping[str, str]) -> int:
 
 
 async def open_shell(name_or_path: str, index: int, instance: str | None, stage: ShellStage, *, solve: bool) -> int:
-    """Set an instance up, open the shell, and return its exit code.
-
-    Raises:
-        CommandError: There is no terminal, no such instance, no solution, or no sandbox at this stage.
-    """
     require_terminal()
     environment = await anyio.to_thread.run_sync(load_environment, name_or_path)
     data = parse_instance(instance) if instance is not None else _instance_at(environment, index)
@@ -189,11 +184,6 @@ DEFAULT_SIZE = (24, 80)
 
 
 def require_terminal() -> None:
-    """Refuse to continue unless standard input and output are a terminal.
-
-    Raises:
-        CommandError: One is not a terminal.
-    """
     if not (os.isatty(STDIN) and os.isatty(STDOUT)):
         raise CommandError(
             "the standard input and output must be a terminal",

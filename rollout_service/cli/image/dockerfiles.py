@@ -42,12 +42,6 @@ def is_dockerfile(text: str) -> bool:
 
 
 def dockerfile_sources(paths: Sequence[str], name: str | None, flags: DockerfileFlags) -> dict[str, DockerfileSource]:
-    """Return the Dockerfiles by the names of their images.
-
-    Raises:
-        ImageNotFoundError: A path is not that of a Dockerfile.
-        CommandError: Two images would have one name, or nothing was found.
-    """
     from sandboxes.images.dockerfiles import dockerfile_at
 
     files = list(_files(paths, every=flags.every))

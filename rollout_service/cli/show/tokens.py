@@ -30,11 +30,7 @@ async def render(
     node: int | None = None,
     plain: bool = False,
 ) -> AsyncIterator[list[Segment]]:
-    """Yield a trajectory as styled texts, a part at a time; with `plain`, brackets stand for colors.
-
-    Raises:
-        NotFoundError: There is no such rollout or sub-agent, or it has no trajectory.
-    """
+    """Yield a trajectory as styled texts, a part at a time; with `plain`, brackets stand for colors."""
     outline = await client.outline(rollout_id, node=node)
     yield head(outline, coloring, plain=plain)
     for segment in outline.segments:

@@ -20,11 +20,6 @@ Job = Annotated[str | None, typer.Argument(help="A job's name, its folder, or it
 
 
 def find(job: str | None, jobs: Path) -> JobFolder:
-    """Return the folder of a job.
-
-    Raises:
-        CommandError: There is no such job.
-    """
     from rollout_service.cluster.slurm.folder import JobFolder
 
     root = jobs.expanduser().absolute()

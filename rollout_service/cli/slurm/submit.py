@@ -135,11 +135,6 @@ def explaining(command: str) -> Iterator[None]:
 
 
 def joined(job: str, jobs: Path) -> Path:
-    """Return the folder of the job to join.
-
-    Raises:
-        CommandError: There is no such job, or it cannot be joined.
-    """
     folder = find(job, jobs)
     spec = folder.load().spec
     if spec.join is not None:

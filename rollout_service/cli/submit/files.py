@@ -155,9 +155,6 @@ def reread(path: Path) -> Iterator[Path]:
     """Yield a path that can be read any number of times: the file itself, or a temporary copy of a stream.
 
     This blocks until the stream ends, so call it before an event loop starts.
-
-    Raises:
-        CommandError: The input cannot be read.
     """
     if not is_stream(path):
         yield path

@@ -81,11 +81,6 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
 
 
 def load_certificate(settings: Settings) -> Certificate | None:
-    """Load the certificate of the settings, if any.
-
-    Raises:
-        ConfigurationError: It cannot be used.
-    """
     if settings.tls_certificate is None:
         return None
     password = settings.tls_key_password

@@ -171,11 +171,7 @@ def _bounded(receive: Receive, held: HeldBytes, *, is_call: bool) -> Receive:
 async def serving_e2b(
     settings: Settings, node: Node, keyring: Keyring, is_stopping: Callable[[], bool], observe: Observe
 ) -> AsyncIterator[None]:
-    """Serve E2B's API in the block; then end all sandboxes of programs.
-
-    Raises:
-        ConfigurationError: The address cannot be bound, or the sandboxes isolate nothing.
-    """
+    """Serve E2B's API in the block; then end all sandboxes of programs."""
     own = settings.e2b
     if not node.pool.isolates:
         raise errors.ConfigurationError(

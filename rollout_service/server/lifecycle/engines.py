@@ -48,12 +48,7 @@ class EngineContext:
 
 
 async def open_engines(stack: AsyncExitStack, foundation: Foundation) -> EngineContext:
-    """Connect the engines, and open the parts in front of them.
-
-    Raises:
-        ConfigurationError: The settings of backends, the gateway or live sessions, or their files, cannot be used.
-        StoreError: The store of live sessions cannot be opened.
-    """
+    """Connect the engines, and open the parts in front of them."""
     metrics = foundation.metrics
     serving = await _open_serving(stack, foundation)
     gateway = await _open_gateway(stack, foundation.settings, serving, metrics)

@@ -47,12 +47,6 @@ class Foundation:
 
 
 async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Metrics) -> Foundation:
-    """Open the store, the environments and the node.
-
-    Raises:
-        ConfigurationError: The state folder, the store's settings, or an environment that they name cannot be used.
-        StoreError: The store cannot be opened.
-    """
     state_dir = open_state_folder(settings.state_dir.expanduser())
     owner = str(ServiceIdentity.create())
     secrets = HostSecrets(settings.secrets)
@@ -134,10 +128,6 @@ async def open_store(settings: Settings, owner: str, clock: Callable[[], float] 
     `owner` is the identity of this service. `clock` returns Unix seconds, for a store of this service alone; services
     that share a Redis have its time. The block ends with the store's error if the store fails for good, since nothing
     works without it.
-
-    Raises:
-        StoreError: It cannot be opened, must not be used, or fails for good within the block.
-        ConfigurationError: The address of the Redis, its password file or the place of trajectories cannot be used.
     """
     async with _opened(settings, owner, clock) as store, anyio.create_task_group() as tasks:
         for shard in store.shards:

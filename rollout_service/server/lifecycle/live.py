@@ -52,13 +52,7 @@ class Live:
 async def open_live(
     foundation: Foundation, serving: PolicyServing, gateway: Gateway, judge: Judge
 ) -> AsyncIterator[Live]:
-    """Open live sessions, work on them in the block, and add the environment of their parts.
-
-    Raises:
-        ConfigurationError: The settings name an unknown detector or rule, a prompt of the judge is not valid, or a
-            file of the state folder cannot be used.
-        StoreError: The store cannot be opened.
-    """
+    """Open live sessions, work on them in the block, and add the environment of their parts."""
     live, state_dir = foundation.settings.live, foundation.state_dir
     detectors = await anyio.to_thread.run_sync(Detectors.load, live.detectors)
     metrics = LiveMetrics(foundation.metrics.registry)

@@ -162,11 +162,7 @@ class Attempts:
 async def open_attempts(
     stack: AsyncExitStack, foundation: Foundation, engines: EngineContext, shutdown: Shutdown
 ) -> Attempts:
-    """Open the context of attempts, and the records of their steps, turns and traces.
-
-    Raises:
-        ConfigurationError: The environment's variables ask for traces that cannot be exported.
-    """
+    """Open the context of attempts, and the records of their steps, turns and traces."""
     settings, store, metrics = foundation.settings, foundation.store, foundation.metrics
     activities, step_writer = ActivityBoard(), StepWriter(store)
     activities.observe(step_writer)
@@ -245,11 +241,7 @@ log = structlog.get_logger(__name__)
 
 
 async def make_member(foundation: Foundation, serving: PolicyServing, context: AttemptContext) -> ClusterMember:
-    """Make this node's member, with a pipeline and run managers that have not begun.
-
-    Raises:
-        ConfigurationError: The settings name a filter that cannot be used.
-    """
+    """Make this node's member, with a pipeline and run managers that have not begun."""
     settings, environments = foundation.settings, foundation.environments
     claims = ClaimRules(one.spec.name for one in environments.list())
     pipeline = Pipeline(context, settings.pipeline, claims)

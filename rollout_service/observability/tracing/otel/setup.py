@@ -26,11 +26,6 @@ _PROTOCOL = "http/protobuf"
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Return whether the environment's variables ask for traces.
-
-    Raises:
-        ConfigurationError: They ask for another exporter or protocol than OTLP over HTTP.
-    """
     exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
     is_off = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none"
     if is_off or not any(environ.get(name, "").strip() for name in ENDPOINTS):
@@ -56,11 +51,7 @@ async def tracing(
     node: str,
     backends: Callable[[], Iterable[BackendView]],
 ) -> AsyncIterator[None]:
-    """Export a trace of every rollout that begins in the block, if the environment's variables ask for that.
-
-    Raises:
-        ConfigurationError: The packages are missing, or a variable's value is wrong.
-    """
+    """Export a trace of every rollout that begins in the block, if the environment's variables ask for that."""
     if not is_wanted(os.environ):
         yield
         return
