@@ -11,7 +11,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from rollout_service.observability.telemetry.families import filled
+from rollout_service.observability.telemetry.families import counter
 from sandboxes import SandboxProvider
 from sandboxes.egress.messages import EgressCounts
 
@@ -64,9 +64,6 @@ class EgressCollector(Collector):
             value=counts.connections,
         )
         size = "Bytes between sandboxes and hosts on their lists"
-        yield filled(
-            CounterMetricFamily("rollout_egress_bytes", size, labels=["direction"]),
-            {"out": counts.bytes_out, "in": counts.bytes_in},
-        )
+        yield counter("rollout_egress_bytes", size, ["direction"], {"out": counts.bytes_out, "in": counts.bytes_in})
         refused = "Sandbox requests that the proxies refused"
-        yield filled(CounterMetricFamily("rollout_egress_refused", refused, labels=["reason"]), counts.refused)
+        yield counter("rollout_egress_refused", refused, ["reason"], counts.refused)

@@ -14,12 +14,11 @@ from typing import Final
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from api_schemas.inference import BackendState, BackendView, PoolOutcome
 from rollout_service.engines.routing import Decision, RequestEnd
-from rollout_service.observability.telemetry.families import filled
+from rollout_service.observability.telemetry.families import gauge
 
 REQUEST_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
 LOAD_SECONDS: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 900)
@@ -142,15 +141,11 @@ class PoolMetrics(RoutingTrace, Collector):
     def collect(self) -> Iterator[Metric]:
         views = list(self._views())
         self._follow(views)
-        labels, text = ["pool", "backend"], "Requests that an engine works on"
-        yield filled(
-            GaugeMetricFamily("rollout_backend_in_flight", text, labels=labels),
-            {(view.pool, view.backend_id): view.in_flight for view in views},
-        )
-        yield filled(
-            GaugeMetricFamily("rollout_backend_up", "1 for an engine that answers, else 0", labels=labels),
-            {(view.pool, view.backend_id): float(view.state is not BackendState.FAILED) for view in views},
-        )
+        labels = ["pool", "backend"]
+        in_flight = {(view.pool, view.backend_id): view.in_flight for view in views}
+        yield gauge("rollout_backend_in_flight", "Requests that an engine works on", labels, in_flight)
+        up = {(view.pool, view.backend_id): float(view.state is not BackendState.FAILED) for view in views}
+        yield gauge("rollout_backend_up", "1 for an engine that answers, else 0", labels, up)
         for metric in (self._requests, self._seconds, self._turns, self._updates):
             yield from metric.collect()
 

@@ -1,8 +1,11 @@
-"""Families of metrics that are made whenever the metrics are read."""
+"""Families of metrics that are made whenever the metrics are read.
+
+Values are given by their label, or by several labels in a tuple.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -10,8 +13,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
 
 
-def filled(family: F, values: Mapping[Any, float]) -> F:
-    """Add values by their label, or by several labels in a tuple."""
+def counter(name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> CounterMetricFamily:
+    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+
+
+def gauge(name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> GaugeMetricFamily:
+    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
+
+
+def _filled(family: F, values: Mapping[Any, float]) -> F:
     for labels, value in values.items():
         family.add_metric(labels if isinstance(labels, tuple) else (labels,), value)
     return family

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from api_schemas.inference import BackendState, BackendView
 from api_schemas.nodes import NodeState
 from rollout_service.base.errors import StoreError
-from rollout_service.observability.telemetry.families import filled
+from rollout_service.observability.telemetry.families import counter, gauge
 from rollout_service.store.cluster_contract import Heartbeat
 from rollout_service.store.contract import Store
 
@@ -32,45 +32,31 @@ class HealthMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._backends()
         yield from self._store()
-        yield filled(
-            GaugeMetricFamily("rollout_disk_free_bytes", "Free space where files are kept", labels=["path"]),
-            self.disks(),
-        )
+        yield gauge("rollout_disk_free_bytes", "Free space where files are kept", ["path"], self.disks())
 
     def _backends(self) -> Iterator[Metric]:
         views = list(self.backends())
         states = Counter((view.pool, view.state) for view in views)
         pools = sorted({view.pool for view in views})
-        yield filled(
-            GaugeMetricFamily("rollout_backends", "Engines by pool and state", labels=["pool", "state"]),
-            {(pool, state): states[pool, state] for pool in pools for state in BackendState},
-        )
+        counts = {(pool, state): states[pool, state] for pool in pools for state in BackendState}
+        yield gauge("rollout_backends", "Engines by pool and state", ["pool", "state"], counts)
         text = "The version of an engine's weights; -1 if it reports none"
-        yield filled(
-            GaugeMetricFamily("rollout_backend_weight_version", text, labels=["pool", "backend"]),
-            {(view.pool, view.backend_id): view.weight_version for view in views},
-        )
+        versions = {(view.pool, view.backend_id): view.weight_version for view in views}
+        yield gauge("rollout_backend_weight_version", text, ["pool", "backend"], versions)
         text = "1 for an engine that samples with weights that this service did not give it, else 0"
-        yield filled(
-            GaugeMetricFamily("rollout_backend_other_version", text, labels=["pool", "backend"]),
-            {(view.pool, view.backend_id): float(view.sampled_version is not None) for view in views},
-        )
+        others = {(view.pool, view.backend_id): float(view.sampled_version is not None) for view in views}
+        yield gauge("rollout_backend_other_version", text, ["pool", "backend"], others)
         text = "Times that an engine of a frozen pool had another version than before"
-        yield filled(
-            CounterMetricFamily("rollout_frozen_version_changes", text, labels=["pool"]),
-            self.frozen_version_changes(),
-        )
+        yield counter("rollout_frozen_version_changes", text, ["pool"], self.frozen_version_changes())
 
     def _store(self) -> Iterator[Metric]:
         failing = self.store_problem() is not None
         yield GaugeMetricFamily("rollout_store_bytes", "Size of the store's files", self.store.size_bytes())
         yield GaugeMetricFamily("rollout_store_failing", "1 while the store fails, else 0", float(failing))
         text = "1 while this shard of the store fails, else 0"
-        shards = range(len(self.store.shards))
-        yield filled(
-            GaugeMetricFamily("rollout_store_shard_failing", text, labels=["shard"]),
-            {str(number): float(failing or number in self.store.failing) for number in shards},
-        )
+        numbers = range(len(self.store.shards))
+        shards = {str(number): float(failing or number in self.store.failing) for number in numbers}
+        yield gauge("rollout_store_shard_failing", text, ["shard"], shards)
         yield CounterMetricFamily("rollout_store_errors", "Calls to the store that failed", self.store.errors)
         yield from self.store.commit_seconds.collect()
 
@@ -81,12 +67,8 @@ class NodeMetrics(Collector):
     roles: Callable[[], Iterable[str]]
 
     def collect(self) -> Iterator[Metric]:
-        states = self.beat().states
-        yield filled(
-            GaugeMetricFamily("rollout_nodes", "Nodes that share the store, by state", labels=["state"]),
-            {state: states.get(state, 0) for state in NodeState},
-        )
-        yield filled(
-            GaugeMetricFamily("rollout_node_leads", "1 for each role that this node leads", labels=["role"]),
-            dict.fromkeys(sorted(self.roles()), 1),
-        )
+        known = self.beat().states
+        states = {state: known.get(state, 0) for state in NodeState}
+        yield gauge("rollout_nodes", "Nodes that share the store, by state", ["state"], states)
+        roles = dict.fromkeys(sorted(self.roles()), 1)
+        yield gauge("rollout_node_leads", "1 for each role that this node leads", ["role"], roles)

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from api_schemas.rollouts import Rollout
 from api_schemas.rollouts.trees import Work
 from rollout_service.groups import work_sums
-from rollout_service.observability.telemetry.families import filled
+from rollout_service.observability.telemetry.families import gauge
 
 STEPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -30,10 +29,8 @@ class SlotMetrics(Collector):
     total: int
 
     def collect(self) -> Iterator[Metric]:
-        yield filled(
-            GaugeMetricFamily("rollout_subagents", "Sub-agents by state, and their limit", labels=["state"]),
-            {"active": self.held(), "waiting": self.waiting(), "limit": self.total},
-        )
+        counts = {"active": self.held(), "waiting": self.waiting(), "limit": self.total}
+        yield gauge("rollout_subagents", "Sub-agents by state, and their limit", ["state"], counts)
 
 
 class ParallelMetrics:

@@ -35,7 +35,7 @@ from api_schemas.views.hangs import HangFinding, HangReport, HangVerdict, Rollou
 from rollout_service.activity import ActivityBoard
 from rollout_service.base.private_files import make_private
 from rollout_service.engines.serving.policies import PolicyServing
-from rollout_service.observability.telemetry.families import filled
+from rollout_service.observability.telemetry.families import gauge
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.server.hangs.findings import FindingLog, stack_of_task, worst_first
 from rollout_service.server.hangs.heartbeat import (
@@ -201,27 +201,16 @@ class HangMetrics(Collector):
         counts = Counter({(kind, verdict): 0 for kind in kinds for verdict in HangVerdict})
         for finding in self.findings():
             counts[finding.kind, finding.verdict] += max(1, finding.count)
-        yield filled(
-            GaugeMetricFamily(
-                "rollout_stuck",
-                "Rollouts that wait longer than usual by what they wait for, and runs and engines with a problem",
-                labels=["kind", "verdict"],
-            ),
-            counts,
-        )
+        text = "Rollouts that wait longer than usual by what they wait for, and runs and engines with a problem"
+        yield gauge("rollout_stuck", text, ["kind", "verdict"], counts)
         yield GaugeMetricFamily(
             "rollout_loop_lag_seconds",
             "The greatest delay of the event loop within the last ten seconds",
             self.lag(),
         )
-        yield filled(
-            GaugeMetricFamily(
-                "rollout_stage_oldest_seconds",
-                "How long the oldest rollout in a stage has been worked on",
-                labels=["stage"],
-            ),
-            oldest_in_stages(self.board, time.perf_counter()),
-        )
+        text = "How long the oldest rollout in a stage has been worked on"
+        oldest = oldest_in_stages(self.board, time.perf_counter())
+        yield gauge("rollout_stage_oldest_seconds", text, ["stage"], oldest)
 
 
 def oldest_in_stages(board: ActivityBoard, now: float) -> dict[Stage, float]:
