@@ -2,14 +2,14 @@
 
     trainer.train(workflow="rollout_client.adapters.areal.Workflow", workflow_kwargs={"url": ...})
 
-Each row of the data set has `environment` and `instance`. The versions of tokens are the service's, so AReaL's bound
-on staleness holds if its trainer's weights reach the service under AReaL's own version numbers.
+Each row of the data set has `environment` and `instance`. The versions of tokens are the service's, so AReaL's bound on
+staleness holds if its trainer's weights reach the service under AReaL's own version numbers.
 
-Guarantees: those of the package. AReaL normalizes within blocks of as many rows as a group has episodes. So an episode
-is one row, the one with the most tokens to train on; `left_out` counts the tokens of the others, and the log warns
-about the first. With `segments="all"`, each segment is a row, which is for normalization over the batch. A rollout
-without a reward is run again, and then NoRewardError is raised, which makes AReaL reject the group; if the episode were
-None, the group would go on with too few rows.
+AReaL normalizes within blocks of as many rows as a group has episodes. So an episode is one row, the one with the most
+tokens to train on; `left_out` counts the tokens of the others, and the log warns about the first. With
+`segments="all"`, each segment is a row, which is for normalization over the batch. A rollout without a reward is run
+again, and then NoRewardError is raised, which makes AReaL reject the group; if the episode were None, the group would
+go on with too few rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The shared parts of all commands: options, the way they run, and error reports.
 
-Results go to stdout and everything else to stderr, so commands work in pipes. A known error ends a command with its
-message, what to do next, and exit code 1, without a traceback. Heavy modules are imported only when a command needs
-them, so `--help` is quick.
+Results go to stdout and everything else to stderr. A known error ends a command with its message, what to do next, and
+exit code 1, without a traceback. Heavy modules are imported only when a command needs them, so `--help` is quick.
 """
 
 from __future__ import annotations

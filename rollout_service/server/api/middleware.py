@@ -1,8 +1,7 @@
 """Middleware of every route: authentication, limits on bodies, and request metrics.
 
 With keys configured, only the probes, the API's description and the dashboard's files answer without one, and only the
-model APIs of a live session to the session's own key. Keys are compared in constant time. All are plain ASGI, so
-streamed responses are never buffered.
+model APIs of a live session to the session's own key. Keys are compared in constant time. Responses are streamed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A thread that sees when the event loop is blocked, and by what code, since nothing on the loop can.
 
-The delay of the loop is measured `1 / PERIOD_SECONDS` times a second, and its maximum over ten seconds is kept. While
-the loop is blocked for longer than `BLOCKED_SECONDS`, the last report, with the stack of the blocking code, is in the
-state folder and is written anew every second. The thread waits for nothing that the loop has to do.
+While the loop is blocked for longer than `BLOCKED_SECONDS`, the last report, with the stack of the blocking code, is in
+the state folder and is written anew every second. The thread waits for nothing that the loop has to do.
 """
 
 from __future__ import annotations

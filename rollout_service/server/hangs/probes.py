@@ -1,8 +1,7 @@
 """Whether engines, sandboxes and the store answer, and whether they do anything.
 
-Only what a step has waited for without progress is probed, at most once a second, and no probe takes longer than
-`PROBE_SECONDS`. One failure is not enough: something is gone after `FAILURES` in a row. The processes of all sandboxes
-are read together in a thread, at most every `WORK_SECONDS`.
+Only what a step has waited for without progress is probed, at most once a second and for `PROBE_SECONDS`. Something is
+gone after `FAILURES` in a row. A thread reads the processes of all sandboxes together, at most every `WORK_SECONDS`.
 """
 
 from __future__ import annotations

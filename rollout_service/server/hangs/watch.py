@@ -1,12 +1,8 @@
 """Looks at everything that rollouts wait for, once a second, and reports steps that are stuck, slow or held back.
 
-Runs that cannot go on or deliver nothing, and engines that sample with weights that they were not given, are reported
-in the same way.
-
-A wait is stuck only if it takes longer than it should and nothing moves; see `rules`. Waits for the same thing are one
-finding, whose beginning and end are one event and one line of the log each. The watch depends on nothing that may hang:
-events are written in the background, and probes have time limits. It looks in slices, so thousands of rollouts do not
-hold up the event loop.
+Runs that cannot go on or deliver nothing, and engines with weights that they were not given, are reported in the same
+way. The watch depends on nothing that may hang: events are written in the background, and probes have time limits. It
+looks in slices, so thousands of rollouts do not hold up the event loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Opens the parts of the service in order, and closes them in reverse.
 
-The leftovers of a crash are swept before any rollout starts. Once `open_service` is left, nothing of this service lives
-on: no task, no sandbox, no engine that it started.
+The leftovers of a crash are swept before any rollout starts. Once `open_service` is left, no task, sandbox or engine of
+this service lives on.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The present limit of the throughput of all nodes, with the setting that would change it: pure decisions.
 
 A service that is stuck or takes no work gets no advice on its settings: few busy workers mean opposite things in a
-healthy service and in a starved one.
-
-The stages are examined from the last to the first, since a full one fills those before it.
+healthy service and in a starved one. Stages are examined from the last on, since a full one fills those before it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The stream of events, which a reader can leave and resume without missing anything.
 
-Each event that the reader wants is sent once, in order; events of different shards of the store come in about the order
-of their times. A shard that is away holds up only its own events. The stream begins with the id that it starts after,
-and an idle one repeats its position from time to time, so every reader knows where to resume. If the store has lost
-events, as in a failover, the stream sends the id of the newest one left and continues after it. A reader that hangs up
-is not an error. When the service shuts down, the stream ends after a whole event.
+Each wanted event is sent once, in order; those of different shards come in about the order of their times, and a shard
+that is away holds up only its own. An idle stream repeats its position. If the store has lost events, as in a failover,
+the stream continues after the newest one left. A reader that hangs up is not an error. When the service shuts down, the
+stream ends after a whole event.
 """
 
 from __future__ import annotations
