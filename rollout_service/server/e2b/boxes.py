@@ -172,7 +172,7 @@ class Boxes:
         return box
 
     async def fork(self, box: Box, seconds: int, count: int) -> list[Box | Exception]:
-        """Start sandboxes with the files of a running one; return each, or the error that prevented it.
+        """Start sandboxes with the files of one, which keeps running; return each, or the error that prevented it.
 
         Raises:
             SandboxError: Its files cannot be saved, such as while a program runs.
@@ -188,7 +188,7 @@ class Boxes:
             except (ServiceError, SandboxError) as error:
                 found.append(error)
 
-        async with self._forking:  # one at a time bounds the disk space
+        async with self._forking:  # one at a time, which bounds the disk space they take
             with TemporaryDirectory(prefix="rollout-fork-") as folder:
                 saved = Path(folder) / "saved"
                 async with (
