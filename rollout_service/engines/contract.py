@@ -27,15 +27,12 @@ _REQUEST_ID = re.compile(r"[0-9a-f]{32}(-\d{4})?")
 
 
 def new_request_id() -> str:
-    """Return a new id for a `GenerateRequest`: 32 hexadecimal digits."""
     return os.urandom(16).hex()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How to sample.
-
-    Every field is sent, because an engine's own defaults (such as a model's top_k of 50) would change the
+    """Every field is sent, because an engine's own defaults (such as a model's top_k of 50) would change the
     distribution that the logprobs are taken from.
     """
 
@@ -70,8 +67,6 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedExtras:
-    """The extras to return in addition to sampled ids, logprobs and versions; none by default."""
-
     top_logprobs: int = 0
     """How many of the likeliest tokens to return for each sampled one."""
     prompt_logprobs_from: int | None = None
@@ -91,10 +86,7 @@ NO_EXTRAS = RequestedExtras()
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One turn: sample a continuation of `input_ids`.
-
-    `request_id` is from `new_request_id`; the pool appends the attempt (`-0001`) for the engine.
-    """
+    """`request_id` is from `new_request_id`; the pool appends the attempt (`-0001`) for the engine."""
 
     request_id: str
     input_ids: Sequence[int]
@@ -107,7 +99,7 @@ class GenerateRequest:
     cache_salt: str = ""
     """Requests with different ones share no cached prefix, on engines that can keep them apart."""
     traceparent: str | None = None
-    """The span that an engine which exports traces is to continue, as the header of that name."""
+    """The header with the span that an engine which exports traces is to continue."""
     decode: Callable[[Sequence[int]], str] | None = None
     """Returns the text of ids. With it, stop strings are found also where an interruption has cut them."""
 
@@ -123,8 +115,6 @@ class GenerateRequest:
 
 
 class TopLogprob(NamedTuple):
-    """One of the likeliest tokens at a position."""
-
     token_id: int
     logprob: float
 
@@ -166,14 +156,13 @@ TokenSink = Callable[[TokenChunk], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The answer to a request; `output_ids`, `logprobs` and `versions` have one entry per sampled token."""
+    """The answer to a request, with one entry per sampled token in `output_ids`, `logprobs` and `versions`."""
 
     output_ids: list[int]
     logprobs: list[float]
     """Natural logarithm of each sampled token's probability under the temperature-scaled distribution, before
     top_k, top_p and min_p; of greedy sampling, under that at temperature 1."""
     versions: list[int]
-    """The weight version that sampled each token."""
     finish_reason: FinishReason
     matched: int | str | None = None
     """The id or text that ended a `stop`, if the engine reports it."""
@@ -184,16 +173,14 @@ class Generation:
     """Those of `versions` whose tokens may attend to KV that older weights computed; a single backend's answer leaves
     it empty."""
     backend_id: str
-    """The backend that served the last attempt."""
+    """The one that served the last attempt."""
     engine_seconds: float
-    """Seconds spent waiting for engines, summed over the attempts."""
+    """Spent waiting for engines, summed over the attempts."""
     extras: ReturnedExtras = NOTHING_RETURNED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """An engine's report about its model."""
-
     model_path: str
     tokenizer_path: str
     weight_version: int
@@ -209,8 +196,6 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLoad:
-    """An engine's report of how busy it is."""
-
     running: int
     waiting: int
     used_tokens: int
@@ -225,18 +210,14 @@ class BackendLoad:
 
 
 class Backend(Protocol):
-    """One inference engine.
-
-    Every method may raise `BackendUnreachable`, `BackendRejected` or `BackendProtocolError`.
-    """
+    """Every method may raise `BackendUnreachable`, `BackendRejected` or `BackendProtocolError`."""
 
     @property
     def id(self) -> str:
         """Unique among the backends of the service."""
 
     @property
-    def url(self) -> str:
-        """The address of the engine."""
+    def url(self) -> str: ...
 
     @property
     def keeps_kv_apart(self) -> bool:
@@ -274,14 +255,12 @@ class Backend(Protocol):
         stays in use; this is required while an `in_place` pause holds running requests.
         """
 
-    async def model_info(self) -> ModelInfo:
-        """Return the model, its limits and the current weight version."""
+    async def model_info(self) -> ModelInfo: ...
 
     async def health(self, *, paused: bool = False) -> None:
         """Check that the engine serves; a paused one only has to answer."""
 
-    async def load(self) -> BackendLoad:
-        """Return how busy the engine is."""
+    async def load(self) -> BackendLoad: ...
 
     async def close(self) -> None:
         """Close the connections; the engine itself keeps running."""

@@ -1,25 +1,5 @@
 """The errors between this service and an inference engine.
 
-InferenceError
-├── BackendUnreachable      no answer, a broken connection, or a 5xx: the engine did not serve the request
-├── BackendRejected         a 4xx: the engine refused the request and would refuse it again
-│   ├── PromptTooLong       ... because the prompt and its budget do not fit the context
-│   ├── ExtraUnsupported    ... because it does not return the extras asked for
-│   └── SchemaRefused       ... because it cannot make text match the JSON schema
-├── BackendProtocolError    an answer that cannot be trusted: missing logprobs, wrong counts, invalid JSON
-├── NoBackendError          the pool has no backend to serve the request
-├── UnknownPool             the pool of an order is none of those that have backends
-├── UnknownBackend          no backend with that id is registered
-├── GenerationTimeout       the request was served, but not in time
-│   └── PoolPaused          ... or was held by a pause for longer than allowed
-├── WeightsConflict         the pool cannot take these weights next
-├── PoolFrozen              the pool takes no weights at all
-└── OrderFailed             backends failed a command to their pool; the context has every answer
-    ├── WeightsRefused      ... and all refused the weights that they were given
-    ├── WeightsNotLoaded    ... and none has the weights
-    ├── WeightsUnusable     ... and none can sample with the weights
-    └── WeightsPartlyLoaded ... and only some have the weights
-
 Answers are never repaired: tokens and logprobs are the engine's, or there are none.
 """
 
@@ -31,7 +11,6 @@ from api_schemas.errors import Boundary
 from rollout_service.base.errors import ServiceError
 
 LONGEST_MESSAGE = 2_000
-"""Characters of a message, which may quote an engine's answer."""
 
 
 class InferenceError(ServiceError):
@@ -50,7 +29,7 @@ class InferenceError(ServiceError):
         context: dict[str, Any] | None = None,
     ) -> None:
         self.backend_id = backend_id
-        if len(message) > LONGEST_MESSAGE:  # it may quote what an engine answered
+        if len(message) > LONGEST_MESSAGE:  # the message may quote an engine's answer
             message = f"{message[:LONGEST_MESSAGE]}..."
         text = f"backend {backend_id}: {message}" if backend_id else message
         super().__init__(text, hint=hint, context=context)

@@ -1,6 +1,8 @@
 """Checks of engines' answers, whatever the protocol.
 
-Each function returns the value in the project's terms or raises BackendProtocolError: nothing is padded or repaired.
+Each function returns the value in the project's terms or raises BackendProtocolError: nothing is padded or repaired. An
+extra that was asked for (top-k or prompt logprobs, routed experts) is complete, with one entry per token, or the answer
+is refused: with ExtraUnsupported if the engine leaves it out.
 """
 
 import base64
@@ -38,7 +40,6 @@ def answer_of(backend_id: str) -> Iterator[None]:
 
 
 def mapping(value: object, what: str, hint: str = "") -> Mapping[str, Any]:
-    """Return a value that must be a JSON object."""
     if not isinstance(value, dict):
         raise BackendProtocolError(f"{what} is not a JSON object", hint=hint)
     return value
@@ -79,24 +80,20 @@ def refuse_empty(ids: Sequence[int], reason: FinishReason) -> None:
 
 
 def expect_length(entries: Sequence[object], name: str, expected: int) -> None:
-    """Check that a list has one entry per token."""
     if len(entries) != expected:
         raise BackendProtocolError(f"{name} has {len(entries)} entries for {expected} tokens")
 
 
 def expect_prefix(ids: Sequence[int], delivered: Sequence[int]) -> None:
-    """Check that an answer begins with the ids that its stream has delivered."""
     if list(ids[: len(delivered)]) != list(delivered):
         raise BackendProtocolError("the answer does not begin with the tokens that were streamed")
 
 
 def other_token(where: str, entry: object, token: int) -> BackendProtocolError:
-    """Return the error of an entry that must belong to `token`, and does not."""
     return BackendProtocolError(f"{where} is {entry!r}, which does not belong to token {token}")
 
 
 def expect_count(stated: object, name: str, expected: int, *, required: bool) -> None:
-    """Check that a count stated by the engine agrees with its lists."""
     if stated is None and not required:
         return
     if stated != expected:
@@ -112,7 +109,7 @@ def cached_count(cached: Any, name: str, prompt_tokens: int, *, required: bool, 
 
 
 def are_logprobs(values: Sequence[object]) -> bool:
-    """Return whether all are logprobs; `logprob` explains a single failure."""
+    """`logprob` explains a single failure."""
     if set(map(type, values)) != {float}:
         return False
     numbers = cast(Sequence[float], values)
@@ -154,7 +151,7 @@ def top_logprobs(
 
 
 def _possible(row: Sequence[TopLogprob]) -> list[TopLogprob]:
-    """Return a row without the tokens at its end that cannot be sampled; one of them is always possible."""
+    """Leave out the tokens at a row's end that cannot be sampled; one of them is always possible."""
     end = len(row)
     while end > 1 and row[end - 1].logprob == -math.inf:
         end -= 1
@@ -162,7 +159,7 @@ def _possible(row: Sequence[TopLogprob]) -> list[TopLogprob]:
 
 
 def parse_version(raw: object) -> int:
-    """Return an engine's weight version as an integer; an engine that was never given one is at 0."""
+    """Return an engine's weight version; an engine that was never given one is at 0."""
     if raw == _UNSET_VERSION:
         return 0
     if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0:
@@ -187,13 +184,6 @@ def versions_of_spans(spans: object, count: int) -> list[int]:
     if len(versions) != count:
         raise BackendProtocolError(f"weight_versions covers {len(versions)} of {count} tokens")
     return versions
-
-
-# Per-token extras of an engine's answer (top-k and prompt logprobs, routed experts), as the protocols send
-# them.
-#
-# Guarantees: an extra that was asked for is complete, with one entry per token, or the answer is refused:
-# with ExtraUnsupported if the engine leaves it out, with BackendProtocolError if it is wrong.
 
 
 class ExtraKind(StrEnum):
@@ -222,7 +212,6 @@ def wanted(extras: RequestedExtras) -> frozenset[ExtraKind]:
 
 
 def unsupported(kind: ExtraKind, *, hint: str = "", backend_id: str = "") -> ExtraUnsupported:
-    """Return the error of an engine that does not return an extra."""
     return ExtraUnsupported(
         f"does not return {kind.value}",
         hint=hint or _HINTS[kind],

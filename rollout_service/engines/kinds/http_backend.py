@@ -60,19 +60,18 @@ _SCHEMA = re.compile("schema|grammar|structured", re.IGNORECASE)
 _PORTS = {"http": 80, "https": 443}
 _ERROR_KEYS = ("error", "message", "detail")
 QUOTED_CHARACTERS = 500
-"""How much of an engine's error message is passed on."""
+"""The part of an engine's error message that is passed on."""
 QUOTED_BYTES = 100
-"""How much of an answer that is not JSON is passed on."""
+"""The part of an answer that is not JSON that is passed on."""
 ParseAnswer = Callable[[object, GenerateRequest, str, ModelInfo | None, float], Generation]
-"""Checks the answer to a request; the rest are the backend's id, its model, and the seconds that the engine took."""
+"""Checks the answer to a request, given the backend's id, its model, and the seconds that the engine took."""
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 class HttpBackend(ABC):
-    """The part of a `Backend` that all engines behind an HTTP server share.
+    """The part of a `Backend` that all engines behind an HTTP server share, for one event loop.
 
-    Use it from one event loop; `close` closes its connections. `backend_id` is its name in reports, by default its
-    location; `timeout` is how many seconds one `generate` may take.
+    `backend_id` defaults to the location; `timeout` is of one `generate`, in seconds.
     """
 
     keeps_kv_apart = False
@@ -110,7 +109,7 @@ class HttpBackend(ABC):
                 raise self._schema_refused(error) from error
             raise
         except BackendProtocolError:
-            if on_tokens is not None:  # what cannot be trusted may still be under way
+            if on_tokens is not None:  # the answer may still be under way
                 await self._abort_quietly(request.request_id)
             raise
         except AnswerTimeoutError as error:
@@ -159,7 +158,7 @@ class HttpBackend(ABC):
         stream: TokenStream | None,
         parse: ParseAnswer,
     ) -> Generation:
-        """Send the body of a request, and return the answer once it is checked: by `stream`, or else by `parse`."""
+        """Send a request, and return its answer, checked by `stream` or else by `parse`."""
         started, content = time.perf_counter(), dump_request(body)
         max_bytes = generation_bytes(request, self._info)
         if stream is not None:
@@ -185,7 +184,7 @@ class HttpBackend(ABC):
         return await self._exchange_bytes("GET", path, None, CONTROL_SECONDS)
 
     async def _post(self, path: str, body: Mapping[str, Any], seconds: float = CONTROL_SECONDS) -> Any:
-        """Return the JSON of the answer; None if it is not JSON."""
+        """Return the answer's JSON; None if it is not JSON."""
         raw = await self._exchange_bytes("POST", path, orjson.dumps(body), seconds)
         try:
             return orjson.loads(raw)
@@ -195,14 +194,14 @@ class HttpBackend(ABC):
     async def _call(
         self, path: str, content: bytes, max_bytes: int = ANSWER_BYTES, traceparent: str | None = None
     ) -> Any:
-        """Make one exchange that may take as long as a generation, and return its JSON."""
+        """Return the JSON of an exchange that may take as long as a generation."""
         raw = await self._exchange_bytes("POST", path, content, None, max_bytes, traceparent=traceparent)
         return self._decode(raw, "POST", path)
 
     async def _stream(
         self, path: str, content: bytes, stream: TokenStream, max_bytes: int, traceparent: str | None = None
     ) -> None:
-        """Make one exchange that is answered event by event, each of at most `max_bytes`."""
+        """Make one exchange that is answered in events of at most `max_bytes` each."""
         is_done = False
 
         def take(event: bytes) -> None:
@@ -277,7 +276,6 @@ class HttpBackend(ABC):
         return answer
 
     async def _context_length(self) -> tuple[str, int]:
-        """Return the model's name and maximum sequence length from `/v1/models`."""
         models = self._object(await self._get("/v1/models"), "/v1/models").get("data")
         first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
         length = first.get("max_model_len")
@@ -312,7 +310,7 @@ class HttpBackend(ABC):
         try:
             return orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            # An address may be that of another service, of which nothing that a GET reads is passed on.
+            # The address may be another service's: nothing that a GET reads from it is passed on.
             quoted = f": {_quoted(raw)}" if method == "POST" else ""
             raise BackendProtocolError(
                 f"{path} answered {_OK} with something other than JSON{quoted}",
@@ -347,7 +345,7 @@ def normalize_url(url: str) -> str:
 
 
 def location_of(url: str) -> str:
-    """Return an engine's location: host, port and, behind a gateway, its path."""
+    """Return host, port and, behind a gateway, its path."""
     parts = urlsplit(normalize_url(url))
     port = "" if parts.port else f":{_PORTS[parts.scheme]}"
     return f"{parts.netloc.lower()}{port}{parts.path}"
@@ -359,7 +357,7 @@ def kv_key(info: ModelInfo, salt: str = "") -> str:
 
 
 async def read_model_config(model_path: str) -> dict[str, Any]:
-    """Return the text model's part of a folder's `config.json`; empty if it cannot be read from here."""
+    """Return the text model's `config.json`; empty if it cannot be read from here."""
     return await anyio.to_thread.run_sync(_read_model_config, model_path)
 
 
@@ -393,7 +391,6 @@ def _error_message(raw: bytes) -> str:
 
 
 def _quoted(raw: bytes) -> str:
-    """Return the first bytes of an answer as text, in quotes."""
     return repr(_printable(raw[:QUOTED_BYTES].decode(errors="replace")))
 
 
@@ -402,7 +399,7 @@ def _printable(text: str) -> str:
 
 
 def prompt_for_json(ids: Sequence[int]) -> list[int] | NDArray[Any]:
-    """Return a prompt's ids as `dump_request` takes them; an array must not grow while the result is in use."""
+    """Return ids for `dump_request`; an array must not grow while the result is in use."""
     if isinstance(ids, array):
         return np.frombuffer(ids, dtype=ids.typecode)
     return ids if isinstance(ids, list) else list(ids)

@@ -1,13 +1,13 @@
-"""A minimal HTTP/1.1 client for one engine, kept small because every turn waits for it twice.
+"""A minimal HTTP/1.1 client for one engine, because every turn waits for it twice.
 
 httpx's pool takes time that grows with the square of its connections, and aiohttp a fifth of a turn's CPU time.
 
-Guarantees: an answer is complete, of the length that the engine stated, and within the size limit, or it is an error;
-server-sent events are passed on as they arrive, and none after the call has ended; a connection carries one request at
-a time, and is reused only after a complete answer and within `REST_SECONDS`; a request whose reused connection is lost
-before a byte of the answer came is sent once more, on a new one, since the engine may have closed it as the request was
-on its way; a cancelled call closes its connection, which the engine sees; a connection that is established too late is
-closed, and `close` waits no longer than `CLOSE_SECONDS`.
+An answer is complete, of the length that the engine stated, and within the size limit, or it is an error. Events are
+passed on as they arrive, and none after the call has ended. A connection carries one request at a time, and is reused
+only after a complete answer and within `REST_SECONDS`. A request whose reused connection is lost before a byte of the
+answer came is sent once more on a new one, since the engine may have closed it meanwhile. A cancelled call closes its
+connection, which the engine sees. A connection that is established too late is closed, and `close` waits no longer than
+`CLOSE_SECONDS`.
 """
 
 import asyncio
@@ -25,27 +25,23 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 1.0
 REST_SECONDS = 4.0
-"""Less than the 5 seconds after which the engines' HTTP server drops an idle connection: no request is sent into a
-connection that is being closed."""
+"""Less than the 5 seconds after which the engines' HTTP server drops an idle connection."""
 FIRST_FINAL_STATUS = 200
 _OK = 200
 ANSWER_BYTES = 16 << 20
-"""The default limit of an answer's size."""
 
 
 class AnswerTimeoutError(TimeoutError):
-    """A request was sent, and no complete answer arrived in time."""
+    """No complete answer arrived in time."""
 
 
 class AnswerTooLargeError(OSError):
-    """An answer exceeded its size limit; the rest of it was not read."""
+    """An answer exceeded its size limit; the rest was not read."""
 
 
 class HttpClient:
-    """The connections to one engine; use it from one event loop, and close it."""
-
     def __init__(self, url: str) -> None:
-        """`url` has scheme, host and port, and may have a path that prefixes all others."""
+        """`url` may have a path that prefixes all others."""
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port
         self._is_tls = parts.scheme == "https"
@@ -66,9 +62,7 @@ class HttpClient:
         on_event: Callable[[bytes], None] | None = None,
         traceparent: str | None = None,
     ) -> tuple[int, bytes]:
-        """Return the status and body of an answer, within limits of time and size; redirects are not followed.
-
-        `traceparent`, if given, is sent as the header of that name.
+        """Return the status and body of an answer; redirects are not followed.
 
         With `on_event`, a 200 is read as server-sent events: each one's data is passed on, and the returned body is
         empty. What `on_event` raises ends the exchange, and is raised here.
@@ -102,7 +96,6 @@ class HttpClient:
         max_bytes: int,
         on_event: Callable[[bytes], None] | None,
     ) -> tuple[int, bytes]:
-        """Exchange on this connection, and let it rest afterwards if it can be used again."""
         try:
             answer = await connection.exchange(request, seconds, max_bytes, on_event)
         except BaseException:
@@ -126,7 +119,7 @@ class HttpClient:
         self._open.clear()
 
     def _rested(self) -> "_Connection | None":
-        """Return the connection that was used last, if reusable; close those that have rested too long."""
+        """Return the reusable connection that was used last; close those that have rested too long."""
         oldest = self._loop_time() - REST_SECONDS
         while self._resting and self._resting[0].since < oldest:
             self._resting.popleft().close()
@@ -158,20 +151,18 @@ class HttpClient:
 
 @lru_cache(1)
 def _tls_context() -> ssl.SSLContext:
-    """Return a context with the system's certificates, which are slow to read."""
+    """Make one context for all, because the system's certificates are slow to read."""
     return ssl.create_default_context()
 
-
-# Server-sent events, split as their bytes arrive.
-#
-# Guarantees: an event is passed on once it is whole, in order, however its bytes were cut; one that is never finished
-# is never passed on. Only the data of events counts: names, ids and comments are dropped.
 
 _DATA = b"data:"
 
 
 class EventSplitter:
-    """Splits one stream, and passes on the data of each event."""
+    """Passes on the data of each server-sent event once it is whole, in order, however its bytes were cut.
+
+    Names, ids and comments are dropped, and so is an event that is never finished.
+    """
 
     def __init__(self, on_event: Callable[[bytes], None]) -> None:
         self._on_event = on_event
@@ -183,7 +174,7 @@ class EventSplitter:
         return len(self._line) + sum(map(len, self._data))
 
     def feed(self, part: bytes) -> bool:
-        """Add bytes, and return whether they completed an event."""
+        """Return whether they completed an event."""
         self._line += part
         if b"\n" not in part:
             return False
@@ -204,15 +195,13 @@ class EventSplitter:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, and the answer being read from it."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop, among: "set[_Connection]") -> None:
         self._loop = loop
         self._among = among
         self._parser = HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._room = 0
-        """Bytes that the answer, with its head, or the present event may still take."""
+        """Bytes that the answer with its head, or the present event, may still take."""
         self._max_bytes = 0
         self._events: EventSplitter | None = None
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
@@ -258,7 +247,7 @@ class _Connection(asyncio.Protocol):
         return self.lost.is_set() and self._is_silent
 
     def discard(self) -> None:
-        """Close a connection that nobody waits for, now or once it is established.
+        """Close the connection, now or once it is established.
 
         An event loop that gives up connecting may close the transport without calling `connection_lost`.
         """

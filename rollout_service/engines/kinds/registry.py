@@ -1,4 +1,4 @@
-"""The kinds of engines: built-in ones and plug-ins, and which of the built-in ones listens at an address.
+"""The kinds of engines, built in and of plug-ins.
 
 Guarantees: a kind is imported when the first engine of it is registered. One that cannot be loaded stops no other, and
 registering an engine of it says why.
@@ -31,14 +31,14 @@ _CONTRACT: Final = tuple(name for name in vars(Backend) if not name.startswith("
 
 
 class Connect(Protocol):
-    """Makes a backend for the engine at an address, without asking it for anything."""
+    """Makes a backend for an address without asking the engine for anything."""
 
     def __call__(self, url: str, *, backend_id: str) -> Backend: ...
 
 
 class EngineKinds:
     def __init__(self, *, plugins: Iterable[EntryPoint] | None = None) -> None:
-        """`plugins` are those that are installed unless they are given."""
+        """`plugins` are by default those that are installed."""
         self._plugins = plugins
         self._loaded: dict[str, Connect] = {}
 
@@ -68,14 +68,14 @@ class EngineKinds:
             )
 
     def get(self, kind: str) -> Connect:
-        """Return the connector of a kind of engine; it imports the kind, so call it in a thread."""
+        """Import the kind, so call this in a thread."""
         self.check(kind)
         if kind not in self._loaded:
             self._loaded[kind] = _load(kind, self._found[kind])
         return self._loaded[kind]
 
     async def connect(self, url: str, backend_id: str, kind: str) -> Backend:
-        """Return a backend of this kind for the engine at `url`.
+        """Make a backend for the engine at `url`.
 
         Raises:
             InvalidFieldError: There is no such kind.
@@ -137,7 +137,7 @@ def check_kinds(backends: Iterable[BackendSpec]) -> None:
 
 
 async def ask_kind(url: str) -> str:
-    """Return the kind of the engine at `url`, one of the built-in ones.
+    """Return the built-in kind of the engine at `url`.
 
     One that does not answer counts as SGLang, whose backend then reports that.
     """

@@ -1,4 +1,4 @@
-"""The bodies of the embedded engine's requests: the part of SGLang's that this engine supports.
+"""The bodies of the embedded engine's requests, the part of SGLang's that it supports, and the extras of its answers.
 
 Unknown fields are refused.
 """
@@ -20,8 +20,6 @@ class _Body(BaseModel):
 
 
 class SamplingParams(_Body):
-    """The part of SGLang's `sampling_params` that this engine supports."""
-
     max_new_tokens: int = Field(128, ge=1)
     temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -44,8 +42,6 @@ class SamplingParams(_Body):
 
 
 class GenerateBody(_Body):
-    """The body of `/generate`."""
-
     input_ids: list[int] = Field(min_length=1)
     rid: str | None = Field(None, min_length=1)
     sampling_params: SamplingParams = SamplingParams()
@@ -57,21 +53,15 @@ class GenerateBody(_Body):
 
 
 class AbortBody(_Body):
-    """The body of `/abort_request`."""
-
     rid: str = ""
     abort_all: bool = False
 
 
 class PauseBody(_Body):
-    """The body of `/pause_generation`."""
-
     mode: Literal[PauseMode.ABORT, PauseMode.RETRACT, PauseMode.IN_PLACE] = PauseMode.ABORT
 
 
 class UpdateBody(_Body):
-    """The body of `/update_weights_from_disk`."""
-
     model_path: str
     load_format: str | None = None
     weight_version: str | None = None
@@ -80,29 +70,24 @@ class UpdateBody(_Body):
 
 
 class VersionBody(_Body):
-    """The body of `/update_weight_version`."""
-
     new_version: str
     abort_all_requests: bool = True
 
 
-# Extras that a request to the embedded engine may ask for beyond its samples: log-probabilities of its prompt, likely
-# tokens.
-#
-# Guarantees: a prompt's log-probabilities are at temperature 1, all of the same weights, and one for each token after
-# `start`, before the first token is sampled. Likely tokens are of the distribution of the samples' log-probabilities.
-
 _ROWS = 64
-"""Positions that are read at once, since their probabilities take memory by the size of the vocabulary."""
+"""Positions read at once, since probabilities take memory by the size of the vocabulary."""
 _AT_ONE = SamplerSettings()
 
 Entry = tuple[float, int]
-"""A log-probability and a token."""
 
 
 @dataclass(slots=True)
 class PromptReading:
-    """The log-probabilities of a prompt, which are filled in chunk by chunk."""
+    """The log-probabilities of a prompt, filled in chunk by chunk.
+
+    They are at temperature 1, all of the same weights, one for each token after `start`, and whole before the first
+    token is sampled.
+    """
 
     prompt: list[int]
     start: int
@@ -114,7 +99,6 @@ class PromptReading:
         return len(self.logprobs) == len(self.prompt) - 1 - self.start
 
     def restart(self) -> None:
-        """Forget the part of an interrupted prompt that was read."""
         self.logprobs.clear()
 
     def read(self, logits: Array, first: int) -> None:
@@ -136,7 +120,7 @@ class PromptReading:
 
 
 def likeliest(logits: Array, settings: SamplerSettings, count: int) -> list[Entry]:
-    """Return the likeliest tokens of one row of logits, best first."""
+    """Return the likeliest tokens of one row of logits, best first, under the distribution of the samples' logprobs."""
     values: NDArray[np.float64] = log_softmax(logits[None], [settings])[0]
     order = np.argsort(-values, kind="stable")[:count]
     return [(float(values[token]), int(token)) for token in order]

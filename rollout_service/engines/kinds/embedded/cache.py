@@ -14,7 +14,7 @@ from rollout_service.engines.kinds.embedded.weights import Array
 
 @dataclass(slots=True, eq=False)
 class _RadixNode:
-    """An edge of the tree and its subtree. KV: `[layers, kv_heads, len(ids), head_dim]`."""
+    """An edge and its subtree. KV: `[layers, kv_heads, len(ids), head_dim]`."""
 
     ids: tuple[int, ...]
     keys: Array
@@ -25,7 +25,7 @@ class _RadixNode:
 
 
 class PrefixCache:
-    """The KV of token prefixes, at most `budget` tokens; used from one thread only."""
+    """At most `budget` tokens; used from one thread only."""
 
     def __init__(self, budget: int) -> None:
         self.budget = max(0, budget)
@@ -52,13 +52,8 @@ class PrefixCache:
     def insert(self, ids: Sequence[int], keys: Array, values: Array, *, start: int = 0) -> None:
         """Store the KV of `ids[start:]`, where the first `start` ids are known to be stored.
 
-        KV that is already stored stays. If the first `start` ids were evicted meanwhile, nothing is stored.
-
-        Args:
-            ids: the ids from the first position of the sequence on.
-            keys: `[layers, kv_heads, len(ids) - start, head_dim]`, not copied.
-            values: likewise.
-            start: how many leading ids the KV leaves out.
+        `keys` and `values` are `[layers, kv_heads, len(ids) - start, head_dim]` and are not copied. KV that is already
+        stored stays. If the first `start` ids were evicted meanwhile, nothing is stored.
         """
         self._uses += 1
         node, length = self._root, 0

@@ -13,7 +13,7 @@ _ID_BITS = 32
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EngineJob:
-    """One request. Only the engine's thread writes it; others may read it once `notify` was called."""
+    """Only the engine's thread writes it; others may read it once `notify` was called."""
 
     rid: str
     prompt: list[int]
@@ -25,9 +25,7 @@ class EngineJob:
     """Called on the engine's thread when the job has ended, and after each token if `streams`."""
     streams: bool = False
     reading: PromptReading | None = None
-    """The prompt's logprobs, if they are asked for."""
     likely: int = 0
-    """How many likely tokens are asked for at each position."""
     namespace: int = 0
     """Jobs of different namespaces share no KV."""
     output: list[int] = field(default_factory=list)
@@ -76,7 +74,6 @@ class EngineJob:
         self.logprobs.append(logprob)
 
     def end(self, finish: dict[str, Any]) -> None:
-        """Record why the job has ended, and call `notify`."""
         self.finish = finish
         self.notify()
 

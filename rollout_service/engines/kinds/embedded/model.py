@@ -57,11 +57,11 @@ class KVStore:
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
     def read(self, slot: int, start: int, stop: int) -> tuple[Array, Array]:
-        """Return copied keys and values of positions `start` to `stop`: `[layers, kv_heads, positions, head_dim]`."""
+        """Return copies: `[layers, kv_heads, positions, head_dim]`."""
         return self.keys[:, slot, :, start:stop].copy(), self.values[:, slot, :, start:stop].copy()
 
     def write(self, slot: int, start: int, keys: Array, values: Array) -> None:
-        """Write keys and values, as `read` returns them, from position `start` of a slot on."""
+        """Write keys and values as `read` returns them."""
         stop = start + keys.shape[2]
         self.reserve(stop)
         self.keys[:, slot, :, start:stop] = keys
@@ -70,7 +70,7 @@ class KVStore:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Weights of one layer, as `[inputs, outputs]`."""
+    """As `[inputs, outputs]`."""
 
     input_norm: Array
     qkv: Array
@@ -106,15 +106,10 @@ class Qwen3:
     def forward(self, ids: Ids, positions: Ids, store: KVStore, slot: int, *, every_position: bool = False) -> Array:
         """Run `ids` of the sequences in slots `slot` to `slot + len(ids)` and store their KV.
 
-        Args:
-            ids: `[sequences, count]`.
-            positions: the positions of `ids`, in the same shape; everything before them is in `store`.
-            store: where keys and values are kept.
-            slot: the first sequence's slot.
-            every_position: whether to return the logits after each id.
+        `ids` and `positions` are `[sequences, count]`; everything before the positions is in `store`.
 
         Returns:
-            Logits after each sequence's last id: `[sequences, vocab_size]`, float32; or after each id:
+            Logits after each sequence's last id: `[sequences, vocab_size]`, float32; with `every_position`, after each:
             `[sequences, count, vocab_size]`.
         """
         length = int(positions.max()) + 1
@@ -175,8 +170,6 @@ class Qwen3:
 
 
 class _Tensors:
-    """A folder's tensors by name, with their shapes checked."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tensors = read_tensors(folder)
@@ -223,7 +216,7 @@ def _widen(array: Array, capacity: int) -> Array:
 
 
 def _rotations(config: ModelConfig) -> tuple[Array, Array]:
-    """Return cosines and sines of every position: `[context_length, head_dim]`."""
+    """`[context_length, head_dim]` each."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequencies: Array = np.power(np.float32(config.rope_theta), -exponents)
     angles_of_half = np.arange(config.context_length, dtype=np.float32)[:, None] * frequencies

@@ -1,4 +1,4 @@
-"""The embedded engine as a child process of the service."""
+"""The embedded engine as a child process of the service, which ends with it."""
 
 import os
 import sys
@@ -8,9 +8,7 @@ from rollout_service.engines.local_servers.process import ServerCommand, ServerP
 
 
 class EmbeddedEngine(ServerProcess):
-    """Serves the model in `model_path` at `url` while the context lasts.
-
-    The process ends with the context, and also when this process is killed.
+    """Serves the model in `model_path` at `url` while the context lasts; ends also when this process is killed.
 
     Raises:
         EngineStartError: The model cannot be served; raised on entering, with the engine's message.

@@ -32,7 +32,6 @@ class SamplerSettings:
 
     @property
     def is_restricted(self) -> bool:
-        """Whether some tokens cannot be drawn."""
         return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
@@ -41,10 +40,7 @@ def sample(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Draw one token per row.
 
-    Args:
-        logits: `[rows, vocab_size]`.
-        settings: one per row.
-        positions: the absolute position of each row's new token.
+    `logits` are `[rows, vocab_size]`, and `positions` are absolute positions of the new tokens.
 
     Returns:
         Token ids and their logprobs, `[rows]` each.
@@ -66,7 +62,7 @@ def sample(
 
 
 def log_softmax(logits: Array, settings: Sequence[SamplerSettings]) -> NDArray[np.float64]:
-    """Return the logprobs of every token in each row, under the distribution that its logprobs are reported of."""
+    """Return the logprobs of every token in each row, as they are reported."""
     temperatures = np.array([1.0 if each.is_greedy else each.temperature for each in settings])
     scaled = logits.astype(np.float64) / temperatures[:, None]
     scaled -= scaled.max(axis=-1, keepdims=True)
@@ -74,7 +70,7 @@ def log_softmax(logits: Array, settings: Sequence[SamplerSettings]) -> NDArray[n
 
 
 def _restrict(weights: NDArray[np.float64], settings: SamplerSettings) -> NDArray[np.float64]:
-    """Set the weights that top_k, top_p and min_p exclude to 0, in a copy; the likeliest token always stays."""
+    """In a copy, set the weights that top_k, top_p and min_p exclude to 0; the likeliest token always stays."""
     order = np.argsort(-weights, kind="stable")
     ranked = weights[order]
     keep = ranked >= settings.min_p * ranked[0]

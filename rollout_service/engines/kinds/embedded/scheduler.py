@@ -36,17 +36,14 @@ _ABORTED = "Aborted by request"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     max_running: int = 64
-    """Requests in a batch."""
     kv_tokens: int = 131_072
-    """Tokens whose KV is held, for running requests and the prefix cache together."""
+    """For running requests and the prefix cache together."""
     prefill_chunk: int = 512
-    """Prompt tokens that are processed between two tokens of the running requests."""
+    """Processed between two tokens of the running requests."""
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, and the current state."""
-
     running: int = 0
     waiting: int = 0
     reserved_tokens: int = 0
@@ -58,8 +55,6 @@ class EngineStats:
 
 @dataclass(slots=True)
 class _Update:
-    """Weights that wait to be installed."""
-
     model: Qwen3
     path: str
     version: str
@@ -72,14 +67,7 @@ class EngineBusyError(Exception):
 
 
 class EngineCore:
-    """Runs requests on a separate thread, from `start` to `stop`.
-
-    Args:
-        model_path: a folder with a Qwen3 model.
-        options: the limits.
-        decode: turns token ids into text, for stop texts.
-        weight_version: the version of the weights in the folder.
-    """
+    """Runs requests on a separate thread, from `start` to `stop`; `decode` is for stop texts."""
 
     def __init__(
         self,
@@ -197,7 +185,7 @@ class EngineCore:
                 update.done.set_exception(EngineBusyError("the engine has stopped"))
 
     def _obey(self) -> None:
-        """Carry out the orders; with nothing else to do, wait for one."""
+        """With nothing else to do, wait for an order."""
         is_idle = self.paused or not (self._running or self._filling or self._waiting)
         if is_idle and not self._updates:
             self._commands.get()()
@@ -279,7 +267,6 @@ class EngineCore:
         self._cache.resize(self.options.kv_tokens - self.stats.reserved_tokens)
 
     def _admit(self) -> EngineJob | None:
-        """Admit the next waiting request, if there is room for it, and return it."""
         if not self._waiting or self._updates or len(self._running) >= self.options.max_running:
             return None
         if self.stats.reserved_tokens + self._waiting[0].largest_length > self.options.kv_tokens:

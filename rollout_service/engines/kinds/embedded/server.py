@@ -49,8 +49,6 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """The objects that the routes share."""
-
     engine: EngineCore
     tokenizer: Tokenizer | None
 
@@ -60,7 +58,7 @@ class ServerState:
 
 
 def create_app(model_path: str, options: EngineOptions | None = None, *, weight_version: str = "default") -> FastAPI:
-    """Return an application that serves the model in `model_path`; the engine runs while the application does.
+    """Make an application; its engine runs while it does.
 
     Raises:
         ModelError: The folder does not hold a model that this engine can run.
@@ -87,7 +85,7 @@ def create_app(model_path: str, options: EngineOptions | None = None, *, weight_
     return app
 
 
-async def _server_state(request: Request) -> ServerState:  # a function would run on another thread
+async def _server_state(request: Request) -> ServerState:  # a plain function would run on another thread
     state: ServerState = request.app.state.server_state
     return state
 
@@ -105,7 +103,6 @@ router = APIRouter()
 
 @router.post("/generate")
 async def generate(body: GenerateBody, request: Request, state: Context) -> Response:
-    """Sample a continuation."""
     changed = asyncio.Event()
     loop = asyncio.get_running_loop()
     job = _make_job(body, state.engine, lambda: loop.call_soon_threadsafe(changed.set))
@@ -220,7 +217,6 @@ def _answer(
 
 @router.post("/abort_request")
 async def abort_request(body: AbortBody, state: Context) -> Response:
-    """Abort the requests whose id begins with `rid`, or all."""
     if body.rid or body.abort_all:
         await asyncio.wrap_future(state.engine.abort(None if body.abort_all else body.rid))
     return Response()
@@ -228,28 +224,24 @@ async def abort_request(body: AbortBody, state: Context) -> Response:
 
 @router.post("/pause_generation")
 async def pause_generation(body: PauseBody, state: Context) -> Response:
-    """Stop sampling."""
     await asyncio.wrap_future(state.engine.pause(body.mode))
     return _json({"message": "Generation paused successfully.", "status": "ok"})
 
 
 @router.post("/continue_generation")
 async def continue_generation(state: Context) -> Response:
-    """Resume sampling."""
     await asyncio.wrap_future(state.engine.resume())
     return _json({"message": "Generation continued successfully.", "status": "ok"})
 
 
 @router.api_route(FLUSH_CACHE, methods=["GET", "POST"])
 async def flush_cache(state: Context) -> Response:
-    """Empty the prefix cache."""
     await asyncio.wrap_future(state.engine.flush_cache())
     return Response("Cache flushed.\n")
 
 
 @router.post("/update_weights_from_disk")
 async def update_weights_from_disk(body: UpdateBody, state: Context) -> Response:
-    """Load other weights of the same shape."""
     engine = state.engine
     if body.abort_all_requests:
         await asyncio.wrap_future(engine.abort(None))
@@ -263,7 +255,6 @@ async def update_weights_from_disk(body: UpdateBody, state: Context) -> Response
 
 @router.post("/update_weight_version")
 async def update_weight_version(body: VersionBody, state: Context) -> Response:
-    """Give the present weights another version."""
     if body.abort_all_requests:
         await asyncio.wrap_future(state.engine.abort(None))
     await asyncio.wrap_future(state.engine.set_version(body.new_version))
@@ -277,20 +268,18 @@ async def update_weight_version(body: VersionBody, state: Context) -> Response:
 @router.get("/health")
 @router.get("/health_generate")
 async def health(state: Context) -> Response:
-    """Answer 200 if the engine's thread runs, else 503."""
     return Response(status_code=200 if state.engine.is_alive else _UNAVAILABLE)
 
 
 @router.get("/ready")
 async def ready(state: Context) -> Response:
-    """Answer 200 if a request would be served now, else 503."""
+    """Answer 200 only if a request would be served now."""
     is_ready = state.engine.is_alive and not state.engine.paused
     return Response(status_code=200 if is_ready else _UNAVAILABLE)
 
 
 @router.get("/model_info")
 async def model_info(state: Context) -> Response:
-    """Return the model and its weight version."""
     engine = state.engine
     return _json(
         {
@@ -308,7 +297,6 @@ async def model_info(state: Context) -> Response:
 
 @router.get("/v1/models")
 async def models(state: Context) -> Response:
-    """Return the model and its context length, in OpenAI's format."""
     engine = state.engine
     model = {"id": engine.model_path, "object": "model", "max_model_len": engine.context_length}
     return _json({"object": "list", "data": [model]})
@@ -316,7 +304,6 @@ async def models(state: Context) -> Response:
 
 @router.get("/server_info")
 async def server_info(state: Context) -> Response:
-    """Return the limits and counters."""
     engine = state.engine
     stats = engine.stats
     return _json(
@@ -335,7 +322,6 @@ async def server_info(state: Context) -> Response:
 
 @router.get("/v1/loads")
 async def loads(state: Context) -> Response:
-    """Return how busy the engine is."""
     stats = state.engine.stats
     throughput = stats.generated_tokens / stats.busy_seconds if stats.busy_seconds else 0.0
     load = {

@@ -19,7 +19,7 @@ _PLAIN_DTYPES: dict[str, np.dtype[np.floating[Any]]] = {"F16": np.dtype("<f2"), 
 
 
 class ModelError(ValueError):
-    """A model folder cannot be served; the message says what is wrong with it."""
+    """A model folder cannot be served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
 
 
 def read_tensors(folder: Path) -> dict[str, Array]:
-    """Return every tensor of the folder's safetensors files, as float32.
+    """Read the safetensors files of a folder.
 
     Raises:
         ModelError: There are no such files, or one is malformed.

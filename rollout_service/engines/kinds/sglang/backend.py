@@ -1,7 +1,6 @@
 """The backend for engines with SGLang's native HTTP API, including the embedded engine.
 
-`/generate` is called with `input_ids`, because SGLang's chat route and the routers in front of it lose
-token ids.
+It calls `/generate` with `input_ids`, because SGLang's chat route and the routers in front of it lose token ids.
 """
 
 import math
@@ -113,12 +112,6 @@ def _sum(loads: list[dict[str, Any]], name: str) -> int | None:
     return sum(value for value in values if isinstance(value, int)) if values[0] is not None else None
 
 
-# SGLang's streamed answers: chunks with all tokens so far or, by the server's choice, with only the new ones.
-#
-# `completion_tokens` tells the two apart, chunk by chunk. A server started with `--incremental-streaming-output`
-# sends each token once; others send n tokens in a time and size that grow with n squared, so they are asked for fewer
-# chunks.
-
 _CUMULATIVE_CHUNKS = 256
 _SMALLEST_CUMULATIVE = 8
 _REFUSED = range(400, 500)
@@ -127,7 +120,6 @@ _OF_TOKENS = ("output_token_logprobs", "output_top_logprobs")
 
 
 def stream_interval(request: GenerateRequest, *, is_incremental: bool) -> int:
-    """Return how many tokens a chunk should have."""
     if is_incremental:
         return request.chunk_tokens
     smallest = max(_SMALLEST_CUMULATIVE, request.chunk_tokens)
@@ -135,7 +127,12 @@ def stream_interval(request: GenerateRequest, *, is_incremental: bool) -> int:
 
 
 class SGLangStream(TokenStream):
-    """The chunks of one answer of `/generate`."""
+    """The chunks of one answer of `/generate`, each with all tokens so far or with only the new ones.
+
+    `completion_tokens` tells the two apart, chunk by chunk. A server started with `--incremental-streaming-output`
+    sends each token once; others send n tokens in a time and size that grow with n squared, so they are asked for fewer
+    chunks.
+    """
 
     def __init__(self, request: GenerateRequest, info: ModelInfo | None, backend_id: str, on_tokens: TokenSink) -> None:
         super().__init__(request, info, backend_id, on_tokens)
@@ -158,7 +155,7 @@ class SGLangStream(TokenStream):
             self._deliver_new(meta, new_ids, entries)
 
     def _total(self, meta: Mapping[str, Any]) -> int:
-        """Return how many tokens were sampled so far; an abort in the engine's queue may not say."""
+        """Return the number of tokens sampled so far; an abort in the engine's queue may not say."""
         total = meta.get("completion_tokens")
         if total is None and meta.get("finish_reason") is not None:
             return len(self._ids)
@@ -167,7 +164,7 @@ class SGLangStream(TokenStream):
         return total
 
     def _new(self, values: object, name: str, total: int) -> list[Any]:
-        """Return the entries of the new tokens, from a list with entries for all tokens or only for them."""
+        """Return the entries of the new tokens, from a list for all tokens or only for the new ones."""
         new = total - len(self._ids)
         if not isinstance(values, list):
             raise BackendProtocolError(f"{name} is not a list")
@@ -223,7 +220,7 @@ class SGLangStream(TokenStream):
 
 
 def _refuse_failure(reason: Mapping[str, Any]) -> None:
-    """Refuse an abort that says that the request failed, which an unstreamed answer reports by its status."""
+    """Raise if the request failed, which an unstreamed answer reports by its status."""
     status = reason.get("status_code")
     if reason.get("type") != FinishReason.ABORT.value or not isinstance(status, int):
         return

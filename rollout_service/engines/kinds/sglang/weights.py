@@ -1,7 +1,7 @@
 """Loading weights into an SGLang server, from a folder or over a process group.
 
-Guarantees: an update aborts no request, whatever the server's defaults are. When a load returns, the weights are in
-place and the cache is flushed if that was asked for.
+An update aborts no request, whatever the server's defaults are. When a load returns, the weights are in place and the
+cache is flushed if that was asked for.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,12 @@ _NO_ROUTE = "answered 404"
 
 
 class SGLangWeights(HttpBackend):
-    """The part of the backend that loads weights."""
-
     async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
         body = {"model_path": path} | _about(version, flush_cache=flush_cache)
         await self._load("/update_weights_from_disk", body)
         self._has_version(version)
 
     async def receive_weights(self, weights: DistributedWeights, version: int, *, flush_cache: bool = True) -> None:
-        """Receive these tensors from a broadcast; the last part carries the version."""
         has_sessions = await self._begin()
         try:
             *firsts, last = buckets(weights)
@@ -40,7 +37,7 @@ class SGLangWeights(HttpBackend):
         self._has_version(version)
 
     async def ranks(self) -> int:
-        """Return how many ranks the server takes in a process group: one per accelerator.
+        """Return the ranks that the server takes in a process group, one per accelerator.
 
         Raises:
             BackendRejected: The server has replicas, of which SGLang can reach only one.

@@ -1,8 +1,7 @@
 """SGLang's `/generate` as JSON: requests are written, and answers are checked before they are used.
 
 An answer passes only if every sampled id has its own logprob and a version, ids are in the vocabulary, the engine's
-counts agree with the lists that it sent, it counted as many prompt tokens as it was given, and everything that was
-asked for is there.
+counts agree with the lists that it sentand with the prompt, and everything that was asked for is there.
 """
 
 import math
@@ -38,7 +37,7 @@ _OTHER_SERVER = "Check that this is the address of an SGLang server."
 
 
 def generate_body(request: GenerateRequest, stream_interval: int | None = None) -> dict[str, Any]:
-    """Return the body of `/generate`, which sets all that shapes the distribution, whatever the engine's defaults.
+    """Set all that shapes the distribution, whatever the engine's defaults.
 
     With `stream_interval` the answer is streamed, in chunks of so many tokens.
     """
@@ -80,7 +79,7 @@ def generate_body(request: GenerateRequest, stream_interval: int | None = None) 
 def parse_generation(
     answer: object, request: GenerateRequest, backend_id: str, info: ModelInfo | None, engine_seconds: float
 ) -> Generation:
-    """Check an answer to `generate_body(request)` and return the generation.
+    """Check an answer to `generate_body(request)`.
 
     Raises:
         BackendProtocolError: A part of the answer is missing or contradicts the rest.
