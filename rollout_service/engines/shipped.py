@@ -17,7 +17,7 @@ POLICIES: Final = ("calc-base", "calc-tuned", "live-base", "parl-base")
 
 
 def model_folder(model: str) -> Path:
-    """Return the folder of a shipped policy, or the folder that is named."""
+    """Return the folder of a shipped policy, or of any other model."""
     return policy_folder(model) if model in POLICIES else Path(model).expanduser()
 
 

@@ -1,9 +1,12 @@
 """Arguments of tool calls that a chat format writes without quotes, exactly as they were sampled.
 
 The `renderers` library strips the white space around such values, guesses their types, and ends a value at the first
-text that looks like its end. This package reads them again. It is needed for `renderers` up to at least 0.1.13.dev17:
-`tests/unit/tokens/test_tokens_arguments.py` fails once the library reads a format exactly by itself. That format can
-then leave the table in `syntax`.
+text that looks like its end. This module reads them again. No call is added, so no text of a value becomes one; a call
+is well-formed only if the library finds its structure sound, and each value is JSON or may be a string. A value that
+quotes the format's own markup is read as the format would have written it.
+
+It is needed for `renderers` up to at least 0.1.13.dev17: `tests/unit/tokens/test_tokens_arguments.py` fails once the
+library reads a format exactly by itself. That format can then leave the table `SYNTAX`.
 """
 
 from __future__ import annotations
@@ -18,17 +21,12 @@ from typing import Any
 
 from rollout_service.tokens.tokenizer import ChatTokenizer
 
-# Puts the arguments of a turn's calls, as they were sampled, in the place of those that the library found.
-#
-# Guarantees: - No call is added, so no text of a value becomes one. - A call is well-formed only if the library finds
-# its structure sound, and each value is JSON or may be a string.
-
 _OK, _INVALID = "ok", "invalid_json"
 """The library's statuses of calls whose structure is sound."""
 
 
 class ArgumentReader:
-    """The reader of one chat format; it leaves the calls of formats that write JSON as they are."""
+    """Leaves the calls of formats that write JSON as they are."""
 
     def __init__(self, tokenizer: ChatTokenizer, format_name: str, tool_parser: str | None = None) -> None:
         """`tool_parser` says how calls are written if the format is known only by its template."""
@@ -43,7 +41,7 @@ class ArgumentReader:
                 self._syntax = None  # the library finds no argument without these tokens
 
     def read(self, calls: Sequence[Any], ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the library's calls with the arguments that stand in the ids of their turn."""
+        """Return the library's calls with the arguments that the ids have."""
         if self._syntax is None:
             return list(calls)
         found: list[Any] = []
@@ -71,7 +69,6 @@ class ArgumentReader:
         ]
 
     def _in_tokens(self, ids: Sequence[int]) -> Iterator[tuple[str, str]]:
-        """Yield the names of arguments and the texts of their values."""
         at = 0
         while True:
             borders: list[int] = []
@@ -117,16 +114,12 @@ def _parameters(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, A
     return {}
 
 
-# How chat formats write the arguments of a call, as a table; those that the library reads exactly are not in it.
-# Pure.
-#
-# Guarantee: a value that quotes the format's own markup is read as the format would have written it. A close counts
-# only where the format goes on: where another part begins, or the end follows.
-
-
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """A part of a call that is written as text: an opening that holds a name, a content, and a close."""
+    """A part of a call that is written as text: an opening that holds a name, a content, and a close.
+
+    A close counts only where the format goes on: where another part begins, or the end follows.
+    """
 
     opening: re.Pattern[str]
     close: str
@@ -146,7 +139,6 @@ class Tag:
         )
 
     def read(self, text: str) -> Iterator[tuple[str, str]]:
-        """Yield the name and the content of each part."""
         closes = (match.start() for match in self.proper_close.finditer(text))
         close: int | None = -1
         at = 0
@@ -163,28 +155,28 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class MarkerTokens:
-    """The control tokens around an argument's name and its value; text that looks like one is text."""
+    """Text that looks like one is text."""
 
     texts: tuple[str, str, str, str]
-    """The tokens at the begin and the end of the name, and of the value."""
+    """Around the name, then around the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a chat format writes arguments."""
+    """How a chat format writes arguments; those that the library reads exactly have none."""
 
     argument: Tag | MarkerTokens
     call: Tag | None = None
     """The markup around each call, where one block holds several."""
     wrap: str = ""
-    """The text that the format itself writes before and after a value."""
+    """Written by the format before and after a value."""
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Words that the format writes for values which are not JSON in it."""
+    """Words for values that the format does not write as JSON."""
 
 
 _XML = CallSyntax(Tag.of("<parameter=", r"([^>]+)>", "</parameter>", r"(?:</function>\s*)?"), wrap="\n")
 _XML_OF_PYTHON = replace(_XML, constants={"True": True, "False": False, "None": None})
-"""That of templates which write every value but lists and objects by Python's `str`."""
+"""For templates that write every value but lists and objects with Python's `str`."""
 _MINIMAX = CallSyntax(
     Tag.of('<parameter name="', r'([^"]+)">', "</parameter>"),
     call=Tag.of('<invoke name="', r'([^"]+)">', "</invoke>"),
@@ -216,11 +208,6 @@ SYNTAX_BY_PARSER = {"qwen3.5": _XML_OF_PYTHON, "glm": _GLM}
 """By `tool_parser`, for a format that is known only by its template."""
 
 
-# Values that are written without quotes, read by the schema of their parameter. Pure, whatever the schema.
-#
-# Guarantee: where a schema allows a string, a text stays as it is unless it is a value of another type that the
-# schema allows too. A JSON string in quotes is never unquoted, since no format here writes one.
-
 _TYPES = {
     bool: "boolean",
     type(None): "null",
@@ -231,7 +218,6 @@ _TYPES = {
     dict: "object",
 }
 Types = Set[str]
-"""Names of JSON types, as in a schema."""
 
 
 def _finite(number: str) -> float:
@@ -245,10 +231,11 @@ _JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def read_value(text: str, types: Types | None, constants: Mapping[str, Any]) -> Any:
-    """Return the value of a text. `types` are those that the schema allows; None stands for any.
+    """Read a value that is written without quotes; `types` are those that the schema allows, None for any.
 
-    `constants` are values that a format writes in words of its own, such as `True`. They count where the schema names
-    their type.
+    Where the schema allows a string, a text stays as it is unless it is a value of another type that the schema allows
+    too. A JSON string in quotes is never unquoted, since no format here writes one. `constants` are words that a format
+    writes for values, such as `True`; they count where the schema names their type.
 
     Raises:
         ValueError: The text is not JSON, and the schema does not allow a string.
@@ -270,7 +257,7 @@ def read_value(text: str, types: Types | None, constants: Mapping[str, Any]) -> 
 
 
 def _is_allowed(value: Any, types: Types | None) -> bool:
-    """Return whether a value has one of these types, and is not a string."""
+    """Return whether it has one of these types, and is not a string."""
     if isinstance(value, str):
         return False
     name = _TYPES[type(value)]
@@ -278,7 +265,7 @@ def _is_allowed(value: Any, types: Types | None) -> bool:
 
 
 def types_of(schema: Any, root: Any) -> Types | None:
-    """Return the JSON types that a schema allows, or None if it does not say. `root` is where its references begin."""
+    """Return the allowed JSON types, or None if the schema does not say. `root` is where its references begin."""
     found: set[str] = set()
     references: set[str] = set()
     parts = [schema]
@@ -303,7 +290,7 @@ def types_of(schema: Any, root: Any) -> Types | None:
 
 
 def _named_types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema names itself, or those of the values that it lists."""
+    """Return the types that a schema names, or those of the values that it lists."""
     declared = schema.get("type")
     if isinstance(declared, str):
         return {declared}
@@ -314,7 +301,7 @@ def _named_types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _resolve(reference: str, root: Any) -> Any:
-    """Return the part of a schema that a reference such as `#/$defs/Color` names, or None."""
+    """Return the part that a reference such as `#/$defs/Color` names, or None."""
     head, *path = reference.split("/")
     found = root if head == "#" else None
     for step in path:

@@ -1,8 +1,8 @@
 """A conversation in token ids: prompts out, sampled ids in. Pure and synchronous.
 
-Guarantees: inside a segment, prompt k+1 starts with exactly the ids of prompt k and output k. Sampled ids are never
-derived from text, and each is trainable in exactly one segment. Whatever breaks the chain begins a new segment with a
-counted reason.
+Inside a segment, prompt k+1 starts with exactly the ids of prompt k and output k. Sampled ids are never derived from
+text, and each is trainable in exactly one segment. Whatever breaks the chain begins a new segment with a counted
+reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from rollout_service.tokens.trajectory import GrowingSegment, TurnExtras, shared
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
-    """One turn of the policy: the engine's output, and the message parsed from it."""
-
     turn_id: int
     segment: int
     prompt_length: int
@@ -30,13 +28,13 @@ class AssistantTurn:
     versions: tuple[int, ...]
     finish_reason: FinishReason
     fork_reason: ForkReason | None
-    """Why this turn began a segment; None when it extends one."""
+    """None when it extends one."""
     message: Message
     """Derived from the ids, for tools and for people."""
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """All calls of the turn, including malformed ones."""
+        """Includes malformed ones."""
         return self.message.tool_calls
 
     @property
@@ -46,8 +44,6 @@ class AssistantTurn:
 
 
 class Conversation:
-    """The messages, prompts and sampled ids of one rollout."""
-
     def __init__(self, renderer: ChatRenderer, tools: Sequence[ToolSpec] = ()) -> None:
         self._renderer = renderer
         self._tools = list(tools)
@@ -59,7 +55,7 @@ class Conversation:
         """Whether the chat format has refused to extend the sampled ids."""
         self._answered = 0  # messages that the last turn's prompt and the turn itself cover
         self._last: tuple[list[int], list[int]] | None = None
-        """The last turn's prompt and output, until the next prompt is made."""
+        """Prompt and output, until the next prompt is made."""
         self._pending: tuple[list[int], ForkReason | None] | None = None
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
@@ -82,7 +78,7 @@ class Conversation:
 
     @property
     def rendered_next(self) -> tuple[Message, ...]:
-        """The messages that the next `prompt()` may have to render: at least the new ones.
+        """Those that the next `prompt()` may have to render: at least the new ones.
 
         It is all of them when a segment begins, once the chat format has refused to extend a sampled turn, and in
         formats that prove each extension on the whole conversation.
@@ -91,7 +87,6 @@ class Conversation:
         return tuple(self._messages if whole else self._messages[self._answered :])
 
     def append(self, messages: Sequence[Message]) -> None:
-        """Add messages to answer: first the task, later tool results or a user's message."""
         self._messages += [self._with_tool_name(message) for message in messages]
         self._pending = None
 
@@ -118,7 +113,7 @@ class Conversation:
         return list(self._pending[0])
 
     def count_if_over(self, context_length: int) -> int | None:
-        """Return about how many tokens `prompt()` has if that is surely more than the context holds, and else None."""
+        """Estimate the tokens of `prompt()` if these are surely more than the context holds; else return None."""
         is_whole = len(self.rendered_next) == len(self._messages)
         known = 0 if is_whole else len(self._segments[-1].token_ids)
         texts = [message.content for message in self.rendered_next if message.role != "assistant"]
@@ -129,7 +124,7 @@ class Conversation:
         return self._renderer.decode(ids)
 
     def recorded_length(self) -> int:
-        """Return how many tokens of `prompt()` are in its segment already; 0 if it begins one."""
+        """Count the tokens of `prompt()` that its segment has already; 0 if it begins one."""
         return len(self._segments[-1].token_ids) if self._extends else 0
 
     def next_segment(self) -> int:
@@ -137,7 +132,7 @@ class Conversation:
         return len(self._segments) - 1 if self._extends else len(self._segments)
 
     def routed_length(self) -> int:
-        """Return for how many tokens of `prompt()` the segment already has experts."""
+        """Count the tokens of `prompt()` for which its segment already has experts."""
         return self._segments[-1].extras.routed if self._extends else 0
 
     @property
@@ -232,17 +227,14 @@ class Conversation:
         return self._renderer.render(self._messages, self._tools), reason
 
     def _with_tool_name(self, message: Message) -> Message:
-        """Add the name of the tool that answers, which some formats print; a bridge sees only the new messages."""
+        """Name the tool that answers, since some formats print it; a bridge sees only the new messages."""
         if message.role != "tool" or message.name or not self._turns:
             return message
         names: Mapping[str, str | None] = {call.id: call.name for call in self._turns[-1].tool_calls}
         return message.model_copy(update={"name": names.get(message.tool_call_id or "")})
 
 
-# An engine's answer as a turn: checked before it is recorded, and read as a message.
-
 _LARGEST_ID, _LARGEST_VERSION = 2**31 - 1, 2**63 - 1
-"""The largest values that segments have room for."""
 
 
 def as_message(parsed: ParsedTurn) -> Message:

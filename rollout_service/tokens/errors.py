@@ -1,14 +1,4 @@
-"""Errors of turning messages into token ids and back.
-
-TokenError
- |- TokenizerNotFoundError    no tokenizer at the given place
- |- UnknownRendererError      no chat format of that name, or the model's type does not determine one
- |- RendererMismatchError     the tokenizer does not fit the chat format, or an option is wrong
- |- RenderError               these messages cannot be put into the chat format
- |- ConversationStateError    calls in the wrong order
- |- RecordError               an engine's answer that cannot be trained on
- `- InvariantError            a trajectory that breaks an invariant; says where
-"""
+"""Errors of turning messages into token ids and back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which chat format a model has, by its name or by its folder.
 
-Guarantee: a format is never guessed; a model that may have several must have its own named.
+A format is never guessed; a model that may have several must have its own named.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BY_MODEL_TYPE = {
 
 
 def resolve_format(path: str, name: str) -> str:
-    """Return the name of a chat format that the library knows; `auto` stands for that of the model at `path`."""
+    """Return a format that the library knows; `auto` stands for that of the model at `path`."""
     from renderers.base import MODEL_RENDERER_MAP
     from renderers.configs import _CONFIG_BY_NAME
 
@@ -50,7 +50,6 @@ def resolve_format(path: str, name: str) -> str:
 
 
 def format_config(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the library's settings of a chat format."""
     from renderers.configs import _CONFIG_BY_NAME
 
     defaults = {} if name == "default" else {"thinking_retention": "all"}

@@ -38,7 +38,7 @@ ToolSpec = Mapping[str, Any]
 
 
 def tool_spec(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> ToolSpec:
-    """Return the definition of a tool; `parameters` is the JSON schema of its arguments, None if it has none."""
+    """Define a tool; `parameters` is the JSON schema of its arguments, None if it has none."""
     schema = dict(parameters or {"type": "object", "properties": {}})
     return {
         "type": "function",
@@ -56,13 +56,13 @@ _READ_LAST_TURN = frozenset({"qwen3", "qwen3-vl", "qwen3.5"})
 copied."""
 
 _USUAL_CHARS = 4
-"""How many characters a token has in most texts; shorter texts are not counted before they are rendered."""
+"""Characters of a token in most texts; shorter texts are not counted before they are rendered."""
 _PIECE_CHARS = 32 * 1024
 _PIECES_AT_MOST = 1.25
-"""How many tokens the pieces of a text may have for each of the text as a whole, with much to spare."""
+"""Tokens that the pieces of a text may have for each of the whole text, with much to spare."""
 
 _REMEMBERED_END, _REMEMBERED_ENDS = 64, 64
-"""How long, in ids, an end of a prompt may be to be remembered, and how many are: nearly all prompts end alike."""
+"""Ids of a remembered end of a prompt, and how many are remembered: nearly all prompts end alike."""
 
 _OWN_ENCODERS = frozenset({"gpt-oss"})
 """Formats that encode texts themselves, and never as control tokens."""
@@ -70,9 +70,8 @@ _OWN_ENCODERS = frozenset({"gpt-oss"})
 
 _STRICT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _LIBRARY_ERRORS = (ValueError, RecursionError, TypeError, AttributeError, KeyError, IndexError)
-"""Exceptions that the library raises on odd input. It reads a policy's output with json.loads, and not only syntax
-errors make that fail: numbers may have too many digits, brackets may be nested too deep, objects may be in the place of
-strings."""
+"""Raised by the library on odd input. It reads a policy's output with json.loads, and not only syntax errors make that
+fail: numbers may have too many digits, brackets may be nested too deep, objects may be in the place of strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class ParsedTurn:
     reasoning: str | None
     tool_calls: tuple[ToolCall, ...]
     closed: bool
-    """Whether the policy ended the turn with a stop token."""
+    """Ended by the policy with a stop token."""
 
     @property
     def malformed(self) -> bool:
@@ -91,7 +90,7 @@ class ParsedTurn:
 
 
 class ChatRenderer:
-    """One model's chat format with its tokenizer; immutable, and safe to share between threads."""
+    """A model's chat format with its tokenizer; immutable, and safe to share between threads."""
 
     def __init__(self, backend: Any, tokenizer: ChatTokenizer, name: str, more_stops: Sequence[int] = ()) -> None:
         self.name = name
@@ -114,7 +113,7 @@ class ChatRenderer:
 
     @property
     def token_bytes(self) -> TokenBytes | None:
-        """The bytes of every token, or None if they are not known. The first use takes a while: use a thread."""
+        """None if they are not known. The first use takes a while: use a thread."""
         return self._tokenizer.token_bytes
 
     @classmethod
@@ -160,7 +159,7 @@ class ChatRenderer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def count_if_over(self, texts: Iterable[str], most: int) -> int | None:
-        """Return about how many tokens texts have if that is surely more than `most`, and else None.
+        """Estimate the tokens of texts if these are surely more than `most`; else return None.
 
         Long texts are encoded in pieces, and no further than until there are too many. So to refuse a text costs time
         and memory by the limit, not by its length.
@@ -179,11 +178,11 @@ class ChatRenderer:
         return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, including control tokens; bytes that are not valid UTF-8 become U+FFFD."""
+        """Include control tokens; bytes that are not valid UTF-8 become U+FFFD."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """Return the ids of a whole conversation, up to where the assistant's next turn begins.
+        """Render a whole conversation, up to where the assistant's next turn begins.
 
         Raises:
             RenderError: The chat format has no place for these messages.
@@ -212,7 +211,7 @@ class ChatRenderer:
         tools: Sequence[ToolSpec] = (),
         history: Sequence[Message] = (),
     ) -> list[int] | None:
-        """Extend the previous prompt and its output by new messages; return None if the extension cannot be proven.
+        """Extend a prompt and its output by new messages; return None if the extension cannot be proven.
 
         Nothing that came before is rendered again: the result starts with `prompt_ids + completion_ids`. An output that
         was cut off is closed as context. For the proof, a format known only by its template needs the `history` up to
@@ -229,7 +228,7 @@ class ChatRenderer:
         tools: Sequence[ToolSpec] = (),
         history: Sequence[Message] = (),
     ) -> list[int] | None:
-        """Return only the ids that `bridge` puts after the previous prompt and its output, or None as it does."""
+        """Return only the ids that `bridge` adds, or None as it does."""
         try:
             if self.name == "default":
                 return self._extend_by_template(prompt_ids, completion_ids, new_messages, tools, history)
@@ -244,7 +243,7 @@ class ChatRenderer:
         tools: Sequence[ToolSpec] = (),
         call_prefix: str = "call",
     ) -> ParsedTurn:
-        """Parse text, reasoning and tool calls from sampled ids. Never raises, whatever the ids.
+        """Never raise, whatever the ids.
 
         The prompt shows whether a block of reasoning is already open. Calls get the ids `{call_prefix}-{index}` if the
         chat format has none for them.
@@ -266,7 +265,6 @@ class ChatRenderer:
         return ParsedTurn(parsed.content, parsed.reasoning_content, tuple(calls.values()), closed)
 
     def begins_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether a completion of the prompt begins in reasoning."""
         end = tuple(prompt_ids[self._read_from(prompt_ids) :])
         return self._known_begin(end) if len(end) <= _REMEMBERED_END else self._find_begin(end)
 
@@ -274,7 +272,6 @@ class ChatRenderer:
         return self.parse(self.encode("x"), prompt_end).reasoning is not None
 
     def _read_from(self, prompt_ids: Sequence[int]) -> int:
-        """Return from where on the format reads a prompt."""
         if self.name not in _READ_LAST_TURN:
             return 0
         ends = (i for i in range(len(prompt_ids) - 1, -1, -1) if prompt_ids[i] in self._stop)
@@ -344,7 +341,7 @@ class ChatRenderer:
         return parsed.reasoning_complete is False
 
     def _guarded(self, function: Any, *args: Any, **options: Any) -> Any:
-        """Call the library, whose exception depends on the shape of a message."""
+        """Raise only `ValueError`: the library's exception depends on the shape of a message."""
         try:
             return function(*args, **options)
         except (*_LIBRARY_ERRORS, AssertionError, TemplateError) as error:
@@ -352,7 +349,7 @@ class ChatRenderer:
 
 
 def _to_wire(message: Message, escaper: SpecialTokenEscaper) -> dict[str, Any]:
-    """Return a message, escaped, as the library takes it: in the OpenAI chat format."""
+    """Return it, escaped, in the OpenAI chat format."""
     # Few formats know the role "developer"; the others would leave out its messages.
     role = "system" if message.role == "developer" else message.role
     wire: dict[str, Any] = {"content": message.content}
@@ -371,7 +368,7 @@ def _to_wire(message: Message, escaper: SpecialTokenEscaper) -> dict[str, Any]:
 
 
 def _split_calls(message: Message) -> tuple[str, list[dict[str, Any]]]:
-    """Return a message's text and its well-formed calls; malformed ones stay in the text as they were written."""
+    """Return the text and the well-formed calls; malformed ones stay in the text as they were written."""
     broken = [call.raw for call in message.tool_calls if call.error]
     calls = [
         {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
@@ -382,7 +379,7 @@ def _split_calls(message: Message) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _to_call(parsed: Any, default_id: str, taken: Container[str]) -> ToolCall:
-    """Return a parsed call, malformed unless it has a name and arguments that JSON can represent."""
+    """Mark the call as malformed unless it has a name and arguments that JSON can represent."""
     error = None if parsed.status == "ok" else str(parsed.status)
     arguments = parsed.arguments
     if error is None and not (isinstance(parsed.name, str) and parsed.name):

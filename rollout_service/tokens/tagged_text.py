@@ -22,13 +22,12 @@ _Lexeme = tagged._Lexeme
 
 
 def find_tags_in_linear_time(tokenizer: ChatTokenizer) -> None:
-    """Replace the library's function, and read the bytes of the tokenizer's tokens."""
     tagged._text_lexemes = text_lexemes
     _ = tokenizer.token_bytes
 
 
 def text_lexemes(tokenizer: ChatTokenizer, ids: list[int], offset: int, markers: Mapping[str, str]) -> Iterator[Any]:
-    """Yield the lexemes of the library's function: the tags in the text of `ids`, and the text between them.
+    """Yield the library's lexemes: the tags in the text of `ids`, and the text between them.
 
     A tag covers each token that has a part of it. `offset` is the place of `ids` in the turn.
     """
@@ -50,7 +49,7 @@ def text_lexemes(tokenizer: ChatTokenizer, ids: list[int], offset: int, markers:
 
 
 def _character_ends(table: TokenBytes, ids: Sequence[int]) -> list[int]:
-    """Return how many characters the text has after each token; one that is not complete counts as one."""
+    """Count the characters after each token; one that is not complete counts as one."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     ends, length = [], 0
     for part in table.of_ids(ids):

@@ -38,8 +38,6 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class _BridgedTurn:
-    """The parts of a conversation's text that follow the prompt."""
-
     said: str
     close: str
     after: str
@@ -77,7 +75,6 @@ def extend(
 
 
 def _proven(template: Template, history: list[Wire], new: list[Wire]) -> _BridgedTurn | None:
-    """Return the last turn of the history with the new messages after it, if the conditions above hold."""
     before = template.write(history[:-1], True)
     whole, other, alone = (
         _turn(template, before, template.write(messages, begin))
@@ -97,7 +94,7 @@ def _proven(template: Template, history: list[Wire], new: list[Wire]) -> _Bridge
 
 
 def _turn(template: Template, before: str, text: str) -> _BridgedTurn | None:
-    """Cut a conversation's text; return None if the text before the turn has changed or the turn has no close."""
+    """Return None if the text before the turn has changed or the turn has no close."""
     if not text.startswith(before):
         return None
     rest = text[len(before) :]
@@ -109,22 +106,20 @@ def _turn(template: Template, before: str, text: str) -> _BridgedTurn | None:
 
 
 def _parts(message: Wire) -> list[str]:
-    """Return the texts of a turn, without the surrounding blanks, which templates trim."""
+    """Strip the texts of a turn, since templates trim them."""
     calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
     texts = [message.get("reasoning_content"), message["content"], *calls]
     return [text.strip() for text in texts if text and text.strip()]
 
 
 def _tail(said: str, parts: list[str]) -> str:
-    """Return the text that a template writes between the last part of the turn and the turn's close."""
     return said.rpartition(parts[-1])[2]
 
 
 def _audible(message: Wire) -> Wire:
-    """Return the turn, or a turn of one period in place of an empty one, which templates may leave out."""
+    """Replace an empty turn, which templates may leave out, by one of a period."""
     return message if _parts(message) else {**message, "content": "."}
 
 
 def _altered(new: list[Wire]) -> list[Wire]:
-    """Return the same messages with other texts."""
     return [{**message, "content": f"Not {message['content']}"} for message in new]

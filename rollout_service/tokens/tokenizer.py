@@ -20,15 +20,6 @@ from rollout_service.tokens.errors import TokenizerNotFoundError
 if TYPE_CHECKING:
     import tokenizers
 
-# Escapes the texts of messages to keep control tokens out of them.
-#
-# A chat format joins its control tokens with the texts of messages, and most do so before the text is tokenized: a
-# tool's output that contains `<|im_end|>` would end its own turn. The escaper puts a mark inside everything that looks
-# like a control token; the tokenizer cuts the text at the marks, encodes the pieces one by one and drops the marks. The
-# ids still decode to the same text.
-#
-# Guarantees: a tokenizer finds no control token inside an escaped text, or across its end, in any chat format whose
-# texts go through this package's tokenizers.
 
 MARK = "\ufdd0"
 """A code point that Unicode reserves for internal use; it is not a character."""
@@ -37,10 +28,19 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class SpecialTokenEscaper:
-    """Finds the control tokens of one tokenizer in texts, and marks them."""
+    """Marks the control tokens of one tokenizer in texts, to keep them out of prompts.
+
+    A chat format joins its control tokens with the texts of messages, and most do so before the text is tokenized: a
+    tool's output that contains `<|im_end|>` would end its own turn. So a mark is put inside everything that looks like
+    a control token; the tokenizer cuts the text at the marks, encodes the pieces one by one and drops the marks. The
+    ids still decode to the same text.
+
+    A tokenizer finds no control token inside an escaped text, or across its end, in any chat format whose texts go
+    through this package's tokenizers.
+    """
 
     def __init__(self, tokens: Iterable[str], normalize: Callable[[str], str] | None = None) -> None:
-        """`normalize` is the normalization that the tokenizer applies to a text before it looks for tokens."""
+        """`normalize` is applied by the tokenizer before it looks for tokens."""
         # Runs of blanks are added tokens in some vocabularies; nothing can be forged with them.
         self._tokens = frozenset(token for token in tokens if token.strip())
         self._beginnings = frozenset(token[:n] for token in self._tokens for n in range(1, len(token)))
@@ -56,7 +56,7 @@ class SpecialTokenEscaper:
         self._normalize = normalize
 
     def escape(self, text: str) -> str:
-        """Return the text with a mark inside each control token, and at its end if one could form there."""
+        """Put a mark inside each control token, and at the end if one could form there."""
         text = text.replace(MARK, _REPLACEMENT)
         if self._normalize is None and self._any_first.search(text) is None:
             return text  # the usual case
@@ -100,7 +100,6 @@ class SpecialTokenEscaper:
 
 
 def pieces(text: str) -> list[str]:
-    """Return the parts of a text between its marks."""
     return [piece for piece in text.split(MARK) if piece]
 
 
@@ -108,27 +107,24 @@ _CACHED_TEXTS = 512
 _CACHED_CHARACTERS = 8192  # with the line above, about 10 MB at most
 
 
-# The bytes of each token of a vocabulary, for showing tokens one by one.
-#
-# A byte-level vocabulary cuts characters, so decoding ids one by one gives replacement characters. The bytes of
-# tokens, put together, are the text.
-#
-# Guarantee: a vocabulary whose way of writing bytes is not known has no table; nothing is guessed.
-
 BYTE_LEVEL, BYTE_FALLBACK = "ByteLevel", "ByteFallback"
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """The bytes of every id; immutable."""
+    """The bytes of every id, for showing tokens one by one; immutable.
+
+    A byte-level vocabulary cuts characters, so decoding ids one by one gives replacement characters. The bytes of
+    tokens, put together, are the text.
+    """
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
 
     @classmethod
     def of(cls, vocabulary: tokenizers.Tokenizer) -> TokenBytes | None:
-        """Return the table of a vocabulary, or None if it is of no known kind. Takes 0.1 s for 150,000 tokens."""
+        """Return None if the way of writing bytes is not known. Takes 0.1 s for 150,000 tokens."""
         kind = repr(vocabulary.decoder)
         if BYTE_LEVEL in kind:
             read = _read_byte_level
@@ -148,13 +144,13 @@ class TokenBytes:
         return len(self._table)
 
     def of_ids(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of each id; an id outside of the vocabulary has none."""
+        """Return none for an id outside of the vocabulary."""
         table, size = self._table, len(self._table)
         return [table[number] if 0 <= number < size else b"" for number in ids]
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for.
+    """Return the bytes that the characters of a byte-level vocabulary stand for.
 
     Printable bytes of Latin-1 stand for themselves; the others, in order, are the characters from U+0100.
     """
@@ -181,27 +177,25 @@ def _read_byte_fallback(token: str) -> bytes:
 
 
 class ChatTokenizer(Protocol):
-    """The methods that a renderer needs of a tokenizer."""
-
     name_or_path: str
 
     def __len__(self) -> int: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text. Its marks cut it and have no ids."""
+        """Cut the text at its marks, which have no ids."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of ids; bytes that are not valid UTF-8 become U+FFFD."""
+        """Replace bytes that are not valid UTF-8 by U+FFFD."""
         ...
 
     def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
-        """Return an escaper for all added tokens, or only for those that are marked as special."""
+        """Return one for all added tokens, or only for those that are marked as special."""
         ...
 
     @property
     def token_bytes(self) -> TokenBytes | None:
-        """The bytes of every token, or None if they are not known. The first use takes a while: use a thread."""
+        """None if they are not known. The first use takes a while: use a thread."""
         ...
 
 
@@ -240,7 +234,7 @@ class FastTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """Return the text of ids, with spaces untouched; ids beyond the vocabulary are empty.
+        """Leave spaces untouched; ids beyond the vocabulary are empty.
 
         Raises:
             ValueError: `clean_up_tokenization_spaces` is given. A renderer passes it only to find the character at
@@ -296,7 +290,7 @@ class TransformersTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """Return the text of ids, with spaces untouched; bytes that are not valid UTF-8 become U+FFFD.
+        """Leave spaces untouched; bytes that are not valid UTF-8 become U+FFFD.
 
         Raises:
             ValueError: `clean_up_tokenization_spaces` is given, as for `FastTokenizer`.
@@ -308,7 +302,7 @@ class TransformersTokenizer:
         return str(self._inner.decode(token_ids, **exact))
 
     def convert_tokens_to_ids(self, token: str) -> Any:
-        """Return the id of a token, or `unk_token_id` if the vocabulary lacks it."""
+        """Return `unk_token_id` if the vocabulary lacks it."""
         return self._inner.convert_tokens_to_ids(token)
 
     def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
@@ -331,10 +325,7 @@ class TransformersTokenizer:
 
 
 def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:
-    """Load the tokenizer of a folder or a hub name.
-
-    With `with_template` the result can also apply the tokenizer's own chat template.
-    """
+    """Load from a folder or a hub name; `with_template`, the result can also apply the model's chat template."""
     # Texts are encoded one by one; without this setting the Rust library warns when the process forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     folder = Path(path).expanduser()
@@ -348,7 +339,7 @@ def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:
 
 
 def _load_fast(folder: Path) -> FastTokenizer | None:
-    """Return the folder's tokenizer, or None if `tokenizer.json` does not hold all of it."""
+    """Return None if `tokenizer.json` does not hold all of it."""
     import tokenizers  # a large native library, which a service without engines does not need
 
     try:
@@ -375,7 +366,7 @@ def _load_with_transformers(path: str) -> ChatTokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no such file."""
+    """Return an empty object if there is no such file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Growing segments with their extras, the check of finished trajectories, and the choice of turns to train on.
 
-Guarantees: a segment's five lists always have equal lengths; the mask is 1 exactly on sampled tokens.
+A segment's five lists always have equal lengths; the mask is 1 exactly on sampled tokens.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ from numpy.typing import NDArray
 from api_schemas.trajectories import ForkReason, RoutedExperts, Segment, SegmentRole, Trajectory
 from rollout_service.tokens.errors import InvariantError, RecordError
 
-# The extras of a segment, kept in step with its tokens as it grows.
-#
-# Guarantees: every list has one entry per token of the segment; experts have one row per token, except for the last
-# token of the segment's last turn. If any extras of a turn do not fit it, none are added.
-
 _Name = Literal["uint8", "uint16", "int32"]
 _DTYPES: tuple[tuple[_Name, str], ...] = (("uint8", "u1"), ("uint16", "<u2"), ("int32", "<i4"))
 
 
 class TurnExtras(Protocol):
-    """The extras of one turn, as in `engines.contract.ReturnedExtras`; None for those that were not requested."""
+    """As in `engines.contract.ReturnedExtras`; None for those that were not requested."""
 
     @property
     def top_logprobs(self) -> Sequence[Sequence[tuple[int, float]]] | None:
-        """The likeliest ids with their logprobs for each sampled token."""
+        """For each sampled token."""
 
     @property
     def prompt_logprobs(self) -> Sequence[float | None] | None:
-        """The log-probabilities of the prompt's tokens that are new to the segment."""
+        """For the prompt's tokens that are new to the segment."""
 
     @property
     def routed_experts(self) -> NDArray[np.int32] | None:
-        """`[tokens, layers, experts per token]` of the tokens for which the segment had no experts before."""
+        """`[tokens, layers, experts per token]`, for the tokens for which the segment had no experts before."""
 
 
 @dataclass(slots=True)
 class GrowingExtras:
-    """The extras of a segment to which turns are added."""
+    """The extras of a segment, kept in step with its tokens as it grows.
+
+    Every list has one entry per token of the segment; experts have one row per token, except for the last token of the
+    segment's last turn. If any extras of a turn do not fit it, none are added.
+    """
 
     top_ids: list[list[int]] | None = None
     top_logprobs: list[list[float]] | None = None
@@ -59,7 +58,7 @@ class GrowingExtras:
         return sum(len(part) for part in self._experts)
 
     def add_turn(self, turn: TurnExtras, *, before: int, prompt: int, sampled: int) -> None:
-        """Add the extras of a turn; the segment had `before` tokens, and the prompt has `prompt`."""
+        """The segment had `before` tokens, and the prompt has `prompt`."""
         self._check(turn, before=before, prompt=prompt, sampled=sampled)
         if turn.top_logprobs is not None:
             ids, values = self.top_ids or [], self.top_logprobs or []
@@ -91,7 +90,7 @@ class GrowingExtras:
             self._experts.append(turn.routed_experts)
 
     def routed_experts(self) -> RoutedExperts | None:
-        """Return all experts so far, in the narrowest type that holds them."""
+        """Use the narrowest type that holds all experts so far."""
         if not self._experts:
             return None
         values = np.concatenate(self._experts)
@@ -134,7 +133,7 @@ class GrowingSegment:
     extras: GrowingExtras = field(default_factory=GrowingExtras)
 
     def add_context(self, ids: Sequence[int]) -> None:
-        """Add tokens that the policy reads but did not sample here."""
+        """Add tokens that the policy did not sample here."""
         count = len(ids)
         self._add(ids, 0, array("d", [0.0]) * count, array("q", [-1]) * count, -1)
 
@@ -176,7 +175,6 @@ class GrowingSegment:
 
 
 def shared_length(before: Sequence[int], after: Sequence[int]) -> int:
-    """Return the length of the common prefix of two lists of ids."""
     pairs = enumerate(zip(before, after, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(before), len(after)))
 
@@ -265,7 +263,6 @@ def _check_tokens(segment: Segment, number: int) -> None:
 
 
 def _check_turns(segment: Segment, number: int, seen: set[int]) -> None:
-    """Check that turns begin in order and are not interrupted; add them to those of the segments before."""
     last_turn = -1
     for index, (before, turn) in enumerate(pairwise([-1, *segment.turn_ids])):
         if turn in (-1, before):
@@ -278,11 +275,6 @@ def _check_turns(segment: Segment, number: int, seen: set[int]) -> None:
         seen.add(turn)
 
 
-# A trajectory that is trained on some of its turns alone.
-#
-# Guarantees: mask 1 stays on the tokens of the chosen turns and is on no other; their prompts stay, id for id; turns
-# keep their ids. Segments without a chosen turn are left out, as is the rest of a segment after its last chosen turn.
-
 _NOT_SAMPLED: dict[str, Any] = {
     "loss_mask": 0,
     "logprobs": 0.0,
@@ -291,11 +283,14 @@ _NOT_SAMPLED: dict[str, Any] = {
     "top_ids": [],
     "top_logprobs": [],
 }
-"""The value of each list at a token that is not trained on."""
+"""Of a token that is not trained on."""
 
 
 def train_on(trajectory: Trajectory, turns: Collection[int]) -> Trajectory:
     """Return a trajectory that is trained on these turns alone.
+
+    Mask 1 stays on the tokens of the chosen turns and is on no other; their prompts stay, id for id; turns keep their
+    ids. Segments without a chosen turn are left out, as is the rest of a segment after its last chosen turn.
 
     Raises:
         InvariantError: A turn is in none of its segments.
@@ -336,7 +331,7 @@ def _selected(segment: Segment, turns: Collection[int]) -> Segment:
 
 
 def _linked(segments: Sequence[Segment], number: int, kept: dict[int, Segment], places: dict[int, int]) -> Segment:
-    """Return a segment with the nearest kept one before it as its parent."""
+    """Make the nearest kept segment before it the parent."""
     segment, shared = kept[number], segments[number].shared_prefix
     parent = segment.parent
     while parent is not None and parent not in kept:

@@ -68,7 +68,7 @@ class EngineKinds:
             )
 
     def get(self, kind: str) -> Connect:
-        """Import the kind, so call this in a thread."""
+        """Return a connector; this imports the kind, so call it in a thread."""
         self.check(kind)
         if kind not in self._loaded:
             self._loaded[kind] = _load(kind, self._found[kind])

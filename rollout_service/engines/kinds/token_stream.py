@@ -1,7 +1,7 @@
 """The chunks of one streamed answer, checked one by one, delivered, and joined.
 
-Guarantees: a token is delivered once, after its own checks, with its logprob; the last chunk is delivered only after
-the checks of the whole answer, so that an answer that breaks off never delivers a token that ends it.
+A token is delivered once, after its own checks, with its logprob; the last chunk is delivered only after the checks of
+the whole answer, so that an answer that breaks off never delivers a token that ends it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,20 @@ from rollout_service.engines.kinds import checks as check
 
 
 class TokenStream(ABC):
-    """The chunks of one answer so far; a subclass reads an engine's protocol."""
-
     def __init__(self, request: GenerateRequest, info: ModelInfo | None, backend_id: str, on_tokens: TokenSink) -> None:
         self._request = request
         self._info = info
         self._backend_id = backend_id
         self._on_tokens = on_tokens
         self._ids: list[int] = []
-        """The ids so far, all but those of the last chunk delivered."""
+        """All ids but those of the last chunk delivered."""
 
     @abstractmethod
     def take(self, chunk: Mapping[str, Any]) -> None:
         """Check a chunk, and deliver its tokens."""
 
     @abstractmethod
-    def _whole(self, engine_seconds: float) -> Generation:
-        """Check the answer as a whole."""
+    def _whole(self, engine_seconds: float) -> Generation: ...
 
     def end(self, engine_seconds: float) -> Generation:
         """Deliver the last chunk, and return the answer."""
@@ -67,7 +64,7 @@ class TokenStream(ABC):
 
 
 def is_streamable(request: GenerateRequest) -> bool:
-    """Return whether an answer can be delivered in parts: prompt logprobs and constrained text come as a whole."""
+    """Return whether an answer can be delivered in parts; prompt logprobs and constrained text come as a whole."""
     return request.extras.prompt_logprobs_from is None and request.sampling.json_schema is None
 
 
@@ -86,12 +83,10 @@ def as_one_chunk(generation: Generation, on_tokens: TokenSink, *, first: int = 0
     on_tokens(chunk)
 
 
-# Limits of the size of an engine's answer: generous for the request, and at most `CEILING_BYTES`.
-
 CEILING_BYTES = 1 << 30
 _BASE_BYTES = 1 << 20
 _TOKEN_BYTES = 1_024
-"""An id, its text, its log-probability and its version as JSON; several times as long as those that engines write."""
+"""An id, its text, its log-probability and its version as JSON, several times as long as those of engines."""
 _CANDIDATE_BYTES = 256
 """One of the likeliest tokens with its log-probability."""
 _EXPERT_BYTES = 16
@@ -101,7 +96,7 @@ _EXPERTS_A_TOKEN = 128 * 16
 
 
 def generation_bytes(request: GenerateRequest, info: ModelInfo | None) -> int:
-    """Return how many bytes the answer to a request may take."""
+    """Return the limit of an answer's size: generous for the request, and at most `CEILING_BYTES`."""
     sampled, prompt, extras = request.sampling.max_new_tokens, len(request.input_ids), request.extras
     size = _BASE_BYTES + sampled * (_TOKEN_BYTES + extras.top_logprobs * _CANDIDATE_BYTES)
     if extras.prompt_logprobs_from is not None:

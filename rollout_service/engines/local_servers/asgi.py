@@ -1,6 +1,6 @@
 """Serves an ASGI application in a child process, on a port that the kernel may choose, until the parent ends.
 
-Guarantees: web pages in a browser on this machine cannot use the application; see `allowed_hosts`.
+Web pages in a browser on this machine cannot use the application; see `allowed_hosts`.
 """
 
 import os
@@ -29,8 +29,8 @@ def serve(
 ) -> None:
     """Serve `app` until SIGTERM or, with `exit_with_parent`, until standard input closes.
 
-    The port is bound, and written to `port_file`, before the application starts. A GET on one of the
-    `unsafe_get_paths` changes something, so these paths are closed to web pages too.
+    The port is written to `port_file` before the application starts. A GET on one of the `unsafe_get_paths` changes
+    something, so these are closed to web pages too.
     """
     listener = bind(host, port)
     if port_file is not None:
@@ -56,13 +56,12 @@ async def _stop_at_end_of_input(server: uvicorn.Server) -> None:
 
 
 def wait_for_end_of_input() -> None:
-    """Return when standard input closes, as the kernel does when the parent ends for any reason."""
+    """Return when standard input closes, which the kernel does when the parent ends for any reason."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
 

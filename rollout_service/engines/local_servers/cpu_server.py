@@ -1,6 +1,6 @@
 """A real engine on a CPU, run by the Python of its own environment, which a script of this project installs.
 
-Guarantees: nothing is downloaded; the kernel ends the server when this process is killed, so no server outlives it.
+Nothing is downloaded; the kernel ends the server when this process is killed, so no server outlives it.
 """
 
 import os
@@ -19,9 +19,9 @@ from rollout_service.engines.local_servers.process import (
 from sandboxes.host.ports import free_port
 
 CHECKOUT = Path(__file__).parents[3]
-"""The checkout of this project, in which the scripts install the engines."""
+"""The checkout of this project, where scripts install the engines."""
 MAX_RUNNING = 32
-"""The most requests that a server samples at once; the others wait in its queue."""
+"""Sampled at once; other requests wait in the server's queue."""
 _THREADS = 1
 
 
@@ -33,31 +33,27 @@ class CpuServer(ServerProcess):
     """
 
     engine: ClassVar[str]
-    """The engine's name in messages."""
     installer: ClassVar[str]
-    """The script that installs it."""
     default_env_dir: ClassVar[Path]
-    """Where the script installs it."""
+    """The folder that the script installs it in."""
     env_variable: ClassVar[str]
     """The environment variable that names another folder."""
     death_signal: ClassVar[str]
     """The signal that the kernel sends the server when this process ends; its workers must end too."""
 
     def __init__(self, model_path: Path | str, *, env_dir: Path | None = None) -> None:
-        """`env_dir` is where the engine is installed; by default, `env_variable` or `default_env_dir` names it."""
         super().__init__()
         self._model_path = Path(model_path).resolve()
         self._env_dir = env_dir or Path(os.environ.get(self.env_variable, self.default_env_dir))
 
     @abstractmethod
-    def _arguments(self, host: str, port: str) -> list[str]:
-        """Return the arguments of Python that start the server at an address."""
+    def _arguments(self, host: str, port: str) -> list[str]: ...
 
     @abstractmethod
     def _variables(self) -> Mapping[str, str]: ...
 
     def job_command(self) -> str:
-        """Return a command that serves in the foreground at `{host}` and `{port}`, which a job of Slurm fills in.
+        """Return a command with `{host}` and `{port}`, which a job of Slurm fills in.
 
         Raises:
             EngineStartError: The engine is not installed.
@@ -90,14 +86,12 @@ class CpuServer(ServerProcess):
         }
 
 
-# The real SGLang on a CPU, for tests and the demo; `scripts/install-sglang` installs it in a separate environment.
-
 DEFAULT_ENVIRONMENT = CHECKOUT / ".venv-sglang"
 _STAND_INS = CHECKOUT / "deploy" / "sglang-cpu"
 
 
 class SGLangCpuServer(CpuServer):
-    """An SGLang server; see `CpuServer`."""
+    """For tests and the demo."""
 
     engine = "SGLang"
     installer = "scripts/install-sglang"
@@ -117,7 +111,7 @@ class SGLangCpuServer(CpuServer):
     ) -> None:
         """With `routed_experts` the server can report which experts read each token.
 
-        With `incremental` it streams each token once; SGLang's own default is all tokens so far in every chunk.
+        SGLang's own default is not `incremental`: all tokens so far in every chunk.
         """
         super().__init__(model_path, env_dir=env_dir)
         self._kv_tokens = kv_tokens

@@ -1,8 +1,8 @@
 """Runs an engine as a child process: starts it, waits until it serves, and always ends it.
 
-Guarantees: the child has its own session; leaving the context ends its whole process group with SIGTERM and, after a
-grace period, SIGKILL, even if the body fails or is cancelled; a failed start raises an error with the end of the
-child's log. The child's output goes to a file that is deleted with the context.
+The child has its own session. Leaving the context ends its whole process group with SIGTERM and, after a grace period,
+SIGKILL, even if the body fails or is cancelled. A failed start raises an error with the end of the child's log, a file
+that is deleted with the context.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ServerCommand:
 
 
 class ServerProcess(ABC):
-    """A server in a child process for as long as the context lasts; inside, `/health` answers 200.
+    """Inside the context, `/health` answers 200.
 
     Raises:
         EngineStartError: The server did not start; raised on entering.
@@ -75,14 +75,14 @@ class ServerProcess(ABC):
         return self._pid
 
     async def ended(self) -> int:
-        """Wait until the child exits by itself and return its exit code; only inside the context."""
+        """Wait until the child exits by itself; only inside the context."""
         if self._process is None:
             raise RuntimeError("the server was not started")
         return await self._process.wait()
 
     @abstractmethod
     def _server_command(self, folder: Path) -> ServerCommand:
-        """Return how to start the server; `folder` is its working directory, deleted afterwards."""
+        """`folder` is its working directory, deleted afterwards."""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -152,7 +152,6 @@ async def _is_healthy(url: str) -> bool:
 
 
 async def _end(process: anyio.abc.Process) -> None:
-    """Terminate the process group, and kill the rest of it after the grace period."""
     with anyio.CancelScope(shield=True):
         _signal_group(process.pid, signal.SIGTERM)
         with anyio.move_on_after(_GRACE_SECONDS):
@@ -169,12 +168,6 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         return
 
 
-# Runs the service's own engine, and starts it again whenever it exits.
-#
-# Guarantees: it comes back at the same address, where its pool's probes find it and give it the pool's weights before
-# any request, like every engine that returns. The delay before a start grows while starts fail or do not last. When
-# the block is left, no engine runs.
-
 log = structlog.get_logger(__name__)
 
 FIRST_DELAY_SECONDS = 0.5
@@ -185,7 +178,11 @@ STEADY_SECONDS = 60.0
 
 @asynccontextmanager
 async def kept_running(make: Callable[[int], ServerProcess]) -> AsyncIterator[str]:
-    """Run an engine and yield its address; `make` makes one for a port, 0 for a free one.
+    """Run an engine, and start it again whenever it exits; yield its address.
+
+    It comes back at the same address, where its pool's probes find it and give it the pool's weights before any
+    request. The delay before a start grows while starts fail or do not last. No engine outlives the block. `make` makes
+    one for a port, 0 for a free one.
 
     Raises:
         EngineStartError: The first start failed.

@@ -33,13 +33,12 @@ from rollout_service.engines.errors import (
 from rollout_service.engines.kinds.checks import ExtraKind, unsupported, wanted
 from rollout_service.engines.pool.locality import is_local
 
-# How often the backends of a pool change their weights' version, as they report it and as their answers say.
-#
-# A frozen pool takes no weights from this service, so any change is one that somebody made at an engine.
-
 
 class VersionWatch:
-    """Counts the changes of version in one pool."""
+    """Counts the changes of version in one pool, as its backends report them and as their answers say.
+
+    A frozen pool takes no weights from this service, so any change there was made at an engine.
+    """
 
     def __init__(self, pool: str) -> None:
         self.changes = 0
@@ -77,24 +76,21 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class BackendHandle:
-    """One backend of a pool. `in_flight` is decremented however a call ends."""
+    """`in_flight` is decremented however a call ends."""
 
     backend: Backend
     kind: str
-    """The name of the engine's protocol."""
     info: ModelInfo
     slow_start: float
     """Seconds over which a backend that has joined grows to its fair share."""
     versions: VersionWatch
     external_version: Callable[[], int | None]
-    """Returns the version of weights that the trainer loads itself, which engines need not report; None for others."""
+    """Returns the version of weights that the trainer loads itself, which engines need not report."""
     clock: Callable[[], float] = time.monotonic
     max_in_flight: int | None = None
-    """The most requests that it is given at once."""
     traces: bool = False
     """Whether its requests carry a `traceparent` header."""
     is_local: bool = False
-    """Whether it runs on this node."""
     id: str = field(init=False)
     state: BackendState = BackendState.READY
     in_flight: int = 0
@@ -102,22 +98,21 @@ class BackendHandle:
     """The requests in its own queue, by its last report."""
     served: int = 0
     chunks: int = 0
-    """The chunks of tokens that it has streamed."""
     failures: int = 0
     last_error: str | None = None
     failed_at: datetime | None = None
     """When a call or probe failed last."""
     tried_version: int | None = None
-    """The version of the weights that a token was last sampled with to try them."""
+    """The weights that a token was last sampled with to try them."""
     sampled_version: int | None = None
-    """The version of its newest tokens, if that is another than it was given."""
+    """The version of its newest tokens, if it was given another."""
     bad_in_a_row: int = 0
     good_in_a_row: int = 0
     being_checked: bool = False
     watch: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     _since: float = 0.0
     _calls: dict[anyio.CancelScope, float] = field(default_factory=dict)
-    """The open calls, with their start times."""
+    """The open calls' start times."""
     _why_dropped: str = "was taken out of service during the request"
     _call_ended: ChangeSignal = field(default_factory=ChangeSignal)
 
@@ -160,7 +155,7 @@ class BackendHandle:
         raise BackendUnreachable(self._why_dropped, backend_id=self.id)
 
     def _counting(self, on_tokens: TokenSink, external: int | None) -> TokenSink:
-        """Return a sink that counts the chunks, and gives their tokens the version `external` if there is one."""
+        """Count the chunks, and give their tokens the version `external` if there is one."""
 
         def count(chunk: TokenChunk) -> None:
             self.chunks += 1
@@ -173,7 +168,7 @@ class BackendHandle:
         self.sampled_version = None
 
     def sampled_with(self, version: int) -> None:
-        """Note the version of its newest tokens; warn once of each that it was not given."""
+        """Warn once of each that it was not given."""
         other = None if version == self.info.weight_version else version
         if other not in (None, self.sampled_version):
             log.warning(
@@ -193,14 +188,14 @@ class BackendHandle:
         self.failed_at = datetime.now(UTC)
 
     def take_out(self) -> None:
-        """Remove it from service: it gets no new requests, and the open ones go elsewhere."""
+        """Give it no new requests; the open ones go elsewhere."""
         if self.state is BackendState.READY:
             self.state = BackendState.FAILED
         self.good_in_a_row = 0
         self.drop_calls("was taken out of service during the request")
 
     def drop_calls(self, why: str, *, older_than: float = 0.0) -> None:
-        """End the calls that have been open for `older_than` seconds; the pool then repeats them elsewhere."""
+        """End the calls open for `older_than` seconds; the pool then repeats them elsewhere."""
         self._why_dropped = why
         latest = self.clock() - older_than
         for scope, since in list(self._calls.items()):
@@ -221,7 +216,7 @@ class BackendHandle:
             await self.backend.close()
 
     def bring_back(self, info: ModelInfo, *, is_tried: bool) -> None:
-        """Put it into service, with a small share at first; weights that are not tried are at the next resume."""
+        """Begin with a small share; weights that are not tried are at the next resume."""
         self.info, self.sampled_version = info, None
         self.tried_version = info.weight_version if is_tried else None
         self.state = BackendState.READY
@@ -252,18 +247,14 @@ class BackendHandle:
         )
 
 
-# Checks the features of an engine before it may serve, and that it can use new weights, by asking it for
-# one token.
-
-
 TRIAL_SECONDS = 10.0
-"""How long a token with new weights is waited for: weights that cannot be sampled with fail at once."""
+"""Long enough, since weights that cannot be sampled with fail at once."""
 
 _PROBE_PROMPT = (0,)  # the one id that every vocabulary has
 
 
 async def check_backend(backend: Backend, *, seconds: float) -> ModelInfo:
-    """Sample one token, and return the backend's model with the extras that it supports.
+    """Sample one token with each extra that the model may have, and return the model with those that came.
 
     Raises:
         BackendUnreachable: The backend does not answer within `seconds`.
@@ -282,7 +273,7 @@ async def check_backend(backend: Backend, *, seconds: float) -> ModelInfo:
 
 
 async def try_weights(backend: Backend, version: int, source: str = "") -> None:
-    """Sample one token with weights that a backend was given; one that is too busy to answer soon passes.
+    """Sample one token; a backend that is too busy to answer soon passes.
 
     Raises:
         InferenceError: The backend cannot sample with them; the message names the version and the source.
@@ -301,14 +292,13 @@ async def try_weights(backend: Backend, version: int, source: str = "") -> None:
 
 
 def refuse_missing_extras(extras: RequestedExtras, info: ModelInfo, backend_id: str) -> None:
-    """Refuse a request for extras that the backend did not return when it was checked."""
+    """Refuse extras that the backend did not return when it was checked."""
     missing = wanted(extras) - info.extras
     if missing:
         raise unsupported(ExtraKind(min(missing)), backend_id=backend_id)
 
 
 async def _sample(backend: Backend, info: ModelInfo) -> frozenset[str]:
-    """Sample a token with every extra that the engine may support; return those that came."""
     kinds = {ExtraKind.TOP_LOGPROBS, ExtraKind.PROMPT_LOGPROBS}
     if info.routing_shape is not None:
         kinds.add(ExtraKind.ROUTED_EXPERTS)

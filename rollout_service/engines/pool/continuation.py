@@ -1,13 +1,13 @@
 """One turn from one or more engine calls: an interruptible generation.
 
-An engine may end a request early, because of an abort for a weight update or because its machine died.
-`Continuation` keeps the sampled tokens and asks for the rest. It never samples a token twice or exceeds the budget:
-however often a request for N tokens is interrupted, the result is that of one request for N tokens. What a streamed
-answer has delivered is kept even if the answer breaks off. Only text constrained by a JSON schema begins anew, because
-an engine cannot go on in the middle of it; it is delivered at its end.
+An engine may end a request early, because of an abort for a weight update or because its machine died. `Continuation`
+asks for the rest. It never samples a token twice or exceeds the budget: however often a request for N tokens is
+interrupted, the result is that of one request for N tokens. Streamed tokens are kept even if the answer breaks off.
+Only text constrained by a JSON schema begins anew, because an engine cannot go on in the middle of it; it is delivered
+at its end.
 
-Where an answer was interrupted at the possible beginning of a stop string, the next attempt is for as many tokens as
-may complete it, and is delivered once it has ended: the engine itself would not find the string.
+Where an answer was interrupted at the possible beginning of a stop string, the engine would not find the string. So the
+next attempt is for as many tokens as may complete it, and is delivered once it has ended.
 """
 
 from __future__ import annotations
@@ -36,15 +36,13 @@ from rollout_service.engines.kinds.token_stream import as_one_chunk
 _MAX_ATTEMPTS = 10_000  # as many as the attempt suffix of a request id can number
 
 
-# Joins the extras of the parts of an interrupted generation.
-#
-# Guarantees: each token's values come from the attempt that sampled or read it first; nothing from before a weight
-# update is asked for again after it.
-
-
 @dataclass(slots=True)
 class MergedExtras:
-    """The extras received so far, of those that `wanted` asks for."""
+    """The extras of the parts of an interrupted generation.
+
+    Each token's values come from the attempt that sampled or read it first; nothing from before a weight update is
+    asked for again after it.
+    """
 
     wanted: RequestedExtras
     _top_logprobs: list[list[TopLogprob]] = field(default_factory=list)
@@ -52,7 +50,7 @@ class MergedExtras:
     _experts: list[NDArray[np.int32]] = field(default_factory=list)
 
     def next(self) -> RequestedExtras:
-        """Return the request for the next attempt, whose prompt ends with everything sampled so far."""
+        """Return what to request next; the prompt ends with everything sampled so far."""
         first = self.wanted.routed_experts_from
         if first is None and self.wanted.prompt_logprobs_from is None:
             return self.wanted
@@ -65,7 +63,7 @@ class MergedExtras:
         )
 
     def add(self, part: ReturnedExtras) -> None:
-        """Add the extras of an attempt; an attempt without tokens has none."""
+        """Add the extras of an attempt; one without tokens has none."""
         self._top_logprobs += part.top_logprobs or []
         if self._prompt_logprobs is None:
             self._prompt_logprobs = part.prompt_logprobs
@@ -80,13 +78,9 @@ class MergedExtras:
         )
 
 
-# Stop strings that an interruption has cut: an engine looks for them only in what it samples itself.
-#
-# Guarantee: an answer ends with the token that completes a stop string, however often it was interrupted in between.
-
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTES = 4
-"""The most bytes of a character, and so the most tokens that spell one."""
+"""The most bytes, and so the most tokens, that spell a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +89,7 @@ class CutStops:
     decode: Callable[[Sequence[int]], str]
 
     def to_complete(self, ids: Sequence[int]) -> int:
-        """Return how many more tokens may complete a stop string that begins at the end of these; 0 if none does."""
+        """Return how many tokens may complete a stop string that begins at the end of these; 0 if none does."""
         text = self.decode(self._tail(ids))
         if text.endswith(_REPLACEMENT):  # a character that is not complete may be the first of a string
             return _BYTES * self._longest
@@ -104,7 +98,7 @@ class CutStops:
         return max((len(part.encode()) for part in rest), default=0)
 
     def end_of(self, before: Sequence[int], new: Sequence[int]) -> tuple[int, str] | None:
-        """Return after how many of the new ids the first stop string is complete, and the string; None without one."""
+        """Return how many new ids complete the first stop string, and the string; None without one."""
         tail = self._tail(before)
         begin = max(0, len(self.decode(tail).rstrip(_REPLACEMENT)) - self._longest + 1)
         for count in range(1, len(new) + 1):
@@ -140,8 +134,6 @@ def cut_at(generation: Generation, count: int, stop: str) -> Generation:
 
 @dataclass(slots=True)
 class Continuation:
-    """The tokens sampled for `request` so far."""
-
     request: GenerateRequest
     on_tokens: TokenSink | None = None
     output_ids: list[int] = field(default_factory=list)
@@ -153,11 +145,11 @@ class Continuation:
     _exposed: set[int] = field(default_factory=set)
     _extras: MergedExtras = field(init=False)
     _streamed: list[TokenChunk] = field(default_factory=list)
-    """The chunks that the present attempt has delivered."""
+    """Those of the present attempt."""
     _began: float = 0.0
     _cut_stops: CutStops | None = field(init=False, default=None)
     _to_complete: int = 0
-    """For how many tokens the present attempt is if they may complete a stop string; else 0."""
+    """The present attempt's tokens if they may complete a stop string; else 0."""
 
     def __post_init__(self) -> None:
         self._extras = MergedExtras(self.request.extras)
@@ -166,7 +158,7 @@ class Continuation:
 
     @property
     def sink(self) -> TokenSink | None:
-        """The sink for an attempt's chunks; None if the attempt need not stream."""
+        """None if the attempt need not stream."""
         is_streamed = self.on_tokens is not None and self._is_resumable and not self._to_complete
         return self._pass_on if is_streamed else None
 
@@ -175,7 +167,7 @@ class Continuation:
         return bool(self._streamed)
 
     def next_request(self) -> GenerateRequest:
-        """Return the request for the remaining tokens, under a new id."""
+        """Request the remaining tokens, under a new id."""
         request_id = f"{self.request.request_id}-{self.attempts % _MAX_ATTEMPTS:04d}"
         self.attempts += 1
         self._began = time.perf_counter()
@@ -186,7 +178,7 @@ class Continuation:
             self._to_complete = 0 if self._cut_stops is None else self._cut_stops.to_complete(self.output_ids)
             sampling = replace(sampling, max_new_tokens=min(left, self._to_complete or left))
             prompt = [*prompt, *self.output_ids]
-        # All else stays as asked, also what is added to a request one day.
+        # All else stays as asked, also fields that are added to requests one day.
         return replace(
             request,
             request_id=request_id,
@@ -196,7 +188,7 @@ class Continuation:
         )
 
     def add(self, part: Generation, read_by: int | None = None) -> Generation | None:
-        """Add an engine's answer, and return the whole generation once it is complete.
+        """Return the whole generation once it is complete.
 
         `read_by` is the only weight version whose KV the request could find when it was sent; None if it could find
         that of any version.
@@ -220,8 +212,7 @@ class Continuation:
     def keep_streamed(
         self, backend_id: str, read_by: int | None = None, version: int | None = None
     ) -> Generation | None:
-        """Keep the tokens that the present attempt delivered before it broke off; return the generation if nothing is
-        missing.
+        """Keep the tokens that the present attempt delivered before it broke off; return the generation if it is whole.
 
         `version` is the only one that can have sampled since the attempt was sent; None if there may be several.
 
@@ -306,7 +297,7 @@ class Continuation:
         )
 
     def _hand_over(self, generation: Generation) -> Generation:
-        """Return a complete generation, delivered as a whole if it could not be in parts."""
+        """Deliver a generation as a whole if it could not be in parts."""
         if self.on_tokens is not None and not self._is_resumable:
             as_one_chunk(generation, self.on_tokens)
         return generation

@@ -1,9 +1,9 @@
 """The path of one request through a pool: held, sent, repeated elsewhere.
 
-Guarantees: when a backend fails a request, the request continues elsewhere from the tokens already delivered; none of
-them is lost, sampled twice or delivered twice, and the caller sees one answer. While the pool is paused, requests wait
-here up to a time limit, and none is refused before. Beyond the pool's limits on concurrency, the oldest rollout's
-request is next.
+When a backend fails a request, it continues elsewhere from the tokens already delivered; none is lost, sampled twice or
+delivered twice, and the caller sees one answer. While the pool is paused, requests wait here up to a time limit, and
+none is refused before. Beyond the pool's limits on concurrency, the oldest rollout's request is next: finishing
+rollouts before others begin keeps the number of open ones small.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ _LONGEST_BACKOFF_SECONDS = 2.0
 
 
 class Dispatcher:
-    """Sends the requests of a pool to its backends."""
-
     def __init__(
         self,
         registry: BackendRegistry,
@@ -57,11 +55,11 @@ class Dispatcher:
         self._options = options
         self._observer = observer
         self._decided: deque[Decision] = deque()
-        """Decisions that the observer has not got yet."""
+        """Not yet told to the observer."""
         self._answered: deque[tuple[Decision, GenerateRequest, Generation | None]] = deque()
-        """Ended requests that the router and the observer have not got yet."""
+        """Not yet told to the router and the observer."""
         self._ended: deque[tuple[str, float, RequestEnd]] = deque()
-        """The same, with their backend, their seconds and how they ended."""
+        """The same requests' backends and seconds."""
 
     async def generate(
         self, request: GenerateRequest, affinity: str | None, on_tokens: TokenSink | None = None
@@ -106,7 +104,7 @@ class Dispatcher:
             await _back_off(fruitless)
 
     def _is_settled(self, handle: BackendHandle, version: int) -> bool:
-        """Return whether a backend still has this version: it changes while the pool is paused, or without requests."""
+        """Return whether a backend still has this version; it changes in a pause, or without requests."""
         return handle.info.weight_version == version and self._registry.paused is None
 
     def release(self, affinity: str) -> None:
@@ -181,7 +179,7 @@ class Dispatcher:
         return answer
 
     def _learn(self) -> None:
-        """Flush queued decisions and results to the router and the observer.
+        """Tell the router and the observer what was decided and answered.
 
         Deferred off the request path; runs before the next routing decision.
         """
@@ -224,7 +222,7 @@ class Dispatcher:
 
 
 def _noting_progress(step: OpenStep, on_tokens: TokenSink | None) -> TokenSink | None:
-    """Return a sink that also notes how many tokens have arrived, if a rollout waits for them."""
+    """Note how many tokens have arrived, if a rollout waits for them."""
     if on_tokens is None or current_activity() is None:
         return on_tokens
     arrived = 0
@@ -243,16 +241,9 @@ async def _back_off(fruitless: int) -> None:
         await anyio.sleep(min(_LONGEST_BACKOFF_SECONDS, _BACKOFF_SECONDS * 2 ** (fruitless - 1)))
 
 
-# Requests that wait for a free place in a pool; the oldest rollout's request is next.
-#
-# A rollout that has begun is finished before others begin, which keeps the number of open ones small. Each
-# request has its own event, and usually only the next one's is set: a freed place costs the same however
-# many wait.
-
-
 @dataclass(slots=True, order=True)
 class Waiter:
-    """One request in the queue, ordered by its rollout's arrival and then by its own."""
+    """Ordered by its rollout's arrival and then by its own."""
 
     arrival: int
     number: int
@@ -266,7 +257,10 @@ class Waiter:
 
 
 class WaitQueue:
-    """The requests that wait; falsy while there are none."""
+    """The requests that wait for a free place; falsy while there are none.
+
+    Usually only the next one's event is set: a freed place costs the same however many wait.
+    """
 
     def __init__(self) -> None:
         self._waiters: list[Waiter] = []
@@ -289,7 +283,6 @@ class WaitQueue:
 
     @contextmanager
     def join(self, arrival: int) -> Iterator[Waiter]:
-        """Stay in the queue while the context lasts."""
         waiter = Waiter(arrival, next(self._numbers))
         heappush(self._waiters, waiter)
         try:
@@ -307,7 +300,6 @@ class WaitQueue:
             waiter.event.set()
 
     def wake_next(self) -> None:
-        """Wake the next one, because a place may have become free."""
         while self._waiters and self._waiters[0].has_left:
             heappop(self._waiters)
         if self._waiters:

@@ -1,7 +1,7 @@
 """Health checks of a pool's backends, by probes and by failed requests.
 
-Guarantees: a backend that stops answering leaves service within a few probes, and its open requests move elsewhere; it
-comes back after several successful probes, with the pool's weights and pause state.
+A backend that stops answering leaves service within a few probes, and its open requests move elsewhere; it comes back
+after several successful probes, with the pool's weights and pause state.
 """
 
 from dataclasses import replace
@@ -19,8 +19,6 @@ log = structlog.get_logger(__name__)
 
 
 class HealthChecks:
-    """Takes the backends of a registry out of service and brings them back."""
-
     def __init__(self, registry: BackendRegistry, controller: PoolController, options: PoolOptions) -> None:
         self._registry = registry
         self._controller = controller
@@ -32,7 +30,7 @@ class HealthChecks:
             await self._probe(handle)
 
     async def suspect(self, handle: BackendHandle, error: InferenceError) -> None:
-        """Count a failed request, and probe a backend that could not be reached."""
+        """Count a failed request; probe a backend that could not be reached."""
         handle.record_failure(error)
         if handle.bad_in_a_row >= self._options.unhealthy_after:
             self._registry.take_out(handle)

@@ -8,14 +8,14 @@ from urllib.parse import urlsplit
 
 
 def is_local(url: str) -> bool:
-    """Return whether the host of `url` is this node's name or one of its addresses; no name is resolved."""
+    """Return whether the host is this node's name or one of its addresses; no name is resolved."""
     host = urlsplit(url).hostname or ""
     name = socket.gethostname()
     return host in {"localhost", name, name.partition(".")[0]} or _is_own_address(host)
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether the host of `url` is this machine for whoever asks."""
+    """Return whether the host means this machine to whoever asks."""
     host = urlsplit(url).hostname or ""
     if host == "localhost" or host.endswith(".localhost"):
         return True

@@ -1,8 +1,8 @@
-"""A pool of backends that serve one policy: membership, requests and commands, each in its own module.
+"""A pool of backends that serve one policy.
 
-`registry` knows the backends, `health` takes them out of service and brings them back, `stalls` ends calls that make no
-progress, `dispatch` sends each request where `routing` decides, and `weights.controller` runs the commands that go to
-all backends. These modules state the guarantees.
+`registry` knows the backends, `health` takes them out of service and brings them back, `StallDetector` ends calls that
+make no progress, `dispatch` sends each request where `routing` decides, and `weights.controller` runs the commands that
+go to all backends. They state the guarantees.
 """
 
 import time
@@ -33,7 +33,7 @@ from rollout_service.engines.routing import Observer, Router
 
 
 class BackendPool:
-    """The backends of one policy; made by `Pools`, which owns the tasks that probe them."""
+    """Made by `Pools`, which owns the tasks that probe them."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class BackendPool:
         on_change: Callable[[], None],
         exclusive: Exclusive | None,
     ) -> None:
-        """Start empty; `on_change` is called after every change of a backend's state or of the pause.
+        """`on_change` is called after every change of a backend's state or of the pause.
 
         `exclusive` is for backends that other services command too.
         """
@@ -94,7 +94,7 @@ class BackendPool:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait because the pool's limits are reached."""
+        """Requests that wait because the pool's limits are reached."""
         return len(self._queue)
 
     def __contains__(self, backend_id: object) -> bool:
@@ -116,9 +116,9 @@ class BackendPool:
     ) -> BackendView:
         """Check the features of `backend`, give it the pool's weights, and put it into service.
 
-        `max_in_flight` bounds the requests that it is given at once; with `traces`, they carry a `traceparent` header.
-        A backend whose id is known is checked again and brought back, whatever its state was; `backend` is then closed
-        and the known one stays. With `exports`, another service has checked it, and it may be paused.
+        With `traces`, requests carry a `traceparent` header. A backend whose id is known is checked again and brought
+        back, whatever its state was; `backend` is then closed and the known one stays. With `exports`, another service
+        has checked it, and it may be paused.
 
         Raises:
             BackendUnreachable: The backend does not answer.
@@ -165,10 +165,7 @@ class BackendPool:
         await self._registry.remove(backend_id).close()
 
     def drain(self, backend_id: str) -> BackendView:
-        """Send a backend no new requests; it is done once `in_flight` is 0.
-
-        Registering it again ends the drain.
-        """
+        """Send a backend no new requests, until it is registered again; it is done once `in_flight` is 0."""
         return self._registry.view(self._registry.drain(backend_id))
 
     async def close(self) -> None:
@@ -223,7 +220,6 @@ class BackendPool:
         return await self._controller.abort()
 
     async def update_weights(self, path: str, version: int, mode: PauseMode = PauseMode.ABORT) -> PoolOutcome:
-        """Load the weights in `path` into every backend as `version`; see `load_weights`."""
         return await self.load_weights(WeightsRequest(path=path, version=version, mode=mode))
 
     async def load_weights(self, request: WeightsRequest, *, is_repeated: bool = False) -> PoolOutcome:
@@ -260,34 +256,31 @@ class BackendPool:
     # ---- process groups
 
     async def join_group(self, group: WeightsGroupRequest) -> PoolOutcome:
-        """Let the backends join a process group over which weights will be broadcast."""
         return await self._controller.join_group(group)
 
     async def leave_group(self, name: str) -> PoolOutcome:
         return await self._controller.leave_group(name)
 
 
-# Polls what engines report about themselves, tells the router, and ends calls that make no progress.
-#
-# Guarantees: a call that has been open for `stall_seconds`, while the engine neither answered any call of the pool
-# nor streamed a token nor reported any change in its work, ends and continues elsewhere. An engine that reports
-# nothing at all is covered by its probes and time limits.
-
-
 @dataclass(slots=True)
 class _LastProgress:
     delivered: int
-    """The answers, and the chunks of answers."""
+    """Answers, and chunks of answers."""
     signature: str
     at: float
 
 
 _IDLE_FACTOR = 2.0
-"""How many times as long as usual an engine is left alone that has no calls of this pool."""
+"""Multiplies the interval for an engine without calls of this pool."""
 
 
 class StallDetector:
-    """Asks the backends of a pool how busy they are, and ends the calls of those that stall."""
+    """Polls what engines report about themselves, tells the router, and ends calls that make no progress.
+
+    A call that has been open for `stall_seconds`, while the engine neither answered any call of the pool nor streamed a
+    token nor reported any change in its work, ends and continues elsewhere. An engine that reports nothing at all is
+    covered by its probes and time limits.
+    """
 
     def __init__(self, registry: BackendRegistry, router: Router, options: PoolOptions) -> None:
         self._registry = registry
@@ -295,7 +288,7 @@ class StallDetector:
         self._options = options
 
     async def watch(self, handle: BackendHandle) -> None:
-        """Follow one engine until cancelled, or until it turns out to report nothing."""
+        """Run until cancelled, or until it turns out to report nothing."""
         last = _LastProgress(_delivered(handle), "", handle.clock())
         while True:
             try:

@@ -34,8 +34,8 @@ def backend_id_of(url: str, pool: str) -> str:
 class Pools:
     """Named pools, with the tasks that probe their backends, and the backends' connections.
 
-    Use as an async context manager; everything ends with the context. `options_of` are those of single pools, by name.
-    `exclusive` keeps other services, if the backends are shared, from commanding a pool.
+    Everything ends with the context. `options_of` are those of single pools, by name. `exclusive` keeps other services,
+    if the backends are shared, from commanding a pool.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Pools:
         self._tasks: TaskGroup | None = None
 
     def observe(self, observer: Observer) -> None:
-        """Set the observer of the pools that are made from now on."""
+        """Observe the pools that are made from now on."""
         self._observer = observer
 
     async def __aenter__(self) -> Self:
@@ -76,11 +76,7 @@ class Pools:
         return await tasks.__aexit__(exc_type, exc, traceback)
 
     def __getitem__(self, name: str) -> BackendPool:
-        """Return the pool of that name.
-
-        Raises:
-            NoBackendError: No backend was ever registered in the pool.
-        """
+        """Raise `NoBackendError` if no backend was ever registered in the pool."""
         if name not in self._pools:
             raise NoBackendError(
                 f"there is no pool {name!r}",
@@ -90,7 +86,7 @@ class Pools:
         return self._pools[name]
 
     def get(self, name: str) -> BackendPool | None:
-        """Return the pool of that name, or None if no backend was ever registered in it."""
+        """Return None if no backend was ever registered in it."""
         return self._pools.get(name)
 
     def handle(self, backend_id: str) -> BackendHandle | None:
@@ -101,7 +97,7 @@ class Pools:
         return sorted(self._pools)
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        """Return the names of the pools in service, paused ones included, and the event of the next change."""
+        """Return the pools in service, paused ones included, and the event of the next change."""
         return frozenset(name for name, pool in self._pools.items() if pool.in_service), self._changed.next
 
     def note_change(self) -> None:
@@ -111,7 +107,7 @@ class Pools:
         return [view for name in self.names() for view in self._pools[name].views()]
 
     def version_changes(self) -> dict[str, int]:
-        """Return how often each pool's backends had another version of the weights than before."""
+        """Return `BackendPool.version_changes` by pool."""
         return {name: pool.version_changes for name, pool in self._pools.items()}
 
     async def register(

@@ -26,15 +26,14 @@ class BackendRegistry:
         self.name = name
         self._paused: PauseMode | None = None
         self.paused_at: float | None = None
-        """When the pause began, as Unix time; None without one."""
+        """Unix time of the pause's beginning."""
         self.held = 0
-        """How many requests wait for a change."""
         self._on_leave = on_leave
         self._on_change = on_change
         self._handles: dict[str, BackendHandle] = {}
         self._changed = ChangeSignal()
         self._vocabularies: set[int | None] = set()
-        """The sizes of all vocabularies that were ever served."""
+        """All sizes that were ever served."""
 
     @property
     def paused(self) -> PauseMode | None:
@@ -70,7 +69,7 @@ class BackendRegistry:
         return self._handles.get(backend_id)
 
     def ready(self) -> list[BackendHandle]:
-        """Return the backends that may be given a request now; none during a pause."""
+        """Return those that may be given a request now; none during a pause."""
         if self._paused is not None:
             return []
         return [handle for handle in self._handles.values() if handle.state is BackendState.READY]
@@ -126,7 +125,6 @@ class BackendRegistry:
             self.held -= 1
 
     def refuse_other_vocabulary(self, backend_id: str, vocab_size: int | None) -> None:
-        """Refuse a backend whose vocabulary differs from that of the others."""
         for handle in self._handles.values():
             if None not in (vocab_size, handle.info.vocab_size) and vocab_size != handle.info.vocab_size:
                 raise BackendRejected(
@@ -163,36 +161,31 @@ class BackendRegistry:
         self.notify()
 
 
-# The settings of a pool.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolOptions:
-    """How a pool routes its requests, bounds them, and how patient it is."""
-
     router: Literal["cost", "least_loaded"] = "cost"
     """`cost` sends a request where it is expected to cost the least time; `least_loaded` only counts rollouts and
     requests."""
     hold_seconds: float = 120.0
-    """How long a request waits while the pool is paused, or while no backend is in service."""
+    """Seconds that a request waits while the pool is paused, or while no backend is in service."""
     max_failures: int = 6
-    """How many failed calls, or aborts without a token, in a row one request survives."""
+    """Failed calls, or aborts without a token, in a row that one request survives."""
     probe_interval: float = 2.0
     """Seconds between two probes of a backend's health."""
     probe_timeout: float = 10.0
-    """Seconds that a backend may take to answer a probe."""
+    """Seconds."""
     unhealthy_after: int = 2
-    """How many failed probes or requests in a row take a backend out of service."""
+    """Failed probes or requests in a row that take a backend out of service."""
     healthy_after: int = 2
-    """How many successful probes in a row bring it back."""
+    """Successful probes in a row that bring it back."""
     slow_start: float = 10.0
     """Seconds over which a backend that has joined grows to its fair share."""
     registration_timeout: float = 60.0
-    """Seconds that a backend may take to answer the checks of its registration."""
+    """Seconds for all checks."""
     max_in_flight: int | None = None
-    """The most requests in flight on all backends together; the others wait, oldest rollouts first."""
+    """On all backends together; the others wait, oldest rollouts first."""
     max_in_flight_per_backend: int | None = None
-    """The same for each backend that was registered without its own limit."""
+    """For each backend that was registered without its own limit."""
     load_interval: float = 1.0
     """Seconds between two polls of the load of an engine that has calls of the pool; less often without any."""
     stall_seconds: float = 60.0

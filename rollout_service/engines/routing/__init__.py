@@ -29,5 +29,5 @@ __all__ = [
 
 
 def make_router(name: Literal["cost", "least_loaded"]) -> Router:
-    """Make the router of that name; each pool needs its own."""
+    """Make a router; each pool needs its own."""
     return CostRouter() if name == "cost" else LeastLoaded()

@@ -16,20 +16,15 @@ from rollout_service.engines.contract import BackendLoad, GenerateRequest, Gener
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend in service, as a router sees it."""
-
     backend_id: str
     in_flight: int
-    """Requests of this pool that it is working on."""
+    """Requests of this pool."""
     share: float = 1.0
-    """The part of its fair share that it may take, above 0 and up to 1: below 1 shortly after it joined."""
+    """The part of its fair share that it may take, above 0 and up to 1; below 1 shortly after it joined."""
     is_local: bool = False
-    """Whether it runs on this node."""
 
 
 class Reason(StrEnum):
-    """Why a backend was chosen."""
-
     ONLY = "only"
     """There was no other."""
     HOME = "home"
@@ -50,7 +45,6 @@ class Cost:
 
     backend_id: str
     held_tokens: int
-    """Prompt tokens that it is expected to hold."""
     wait: float
     """Time until it gets to this request."""
     prefill: float
@@ -67,14 +61,12 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
-    """A choice and everything that it was based on."""
-
     backend_id: str
     reason: Reason
     affinity: str | None = None
     prompt_tokens: int
     held_tokens: int = 0
-    """Prompt tokens that the chosen backend was expected to hold."""
+    """Prompt tokens that it was expected to hold."""
     costs: tuple[Cost, ...] = ()
     """The cost of every candidate; empty from a router without costs."""
 
@@ -86,7 +78,7 @@ class RequestEnd(StrEnum):
 
 
 class Observer(Protocol):
-    """An observer of a pool's decisions and requests; must not block. Every method does nothing by default."""
+    """Must not block. Every method does nothing by default."""
 
     def decided(self, pool: str, decision: Decision) -> None: ...
 
@@ -95,44 +87,38 @@ class Observer(Protocol):
     def ended(self, pool: str, backend_id: str, seconds: float, end: RequestEnd) -> None: ...
 
     def answered(self, pool: str, seconds: float) -> None:
-        """Note that the pool answered a request, after this time, with all waits and repetitions."""
+        """Note that a request was answered; `seconds` include all waits and repetitions."""
 
     def loaded(self, outcome: PoolOutcome, seconds: float) -> None: ...
 
 
 class Router(Protocol):
-    """Chooses a backend for each request."""
-
     def choose(self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None) -> Decision:
         """Choose one of `candidates`, which are never empty; `affinity` names the rollout of the request."""
 
-    def settle(self) -> None:
-        """Do the work that `choose` left for later, if any."""
+    def settle(self) -> None: ...
 
     def ended(self, decision: Decision, request: GenerateRequest, answer: Generation | None) -> None:
         """Note that the request has ended; `answer` is None after an error or a cancellation."""
 
-    def observe(self, backend_id: str, load: BackendLoad) -> None:
-        """Note an engine's report about itself."""
+    def observe(self, backend_id: str, load: BackendLoad) -> None: ...
 
     def release(self, affinity: str) -> None: ...
 
     def forget(self, backend_id: str) -> None:
-        """Forget a backend that has left, or lost its KV."""
-
-
-# The constants of the cost router, by name, each with the measurement that justifies it.
-#
-# `benchmarks/routing.py` justifies them as a set: 0.99 of the possible cached tokens at an imbalance of at most 1.03.
-# The effect of each alone was measured in the simulated time of
-# `tests/unit/inference/routing/test_routing_simulation.py`, as means over 2 and 4 engines and three seeds. With the
-# defaults, 0.993 of the possible tokens are cached, the imbalance is 1.020, and 0.03 % of the turns move. If one
-# engine in four takes four times as long as the others, it gets 0.35 of the tokens that each of them gets.
+        """Note that a backend has left, or lost its KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRouterOptions:
-    """How the cost router weighs and learns; the defaults are the measured ones."""
+    """How the cost router weighs and learns, each with the measurement that justifies it.
+
+    `benchmarks/routing.py` justifies them as a set: 0.99 of the possible cached tokens at an imbalance of at most 1.03.
+    The effect of each alone was measured in the simulated time of
+    `tests/unit/inference/routing/test_routing_simulation.py`, as means over 2 and 4 engines and three seeds. With the
+    defaults, 0.993 of the possible tokens are cached, the imbalance is 1.020, and 0.03 % of the turns move. If one
+    engine in four takes four times as long as the others, it gets 0.35 of the tokens that each of them gets.
+    """
 
     # ---- choosing
 
@@ -140,22 +126,22 @@ class CostRouterOptions:
     """Costs that differ by at most this ratio are equal: then the rollout's own engine wins, else one on this node,
     else the one that was chosen longest ago. At 0 the imbalance is 1.037."""
     equal_seconds: float = 1e-4
-    """The same as a difference in seconds, for the costs near zero of idle engines. The simulation shows no effect;
+    """The same in seconds, for the costs near zero of idle engines. The simulation shows no effect;
     `test_an_engine_on_this_node_is_preferred_at_equal_cost` covers such costs."""
     move_turns: float = 0.25
     """The part of a turn that a move has to save, since expectations err by as much and KV in two places wastes room.
     At 0 thirty times as many turns move (0.9 %), and the imbalance is 1.029."""
     free_rollouts: int = 12
-    """Rollouts that may be assigned to an engine whatever the others have, so that a small group can share its
-    prompt on one engine. At 8 one group in 200 is split by the simulation; `test_a_group_stays_together` covers it."""
+    """Rollouts that an engine may have whatever the others have, so that a small group can share its prompt. At 8 one
+    group in 200 is split by the simulation; `test_a_group_stays_together` covers it."""
     fair_groups: float = 1.5
-    """How many groups an engine may have more than its fair share before a sample leaves its group, because the next
-    groups go to the others first. At 0.5, 0.992 of the tokens are cached in the traffic of the real engines."""
+    """Groups that an engine may have beyond its fair share before a sample leaves its group, because the next groups go
+    to the others first. At 0.5, 0.992 of the tokens are cached in the traffic of the real engines."""
     load_seconds: float = 5.0
-    """How long an engine's own report of other clients' requests counts; it is polled every second. There are no
-    such clients in the simulation; `test_work_that_others_sent_to_an_engine_counts` covers them."""
+    """How long a report of other clients' requests counts; it is polled every second. There are no such clients in the
+    simulation; `test_work_that_others_sent_to_an_engine_counts` covers them."""
     others_rate: float = 0.3
-    """The weight of one report in the average of other clients' requests: about the last three seconds count."""
+    """A report's weight in the average of other clients' requests: about the last three seconds count."""
     others_from: float = 0.1
     """An average below this counts as nothing, so that a single node's decisions stay as they are. A report of one
     request is above it."""
@@ -163,12 +149,12 @@ class CostRouterOptions:
     # ---- the capacity of an engine's cache
 
     default_capacity: int = 1_048_576
-    """Tokens that an engine is assumed to hold until it reports or shows otherwise. SGLang reports it; where an engine
-    does not, half of its true capacity as the first guess costs 0.2 % of the cached tokens."""
+    """Tokens assumed until an engine reports or shows otherwise. SGLang reports it; where an engine does not, half of
+    its true capacity as the first guess costs 0.2 % of the cached tokens."""
     smallest_capacity: int = 4_096
-    """The least that an estimate may shrink to, in tokens: a bound, which no measurement reaches."""
+    """Tokens; a bound that no measurement reaches."""
     largest_capacity: int = 16_777_216
-    """The most that is assumed, in tokens: it bounds the router's memory."""
+    """Tokens; bounds the router's memory."""
     capacity_shrink: float = 0.9
     """When a block is missing that the engine had, its capacity is estimated as this part of its supposed contents
     (`test_a_capacity_that_is_not_stated_is_learned`)."""
@@ -193,14 +179,11 @@ class CostRouterOptions:
     """The factor up to which one answer counts, either way. At 2 the slow engine is given 0.41."""
 
 
-# A router that only counts: for engines that share no prefixes, and as a baseline to compare with.
-
-
 class LeastLoaded:
     """Keeps a rollout on its backend; places a new one on the backend with the least load for its share.
 
-    A backend's load is its requests in flight or the rollouts assigned to it, whichever is more, because a rollout
-    that waits for a tool will return.
+    For engines that share no prefixes, and as a baseline. A backend's load is its requests in flight or the rollouts
+    assigned to it, whichever is more, because a rollout that waits for a tool will return.
     """
 
     def __init__(self) -> None:

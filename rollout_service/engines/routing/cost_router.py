@@ -62,7 +62,7 @@ class _SentRequest:
 
 
 class CostRouter:
-    """Chooses by expected cost; `clock` returns seconds."""
+    """`clock` returns seconds."""
 
     def __init__(
         self, options: CostRouterOptions | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -74,7 +74,7 @@ class CostRouter:
         self._groups: dict[int, SampleGroup] = {}
         self._sent: dict[Decision, _SentRequest] = {}
         self._unsettled: tuple[Decision, list[int], int, float, float] | None = None
-        """The last decision that its engine's model does not know of yet, with chain, prompt, wait and time."""
+        """The last decision, not yet known to its engine's model, with chain, prompt, wait and time."""
         self._chains = Chains()
         self._workload = WorkloadStats()
         self._rates = Rates()
@@ -192,7 +192,7 @@ class CostRouter:
         )
 
     def _others(self, engine: EngineModel, affinity: str | None, now: float) -> tuple[float, float]:
-        """Return how many requests run at the same time in this turn, and in later ones.
+        """Return the requests that run at the same time in this turn, and in later ones.
 
         The present requests end; assigned rollouts come back.
         """
@@ -202,7 +202,7 @@ class CostRouter:
         return max((later + engine.busy(now)) / 2, later), later
 
     def _crowds(self, candidates: Sequence[Candidate], prompt: int) -> list[float]:
-        """Return the rollouts that a new one meets on each engine, added up over its turns.
+        """Return the rollouts that a new one meets on each engine, summed over its turns.
 
         The first of a group decides for all of them. A later one goes where the prompt is: what others have less up to
         the fair share, the next groups bring. More than that counts in full.
@@ -226,12 +226,12 @@ class CostRouter:
         ]
 
     def _most(self, fair: float, samples: float) -> float:
-        """Return how many rollouts an engine may have; a group of fewer than its fair share is not split."""
+        """Return the limit of an engine's rollouts; a group of fewer than its fair share is not split."""
         slack = self._options.fair_groups * samples if samples <= fair else 0.0
         return max(self._options.free_rollouts, fair + slack)
 
     def _expecting_others(self, costs: list[Cost], prompt: int) -> list[Cost]:
-        """Return the costs with the prompt cheaper on the engine where other nodes may have sent it already."""
+        """Make the prompt cheaper on the engine where other nodes may have sent it already."""
         unread = self._own_part([self._engines[cost.backend_id] for cost in costs])
         if unread == 1.0 or len(costs) == 1:
             return costs
@@ -292,7 +292,7 @@ class CostRouter:
 
 
 def _relative_shares(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Return the candidates with the largest share as 1: where all have joined of late, none is new."""
+    """Scale the largest share to 1: where all have joined of late, none is new."""
     most = max(each.share for each in candidates)
     return [replace(each, share=each.share / most) for each in candidates]
 
@@ -309,17 +309,14 @@ def _reason(costs: Sequence[Cost], best: Cost, rollout: TrackedRollout | None) -
     return Reason.MOVED if is_present else Reason.HOMELESS
 
 
-# A first choice of engine for each prompt, on which all nodes agree without talking to each other.
-#
-# Guarantees: the order of engines for a prompt depends only on the prompt and the engines' ids, so every node
-# computes the same one. When an engine joins or leaves, only the prompts whose first choice it is change theirs.
-
-
 def rank(prompt: int, backend_id: str) -> bytes:
-    """Return the rank of an engine for a prompt with this hash; the least comes first."""
+    """Return the rank of an engine for a prompt with this hash; the least comes first.
+
+    It depends only on the prompt and the engine's id, so all nodes agree without talking to each other. When an engine
+    joins or leaves, only the prompts whose first choice it is change theirs.
+    """
     return blake2b(f"{prompt}:{backend_id}".encode(), digest_size=8).digest()
 
 
 def first_choice(prompt: int, backend_ids: Iterable[str]) -> str:
-    """Return the engine that every node tries first for the prompt."""
     return min(backend_ids, key=lambda backend_id: rank(prompt, backend_id))

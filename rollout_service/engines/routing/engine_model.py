@@ -1,6 +1,6 @@
 """The router's beliefs about one engine: the prefixes it holds, its speed, and the work ahead of it.
 
-Guarantees: memory is bounded by the engine's capacity; the engine's own reports replace the beliefs.
+Memory is bounded by the engine's capacity; the engine's own reports replace the beliefs.
 """
 
 from collections import OrderedDict
@@ -11,10 +11,6 @@ from math import exp, inf, log
 from rollout_service.engines.contract import BackendLoad
 from rollout_service.engines.routing.contract import CostRouterOptions
 
-# Prompts as chains of block hashes: two prompts share a block if they agree on it and on all before it.
-# Only the new part of a conversation is hashed, and the number of conversations remembered is bounded.
-
-
 BLOCK_TOKENS = 64
 _MAX_CONVERSATIONS = 65_536
 
@@ -22,8 +18,8 @@ _MAX_CONVERSATIONS = 65_536
 def extend_chain(chain: Sequence[int], ids: Sequence[int], *, begin: int = 0) -> list[int]:
     """Return the hashes of all whole blocks of a prompt; `chain` has the first ones, and `ids` all from `begin` on.
 
-    Python's own hash of integers is the same in every process; two blocks that collide cost a wrong
-    estimate and nothing else.
+    Two prompts share a block if they agree on it and on all before it. Python's own hash of integers is the same in
+    every process; two blocks that collide cost only a wrong estimate.
     """
     hashes = list(chain)
     above = hashes[-1] if hashes else 0
@@ -34,7 +30,9 @@ def extend_chain(chain: Sequence[int], ids: Sequence[int], *, begin: int = 0) ->
 
 
 class Chains:
-    """The chains of conversations by name; one that was unused for long is forgotten, and hashed from the start."""
+    """Chains of conversations by name, of which only the new part is hashed; one that was unused for long is forgotten,
+    and hashed from the start.
+    """
 
     def __init__(self, *, most: int = _MAX_CONVERSATIONS) -> None:
         self._most = most
@@ -44,7 +42,7 @@ class Chains:
         return len(self._chains)
 
     def of(self, ids: Sequence[int], name: str | None) -> list[int]:
-        """Return the chain of a prompt, which usually extends the last one of the conversation `name`."""
+        """Return a prompt's chain, which usually extends the last one of the conversation `name`."""
         known = self._chains.get(name, []) if name is not None else []
         chain = extend_chain(known if _begins_with(ids, known) else (), ids)
         self.keep(chain, name)
@@ -71,15 +69,6 @@ def _begins_with(ids: Sequence[int], chain: Sequence[int]) -> bool:
     return hash((above, tuple(ids[end - BLOCK_TOKENS : end]))) == chain[-1]
 
 
-# The blocks that one engine is expected to hold in its prefix cache.
-#
-# A tree of blocks mirrors the engine's own: a prompt that was served is held from its beginning. Eviction is LRU, and
-# never removes a block before those that follow it. So the blocks of a chain that are held are its first ones, and
-# memory is bounded by the capacity. A block was used whenever one that follows it was, so only the order of the blocks
-# at the ends of chains is kept: the cost of a turn grows with its new blocks, not with its prompt. Two blocks may have
-# one hash, which costs a wrong estimate: nothing relies on a block being where its chain says.
-
-
 @dataclass(slots=True)
 class _Block:
     above: int | None
@@ -91,13 +80,20 @@ class _Block:
 
 
 class PrefixIndex:
-    """The blocks that an engine holds; `capacity` counts blocks."""
+    """The blocks that an engine is expected to hold in its prefix cache; `capacity` counts blocks.
+
+    A tree mirrors the engine's own. Eviction is LRU, and never removes a block before those that follow it. So the held
+    blocks of a chain are its first ones, and memory is bounded by the capacity. A block was used whenever one that
+    follows it was, so only the order of the ends of chains is kept: the cost of a turn grows with its new blocks, not
+    with its prompt. Two blocks may have one hash, which costs a wrong estimate: nothing relies on a block being where
+    its chain says.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._blocks: dict[int, _Block] = {}
         self._ends: OrderedDict[int, None] = OrderedDict()
-        """The ends of chains, least recently used first: every block that none follows, and some others."""
+        """Least recently used first: every block that none follows, and some others."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -123,7 +119,7 @@ class PrefixIndex:
         return low
 
     def hold(self, chain: Sequence[int], *, served_at: float = inf) -> None:
-        """Note that the engine holds these blocks, or showed so at `served_at`; of too many, keep the first."""
+        """Note that the engine holds these, or showed so at `served_at`; of too many, keep the first."""
         if not chain:
             return
         if len(chain) > self._capacity:
@@ -136,7 +132,7 @@ class PrefixIndex:
         self._evict()
 
     def _add(self, chain: Sequence[int], begin: int) -> None:
-        """Add the blocks of a chain from `begin` on; those before are held."""
+        """Add the blocks from `begin` on; those before are held."""
         above = chain[begin - 1] if begin else None
         if above is not None:
             self._ends.pop(above, None)
@@ -150,7 +146,7 @@ class PrefixIndex:
             above = block
 
     def _serve(self, chain: Sequence[int], served_at: float) -> None:
-        """Note when blocks were served. None was served later than one that follows it."""
+        """Note when blocks were served: none later than one that follows it."""
         for position in range(len(chain) - 1, -1, -1):
             block = self._blocks.get(chain[position])
             if block is None or block.served_at <= served_at:
@@ -158,7 +154,6 @@ class PrefixIndex:
             block.served_at = served_at
 
     def served_before(self, block: int, moment: float) -> bool:
-        """Return whether the engine was known to hold this block at that time."""
         return block in self._blocks and self._blocks[block].served_at <= moment
 
     def drop(self, block: int) -> None:
@@ -193,7 +188,7 @@ class PrefixIndex:
             del self._blocks[block]
 
     def _part(self, block: int) -> int | None:
-        """Unlink a block from the one before it; return that if nothing else follows it."""
+        """Unlink a block; return the one before it if nothing else follows it."""
         above = self._blocks[block].above
         parent = self._blocks.get(above) if above is not None else None
         if parent is None:
@@ -203,43 +198,41 @@ class PrefixIndex:
         return None if parent.below else above
 
 
-# The speed of an engine, learned from its answers.
-#
-# The time of an answer is taken as `uncached prompt tokens * prefill + sampled tokens * (decode + others *
-# crowding)`, where the others are the requests that ran at the same time: without them a busy engine would be taken
-# for a slow one.
-#
-# The first answers scale all rates alike, by the mean of the logarithms of their errors. From then on an error
-# changes each rate in proportion to its part in the expected time (an exponentiated gradient): rates stay positive,
-# no unit has to be chosen, and answers that are nearly all sampling hardly change the prefill rate. An error counts
-# up to a bound, so one answer that waited for a compilation changes little.
-
 _SCALED = 8
-"""The number of first answers that scale all rates alike."""
+"""First answers, which scale all rates alike."""
 _STEP = 0.05
-"""The fraction of an error that a later answer corrects."""
+"""The part of an error that a later answer corrects."""
 _LARGEST_ERROR = 1.0
-"""The largest error that counts, as a logarithm: a factor of e."""
+"""As a logarithm: a factor of e."""
 _BIAS_RATE = 0.05
-"""The weight of an answer in the mean error of late."""
+"""An answer's weight in the recent mean error."""
 _SHORTEST = 1e-6
 """The shortest time that counts, in seconds."""
 
 
 @dataclass(slots=True)
 class Rates:
-    """The seconds per token of one engine; the initial values are a guess."""
+    """The seconds per token of one engine, learned from its answers; the initial values are a guess.
+
+    The time of an answer is taken as `uncached prompt tokens * prefill + sampled tokens * (decode + others *
+    crowding)`, where the others are the requests that ran at the same time: without them a busy engine would be taken
+    for a slow one.
+
+    The first answers scale all rates alike, by the mean of the logarithms of their errors. From then on an error
+    changes each rate in proportion to its part in the expected time (an exponentiated gradient): rates stay positive,
+    no unit has to be chosen, and answers that are nearly all sampling hardly change the prefill rate. An error counts
+    up to a bound, so one answer that waited for a compilation changes little.
+    """
 
     prefill: float = 1e-4
-    """Seconds per prompt token that is not cached."""
+    """Per prompt token that is not cached."""
     decode: float = 1e-2
-    """Seconds per sampled token of a request that runs alone."""
+    """Per sampled token of a request that runs alone."""
     crowding: float = 3e-4
-    """Seconds that each other request adds to a sampled token."""
+    """Added to a sampled token by each other request."""
     answers: int = 0
-    """How many answers the rates were learned from."""
     bias: float = 0.0
-    """The mean logarithm of the answers' times over the expected ones, of late: what all engines are slower by."""
+    """The recent mean logarithm of the answers' times over the expected ones: all engines are slower by it."""
 
     def expected(self, uncached: float, sampled: float, others: float) -> float:
         pace = self.decode + others * self.crowding
@@ -273,9 +266,8 @@ class EngineModel:
     common_rates: Rates = field(default_factory=Rates)
     """The rates of all engines of the pool, which are mostly alike."""
     prefixes: PrefixIndex = field(init=False)
-    """The blocks that it is believed to hold."""
     assigned: dict[str, float] = field(default_factory=dict)
-    """The rollouts whose turns go here, and the weight of each, in tokens."""
+    """The weights, in tokens, of the rollouts whose turns go here."""
     weight: float = 0.0
     """The weight of all assigned rollouts."""
     expected: float = 0.0
@@ -283,13 +275,13 @@ class EngineModel:
     in_flight: int = 0
     """Requests of this pool."""
     last_chosen: int = 0
-    """The number of the decision that chose it last."""
+    """The number of a decision."""
     _answers: int = 0
     _log_slowness: float = 0.0
     sent_tokens: int = 0
-    """Tokens of prompts that it was sent to read so far."""
+    """Sent to it to read so far."""
     _unread: float = 0.0
-    """Tokens of prompts that it had not read, of those sent so far, at `_unread_at`."""
+    """Tokens sent but not read at `_unread_at`."""
     _unread_at: float = 0.0
     _reported_unread: float = 0.0
     """The same by its last report, which knows the prompts of other clients."""
@@ -319,7 +311,7 @@ class EngineModel:
         return self.common_rates.prefill * self.slowness
 
     def learn(self, uncached: float, sampled: int, others: float, seconds: float, *, ahead: float = 0.0) -> None:
-        """Learn from the time that an answer took; `ahead` tokens at most were read before its own."""
+        """Learn from the time of an answer; `ahead` tokens at most were read before its own."""
         rates, limit = self.common_rates, self.options.slowness_limit
         rest = seconds - rates.expected(uncached, sampled, others)
         uncached += max(0.0, min(ahead, rest / rates.prefill))
@@ -331,7 +323,7 @@ class EngineModel:
         rates.learn(uncached, sampled, others, seconds)
 
     def assign(self, rollout: str, weight: float) -> None:
-        """Assign a rollout to this engine; idempotent."""
+        """Assign a rollout; idempotent."""
         if rollout not in self.assigned:
             self.assigned[rollout] = weight
             self.weight += weight
@@ -343,7 +335,6 @@ class EngineModel:
             self.weight = 0.0
 
     def wait(self, now: float) -> float:
-        """Return the seconds until the engine gets to a new prompt."""
         if not (self._unread or self._reported_unread) or not self.common_rates.answers:
             return 0.0  # nothing is known of its pace before the first answer
         rate = self.prefill_rate
@@ -351,12 +342,12 @@ class EngineModel:
         return max(0.0, sent, self._reported_unread * rate - (now - self._reported_at))
 
     def busy(self, now: float) -> int:
-        """Return how many requests it is working on, of this pool and of other clients."""
+        """Count requests of this pool and of other clients."""
         is_recent = now - self._reported_at < self.options.load_seconds
         return self.in_flight + (self._foreign if is_recent else 0)
 
     def begin(self, tokens: int, now: float) -> None:
-        """Note that a request was sent, of which the engine has to read `tokens`."""
+        """Note a request of which `tokens` have to be read."""
         self.sent_tokens += tokens
         self.in_flight += 1
         self._most_in_flight = max(self._most_in_flight, self.in_flight)

@@ -9,29 +9,25 @@ from dataclasses import dataclass
 from rollout_service.engines.routing.engine_model import EngineModel
 
 _LEARNING = 0.05
-"""Weight of a new observation in an average; the first ones weigh more."""
+"""A new observation's weight in an average; the first ones weigh more."""
 _LIGHTEST, _HEAVIEST = 0.25, 4.0
 """Bounds of a rollout's weight against the average, so that one extreme prompt does not outweigh all others."""
 
 
 @dataclass(slots=True)
 class TrackedRollout:
-    """One rollout: the engine it is assigned to, its turns so far, and its weight."""
-
     sticky_backend: str
     prompt: int
     """The hash of its first prompt, which the samples of a group share."""
     weight: float
-    """The expected mean length of its prompts, which take room and are attended to in every turn."""
+    """Expected mean length of its prompts, which take room and are attended to in every turn."""
     turns: int = 0
 
 
 @dataclass(slots=True)
 class SampleGroup:
-    """The rollouts that began with one prompt."""
-
     engine: EngineModel
-    """The engine on which those are expected that have not begun."""
+    """Where those that have not begun are expected."""
     weight: float = 0.0
     """The weight of one of them."""
     missing: float = 0.0
@@ -40,20 +36,18 @@ class SampleGroup:
     unfinished: int = 0
 
     def begin(self, engine: EngineModel, weight: float, samples: float) -> None:
-        """Note one that begins on an engine, and expect the rest of `samples` there."""
         self.begun += 1
         self.unfinished += 1
         self.weight = weight
         self._expect(engine, weight * max(0.0, samples - self.begun))
 
     def end(self) -> None:
-        """Note the end of one; after the last, expect no further ones."""
         self.unfinished -= 1
         if not self.unfinished:
             self._expect(self.engine, 0.0)
 
     def expected_now(self, engine: EngineModel) -> float:
-        """Return the weight that is expected on an engine for one that begins now."""
+        """Return the weight expected for one that begins now."""
         return min(self.weight, self.missing) if engine is self.engine else 0.0
 
     def _expect(self, engine: EngineModel, weight: float) -> None:
@@ -82,7 +76,6 @@ class WorkloadStats:
     _later_turns: int = 0
 
     def begin(self, backend_id: str, prompt: int, prompt_tokens: int) -> TrackedRollout:
-        """Return a new rollout on a backend, and learn from its first prompt."""
         self._begun += 1
         self.first_prompt += max(_LEARNING, 1 / (self._begun + 1)) * (prompt_tokens - self.first_prompt)
         growth = (self.turns - 1) / 2 * (self.uncached + self.sampled)

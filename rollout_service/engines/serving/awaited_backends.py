@@ -1,7 +1,7 @@
 """Backends that are to be registered and may not answer yet.
 
-Guarantees: registering one is tried until it works, fails for a reason that does not pass, or is given up; the reason
-why a backend is not there yet, or never will be, is kept.
+Registering one is tried until it works, fails for a reason that does not pass, or is given up; the reason why a backend
+is not there yet, or never will be, is kept.
 """
 
 from __future__ import annotations
@@ -26,27 +26,23 @@ Register = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class _Reconnection:
-    """The task that registers a backend which may not answer yet."""
-
     scope: anyio.CancelScope
     ended: anyio.Event
 
 
 class AwaitedBackends:
-    """The backends that are to be registered, by their ids."""
-
     def __init__(self) -> None:
         self.specs: dict[str, BackendSpec] = {}
         """Those that are still tried."""
         self.reasons: dict[str, str] = {}
-        """Why each could not be registered yet; also of those that were given up for good."""
+        """Why each is not registered yet; also those that were given up for good."""
         self._attempts: dict[str, _Reconnection] = {}
 
     def __contains__(self, backend_id: str) -> bool:
         return backend_id in self.specs
 
     def begin(self, tasks: TaskGroup, backend_id: str, spec: BackendSpec, register: Register) -> None:
-        """Begin to register a backend in the background, unless that has begun; `register` is one attempt."""
+        """Try in the background, unless that has begun; `register` is one attempt."""
         if backend_id in self.specs:
             return
         self.reasons[backend_id] = "not tried yet"
@@ -55,7 +51,6 @@ class AwaitedBackends:
         tasks.start_soon(self._reconnect, backend_id, str(spec.url), register)
 
     async def end(self, backend_id: str) -> bool:
-        """End the attempts to register a backend; return whether there were any."""
         if backend_id not in self.specs:
             return False
         attempt = self._attempts[backend_id]
@@ -64,7 +59,7 @@ class AwaitedBackends:
         return True
 
     def forget(self, backend_id: str) -> None:
-        """Wait for a backend no longer: it is there, or is not wanted."""
+        """Stop waiting for a backend that is there, or is not wanted."""
         self.reasons.pop(backend_id, None)
         self.specs.pop(backend_id, None)
 

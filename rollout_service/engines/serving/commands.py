@@ -1,7 +1,7 @@
 """Commands to all backends of a pool: the requests, and who carries them out.
 
-Guarantees: whoever carries a command out, the caller gets the answer of every backend, or the error that refused it. A
-frozen pool is paused and resumed like others, and takes no weights.
+Whoever carries a command out, the caller gets the answer of every backend, or the error that refused it. A frozen pool
+is paused and resumed like others, and takes no weights.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from rollout_service.store.engines_contract import CommandKind
 
 
 class LeaveGroupRequest(BaseModel):
-    """A request that the backends of a pool leave a process group."""
-
     pool: str
     group_name: str
 
@@ -42,8 +40,6 @@ REQUESTS: dict[CommandKind, type[PoolRequest]] = {
 
 
 class PoolCommands(Protocol):
-    """Carries out commands, or has them carried out."""
-
     async def run(self, request: PoolRequest) -> PoolOutcome:
         """Carry out a command.
 
@@ -54,8 +50,6 @@ class PoolCommands(Protocol):
 
 
 class LocalCommands(PoolCommands):
-    """Carries out commands in this process."""
-
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
 
@@ -77,7 +71,6 @@ class LocalCommands(PoolCommands):
 
 
 def refuse_weights_of_frozen(request: PoolRequest) -> None:
-    """Refuse requests that would give weights to a frozen pool."""
     if isinstance(request, WeightsRequest | WeightsGroupRequest) and is_frozen(request.pool):
         raise PoolFrozen(
             f"pool {request.pool!r} is frozen, as its name says, and takes no weights",

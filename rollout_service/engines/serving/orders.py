@@ -1,7 +1,6 @@
 """A trainer's orders to a whole pool: to pause, to resume, to load weights, to join and leave process groups.
 
-Guarantee: each order is carried out by every service that serves the pool, and its outcome has the answer of each
-backend.
+Each order is carried out by every service that serves the pool, and its outcome has the answer of each backend.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from rollout_service.engines.serving.commands import LeaveGroupRequest, PoolComm
 log = structlog.get_logger(__name__)
 
 Announce = Callable[[EventKind, str, dict[str, JsonValue]], None]
-"""Writes an event of a kind, about a subject, with its data; never waits and never fails."""
+"""Writes an event of a kind, about a subject; never waits and never fails."""
 
 
 class PoolOrders:
-    """Gives orders to pools.
+    """The orders of trainers to pools.
 
     Raises:
         UnknownPool: There is no such pool.
@@ -48,7 +47,6 @@ class PoolOrders:
     """
 
     def __init__(self, commands: PoolCommands, announce: Announce, check_known: Callable[[str], None]) -> None:
-        """`announce` is called with each order's event; `check_known` refuses unknown pools."""
         self._commands = commands
         self._announce = announce
         self._check_known = check_known
@@ -104,7 +102,6 @@ class PoolOrders:
         self._announce(EventKind.WEIGHTS_UPDATED, outcome.pool, data)
 
     async def join_group(self, request: WeightsGroupRequest) -> PoolOutcome:
-        """Let a pool's backends join a process group, all or none."""
         return check_outcome(await self._run(request), "join the process group")
 
     async def leave_group(self, pool: str, name: str) -> PoolOutcome:

@@ -1,10 +1,10 @@
 """Serves each policy: the engines of its pool, and the tokenizer and chat format that they share.
 
-Guarantees: a backend is in service only if the service can also turn messages into ids for it. Registered backends are
-registered again after a restart; one that does not answer is retried until it does, and `waiting` names it. If the
-backends are shared, those that other services register, drain or remove are registered, drained or removed here too;
-one that this service cannot reach is not removed for the others. A backend whose lease runs out is removed; if it was
-the last of its pool, the pool is abandoned.
+A backend is in service only if the service can also turn messages into ids for it. Registered backends are registered
+again after a restart; one that does not answer is retried until it does, and `waiting` names it. If the backends are
+shared, those that other services register, drain or remove are registered, drained or removed here too; one that this
+service cannot reach is not removed for the others. A backend whose lease runs out is removed; if it was the last of its
+pool, the pool is abandoned.
 """
 
 from __future__ import annotations
@@ -41,16 +41,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PoolModel:
-    """The chat format and context length that the engines of a pool share."""
+    """Shared by the engines of a pool."""
 
     renderer: ChatRenderer
     context_length: int
 
 
 class PolicyServing:
-    """The backends and chat formats of all pools.
-
-    Methods that name a pool raise a `NoBackendError` if it is not served; those that name a backend raise an
+    """Methods that name a pool raise a `NoBackendError` if it is not served; those that name a backend raise an
     `UnknownBackend` if it is not registered.
     """
 
@@ -65,19 +63,17 @@ class PolicyServing:
     ) -> None:
         """`backends` survive restarts; `commands` of shared ones go to all services.
 
-        `announce` is called with the events of pools, and `on_abandoned` with the name of each abandoned
-        pool; it returns how many rollouts it has cancelled.
+        `on_abandoned` is called with the name of each abandoned pool, and returns how many rollouts it has cancelled.
         """
         self._pools = pools
         self._backends = backends
         self._served: dict[str, PoolModel] = {}
         self._followed: dict[str, SharedBackend] = {}
-        """The backends of the store that are served here, or will be."""
+        """Those of the store that are served here, or will be."""
         self._awaited = AwaitedBackends()
         self._leases_changed = ChangeSignal()
         self._announce, self._on_abandoned = announce, on_abandoned
         self.orders = PoolOrders(commands or LocalCommands(pools), announce, self.check_known)
-        """The orders of trainers to whole pools."""
 
     @asynccontextmanager
     async def reconnecting(self, specs: list[BackendSpec]) -> AsyncIterator[None]:
@@ -104,7 +100,6 @@ class PolicyServing:
                 seen -= 1
 
     async def _follow_listed(self, tasks: TaskGroup) -> None:
-        """Serve the backends that the store lists, and drop those that it no longer lists."""
         scope = loopback_scope()
         listed = {each.backend_id: each for each in await self._backends.backends() if each.loopback_of in ("", scope)}
         served = {view.backend_id: view.state for view in self.views()}
@@ -123,7 +118,6 @@ class PolicyServing:
         self._leases_changed.notify()
 
     async def _end_leases(self) -> None:
-        """Remove each backend when its lease runs out."""
         while True:
             changed = self._leases_changed.next
             ends = [each.lease_until for each in self._followed.values() if each.lease_until is not None]
@@ -155,7 +149,7 @@ class PolicyServing:
         self._announce(EventKind.POOL_ABANDONED, pool, {"rollouts": cancelled})
 
     async def renew(self, backend_id: str) -> None:
-        """Extend the lease of a backend by its `lease_seconds` from now; does nothing for one without a lease.
+        """Extend a lease by its `lease_seconds` from now; do nothing without one.
 
         Raises:
             UnknownBackend: No backend with that id is registered, perhaps because its lease ran out.
@@ -177,7 +171,6 @@ class PolicyServing:
         self._awaited.begin(tasks, backend_id, spec, register)
 
     async def _give_up(self, backend_id: str) -> None:
-        """Stop serving a backend here, or trying to."""
         await self._awaited.end(backend_id)
         self._awaited.forget(backend_id)
         with suppress(UnknownBackend):
@@ -243,7 +236,6 @@ class PolicyServing:
         return len(awaited | listed | served)
 
     async def drain(self, backend_id: str) -> BackendView:
-        """Send an engine no new requests."""
         view = self._pools.drain(backend_id)
         if (backend := self._followed.get(backend_id)) is not None and self._backends.is_shared:
             self._followed[backend_id] = replace(backend, is_draining=True)
@@ -253,7 +245,7 @@ class PolicyServing:
 
     @property
     def waiting(self) -> dict[str, str]:
-        """The ids of backends that could not be registered yet, with the reason."""
+        """Why backends could not be registered yet, by id."""
         return self._awaited.reasons
 
     def views(self) -> list[BackendView]:
@@ -266,11 +258,11 @@ class PolicyServing:
         return self._pools.handle(backend_id)
 
     def frozen_version_changes(self) -> dict[str, int]:
-        """Return how often the version of each frozen pool has changed, which only an engine itself can do."""
+        """Return the changes by pool, which were all made at the engines."""
         return {name: count for name, count in self._pools.version_changes().items() if is_frozen(name)}
 
     def absences(self, pool: str | None = None) -> list[str]:
-        """Return a sentence with the reason for each backend that does not serve, of one pool or of all."""
+        """Return a sentence for each backend that does not serve."""
         awaited = [
             f"Waiting for {one}: {why.rstrip('.')}."
             for one, why in self.waiting.items()
@@ -306,11 +298,10 @@ class PolicyServing:
             )
 
     def expects(self, pool: str) -> bool:
-        """Return whether a pool was served, or is about to be."""
         return pool in self._served or any(spec.pool == pool for spec in self._awaited.specs.values())
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        """Return the pools with a backend in service, paused ones too, and the event of the next change."""
+        """Return the pools in service, paused ones too, and the event of the next change."""
         pools, changed = self._pools.in_service()
         return pools & self._served.keys(), changed
 
@@ -321,7 +312,7 @@ class PolicyServing:
         return served, self._pools[pool]
 
     def renderer(self, pool: str) -> ChatRenderer | None:
-        """Return the chat format of a pool that is, or was, served here; None for others."""
+        """Return None for a pool that was never served here."""
         served = self._served.get(pool)
         return None if served is None else served.renderer
 
@@ -343,7 +334,6 @@ class PolicyServing:
         )
 
     def close(self, request: RolloutRequest) -> None:
-        """Free a rollout's place on its backend; idempotent."""
         if request.pool in self._served:
             self._pools[request.pool].release(request.rollout_id or "")
 

@@ -1,7 +1,7 @@
 """A policy that repeats a recorded rollout without an engine.
 
-Guarantees: the agent gets the recorded turns in their order and nothing else; every message that differs from the
-recorded one is kept as a difference; a rollout whose history was edited is rejected.
+The agent gets the recorded turns in their order and nothing else; every message that differs from the recorded one is
+kept as a difference; a rollout whose history was edited is rejected.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RecordedPolicy:
 
     @property
     def usage(self) -> Usage:
-        """The usage of the turns played so far, in the tokens that they took originally."""
+        """The turns played so far, in the tokens that they took originally."""
         return self._usage
 
     def check(self) -> None:
@@ -85,7 +85,7 @@ class RecordedPolicy:
         return PolicyTurn(message, truncated, malformed, truncated and last and self._cut_short)
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Accept any tools; the recording has the prompt that the policy made of them."""
+        """Ignore them; the recording has the prompt that the policy made of them."""
 
     def replace(
         self,
@@ -132,7 +132,7 @@ def was_edited(trajectory: Trajectory) -> bool:
 
 
 def split_turns(messages: Sequence[Message]) -> list[tuple[list[Message], Message]]:
-    """Return each turn of the policy with the new messages before it."""
+    """Pair each turn of the policy with the new messages before it."""
     turns: list[tuple[list[Message], Message]] = []
     before: list[Message] = []
     for message in messages:

@@ -1,7 +1,7 @@
 """Saved turns: the state from which a conversation continues after its last whole turn, as bytes.
 
-Guarantees: decoding returns the encoded turns, to the last bit of every log-probability. Bytes that cannot be read, or
-that another release wrote in another form, raise an error and are never guessed at.
+Decoding returns the encoded turns, to the last bit of every log-probability. Bytes that cannot be read, or that another
+release wrote in another form, raise an error and are never guessed at.
 
 Layout, compressed as a whole: the header's length (uint32, little-endian), the header (JSON), then the columns of
 numbers, whose types and lengths are in the header.
@@ -36,28 +36,24 @@ class UnreadableTurnError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GivenMessages:
-    """Messages that the agent gave to the policy."""
-
     messages: list[Message]
     reason: ForkReason | None
-    """Why they replaced the whole history; None if they were added to it."""
+    """None if they were added; else why they replaced the whole history."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTurn:
-    """One whole turn: the agent's messages, the ids that the prompt added, and the engine's answer."""
-
     given: list[GivenMessages] | None
-    """Everything that the agent gave since the turn before, in order; None if only the ids are known."""
+    """Since the turn before, in order; None if only the ids are known."""
     context: list[int]
-    """The ids of the prompt that its segment did not have yet: the whole prompt where the segment begins."""
+    """Ids of the prompt that its segment did not have yet: all of them where the segment begins."""
     generation: Generation
     worked_seconds: float
-    """The time that the stage had worked when the turn was recorded."""
+    """Work time of the stage when the turn was recorded."""
 
 
 def encode(turn: SavedTurn) -> bytes:
-    """Return a turn as bytes; takes about 0.1 ms, so many are encoded in a thread."""
+    """Encode a turn, in about 0.1 ms: encode many in a thread."""
     generation, extras = turn.generation, turn.generation.extras
     columns = {
         "context": np.array(turn.context, "<i4"),
@@ -89,7 +85,7 @@ def encode(turn: SavedTurn) -> bytes:
 
 
 def decode(data: bytes) -> SavedTurn:
-    """Return the turn that `encode` wrote.
+    """Decode a turn.
 
     Raises:
         UnreadableTurnError: The bytes are damaged, or have another form.

@@ -1,8 +1,8 @@
 """The policy under training: a conversation in token ids, connected to a pool of engines.
 
-Guarantees: the exact sampled ids are recorded in one step without an await, so a cancellation or an error leaves only
-whole turns. A turn never asks for more tokens than the context has room for. Long prompts are rendered in a thread and
-do not delay other rollouts.
+The exact sampled ids are recorded in one step without an await, so a cancellation or an error leaves only whole turns.
+A turn never asks for more tokens than the context has room for. Long prompts are rendered in a thread and do not delay
+other rollouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollout_service.episodes import ContextFullError, Policy, PolicyTurn
 from rollout_service.tokens import AssistantTurn, Conversation, ToolSpec
 
 INLINE_CHARS = 4_096
-"""Prompts of more characters are rendered in a thread. This leaves at most 4 ms of work on the event loop; going to a
+"""In a prompt; longer ones are rendered in a thread. This leaves at most 4 ms of work on the event loop; going to a
 thread and back takes 0.13 ms."""
 
 
@@ -61,7 +61,7 @@ class PolicySession:
         self._last_sampling: inference.SamplingOptions | None = None
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
-        """Continue the conversation with these messages and sample one turn of at most `max_tokens` tokens.
+        """Add these messages and sample one turn.
 
         Raises:
             CannotResumeError: The conversation differs from the turns that were to be played.
@@ -115,7 +115,7 @@ class PolicySession:
 
     @property
     def engine_seconds(self) -> float:
-        """Time spent waiting for the pool, including calls that failed or were cancelled; none for played turns."""
+        """Includes calls that failed or were cancelled; played turns take none."""
         return self._engine_seconds
 
     def trajectory(self) -> Trajectory:
@@ -153,7 +153,7 @@ class PolicySession:
             self._engine_seconds += time.perf_counter() - started
 
     def _engine_extras(self) -> inference.RequestedExtras:
-        """Return the requested extras, from the first token that the segment lacks."""
+        """Request extras from the first token that the segment lacks."""
         ordered = self._exports
         if not (ordered.top_logprobs or ordered.prompt_logprobs or ordered.routed_experts):
             return inference.NO_EXTRAS
@@ -164,7 +164,7 @@ class PolicySession:
         )
 
     def _engine_sampling(self, budget: int) -> inference.SamplingOptions:
-        """Return the sampling options: the same object from turn to turn until tokens run short."""
+        """Return the same object from turn to turn until tokens run short."""
         if self._last_sampling is not None and self._last_sampling.max_new_tokens == budget:
             return self._last_sampling
         self._last_sampling = inference.SamplingOptions(
@@ -198,7 +198,7 @@ class PolicySession:
 
 
 def without_secrets(policy: Policy, hidden: Collection[str]) -> Policy:
-    """Return the policy with these values masked in its prompts; the policy itself if there are none."""
+    """Return the policy itself if nothing is hidden."""
     return MaskedPolicy(policy, hidden) if hidden else policy
 
 
@@ -206,7 +206,7 @@ class MaskedPolicy:
     """Masks values in the messages to a policy; implements `episodes.Policy`."""
 
     def __init__(self, policy: Policy, hidden: Collection[str]) -> None:
-        """Mask the values of `hidden`, also those that are added later."""
+        """Values that are added to `hidden` later are masked too."""
         self._policy = policy
         self._hidden = hidden
 

@@ -1,7 +1,7 @@
 """The pools of sub-agents: whether a task's may be used, and which environments have theirs in service.
 
-Guarantee: a rollout is accepted only if its sub-agents have a pool that is served, or about to be, and that is not the
-rollout's own.
+A rollout is accepted only if its sub-agents have a pool that is served, or about to be, and that is not the rollout's
+own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from rollout_service.environments.contract import Environment, EnvironmentSpec
 
 
 def subagent_pool(spec: EnvironmentSpec) -> str | None:
-    """Return the pool of an environment's sub-agents, or None if its agent has none."""
+    """Return None if the environment's agent has no sub-agents."""
     return None if spec.parallel is None else spec.parallel.subagent.pool
 
 
 def subagent_pools(environments: Iterable[Environment]) -> dict[str, str | None]:
-    """Return the pool of each environment's sub-agents, by the environment's name."""
     return {one.spec.name: subagent_pool(one.spec) for one in environments}
 
 

@@ -1,7 +1,7 @@
 """Samples texts from pools for judges; implements `judging.contract.TextSampler`.
 
-Guarantees: prompts go to the engines as ids of the model's own chat format, in which no text of a message becomes a
-control token. Long prompts are rendered in a thread. Nothing is recorded for training.
+Prompts go to the engines as ids of the model's own chat format, in which no text of a message becomes a control token.
+Long prompts are rendered in a thread. Nothing is recorded for training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PoolTextSampler:
         self._serving = serving
 
     def model(self, pool: str) -> str:
-        """Return the model that a pool serves, and its newest version.
+        """Name the model and its newest version.
 
         Raises:
             NoBackendError: The pool is not served.

@@ -23,12 +23,10 @@ from rollout_service.engines.serving.saved_turns import GivenMessages, SavedTurn
 from rollout_service.episodes import WorkClock
 
 REPLAY_GRACE_SECONDS = 10.0
-"""How much longer than the recorded work a replay may take; it includes no sampling, so a slower one saves no time."""
+"""Added to the recorded work for a replay, which includes no sampling, so a slower one saves no time."""
 
 
 class AnewReason(StrEnum):
-    """Why an interrupted rollout begins anew."""
-
     DISABLED = "disabled"
     """`[pipeline] resume` is off."""
     NOT_REPLAYABLE = "not_replayable"
@@ -54,7 +52,7 @@ class CannotResumeError(Exception):
 
 
 Save = Callable[[int, SavedTurn], None]
-"""Takes a turn with its number; returns at once."""
+"""Called with a turn's number; must return at once."""
 
 
 class TurnLog:
@@ -76,11 +74,11 @@ class TurnLog:
         self.clock = WorkClock()
         self.played = 0
         self.replay_seconds = 0.0
-        """How long the replay took, or has taken so far when it was given up."""
+        """Until it ended or was given up."""
         self.failed: AnewReason | None = None
-        """Why the rollout has to begin anew; None if it does not."""
+        """None unless the rollout has to begin anew."""
         self.restored = 0
-        """The number of turns whose tools do not run again, since their sandbox was saved."""
+        """Turns whose tools do not run again, since their sandbox was saved."""
         self.earlier_results = earlier_results
         self._branch = earlier[-1] if earlier else None
         self._is_branch_reached = not earlier
@@ -121,7 +119,7 @@ class TurnLog:
             self._given.append(GivenMessages(list(messages), None))
 
     async def next(self, context: Sequence[int]) -> Generation | None:
-        """Return the engine's recorded answer to a prompt that adds `context`; None if it has to be sampled.
+        """Return the recorded answer to a prompt that adds `context`; None if it has to be sampled.
 
         Raises:
             CannotResumeError: The agent or the prompt differs from the record.
@@ -146,7 +144,6 @@ class TurnLog:
         return turn.generation
 
     def record(self, context: Sequence[int], generation: Generation) -> None:
-        """Save the turn that was just recorded, unless it was played."""
         number, self._recorded = self._recorded, self._recorded + 1
         given, self._given = self._given, []
         self._sampled.append(generation.output_ids)
@@ -174,7 +171,6 @@ class TurnLog:
             raise CannotResumeError(self.failed)
 
     async def finish(self) -> None:
-        """Report a replay after which nothing had to be sampled."""
         await self._announce()
 
     @contextmanager

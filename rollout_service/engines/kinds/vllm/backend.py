@@ -1,9 +1,9 @@
 """The backend for vLLM, through its token-in, token-out route (`--enable-scale-out`).
 
-Guarantees beyond those of every backend: logprobs are those of the contract's distribution; a request is refused if
-the server's logprobs mode does not give them. Versions are the server's own, token by token, and weights change only
-while it is paused: a generation that spans an update says where. Weight updates and pauses need the server's
-development routes (`VLLM_SERVER_DEV_MODE=1`); without them it samples, but refuses both.
+Logprobs are those of the contract's distribution; a request is refused if the server's logprobs mode does not give
+them. Versions are the server's own, token by token, and weights change only while it is paused: a generation that spans
+an update says where. Weight updates and pauses need the server's development routes (`VLLM_SERVER_DEV_MODE=1`); without
+them it samples, but refuses both.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,11 +49,8 @@ _NOT_FOUND = f"answered {HTTPStatus.NOT_FOUND.value}"
 _PROBE_PROMPT = (0,)
 
 
-# vLLM's streamed answers: each chunk has the new tokens; versions, experts and counts come at the end.
-
-
 class VllmStream(TokenStream):
-    """The chunks of one answer of the token-in, token-out route."""
+    """The chunks of one answer, each with the new tokens; versions, experts and counts come at the end."""
 
     def __init__(self, request: GenerateRequest, info: ModelInfo | None, backend_id: str, on_tokens: TokenSink) -> None:
         super().__init__(request, info, backend_id, on_tokens)
@@ -100,8 +97,6 @@ class VllmStream(TokenStream):
 
 
 class VllmBackend(HttpBackend):
-    """One vLLM server."""
-
     keeps_kv_apart = True
 
     def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
@@ -198,7 +193,6 @@ class VllmBackend(HttpBackend):
 
     @contextmanager
     def _needs_route(self) -> Iterator[None]:
-        """Say how to start a server that lacks the route."""
         try:
             yield
         except BackendRejected as error:
@@ -248,7 +242,7 @@ class VllmBackend(HttpBackend):
         return answer.get("is_paused") is True
 
     async def _version(self) -> int:
-        """Return the weights' version; 0 for a server without the route, whose weights cannot be updated."""
+        """Return 0 for a server without the route, whose weights cannot be updated."""
         try:
             answer = self._object(await self._get("/weight_info"), "/weight_info")
         except BackendRejected:
@@ -257,7 +251,7 @@ class VllmBackend(HttpBackend):
             return parse_version(answer.get("weight_version"))
 
     async def _flush(self) -> None:
-        """Drop all KV, including that of frozen requests, which is computed again when they resume."""
+        """Drop all KV, also of frozen requests: it is computed again when they resume."""
         with anyio.move_on_after(_FLUSH_SECONDS):
             while True:
                 answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
@@ -271,10 +265,9 @@ class VllmBackend(HttpBackend):
         )
 
     async def _refuse_tied_on_cpu(self, path: str) -> None:
-        """Refuse a model with tied embeddings on a CPU.
-
-        There vLLM keeps the output layer in a separate format, which a reload skips if the layer is tied to the
-        embeddings: without an error, it would sample with new weights and an old last layer."""
+        """On a CPU, vLLM keeps the output layer in a separate format, which a reload skips if the layer is tied to the
+        embeddings: without an error, it would sample with new weights and an old last layer.
+        """
         config = await read_model_config(path)
         if config.get("tie_word_embeddings") and await self._is_on_cpu():
             raise BackendRejected(
@@ -290,7 +283,7 @@ class VllmBackend(HttpBackend):
         return "cpu" in str(device)
 
     async def _refuse_missing(self, path: str) -> None:
-        """Refuse a folder without weights, which would end vLLM; only a folder on this machine can be checked."""
+        """Refuse a folder whose load would end vLLM; only a folder on this machine can be checked."""
         if is_local(self._url) and not await anyio.to_thread.run_sync(_has_weights, path):
             raise BackendRejected(
                 f"cannot load {path}, which has no config.json or no .safetensors files",

@@ -18,7 +18,7 @@ _NAMES = (_RUNNING, _WAITING, _USAGE, _CAPACITY, _SAMPLED, _READ)
 
 
 def parse_load(text: str) -> BackendLoad:
-    """Return the load in a Prometheus text, summed over the engines behind one server.
+    """Return the load, summed over the engines behind one server.
 
     Raises:
         BackendProtocolError: A figure is missing.
@@ -39,7 +39,7 @@ def parse_load(text: str) -> BackendLoad:
 
 
 def _samples(text: str) -> Iterator[Sample]:
-    """Yield the few samples that are used, of the hundreds that there are."""
+    """Parse only the few samples that are used, of hundreds."""
     lines = "\n".join(line for line in text.splitlines() if line.startswith(_NAMES))
     for family in text_string_to_metric_families(lines + "\n"):
         yield from family.samples

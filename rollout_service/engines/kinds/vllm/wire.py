@@ -45,12 +45,11 @@ class LogprobsMode(StrEnum):
 
 
 def engine_request_id(request_id: str) -> str:
-    """Return the name that the server gives a request."""
     return _ID_PREFIX + request_id
 
 
 def generate_body(request: GenerateRequest, *, stream: bool = False) -> dict[str, Any]:
-    """Return the route's body, which sets all that shapes the distribution, whatever the server's defaults."""
+    """Set all that shapes the distribution, whatever the server's defaults."""
     sampling, extras = request.sampling, request.extras
     parameters: dict[str, Any] = {
         "n": 1,
@@ -96,7 +95,7 @@ def is_greedy(sampling: SamplingOptions) -> bool:
 
 
 def refuse_other_distribution(sampling: SamplingOptions, mode: LogprobsMode, backend_id: str) -> None:
-    """Refuse sampling options for which the server has no logprobs scaled by the temperature, over all tokens.
+    """Refuse options for which the server has no logprobs that are scaled by the temperature and over all tokens.
 
     Raises:
         BackendRejected: The server's mode gives the logprobs of another distribution.
@@ -147,7 +146,6 @@ def only_choice(answer: object) -> Mapping[str, Any]:
 
 
 def logprob_entries(choice: Mapping[str, Any]) -> list[Any]:
-    """Return the logprobs of a choice, one entry per token."""
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(content, list):
@@ -158,7 +156,7 @@ def logprob_entries(choice: Mapping[str, Any]) -> list[Any]:
 def parse_generation(
     answer: object, request: GenerateRequest, backend_id: str, info: ModelInfo | None, engine_seconds: float
 ) -> Generation:
-    """Check an answer to `generate_body(request)` and return the generation.
+    """Check an answer to `generate_body(request)`.
 
     Raises:
         BackendProtocolError: A part of the answer is missing or contradicts the rest.
@@ -195,7 +193,6 @@ def parse_generation(
 
 
 def expect_request(body: Mapping[str, Any], request: GenerateRequest) -> None:
-    """Check that an answer, or a chunk of one, belongs to a request."""
     stated, expected = body.get("request_id"), engine_request_id(request.request_id)
     if stated != expected:
         raise BackendProtocolError(f"request_id is {stated!r}, but should be {expected!r}")

@@ -1,8 +1,7 @@
 """Commands to a whole pool: pause, resume, abort, update the weights.
 
-Guarantees: one command runs at a time, and runs to its end once begun, even if the caller hangs up; after
-`update_weights` every backend in service has the pool's weights; a backend that joins gets the pool's weights and pause
-before any request.
+One command runs at a time, and runs to its end once begun, even if the caller hangs up; after `update_weights` every
+backend in service has the pool's weights; a backend that joins gets the pool's weights and pause before any request.
 """
 
 import time
@@ -45,10 +44,10 @@ Exclusive = Callable[[str], AbstractAsyncContextManager[None]]
 
 
 class PoolController:
-    """Runs commands on all backends of a registry; `lock` is held while one runs."""
+    """`lock` is held while one runs."""
 
     def __init__(self, registry: BackendRegistry, exclusive: Exclusive | None = None) -> None:
-        """Pass `exclusive` if other services command the same backends: in its block, none of them does."""
+        """`exclusive` is for backends that other services command too: in its block, none of them does."""
         self.lock = anyio.Lock()
         self._exclusive = exclusive
         self._registry = registry
@@ -66,7 +65,7 @@ class PoolController:
 
     @asynccontextmanager
     async def joining(self) -> AsyncIterator[None]:
-        """Let a backend join within the block: no command runs meanwhile, at any service."""
+        """Let no command run within the block, at any service."""
         if self._exclusive is None:
             async with self.lock:
                 yield
@@ -99,7 +98,7 @@ class PoolController:
         )
 
     def take_over(self, state: PoolState) -> None:
-        """Bring this pool to the state that another service left it in; its backends have their commands already."""
+        """Adopt the state that another service left; the backends have their commands already."""
         present = WeightSet(state.source, state.version) if state.source is not None else None
         self._weights.replace(present, state.kept_kv, state.unknown)
         self._groups.replace(state.groups)
@@ -115,7 +114,6 @@ class PoolController:
     # ---- pauses
 
     async def pause(self, mode: PauseMode, drain_seconds: float = 60.0) -> PoolOutcome:
-        """Hold every request from now on; running ones end or wait, as `mode` says."""
         async with self.lock:
             with anyio.CancelScope(shield=True):
                 self._registry.paused = mode
@@ -130,7 +128,6 @@ class PoolController:
         return outcome
 
     async def abort(self) -> PoolOutcome:
-        """Make every engine return its partial answers."""
         return await self._each("abort", lambda handle: handle.backend.abort(None))
 
     async def synchronize(
@@ -156,9 +153,7 @@ class PoolController:
     # ---- weights
 
     async def update_weights(self, request: WeightsRequest, *, is_repeated: bool = False) -> PoolOutcome:
-        """Load weights into every backend, pausing by the request's mode unless paused already.
-
-        An update that `is_repeated`, because the service that began it is gone, first asks each backend for its
+        """With `is_repeated`, because the service that began the update is gone, first ask each backend for its
         version: those that have the weights are not given them again.
         """
         async with self.lock:
@@ -202,7 +197,7 @@ class PoolController:
         return outcome.model_copy(update={"held": held, "held_seconds": held_seconds})
 
     def _note_external(self, weights: WeightSet, handles: list[BackendHandle]) -> PoolOutcome:
-        """Record weights that the engines have already; they are neither paused nor asked."""
+        """Record weights that the engines have already, without asking or pausing them."""
         self._weights.adopt(weights, KvHandling.FLUSHED)
         for handle in handles:
             handle.has_weights(weights.version)
@@ -259,7 +254,7 @@ class PoolController:
                 self._registry.take_out(handle)
 
     def kept_kv(self, generation: Generation) -> Generation:
-        """Mark the versions of a generation that sampled on KV of older weights.
+        """Keep, of the versions that could have sampled on KV of older weights, those loaded while it stayed in use.
 
         They are those that could have, and were loaded while the KV stayed in use.
         """
@@ -269,7 +264,6 @@ class PoolController:
     # ---- process groups
 
     async def join_group(self, group: WeightsGroupRequest) -> PoolOutcome:
-        """Let the backends in service join a process group, all or none."""
         async with self.lock:
             handles = self._addressed()
             ranks = await assign_ranks(handles, group)
@@ -388,7 +382,6 @@ async def _load_unless_present(handle: BackendHandle, weights: WeightSet, kv: Kv
 
 
 async def _within(seconds: float, command: Awaitable[None]) -> None:
-    """Bound the time that an engine may take for a command."""
     with anyio.move_on_after(seconds):
         return await command
     raise BackendUnreachable(f"did not finish within {seconds:g} s", hint="See the engine's log.")

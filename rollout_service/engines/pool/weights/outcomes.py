@@ -1,7 +1,7 @@
-"""Turns the outcome of a command to a pool into an error if it failed on any backend in service.
+"""Commands to many backends at once, and errors for outcomes that failed on any backend in service.
 
-Guarantees: a returned outcome means that every backend in service succeeded; an error names the failed backends and
-has every backend's answer in its context.
+A returned outcome means that every backend in service succeeded; an error names the failed backends and has every
+backend's answer in its context.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OUT_OF_SERVICE = "out_of_service"
 
 
 def failed_backends(outcome: PoolOutcome) -> list[BackendOutcome]:
-    """Return the backends that failed, except those that were out of service before."""
+    """Return the failed ones, except those that were out of service before."""
     return [each for each in outcome.outcomes if not each.ok and each.code != OUT_OF_SERVICE]
 
 
@@ -102,11 +102,6 @@ def _named(failed: list[BackendOutcome]) -> str:
     return "; ".join(f"{each.backend_id}: {each.error}" for each in failed)
 
 
-# One command to many backends at once, in one or more steps, and each backend's result.
-#
-# Guarantees: an error of one backend is recorded as its result and does not stop the others; after an error, a
-# backend takes part only in the steps that ask for it.
-
 PoolCommand = Callable[[BackendHandle], Awaitable[None]]
 
 
@@ -122,12 +117,15 @@ class CommandRecord:
 
     @property
     def can_be_told(self) -> bool:
-        """Whether it still answers, as far as known."""
         return not isinstance(self.error, BackendUnreachable)
 
 
 class FanOut:
-    """A command in progress at a set of backends."""
+    """A command at many backends, in one or more steps, with each backend's result.
+
+    An error of one backend is its result and does not stop the others; afterwards it takes part only in the steps that
+    ask for it.
+    """
 
     def __init__(self, handles: Iterable[BackendHandle]) -> None:
         self.records = {handle: CommandRecord(handle.in_flight, handle.info.weight_version) for handle in handles}

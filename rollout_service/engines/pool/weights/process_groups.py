@@ -1,8 +1,8 @@
 """Process groups for weight broadcasts: which backends are in which group, at which ranks.
 
-A trainer broadcasts its tensors from rank 0 of a torch process group; each accelerator of each backend is a rank.
-Guarantees: a group is used only while every backend in service is in it and none has left service since it joined,
-because a broadcast never ends if one of them does not take part.
+A trainer broadcasts its tensors from rank 0 of a torch process group; each accelerator of each backend is a rank. A
+group is used only while every backend in service is in it and none has left service since it joined, because a
+broadcast never ends if one of them does not take part.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,18 +23,17 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4
 
 @runtime_checkable
 class SupportsProcessGroups(Protocol):
-    """A backend that can take weights from a process group; its methods raise the errors of `Backend`."""
+    """Its methods raise the errors of `Backend`."""
 
     async def ranks(self) -> int:
-        """Return how many ranks it needs: one for each of its accelerators."""
+        """Return one for each of its accelerators."""
 
     async def join_group(self, group: WeightsGroupRequest, first_rank: int) -> None:
-        """Join with the ranks from `first_rank` on; waits for all others to join."""
+        """Wait for all others to join."""
 
     async def leave_group(self, name: str) -> None: ...
 
-    async def receive_weights(self, weights: DistributedWeights, version: int, *, flush_cache: bool = True) -> None:
-        """Join the broadcast of these tensors and load them as `version`."""
+    async def receive_weights(self, weights: DistributedWeights, version: int, *, flush_cache: bool = True) -> None: ...
 
 
 def require_process_groups(backend: Backend) -> SupportsProcessGroups:
@@ -73,7 +72,6 @@ class ProcessGroups:
                 del self._backends[name]
 
     def check(self, name: str, backend_ids: Iterable[str]) -> None:
-        """Check that exactly these backends are in the group."""
         expected, present = frozenset(backend_ids), self._backends.get(name)
         if present == expected:
             return
@@ -126,7 +124,7 @@ async def wait_for_master(group: WeightsGroupRequest) -> None:
 
 
 def buckets(weights: DistributedWeights) -> Iterator[DistributedWeights]:
-    """Yield the tensors in order, in buckets of about `bucket_bytes` with at least one tensor each."""
+    """Yield buckets in order, of about `bucket_bytes` with at least one tensor each."""
     start, size = 0, 0
     for index, (dtype, shape) in enumerate(zip(weights.dtypes, weights.shapes, strict=True)):
         bytes_ = _ITEM_BYTES.get(dtype, 1)

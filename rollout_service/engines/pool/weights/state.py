@@ -1,7 +1,7 @@
 """The weights that the backends of a pool have, and those that they may be given next.
 
-Guarantees: versions only grow, unless forced; a version names one set of weights; a backend whose weights are not known
-for certain does not count as having them.
+Versions only grow, unless forced; a version names one set of weights; a backend whose weights are not known for certain
+does not count as having them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ Source = DiskWeights | DistributedWeights | ExternalWeights
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """Weights that every backend of a pool has, or will be given."""
-
     source: Source
     version: int
 
     @property
     def is_external(self) -> bool:
-        """Whether the trainer loads them without the service."""
+        """Loaded by the trainer, without the service."""
         return isinstance(self.source, ExternalWeights)
 
     async def load(self, backend: Backend, kv: KvHandling) -> None:
@@ -49,7 +47,7 @@ class WeightSet:
 
 
 class PoolWeights:
-    """The weights of one pool; `present` is None until the first update."""
+    """`present` is None until the first update."""
 
     def __init__(self) -> None:
         self.present: WeightSet | None = None
@@ -63,7 +61,7 @@ class PoolWeights:
             self._kept |= {weights.version}
 
     def source_of(self, version: int) -> str:
-        """Return where the weights of this version came from, in words; empty if that is unknown."""
+        """Say where the weights came from; empty if that is unknown."""
         if self.present is None or self.present.version != version:
             return ""
         match self.present.source:
@@ -82,7 +80,7 @@ class PoolWeights:
         return self.present.version if self.present is not None and self.present.is_external else None
 
     def mark_unknown(self, backend_id: str) -> None:
-        """Record that a failed load may have left anything in the backend."""
+        """Record that a failed load may have left anything in it."""
         self._unknown.add(backend_id)
 
     def mark_known(self, backend_id: str) -> None:
@@ -93,7 +91,7 @@ class PoolWeights:
 
     @property
     def kept(self) -> frozenset[int]:
-        """The versions that were loaded while KV of older weights stayed in use."""
+        """Those loaded while KV of older weights stayed in use."""
         return self._kept
 
     @property
@@ -101,12 +99,12 @@ class PoolWeights:
         return frozenset(self._unknown)
 
     def replace(self, present: WeightSet | None, kept: Iterable[int], unknown: Iterable[str]) -> None:
-        """Adopt another service's record of the same backends."""
+        """Adopt another service's record."""
         self.present = present
         self._kept, self._unknown = frozenset(kept), set(unknown)
 
     def plan_update(self, request: WeightsRequest, versions: Iterable[int]) -> WeightSet | None:
-        """Return the weights to load, or None if the pool has them; `versions` are those of the backends."""
+        """Return None if the pool has them; `versions` are those of the backends."""
         wanted, present = WeightSet(request.weights, request.version), self.present
         newest = present.version if present else max(versions, default=0)
         if request.force:
@@ -129,7 +127,7 @@ class PoolWeights:
         return None
 
     async def bring_up_to_date(self, backend: Backend, version: int) -> int:
-        """Give the pool's weights to a backend that reports `version`, and return its version then."""
+        """Load the weights unless the backend's `version` has them; return its version then."""
         if self.present is None or (version == self.present.version and backend.id not in self._unknown):
             self._refuse_unknown(backend)
             return version
@@ -157,31 +155,28 @@ def kv_handling(mode: PauseMode) -> KvHandling:
 
 
 def _is_same(wanted: Source, present: Source) -> bool:
-    """Return whether both are the same weights; a folder may stand for weights that came over a process group."""
+    """Return whether both are the same; a folder may stand for weights that came over a process group."""
     return wanted == present or (isinstance(wanted, DiskWeights) and isinstance(present, DistributedWeights))
 
 
-# The state that a command leaves in a pool, as the services that share the pool's engines pass it on.
-#
-# Guarantee: a pool that takes it over has the same pause, weights and process groups as the pool that carried the
-# command out, and gives no request to a backend that the command left without the weights.
-
-
 class PoolState(BaseModel):
-    """The pause, the weights and the process groups of a pool."""
+    """The state that a command leaves, as the services that share the pool's engines pass it on.
+
+    A pool that takes it over has the same pause, weights and process groups as the one that carried the command out,
+    and gives no request to a backend that the command left without the weights.
+    """
 
     pause: PauseMode | None = None
     source: Weights | None = None
-    """Where the weights came from; None before the first update."""
+    """None before the first update."""
     version: int = 0
-    """The version of the weights, if there is a source."""
     kept_kv: list[int] = []
-    """The versions that were loaded while KV of older weights stayed in use."""
+    """Versions loaded while KV of older weights stayed in use."""
     unknown: list[str] = []
-    """The backends whose weights are not known for certain."""
+    """Backends whose weights are not known for certain."""
     groups: dict[str, list[str]] = {}
-    """The backends of each process group."""
+    """The backends of each group."""
     versions: dict[str, int] = {}
     """The version of each backend in service."""
     out: list[str] = []
-    """The backends that the last command took out of service."""
+    """Backends that the last command took out of service."""
