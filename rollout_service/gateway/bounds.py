@@ -1,7 +1,7 @@
 """The bounds of one request, whatever its API.
 
-Guarantee: a call that passes `check_call` has a bounded number of everything that is looped over for it. Its body was
-bounded in bytes and in values before, and its prompt is compared with the model's context before it is rendered.
+A call that passes `check_call` has a bounded number of everything that is looped over for it. Its body was bounded in
+bytes and in values before, and its prompt is compared with the model's context before it is rendered.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rollout_service.gateway.contract import ModelCall
 from rollout_service.settings.http import GatewaySettings
 
 MAX_STOPS = 16
-"""The most stop strings of a task; those of a program's request are added, up to `max_stops`."""
+"""The stop strings of a task; those of a program's request are added, up to `max_stops`."""
 MAX_STOP_CHARS = 256
-"""The most characters of a stop string; an engine decodes as many tokens again for each one that it samples."""
+"""An engine decodes as many tokens again for each one that it samples."""
 MAX_NAME_CHARS = 256
-"""The most characters of a model's name, which every piece of a stream repeats."""
+"""Every piece of a stream repeats the model's name."""
 MAX_SCHEMA_BYTES = 256 * 1024
-"""The largest schema that an answer must match; an engine compiles it while other requests wait."""
+"""An engine compiles it while other requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundedFields:
-    """The path of the bounded field in an API, for errors; empty where it has no such field."""
+    """Their paths in an API, for errors; empty where it has no such field."""
 
     messages: str
     tools: str
@@ -43,11 +43,6 @@ class BoundedFields:
 
 
 def check_call(call: ModelCall, names: BoundedFields, most: GatewaySettings) -> None:
-    """Refuse a call that asks for more than the settings allow.
-
-    Raises:
-        InvalidFieldError: The field has too much, or a stop string is empty or too long.
-    """
     calls = sum([len(message.calls) for message in call.messages])
     tools = len(call.tools) + len(call.deferred_tools)
     _at_most(call.n, most.max_answers, names.answers, "answers", "max_answers")
@@ -62,7 +57,7 @@ def check_call(call: ModelCall, names: BoundedFields, most: GatewaySettings) -> 
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Refuse stop strings of a task, under which every request of its rollouts would fail or be slow.
+    """Refuse a task's stop strings under which every request of its rollouts would fail or be slow.
 
     Raises:
         InvalidFieldError: There are too many, or one is empty or too long.
@@ -74,7 +69,7 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def check_stops(stops: Sequence[str], path: str) -> None:
-    """Refuse stop strings that an engine refuses, or that cost it too much.
+    """Refuse stop strings that an engine would refuse, or that cost it too much.
 
     Raises:
         InvalidFieldError: One of them is empty or too long.
@@ -94,10 +89,8 @@ def _refuse(path: str, message: str, hint: str = "") -> Never:
     raise InvalidFieldError([FieldError(path=path, message=message)], hint=hint)
 
 
-# Threads for work that takes long, so that neither the event loop nor other work of the service waits for it.
-
 THREADS = 4
-"""The most requests that are read or rendered at once: each may take some hundred MB while it lasts."""
+"""Requests that are read or rendered at once: each may take some hundred MB while it lasts."""
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -105,7 +98,7 @@ _limiter: RunVar[CapacityLimiter] = RunVar("_gateway_threads")
 
 
 async def in_thread(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
-    """Call a function in a thread, once one of them is free."""
+    """Call a function that takes long in a thread, so that neither the event loop nor other work waits for it."""
     try:
         limiter = _limiter.get()
     except LookupError:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 class Dialect(StrEnum):
-    """An API that clients speak."""
-
     CHAT = "openai_chat"
     RESPONSES = "openai_responses"
     ANTHROPIC = "anthropic"
@@ -32,20 +30,18 @@ class Dialect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClientToolCall:
-    """A tool call in a client's history: the client's version of one that we sent."""
+    """A tool call in a client's history."""
 
     id: str | None
-    """The id that we gave it; None from clients that leave ids out."""
+    """Ours; None from clients that leave ids out."""
     name: str
     arguments: str
-    """The arguments as the client wrote them, usually JSON; compare them by value."""
+    """As the client wrote them, usually JSON; compare them by value."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientMessage:
-    """A message of a client's history.
-
-    Texts are as the client sent them; blocks of one message are joined in their order, and each tool result is a
+    """Texts are as the client sent them; blocks of one message are joined in their order, and each tool result is a
     message of its own.
     """
 
@@ -54,12 +50,12 @@ class ClientMessage:
     reasoning: str | None = None
     calls: tuple[ClientToolCall, ...] = ()
     call_id: str | None = None
-    """The id of the call that a tool's message answers; None from clients that leave ids out."""
+    """The call that a tool's message answers; None from clients that leave ids out."""
     tool_name: str | None = None
     is_error: bool = False
-    """Whether a tool's message says by a field of its own that the call failed; only Anthropic's API has one."""
+    """Set by a field of a tool's message; only Anthropic's API has one."""
     turn_key: str | None = None
-    """The `turn_key` of the answer that this assistant's message echoes, from wherever the dialect carries it."""
+    """That of the answer that this assistant's message echoes, wherever the dialect carries it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +63,7 @@ class DeclaredTool:
     """How a client declared a tool that the model sees as a function; its calls go back in the client's form."""
 
     kind: Literal["function", "custom", "local_shell", "tool_search"]
-    """The kind of the calls in the client's API; `custom` has one text as its input, and no JSON."""
+    """In the client's API; `custom` has one text as its input, and no JSON."""
     name: str
     namespace: str | None = None
 
@@ -77,18 +73,17 @@ class Lane:
     """The conversation that a call belongs to, by its client's headers and body; unknown fields are empty."""
 
     client: str = ""
-    """The name of the client, such as `codex`, by its user agent."""
+    """Such as `codex`, by its user agent."""
     session: str = ""
     agent: str = ""
-    """The id of a sub-agent; empty for the main one."""
+    """A sub-agent's id; empty for the main one."""
     parent: str = ""
     purpose: Literal["", "side", "compaction", "subagent"] = ""
-    """The call's purpose, as the client declares it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """A request for one answer, whatever its dialect."""
+    """A request for one answer, in any dialect."""
 
     dialect: Dialect
     model: str
@@ -96,44 +91,42 @@ class ModelCall:
     tools: tuple[ToolSpec, ...] = ()
     """In the OpenAI function format; tools that cannot be offered are left out and named in `ignored`."""
     deferred_tools: tuple[ToolSpec, ...] = ()
-    """Tools that may be called although no head lists them: their schemas stand in messages, where the client found
-    them. Calls are parsed with them, prompts are rendered without."""
+    """Tools whose schemas stand in messages, where the client found them, and in no head. Calls are parsed with them,
+    prompts are rendered without."""
     declared_tools: Mapping[str, DeclaredTool] = field(default_factory=dict)
-    """The tools that the client did not declare as functions of that name, by the name of the function."""
+    """Those that the client did not declare as functions of that name, by the name of the function."""
     max_tokens: int | None = None
     stream: bool = False
     server_sent_events: bool = True
-    """Whether a stream is one of server-sent events; Google's clients may ask for a JSON list instead."""
+    """Else a stream is a JSON list, which Google's clients may ask for."""
     include_usage: bool = True
-    """Whether a stream ends with the usage, in dialects where the client decides."""
+    """A stream ends with the usage, where the client decides."""
     json_schema: Mapping[str, Any] | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
     sibling: int = 0
-    """Which of the `n` answers of its request this call is for."""
+    """The number of this answer among the `n` of its request."""
     logprobs: bool = False
-    """Whether the answer ends with the log-probabilities of its tokens."""
+    """The answer ends with the log-probabilities of its tokens."""
     requested: Mapping[str, JsonValue] = field(default_factory=dict)
-    """The sampling that the client asked for. It is recorded; the run decides whether it is obeyed."""
+    """The client's sampling is recorded; the run decides whether it is obeyed."""
     ignored: tuple[str, ...] = ()
-    """The parameters without effect, by their path, as the dialect's table says."""
+    """Parameters without effect, by their path, as the dialect's table says."""
     lane: Lane = Lane()
     fingerprint: bytes = b""
     """A hash of everything that makes a repeated request the same one: not of `stream`, nor of the limit of tokens."""
     kind: Literal["", "main", "side"] = ""
-    """The kind of call, as the client of a live session declares it; empty if it does not."""
+    """As the client of a live session declares it; empty if it does not."""
     train: bool | None = None
-    """Whether the client of a live session agrees that the turn is trained on; None if it does not say."""
+    """The consent of a live session's client to train on the turn; None if it does not say."""
     size: int = 0
-    """The bytes of the request's body."""
+    """Bytes of the request's body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerUsage:
-    """The numbers of tokens of an answer and its prompt."""
-
     prompt_tokens: int
-    """All of the prompt, cached ones included."""
+    """Cached ones included."""
     cached_tokens: int
     sampled_tokens: int
     reasoning_tokens: int = 0
@@ -141,8 +134,6 @@ class AnswerUsage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerBegin:
-    """The first event of an answer."""
-
     turn_key: str
     """Names the answer in the client's echo; letters, digits and `-` only."""
     prompt_tokens: int
@@ -150,21 +141,17 @@ class AnswerBegin:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More reasoning."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More text."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A tool call begins. Calls are numbered from 0 and do not overlap."""
+    """Calls are numbered from 0 and do not overlap."""
 
     index: int
     call_id: str
@@ -173,7 +160,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments, as they were sampled if they were sampled as JSON."""
+    """As they were sampled if that was JSON."""
 
     index: int
     text: str
@@ -181,7 +168,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A call is complete; `error` says why it is malformed."""
+    """`error` says why it is malformed."""
 
     index: int
     error: str | None = None
@@ -189,7 +176,7 @@ class CallEnd:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A sampled token's log-probability, under the distribution that it was sampled from."""
+    """Under the distribution that it was sampled from."""
 
     text: str
     """The token alone; U+FFFD stands for a part of a character."""
@@ -198,7 +185,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """The last event of an answer. `finish` is never `ABORT`."""
+    """`finish` is never `ABORT`."""
 
     finish: FinishReason
     usage: AnswerUsage
@@ -212,11 +199,11 @@ AnswerEvent = AnswerBegin | ReasoningDelta | TextDelta | CallBegin | CallArgumen
 
 
 class TurnObserver(Protocol):
-    """Keeps the turn of one call, in the place of `TurnCapture.record`."""
+    """Keeps a turn in the place of `TurnCapture.record`."""
 
     @property
     def unrecorded_because(self) -> str:
-        """Why the turn will not be kept; empty if it is to be."""
+        """Why the turn is not to be kept; empty if it is to be."""
 
     async def record(self, generation: Generation, *, delivered: bool) -> None:
         """Keep the turn, or decide not to; its last event leaves only after this has returned.
@@ -232,10 +219,10 @@ class TurnObserver(Protocol):
 
 
 class CallObserver(Protocol):
-    """Sees the calls of one session, such as to keep their turns beyond this process."""
+    """Sees the calls of one session, such as to keep their turns."""
 
     async def planned(self, call: ModelCall, planned: PlannedTurn) -> TurnObserver:
-        """Note a call whose prompt was made, and return the observer that keeps its turn. Must be quick.
+        """Note a call whose prompt was made. Must be quick.
 
         Raises:
             ServiceError: It cannot be noted; the call fails.
@@ -250,17 +237,17 @@ class CallObserver(Protocol):
         """
 
 
-# How a client's system and developer messages become what chat formats allow: one system message, at the start.
-#
-# Guarantee: the mapping of a message depends only on it and on those before it, so a longer history maps to a longer
-# list with the same beginning, unless it goes on with a system message where the first one has not ended.
-
 _INSTRUCTIONS = frozenset({"system", "developer"})
 SEPARATOR = "\n\n"
 
 
 def map_roles(messages: Sequence[ClientMessage]) -> tuple[ClientMessage, ...]:
-    """Join the leading system and developer messages into one, and make later ones user messages."""
+    """Join the leading system and developer messages into one, and make later ones user messages.
+
+    Chat formats allow only one system message, at the start. The mapping of a message depends only on it and on those
+    before it, so a longer history maps to a longer list with the same beginning, unless it goes on with a system
+    message where the first one has not ended.
+    """
     leading = 0
     while leading < len(messages) and messages[leading].role in _INSTRUCTIONS:
         leading += 1
@@ -272,7 +259,6 @@ def map_roles(messages: Sequence[ClientMessage]) -> tuple[ClientMessage, ...]:
 
 
 def map_later_role(message: ClientMessage) -> ClientMessage:
-    """Return a message behind the first system message in the role that chat formats allow for it."""
     if message.role not in _INSTRUCTIONS:
         return message
     return replace(message, role="user", text=f"<system>\n{message.text}\n</system>")

@@ -283,7 +283,7 @@ _NOT_SAMPLED: dict[str, Any] = {
     "top_ids": [],
     "top_logprobs": [],
 }
-"""Of a token that is not trained on."""
+"""The values at a token that is not trained on."""
 
 
 def train_on(trajectory: Trajectory, turns: Collection[int]) -> Trajectory:

@@ -1,9 +1,9 @@
 """The turns of one rollout as a tree, in token ids: conversations that share beginnings. Pure and synchronous.
 
 Where `Conversation` is one lane, here a turn may be continued several times, by parallel calls, retries and agents that
-an agent starts. Guarantees: the prompt of a turn that extends another starts with exactly the ids of that turn's prompt
-and output, and only the new messages are rendered. In the trajectory each sampled token is in one segment, with mask 1
-there; other segments that contain it hold it as context.
+an agent starts. The prompt of a turn that extends another starts with exactly the ids of that turn's prompt and output,
+and only the new messages are rendered. In the trajectory each sampled token is in one segment, with mask 1 there; other
+segments that contain it hold it as context.
 """
 
 from __future__ import annotations
@@ -21,23 +21,19 @@ from rollout_service.tokens.trajectory import GrowingSegment, TurnExtras, shared
 
 @dataclass(slots=True, eq=False)
 class TreeTurn:
-    """One turn of the policy, and where it is in the tree.
-
-    `role` and `trained` may be changed at any time, since the purpose of a turn may show only later.
-    """
+    """`role` and `trained` may be changed at any time, since the purpose of a turn may show only later."""
 
     turn_id: int
     parent: TreeTurn | None
-    """The turn that its prompt extends."""
     after: TreeTurn | None
-    """The turn that it follows in meaning, though its prompt does not extend it; None if `parent` says it."""
+    """The turn that it follows in meaning, without extending its prompt; None if `parent` says it."""
     reason: ForkReason
-    """Why it begins a segment, if it does."""
+    """The reason if it begins a segment."""
     role: SegmentRole
     trained: bool
     prompt_length: int
     end: int
-    """The number of tokens of prompt and output together."""
+    """Tokens of prompt and output together."""
     logprobs: array[float]
     versions: array[int]
     finish_reason: FinishReason
@@ -56,14 +52,11 @@ class TreeTurn:
 
     @property
     def lineage(self) -> TreeTurn | None:
-        """The turn that this one continues or follows."""
         return self.parent or self.after
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreePrompt:
-    """A prompt of a turn that is not sampled yet."""
-
     ids: array[int]
     """An array, since a list of a long prompt would make an object of every id, for every turn."""
     tools: Sequence[ToolSpec]
@@ -73,12 +66,12 @@ class TreePrompt:
 
     @property
     def known(self) -> int:
-        """How many of the ids are those of the parent, with its output."""
+        """Ids that are the parent's, with its output."""
         return self.parent.end if self.parent is not None else 0
 
     @property
     def routed(self) -> int:
-        """For how many of the ids the parent and those before it have experts."""
+        """Ids for which the parent and those before it have experts."""
         experts = self.parent is not None and self.parent.extras and self.parent.extras.routed_experts
         return self.known - 1 if experts is not None and self.known else 0
 
@@ -108,7 +101,6 @@ class TurnTree:
         reason: ForkReason = ForkReason.NEW_ROOT,
         after: TreeTurn | None = None,
     ) -> TreePrompt:
-        """Render the prompt of a turn that extends none."""
         return TreePrompt(array("i", self._renderer.render(messages, tools)), tools, None, after, reason)
 
     def extend(
@@ -119,7 +111,7 @@ class TurnTree:
         history: Sequence[Message] = (),
         reason: ForkReason = ForkReason.BRANCH,
     ) -> TreePrompt | None:
-        """Extend a turn by new messages; return None if the extension cannot be proven.
+        """Return None if the extension cannot be proven.
 
         `history` is as for `ChatRenderer.bridge`. `reason` is why the new turn begins a segment if another one extends
         the same turn already.
@@ -188,7 +180,7 @@ class TurnTree:
         return reasons
 
     def fork_counts(self) -> dict[ForkReason, int]:
-        """Return the number of segments so far, by the reason why they began."""
+        """Count the segments so far by the reason why they began."""
         chains = _chains(self._turns)
         return dict(Counter(_reason(chain[0], number) for number, chain in enumerate(chains)))
 
@@ -212,7 +204,7 @@ class TurnTree:
 
 
 def _lane(prompt: TreePrompt, output: Sequence[int]) -> array[int]:
-    """Return the ids of prompt and output, in the parent's memory if no other turn has extended it."""
+    """Join prompt and output, in the parent's memory if no other turn has extended it."""
     parent = prompt.parent
     if parent is None or len(parent._lane) != parent.end:
         lane = prompt.ids[:]
@@ -224,7 +216,7 @@ def _lane(prompt: TreePrompt, output: Sequence[int]) -> array[int]:
 
 
 def _chains(turns: Sequence[TreeTurn]) -> list[list[TreeTurn]]:
-    """Return the turns of each segment; those to train on come first."""
+    """Put the turns into segments; those to train on come first."""
     chains: list[list[TreeTurn]] = []
     ends: dict[int, list[TreeTurn]] = {}  # the chain that ends with a turn
     for turn in turns:
@@ -243,7 +235,6 @@ def _alike(one: TreeTurn, other: TreeTurn) -> bool:
 
 
 def _reason(first: TreeTurn, number: int) -> ForkReason:
-    """Return why the segment of this number, which begins with this turn, began."""
     return ForkReason.FIRST if number == 0 and first.trained else first.reason
 
 
@@ -267,7 +258,7 @@ def _segment(
 
 
 def _grown(chain: Sequence[TreeTurn]) -> GrowingSegment:
-    """Return a segment with the ids of all turns up to the last, and the mask 1 on those of the chain."""
+    """Join the ids of all turns up to the last, with mask 1 on those that the chain sampled."""
     first, last = chain[0], chain[-1]
     segment = GrowingSegment(first.reason)
     _add_ancestors(segment, first)
@@ -282,7 +273,7 @@ def _grown(chain: Sequence[TreeTurn]) -> GrowingSegment:
 
 
 def _add_ancestors(segment: GrowingSegment, turn: TreeTurn) -> None:
-    """Add the tokens that the turns before a branch read and sampled, as context with their extras."""
+    """Add the tokens of the turns before a branch, as context with their extras."""
     ancestors: list[TreeTurn] = []
     while turn.parent is not None:
         turn = turn.parent

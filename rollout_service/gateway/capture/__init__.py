@@ -1,4 +1,4 @@
-"""The capture of a client's calls as conversations, token by token."""
+"""The conversations of a client's calls, captured token by token."""
 
 from rollout_service.gateway.capture.capture import CapturePolicy, PlannedTurn, TurnCapture
 from rollout_service.gateway.capture.echoes import CaptureReport, EchoMatch

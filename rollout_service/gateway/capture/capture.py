@@ -1,8 +1,8 @@
 """The conversations of one rollout, as its client's calls show them.
 
-Guarantees: each call extends the longest recorded conversation that its messages prove to extend, over the sampled ids
-themselves; another begins a segment, for a counted reason. Every recorded turn is in the trajectory once, trained or
-not. A client receives only text that the answer's ids decode to, and that text is recognized when it comes back.
+Each call extends the longest recorded conversation that its messages prove to extend, over the sampled ids themselves;
+another begins a segment, for a counted reason. Every recorded turn is in the trajectory once, trained or not. A client
+receives only text that the answer's ids decode to, and that text is recognized when it comes back.
 """
 
 from __future__ import annotations
@@ -43,28 +43,20 @@ from rollout_service.tokens import ChatRenderer, TreePrompt, TurnTree
 
 @dataclass(frozen=True, slots=True)
 class CapturePolicy:
-    """The rules for which of an agent's conversations are continued and trained on."""
-
     extends: frozenset[EchoMatch] = frozenset(EchoMatch) - {EchoMatch.TEXT_CHANGED}
-    """Which answers may be continued, by how they stand in their client's history."""
+    """Answers that may be continued, by how they stand in their client's history."""
     trains: frozenset[SegmentRole] = frozenset({SegmentRole.MAIN})
-    """Whose turns may be trained on; never those that their client did not receive, nor those that had to fit a
-    schema: their log-probabilities are not the policy's own."""
+    """Conversations whose turns may be trained on; never those that their client did not receive, nor those that had to
+    fit a schema: their log-probabilities are not the policy's own."""
 
 
 class _ForkCause(NamedTuple):
-    """Why a prompt is rendered as a whole."""
-
     reason: ForkReason
     after: RecordedTurn | None
-    """The turn that it follows in meaning."""
     is_summary: bool = False
-    """Whether the answer of that turn replaces the history."""
 
 
 class PlannedTurn:
-    """An answer that is about to be sampled: its prompt, and the events of its completion."""
-
     def __init__(
         self,
         renderer: ChatRenderer,
@@ -77,9 +69,7 @@ class PlannedTurn:
         compacts: bool = False,
         key: str | None = None,
     ) -> None:
-        """`match` is where the call is among the recorded ones.
-
-        `compacts` tells whether the answer of the turn that it follows replaces its history; `key` is that of a turn
+        """`compacts` tells whether the answer of the turn that it follows replaces its history; `key` is that of a turn
         which is captured again.
         """
         # Without what is large, since every turn keeps it.
@@ -107,12 +97,11 @@ class PlannedTurn:
 
     @property
     def follows(self) -> RecordedTurn | None:
-        """The recorded turn whose answer is the last one in the call's messages."""
         return self.match.answered
 
     @property
     def since(self) -> Sequence[ClientMessage]:
-        """The messages that came since that answer; none if there is no such turn."""
+        """The messages since the answer of that turn; none if there is no such turn."""
         if self.match.answered is None:
             return ()
         after = self.messages[self.match.answered_at + 1 :]
@@ -120,21 +109,21 @@ class PlannedTurn:
 
     @property
     def known(self) -> int:
-        """How many of `prompt_ids` are those of the turn that the call continues, with its output."""
+        """Those of `prompt_ids` that are of the turn that the call continues, with its output."""
         return self.prompt.known
 
     @property
     def routed(self) -> int:
-        """For how many of `prompt_ids` experts are known."""
+        """Those of `prompt_ids` for which experts are known."""
         return self.prompt.routed
 
     def feed(self, ids: Sequence[int]) -> list[AnswerEvent]:
-        """Return the events that these newly sampled ids complete; half a character or a possible stop waits."""
+        """Return the events that these ids complete; half a character or a possible stop waits."""
         self._fed += len(ids)
         return self.splitter.feed(ids)
 
     def finish(self, generation: Generation) -> list[AnswerEvent]:
-        """Return the events that were held back, `AnswerEnd` last; ids that were not fed before are part of them.
+        """Return the remaining events, `AnswerEnd` last, also of ids that were not fed before.
 
         Raises:
             ValueError: The engine aborted the generation, so the answer has no end.
@@ -158,7 +147,7 @@ class PlannedTurn:
         return tuple([TokenLogprob(self._renderer.decode([token]), logprob) for token, logprob in sampled])
 
     def complete(self, generation: Generation) -> list[AnswerEvent]:
-        """Return the events of the ids that are still missing; nothing the second time."""
+        """Return the events of the missing ids; nothing the second time."""
         if self._finished:
             return []
         self._finished = True
@@ -168,7 +157,7 @@ class PlannedTurn:
 
 @dataclass(slots=True)
 class TurnCapture:
-    """The conversations of one rollout, as a tree of turns. Not for use from two threads at once."""
+    """A tree of turns. Not for use from two threads at once."""
 
     renderer: ChatRenderer
     policy: CapturePolicy = CapturePolicy()
@@ -183,7 +172,7 @@ class TurnCapture:
         self._index = TurnIndex(self.policy.extends)
 
     def plan(self, call: ModelCall, context_length: int | None = None) -> PlannedTurn:
-        """Find the turn that a call continues, and make its prompt. May take long for a long new prompt.
+        """Find the turn that a call continues, and make its prompt, which may take long.
 
         With `context_length`, a prompt that is much longer is refused before it is rendered.
 
@@ -204,7 +193,7 @@ class TurnCapture:
         return PlannedTurn(self.renderer, call, prompt, head, match, messages, compacts=compacts)
 
     def record(self, planned: PlannedTurn, generation: Generation, *, delivered: bool) -> None:
-        """Keep a whole turn; one that was not delivered to the client is kept without being trained on.
+        """Keep a turn; one that was not delivered to the client is kept without being trained on.
 
         Raises:
             RecordError: The engine's answer cannot be trained on.
@@ -241,7 +230,7 @@ class TurnCapture:
         self._index.add(recorded)
 
     def skip(self) -> None:
-        """Use up the id of a turn of which nothing may be kept."""
+        """Use up the id of a turn that may not be kept."""
         self._tree.skip()
 
     @property
@@ -250,31 +239,30 @@ class TurnCapture:
 
     @property
     def turns(self) -> Mapping[int, RecordedTurn]:
-        """The recorded turns by their ids, in the order in which they ended."""
+        """By their ids, in the order in which they ended."""
         return self._by_id
 
     @property
     def calls(self) -> Mapping[str, ToolCall]:
-        """The policy's calls, by the ids that clients know."""
         return self._index.calls
 
     def same_as(self, planned: PlannedTurn) -> Sequence[RecordedTurn]:
         return self._index.answers(planned.match.state)
 
     def role_of(self, planned: PlannedTurn) -> SegmentRole:
-        """Return whose conversation a turn will be in, as far as its calls tell now."""
+        """Return a turn's role, as far as the calls tell now."""
         prompt, compacted = planned.prompt, frozenset(self._compacted)
         if planned.compacts and prompt.after is not None:
             compacted |= {prompt.after.turn_id}
         return role_of_new(self._turns, compacted, planned, prompt.parent, prompt.after)
 
     def trajectory(self) -> Trajectory:
-        """Return everything that was recorded so far, with the messages of the last turn of the agent's own."""
+        """Return all that was recorded, with the messages of the agent's own last turn."""
         messages = self.messages()  # first: it decides what each turn is trained as
         return self._tree.trajectory(messages)
 
     def messages(self) -> list[Message]:
-        """Return the conversation of the last turn of the agent's own, with its answer."""
+        """Return the conversation of the agent's own last turn, with its answer."""
         roles = self._assign_roles()
         own = (each for each in reversed(self._turns) if each.messages)
         last = next((each for each in own if roles[each.turn.turn_id] is SegmentRole.MAIN), None)
@@ -309,7 +297,7 @@ class TurnCapture:
         return roles
 
     def _extend(self, call: ModelCall, messages: Sequence[ClientMessage], match: Match) -> TreePrompt | None:
-        """Return a prompt that extends the turn that the call continues, or None if there is none or no proof."""
+        """Extend the turn that the call continues; return None if there is none, or no proof."""
         new = messages[match.begin :]
         if match.turn is None or not new or any(message.role == "assistant" for message in new):
             return None
@@ -322,7 +310,7 @@ class TurnCapture:
         return self._tree.extend(turn, as_messages(new, self._index.calls, calls), call.tools, history, reason)
 
     def _history(self, messages: Sequence[ClientMessage], match: Match) -> list[Message]:
-        """Return messages up to an answer, each answer as it was sampled."""
+        """Render messages, with each answer as it was sampled."""
         rendered = as_messages(messages, self._index.calls)
         return [
             match.turns[place].turn.message if place in match.turns else message
@@ -350,7 +338,6 @@ class TurnCapture:
         return _ForkCause(ForkReason.NEW_ROOT if missing is None else ForkReason.ANSWER_MISSING, missing)
 
     def _why_changed(self, call: ModelCall, relative: RecordedTurn, match: Match, head: Head) -> ForkReason:
-        """Return why a call does not begin as the conversation of which it has an answer."""
         if call.lane.purpose == "compaction":
             return ForkReason.COMPACTION
         if relative.head.tools != head.tools:
@@ -362,7 +349,6 @@ class TurnCapture:
         return ForkReason.COMPACTION if forgotten else ForkReason.HISTORY_EDITED
 
     def _why_not_extended(self, messages: Sequence[ClientMessage], match: Match) -> ForkReason:
-        """Return why a call renders a conversation anew that it could have continued."""
         if match.changed is not None:
             return ForkReason.ANSWER_CHANGED
         if match.relative is not match.turn:
@@ -372,7 +358,7 @@ class TurnCapture:
         return ForkReason.BRIDGE_REFUSED
 
     def _summary(self, messages: Sequence[ClientMessage], match: Match, head: Head) -> RecordedTurn | None:
-        """Return the turn whose answer replaces the history of a conversation with a known head."""
+        """Find the turn whose answer replaces the history of a conversation with a known head."""
         if not any(each.head == head for each in self._turns):
             return None
         text = "\n".join(message.text for message in messages if message.role == "user")

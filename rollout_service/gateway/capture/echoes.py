@@ -1,4 +1,4 @@
-"""Finds the recorded turn that a call continues, by the meaning of the client's messages.
+"""The recorded turn that a call continues, found by the meaning of the client's messages, and the role of each turn.
 
 A conversation is a path of states. A message that is not the policy's leads to a state by its content; an answer of the
 policy leads to a state by which turn it is, so it does not matter how its client writes it. The cost of a call is one
@@ -20,8 +20,6 @@ from rollout_service.gateway.capture.text_stream import SentAnswer, SentCall
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, ModelCall
 from rollout_service.gateway.errors import ContextOverflowError
 from rollout_service.tokens import ChatRenderer, TreeTurn
-
-# How an answer stands in a client's history, compared with what the client was sent.
 
 
 class EchoMatch(StrEnum):
@@ -50,7 +48,7 @@ def compare(sent: SentAnswer, message: ClientMessage) -> EchoMatch:
 
 
 def same_calls(sent: SentAnswer, message: ClientMessage) -> bool:
-    """Return whether a message has the calls of an answer, by value and in order; its client may leave out ids."""
+    """Compare calls by value and in order; a client may leave out ids."""
     return _compare_calls(sent.calls, message.calls) is not EchoMatch.ARGUMENTS_REWRITTEN
 
 
@@ -68,7 +66,7 @@ def _compare_calls(sent: Sequence[SentCall], echoed: Sequence[ClientToolCall]) -
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RecordedTurn:
-    """A turn, with the parts of it that its client knows."""
+    """A turn, with its parts that the client knows."""
 
     turn: TreeTurn
     key: str
@@ -77,13 +75,13 @@ class RecordedTurn:
     """The state of the conversation that it answers."""
     sent: SentAnswer
     call: ModelCall
-    """The request, without its messages and tools."""
+    """Without its messages and tools."""
     delivered: bool
     malformed: int
     disagreed: bool
-    """Whether the client was sent something else than the parser found."""
+    """The client was sent something else than the parser found."""
     messages: Sequence[ClientMessage]
-    """The messages that it answers, until another turn has them in its history."""
+    """Those that it answers, until another turn has them in its history."""
     echoes: dict[bytes, EchoMatch] = field(default_factory=dict)
     """How the answer stands in each form in which its client has sent it back."""
     after: bytes = field(init=False)
@@ -101,40 +99,34 @@ class RecordedTurn:
 
 @dataclass(slots=True)
 class Match:
-    """Where a call is among the recorded conversations."""
-
     state: bytes
-    """The state that all of its messages lead to."""
+    """All messages lead to it."""
     turn: RecordedTurn | None = None
     """The last turn whose answer stands after exactly the messages that it answered."""
     begin: int = 0
     """The first message after that answer; of all messages if there is no turn."""
     turns: dict[int, RecordedTurn] = field(default_factory=dict)
-    """The turns whose answers stand before it, by the place of the message."""
+    """By the place of their answers, up to `begin`."""
     missing: RecordedTurn | None = None
     """A turn behind `turn` whose answer the client has left out."""
     changed: RecordedTurn | None = None
     """A turn behind `turn` whose answer the client has changed too much."""
     relative: RecordedTurn | None = None
-    """The last turn that any message names or repeats, wherever it stands."""
+    """The last that any message names or repeats, wherever it stands."""
     named: set[int] = field(default_factory=set)
-    """The numbers of all turns that messages name or repeat."""
+    """Numbers of all turns that messages name or repeat."""
     answered: RecordedTurn | None = None
     """The turn whose answer is the last one in the messages, whatever became of those before it."""
     answered_at: int = 0
-    """The place of that answer."""
     has_foreign: bool = False
-    """Whether an assistant's message is no recorded turn's answer, or a changed one."""
+    """Whether an assistant's message is not a recorded answer, or a changed one."""
 
 
 @dataclass(slots=True)
 class TurnIndex:
-    """The recorded turns, by their texts in clients' messages."""
-
     extends: frozenset[EchoMatch]
-    """Which answers may be continued, by how they stand."""
     calls: dict[str, ToolCall] = field(default_factory=dict)
-    """The policy's calls, by the ids that clients know."""
+    """By the ids that clients know."""
     _by_state: dict[bytes, list[RecordedTurn]] = field(default_factory=dict)
     _by_call: dict[str, RecordedTurn] = field(default_factory=dict)
     _by_key: dict[str, RecordedTurn] = field(default_factory=dict)
@@ -155,7 +147,7 @@ class TurnIndex:
         return self._by_state.get(state, ())
 
     def match(self, messages: Sequence[ClientMessage], head: Head) -> Match:
-        """Follow a call's messages along the recorded conversations as far as they go."""
+        """Follow the messages along the recorded conversations as far as they go."""
         match = Match(head.key())
         for place, message in enumerate(messages):
             if place == 0 and message.role == "system":
@@ -188,7 +180,7 @@ class TurnIndex:
         match.state = extended(match.state, message)
 
     def _named(self, message: ClientMessage) -> RecordedTurn | None:
-        """Return the turn that a message names, by the id of a call or by its key."""
+        """Find a turn by the id of a call or by its key."""
         calls = (self._by_call.get(call.id) for call in message.calls if call.id is not None)
         return next((turn for turn in calls if turn is not None), self._by_key.get(message.turn_key or ""))
 
@@ -208,7 +200,7 @@ class TurnIndex:
 
 
 def _note_answer(match: Match, place: int, message: ClientMessage, candidates: Sequence[RecordedTurn | None]) -> None:
-    """Note whose answer an assistant's message is, wherever it stands."""
+    """Note whose answer a message is, wherever it stands."""
     for turn in candidates:
         if turn is not None and turn.match(message) is not EchoMatch.TEXT_CHANGED:
             match.answered, match.answered_at = turn, place
@@ -218,46 +210,33 @@ def _note_answer(match: Match, place: int, message: ClientMessage, candidates: S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureReport:
-    """The counts of one rollout so far."""
-
     calls: int
-    """The recorded turns."""
     continued: int
-    """Those whose prompt extends a recorded turn."""
+    """Calls whose prompt extends a recorded turn."""
     prompt_tokens: int
-    """The tokens of all prompts."""
     kept_tokens: int
-    """Those of them that were a recorded turn's prompt and output, so that nothing was rendered again."""
+    """Prompt tokens of a recorded turn, so that they were not rendered again."""
     standings: Mapping[EchoMatch, int]
     """How answers stood when they came back, each form of each answer counted once."""
     forks: Mapping[ForkReason, int]
-    """The number of segments by the reason why they began."""
     roles: Mapping[SegmentRole, int]
-    """The number of turns by whose conversation they are in."""
     malformed_calls: int
     undelivered: int
-    """Answers that their client did not receive."""
+    """Answers that did not reach the client."""
     disagreements: int
     """Answers of which the client was sent something else than the parser found; each is a defect."""
 
     @property
     def kept_share(self) -> float | None:
-        """The share of prompt tokens that stayed in segments, 0 to 1; None before the first call."""
+        """Fraction of prompt tokens that stayed in segments; None before the first call."""
         return self.kept_tokens / self.prompt_tokens if self.prompt_tokens else None
 
 
-# Which of a client's conversations are its agent's own, and which are beside it.
-#
-# What a client says of a call holds. Of the others, the first conversation with tools is the agent's own, and so is
-# each that goes on from it or has the same system prompt and tools; one without tools, or that must answer in a schema,
-# is a side call; one with other tools is an agent that the agent started.
-
 _QUOTED_LINE = 20
-"""The shortest line that tells that a text is quoted, in characters."""
+"""Characters of the shortest line that shows a quotation."""
 
 
 def said_role(call: ModelCall) -> SegmentRole | None:
-    """Return the role that a client itself tells."""
     lane = call.lane
     if call.kind:
         return SegmentRole.MAIN if call.kind == "main" else SegmentRole.SIDE
@@ -270,7 +249,12 @@ def said_role(call: ModelCall) -> SegmentRole | None:
 
 def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapping[int, SegmentRole]:
     """Return the role of each turn by its id; turns in `compacted` wrote the text that replaced the agent's own
-    history."""
+    history.
+
+    The client's own word holds. Of the other conversations, the first with tools is the agent's own, and so is each
+    that goes on from it or has the same system prompt and tools; one without tools, or that must answer in a schema, is
+    a side call; one with other tools is an agent that the agent started.
+    """
     main = _main_root(turns)
     roles: dict[int, SegmentRole] = {}
     for each in turns:
@@ -290,7 +274,7 @@ def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapp
 
 
 class TurnHead(Protocol):
-    """The properties of a turn that, with the turns before it, show whose conversation it is in."""
+    """With the turns before, these show whose conversation a turn is in."""
 
     @property
     def head(self) -> Head: ...
@@ -306,7 +290,7 @@ def role_of_new(
     parent: TreeTurn | None,
     after: TreeTurn | None,
 ) -> SegmentRole:
-    """Return the role of a turn that is not recorded yet, judged by the recorded ones."""
+    """Judge a turn that is not recorded yet by the recorded ones."""
     if (said := said_role(new.call)) is not None:
         return said
     before = parent or after
@@ -334,25 +318,21 @@ def _has_only_schema(root: TurnHead, main: TurnHead) -> bool:
 
 
 def _main_root(turns: Sequence[RecordedTurn]) -> RecordedTurn | None:
-    """Return the first turn of the agent's own conversation."""
+    """Find the first turn of the agent's own conversation."""
     roots = [each for each in turns if each.turn.lineage is None and said_role(each.call) is None]
     likely = sorted(roots, key=lambda each: (not each.head.tools, each.call.json_schema is not None))
     return next(iter(likely), None)
 
 
 def quotes(text: str, answer: str) -> bool:
-    """Return whether a text has at least half of an answer's lines, leaving out short ones."""
+    """Look for at least half of an answer's lines, leaving out short ones."""
     lines = [line.strip() for line in answer.splitlines() if len(line.strip()) >= _QUOTED_LINE]
     return bool(lines) and sum([line in text for line in lines]) * 2 >= len(lines)
 
 
-# Compares a prompt with the model's context before it is rendered, which takes 36 bytes for each of its tokens.
-#
-# A prompt that is not refused here may still be too long: the ids of what is rendered tell exactly.
-
 _SPOKEN_CHARS = 32
-"""How many characters an agent's own answers may have for each token of the context. Many chat formats leave out its
-reasoning, so these are not counted; no prompt has as many."""
+"""Characters of an agent's own answers for each token of the context. Many chat formats leave out reasoning, so answers
+are not counted; no prompt has as many."""
 
 
 def check_length(
@@ -362,7 +342,9 @@ def check_length(
     match: Match,
     context_length: int,
 ) -> None:
-    """Refuse a prompt that is surely longer than the context.
+    """Refuse a prompt that is surely longer than the context, since rendering takes 36 bytes for each token.
+
+    One that is not refused may still be too long: the rendered ids tell exactly.
 
     Raises:
         ContextOverflowError: It is; its count of tokens is an estimate.

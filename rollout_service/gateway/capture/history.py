@@ -1,7 +1,7 @@
 """A client's messages: their meaning as a hash, and as the messages that a chat format renders.
 
-Guarantee: two messages have the same key if they mean the same. Arguments are compared by value: the order of keys,
-white space, escapes, and `1.0` for `1` make no difference.
+Two messages have the same key if they mean the same. Arguments are compared by value: the order of keys, white space,
+escapes, and `1.0` for `1` make no difference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The system prompt and the tools before a conversation. They are kept as hashes, since every turn has a head."""
+    """The system prompt and the tools before a conversation, as hashes, since every turn has a head."""
 
     system: bytes
     tools: bytes
@@ -31,7 +31,7 @@ class Head:
 
     @classmethod
     def of(cls, messages: Sequence[ClientMessage], tools: Sequence[ToolSpec]) -> Head:
-        """Return the head of a conversation whose leading system messages are joined."""
+        """Make a head; the leading system messages must be joined."""
         system = messages[0].text.strip() if messages and messages[0].role == "system" else ""
         written = orjson.dumps([dict(tool) for tool in tools], option=orjson.OPT_SORT_KEYS) if tools else b""
         return cls(digest(b"", system), blake2b(written, digest_size=_SIZE).digest() if tools else b"")
@@ -41,7 +41,6 @@ class Head:
 
 
 def digest(before: bytes, *texts: str | None) -> bytes:
-    """Return a hash of a state and of an addition to it."""
     parts = [before]
     for text in texts:
         if text is None:
@@ -53,7 +52,6 @@ def digest(before: bytes, *texts: str | None) -> bytes:
 
 
 def extended(state: bytes, message: ClientMessage) -> bytes:
-    """Return the state of a conversation to which a message is added."""
     if message.role != "assistant":
         return digest(state, message.role, message.call_id, message.text)
     calls = (part for call in message.calls for part in (call.name, canonical(call.arguments)))
@@ -61,13 +59,12 @@ def extended(state: bytes, message: ClientMessage) -> bytes:
 
 
 def echo_key(message: ClientMessage) -> bytes:
-    """Return a hash of an assistant's message to the letter."""
     calls = (part for call in message.calls for part in (call.id, call.name, call.arguments))
     return digest(b"", message.text, message.reasoning, *calls)
 
 
 def canonical(arguments: str) -> str:
-    """Return arguments in one form for each value, or as they are if they are not JSON."""
+    """Return one form for each value, or the arguments as they are if they are not JSON."""
     try:
         return json.dumps(_plain(json.loads(arguments)), sort_keys=True)
     except (ValueError, RecursionError):
@@ -85,7 +82,7 @@ def _plain(value: Any) -> Any:
 def as_messages(
     messages: Sequence[ClientMessage], calls: Mapping[str, ToolCall], before: Sequence[ToolCall] = ()
 ) -> list[Message]:
-    """Return messages as a chat format renders them.
+    """Prepare messages for rendering.
 
     `calls` has the policy's calls by the ids under which the client knows them; those in `before` were made right
     before these messages. Results without an id answer such calls in their order.
@@ -142,8 +139,3 @@ def _as_call(number: int, call: ClientToolCall, calls: Mapping[str, ToolCall]) -
         raw=call.arguments,
         error=None if is_object else "arguments_not_an_object",
     )
-
-
-# Compares a prompt with the model's context before it is rendered, which takes 36 bytes for each of its tokens.
-#
-# A prompt that is not refused here may still be too long: the ids of what is rendered tell exactly.

@@ -1,7 +1,7 @@
 """Sampled ids as events of an answer, while they are sampled: reasoning, text and tool calls. Pure and synchronous.
 
-Guarantees: the events, joined, are the same however the ids were cut into pieces, and equal to the parts that
-`ChatRenderer.parse` finds in all of them:
+The events, joined, are the same however the ids were cut into pieces, and equal to the parts that `ChatRenderer.parse`
+finds in all of them:
 
 - reasoning and text without the white space around them;
 - each well-formed call, its arguments as they were sampled if that was JSON;
@@ -46,8 +46,6 @@ class _Region(Enum):
 
 
 class Splitter:
-    """The events of one answer; `sent` is their texts, joined."""
-
     def __init__(
         self,
         renderer: ChatRenderer,
@@ -57,13 +55,13 @@ class Splitter:
         call_prefix: str = "call",
         stop: tuple[str, ...] = (),
     ) -> None:
-        """Give calls the ids `{call_prefix}_{index}`; end the text before the first of the `stop` strings."""
+        """Calls get the ids `{call_prefix}_{index}`; the text ends before the first of the `stop` strings."""
         self.sent = SentAnswer()
         self.malformed = 0
         self.disagreed = False
-        """Whether the answer that was sent differs from the parser's result."""
+        """The answer that was sent differs from the parser's result."""
         self.parsed: ParsedTurn | None = None
-        """The parser's result, once every id was fed."""
+        """Once every id was fed."""
         self._renderer = renderer
         self._prompt = prompt_ids
         self._tools = tools
@@ -92,7 +90,6 @@ class Splitter:
 
     @property
     def stopped_by(self) -> str | None:
-        """The client's stop string that was found."""
         return self._stops[0].found or self._stops[1].found
 
     @property
@@ -116,7 +113,7 @@ class Splitter:
         return self.sent.take()
 
     def finish(self) -> list[AnswerEvent]:
-        """Return the events that have waited; every id was fed."""
+        """Return the remaining events; every id was fed."""
         parsed = self.parsed = self._renderer.parse(self._ids, self._prompt, self._tools, self._call_prefix)
         self.malformed = sum([call.error is not None for call in parsed.tool_calls])
         if self.stopped_by is None:
@@ -135,7 +132,6 @@ class Splitter:
         return frozenset([*tags, *self._renderer.stop_token_ids])
 
     def _push(self, ids: Sequence[int]) -> None:
-        """Add ids that are text of the present part."""
         if not ids:
             return
         if self._region is _Region.REASONING:
@@ -154,7 +150,7 @@ class Splitter:
             self._region = _Region.WAIT
 
     def _mark(self, token: int) -> bool:
-        """Read a control token; return False if it is text here."""
+        """Return False if it is text here."""
         known = self._format
         if known is None or self._region in (_Region.WAIT, _Region.OVER):
             return True
@@ -216,7 +212,7 @@ class Splitter:
 
     @property
     def _in_call(self) -> bool:
-        """Whether the name of a call was sent, and its end was not."""
+        """The name of a call was sent, and its end was not."""
         return bool(self.sent.calls) and not self.sent.calls[-1].ended
 
     def _push_call(self, text: str) -> None:
@@ -236,7 +232,7 @@ class Splitter:
             self._send_call(call)
 
     def _send_call(self, call: ToolCall) -> None:
-        """Send a call that is complete, or the rest of it; a malformed one is text, and waits."""
+        """Send a complete call, or the rest of it; a malformed one is text, and waits."""
         self._read += 1
         if self._in_call:
             self.sent.end_call(call.error or self._difference(call))
@@ -251,7 +247,7 @@ class Splitter:
         self.sent.begin_call(f"{self._call_prefix}_{len(self.sent.calls)}", name, number)
 
     def _difference(self, call: ToolCall) -> str | None:
-        """Return an error if a call differs from the part that was sent, such as one that says its name twice."""
+        """Return an error if the sent part differs, as of a call that says its name twice."""
         sent = self.sent.calls[-1]
         same = sent.name == call.name and json.loads(sent.arguments) == call.arguments
         return None if same else _CHANGED
@@ -271,7 +267,6 @@ class Splitter:
         self._send_text("\n".join(filter(None, [parsed.content.strip(), *self._broken])))
 
     def _send_text(self, whole: str) -> None:
-        """Send the rest of the text, up to a stop string."""
         stops = [(at, stop) for stop in self._stops[1].stops if (at := whole.find(stop)) >= 0]
         if stops:
             at, self._stops[1].found = min(stops)
@@ -279,7 +274,7 @@ class Splitter:
         self._rest(self.sent.text, whole, self.sent.add_text)
 
     def _held_text(self, raw: str) -> str:
-        """Return the text of an answer that cannot be parsed: the part that was sent, and the rest if it is known."""
+        """For an answer that cannot be parsed, return the part that was sent, and the rest if it is known."""
         if not (self.sent.reasoning or self.sent.text or self.sent.calls):
             return raw
         return "\n".join(filter(None, [self.sent.text, *self._broken]))
@@ -291,11 +286,6 @@ class Splitter:
             self.disagreed = True
 
 
-# Features of a chat format that can be told from its tokens while they are sampled.
-#
-# In every format here a part begins and ends with control tokens, so that text which only looks like one ends
-# nothing. In all other formats an answer is read when it is complete.
-
 _JSON = frozenset({"qwen3", "qwen3-vl"})
 _XML = frozenset({"qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"})
 _TAGGED = frozenset({"glm-4.5", "glm-5", "glm-5.1", "glm-5.3"})
@@ -303,22 +293,26 @@ _TAGGED = frozenset({"glm-4.5", "glm-5", "glm-5.1", "glm-5.3"})
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """The control tokens between the parts of an answer, and the properties that follow from them."""
+    """The control tokens between the parts of an answer, and the properties that follow from them.
+
+    In every such format a part begins and ends with control tokens, so that text which only looks like one ends
+    nothing. In all others an answer is read when it is complete.
+    """
 
     think: int
     think_end: int
     call: int
     call_end: int
     json_calls: bool
-    """Whether calls are JSON objects, of which the arguments can be told before their end."""
+    """Calls are JSON objects, whose arguments can be told before their end."""
     tagged: bool
-    """Whether a call ends reasoning, text goes on after a call, and reasoning may begin anywhere."""
+    """A call ends reasoning, text goes on after a call, and reasoning may begin anywhere."""
     text_ends_reasoning: bool
-    """Whether the text of the token that ends reasoning ends it too, spelled out."""
+    """The token that ends reasoning does so too as text."""
 
 
 def stream_format(renderer: ChatRenderer) -> StreamFormat | None:
-    """Return the stream format of a chat format, or None if its answers are read only when they are complete."""
+    """Return None if answers are read only when they are complete."""
     if renderer.name not in _JSON | _XML | _TAGGED:
         return None
     found = [renderer.encode(text) for text in ("<think>", "</think>", "<tool_call>", "</tool_call>")]

@@ -1,7 +1,7 @@
 """Sampled ids as text, bit by bit, with the calls in it and as its client receives it. Pure and synchronous.
 
-Guarantees: the output of the streams of this module, joined, is the text of all ids, whatever the pieces in which they
-came; of a character that is not complete, nothing is returned.
+Whatever a stream returns, joined, is the text of all ids, whatever the pieces in which they came; of a character that
+is not complete, nothing is returned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SentCall:
     id: str
     name: str
     number: int
-    """Its place among the calls that the parser finds, malformed ones included."""
+    """Its place among the parser's calls, malformed ones included."""
     arguments: str = ""
     error: str | None = None
     ended: bool = False
@@ -35,7 +35,7 @@ class SentCall:
 
 @dataclass(slots=True)
 class SentAnswer:
-    """The part of an answer that its client has received, and the events that it has not."""
+    """An answer as its client has received it, and the events still to be sent."""
 
     reasoning: str = ""
     text: str = ""
@@ -53,7 +53,6 @@ class SentAnswer:
             self._events.append(TextDelta(text))
 
     def begin_call(self, call_id: str, name: str, number: int) -> None:
-        """Begin a tool call, which is the parser's call of this number."""
         self._events.append(CallBegin(len(self.calls), call_id, name))
         self.calls.append(SentCall(call_id, name, number))
 
@@ -67,16 +66,15 @@ class SentAnswer:
         self._events.append(CallEnd(len(self.calls) - 1, error))
 
     def take(self) -> list[AnswerEvent]:
-        """Return the events since the last time."""
         events, self._events = self._events, []
         return events
 
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _UNFINISHED = 3
-"""The largest number of bytes that a character may lack, or have."""
+"""The most bytes that a character may lack."""
 _WINDOW = 24
-"""The number of ids after which those that are complete are forgotten, though they do not decode to valid UTF-8."""
+"""Ids after which complete ones are forgotten, though they do not decode to valid UTF-8."""
 
 
 @dataclass(slots=True)
@@ -86,7 +84,7 @@ class TextStream:
     decode: Callable[[Sequence[int]], str]
     _ids: list[int] = field(default_factory=list)
     _returned: int = 0
-    """How many characters of the text of `_ids` were returned."""
+    """Characters of the text of `_ids` that were returned."""
 
     def push(self, ids: Sequence[int]) -> str:
         self._ids += ids
@@ -101,7 +99,6 @@ class TextStream:
         return new
 
     def end(self) -> str:
-        """Return the text that has waited, and begin anew."""
         text = self.decode(self._ids)[self._returned :] if self._ids else ""
         self._ids, self._returned = [], 0
         return text
@@ -114,19 +111,19 @@ class TextStream:
 
 
 class _StopMatcher:
-    """Finds a string in a text that comes in pieces; looks at each character once (Knuth, Morris and Pratt)."""
+    """Finds a string in pieces of a text; looks at each character once (Knuth, Morris and Pratt)."""
 
     __slots__ = ("_fallbacks", "is_found", "matched", "stop")
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        """How many characters at the end of the text begin the string."""
+        """Characters at the end of the text that begin the string."""
         self.is_found = False
         self._fallbacks = _fallbacks(stop)
 
     def push(self, text: str) -> int | None:
-        """Return where in this piece the string ends for the first time, if it does."""
+        """Return where in this piece the string first ends, if it does."""
         stop, matched = self.stop, self.matched
         if len(text) > len(stop):
             at = (stop[:matched] + text).find(stop)
@@ -147,7 +144,7 @@ class _StopMatcher:
 
 @lru_cache(maxsize=64)
 def _fallbacks(stop: str) -> tuple[int, ...]:
-    """Return for each beginning of a string the length of the longest shorter one that it ends with."""
+    """For each beginning of a string, return the length of the longest shorter one that it ends with."""
     lengths = [0]
     for character in stop[1:]:
         length = lengths[-1]
@@ -163,16 +160,16 @@ class StopFilter:
     __slots__ = ("_first", "_held", "_matchers", "_read", "found", "stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Search for these strings, none of which is empty."""
+        """No string may be empty."""
         self.stops = stops
         self.found: str | None = None
-        """The string that was found; nothing is returned after it."""
+        """Nothing is returned after it."""
         self._matchers = [_StopMatcher(stop) for stop in stops]
         self._read = 0
-        """The number of characters so far."""
+        """Characters so far."""
         self._held = ""
         self._first: tuple[int, str] | None = None
-        """Where the first string begins, of those that were read to their end, and the string."""
+        """The first string that was read to its end, and where it begins."""
 
     def push(self, text: str) -> str:
         if not self._matchers:
@@ -202,7 +199,7 @@ class StopFilter:
         self._read += len(text)
 
     def _cut(self, text: str, first: tuple[int, str]) -> str:
-        """Return a text that ends with the last character that was read, up to where the first string begins."""
+        """Cut a text, which ends with the last character read, where the first string begins."""
         begin, self.found = first
         self._held = ""
         return text[: len(text) - (self._read - begin)]
@@ -210,13 +207,12 @@ class StopFilter:
 
 @dataclass(slots=True)
 class Trim:
-    """Removes the white space around a text; characters that may be at its end wait."""
+    """Removes surrounding white space; characters that may be at its end wait."""
 
     _begun: bool = False
     _held: str = ""
 
     def push(self, text: str) -> str:
-        """Return the text up to its last character that is not white space."""
         text = self._held + text
         if not self._begun:
             text = text.lstrip()
@@ -227,7 +223,7 @@ class Trim:
 
 
 class Channel:
-    """Reasoning or text on its way to a client: decoded, cut at strings, and without white space around it."""
+    """Decodes reasoning or text, cuts it at strings, and removes the white space around it."""
 
     def __init__(
         self,
@@ -245,7 +241,8 @@ class Channel:
 
     def end_region(self, *, goes_on: bool) -> None:
         """Send the text that has waited, because a control token follows; strings may begin here only if the text
-        `goes_on`."""
+        `goes_on`.
+        """
         self._pass(self._stream.end(), 0)
         if not goes_on:
             for place, each in enumerate(self._filters):
@@ -257,23 +254,18 @@ class Channel:
         self._send(self._trim.push(text))
 
 
-# A tool call that is written as JSON, read as it is sampled. Pure and synchronous.
-#
-# The form is `{"name": NAME, "arguments": OBJECT}`, in this order. A call in another order, or with anything else
-# before its arguments, can be read only when it is complete.
-
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=\{)')
 _LONGEST_HEAD = 1024
-"""The number of characters after which no name is looked for."""
+"""Characters after which no name is looked for."""
 _STRUCTURE = re.compile(r'["{}\[\]\\]')
 
 
 @dataclass(slots=True)
 class JsonCall:
     name: str | None = None
-    """The name, once the arguments have begun."""
+    """Known once the arguments have begun."""
     arguments: str = ""
-    """The text of the arguments so far; at most up to their last brace."""
+    """So far; at most up to their last brace."""
     _head: str = ""
     _depth: int = 0
     _quoted: bool = False
@@ -281,7 +273,7 @@ class JsonCall:
     _done: bool = False
 
     def push(self, text: str) -> str:
-        """Return more of the arguments' text; nothing before the name is known, nor after their end."""
+        """Return more of the arguments; nothing before the name is known, nor after their end."""
         if self.name is None:
             text = self._begin(text)
         if not text or self._done:
@@ -291,7 +283,7 @@ class JsonCall:
         return new
 
     def _begin(self, text: str) -> str:
-        """Return the text from the beginning of the arguments on, once they have begun."""
+        """Return the beginning of the arguments, once they have begun."""
         if len(self._head) > _LONGEST_HEAD:
             return ""
         self._head += text
@@ -307,7 +299,7 @@ class JsonCall:
         return self._head[head.end() :]
 
     def _scan(self, text: str) -> int:
-        """Return where the arguments end in this text, or its length."""
+        """Return where the arguments end, or the text's length."""
         at = int(self._escaped)
         self._escaped = False
         while mark := _STRUCTURE.search(text, at):

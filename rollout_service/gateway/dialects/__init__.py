@@ -20,7 +20,6 @@ from rollout_service.gateway.dialects.openai_responses import ResponsesCodec
 CODECS: Mapping[Dialect, DialectCodec] = MappingProxyType(
     {codec.dialect: codec for codec in (ChatCodec(), ResponsesCodec(), AnthropicCodec(), GoogleCodec())}
 )
-"""The codec of each dialect; they keep no state."""
 
 __all__ = [
     "CODECS",

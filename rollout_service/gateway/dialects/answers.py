@@ -52,7 +52,7 @@ class WholeAnswer:
 
     @property
     def text(self) -> str:
-        """All text, without reasoning."""
+        """Without reasoning."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart) and not part.is_reasoning)
 
     @property
@@ -70,7 +70,7 @@ class WholeAnswer:
         return self.end
 
     def events(self) -> Iterator[AnswerEvent]:
-        """Yield events of which the answer can be put together again, with as few deltas as possible."""
+        """Yield as few events as possible."""
         yield self.begin
         calls = 0
         for part in self.parts:

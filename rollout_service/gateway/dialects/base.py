@@ -37,35 +37,30 @@ class ListedModel:
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """An error in the form of an API."""
-
     status: int
     body: bytes
     retry_after: int | None = None
-    """After how many seconds the client should ask again."""
+    """Seconds."""
 
 
 class AnswerStream(ABC):
-    """One streamed answer. Every method returns the bytes to send next, which may be none."""
+    """Every method returns the bytes to send next, which may be none."""
 
     media_type: str = "text/event-stream"
 
     @abstractmethod
     def write(self, event: AnswerEvent) -> bytes:
-        """Return an event of the answer; the last one ends the stream."""
+        """Write an event; the last one ends the stream."""
 
     @abstractmethod
     def keep_alive(self) -> bytes:
-        """Return the bytes that make the clients of this API wait longer. Without effect on the answer."""
+        """Make the clients of this API wait longer, without effect on the answer."""
 
     @abstractmethod
-    def fail(self, error: BaseException) -> bytes:
-        """Return an error that ends the stream."""
+    def fail(self, error: BaseException) -> bytes: ...
 
 
 class DialectCodec(ABC):
-    """The reader and writer of one API."""
-
     dialect: ClassVar[Dialect]
     parameters: ClassVar[ParameterTable]
     bounded: ClassVar[BoundedFields]
@@ -82,20 +77,17 @@ class DialectCodec(ABC):
         """
 
     @abstractmethod
-    def open_stream(self, call: ModelCall) -> AnswerStream:
-        """Begin to write a streamed answer."""
+    def open_stream(self, call: ModelCall) -> AnswerStream: ...
 
     @abstractmethod
     def whole(self, call: ModelCall, answers: Sequence[WholeAnswer]) -> bytes:
-        """Return the body of an answer that is not streamed; more than one only for `n` over 1."""
+        """Return the body of answers that are not streamed; there is more than one only for `n` over 1."""
 
     @abstractmethod
-    def error(self, error: BaseException) -> ErrorAnswer:
-        """Return an exception in the form of the API."""
+    def error(self, error: BaseException) -> ErrorAnswer: ...
 
     @abstractmethod
-    def token_count(self, tokens: int) -> bytes:
-        """Return the body that says how many tokens a prompt has."""
+    def token_count(self, tokens: int) -> bytes: ...
 
     @abstractmethod
     def models(self, models: Sequence[ListedModel]) -> bytes: ...
@@ -108,7 +100,7 @@ _NOT_IN_FINGERPRINT = frozenset({"stream", "stream_options"})
 
 
 def fingerprint(dialect: Dialect, body: Fields, lane: Lane, *other: str, limits: frozenset[str]) -> bytes:
-    """Return a hash that two requests share if one repeats the other; `limits` are the names of limits of tokens."""
+    """Hash a request without its limits of tokens: two share the hash if one repeats the other."""
     left_out = _NOT_IN_FINGERPRINT | limits
     kept = {name: value for name, value in body.values.items() if name not in left_out}
     digest = hashlib.blake2b(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS), digest_size=16)
@@ -122,11 +114,9 @@ def sse(data: object, event: str | None = None) -> bytes:
 
 
 COMMENT = b": keep-alive\n\n"
-"""A comment of a stream of server-sent events."""
 
 
 def retry_after(error: BaseException) -> int | None:
-    """Return after how many seconds a client should ask again, if the error says so."""
     return error.retry_after if isinstance(error, TryLaterError) else None
 
 
@@ -155,14 +145,14 @@ _CLIENTS = (
     ("opencode", "opencode"),
     ("agents/python", "openai_agents"),
 )
-"""Beginnings of user agents in lower case, and the names of the clients that send them."""
+"""Beginnings of user agents in lower case, and the clients' names."""
 _OPENHANDS = "openhands"
 KNOWN_CLIENTS = frozenset({_OPENHANDS, *(name for _, name in _CLIENTS)})
 _MAX_ID = 128
 
 
 def client_name(headers: Mapping[str, str]) -> str:
-    """Return the name of the program that sent a request, such as `codex`; empty if it does not say."""
+    """Return a name such as `codex`; empty if the request does not say."""
     if headers.get("x-title", "").lower() == _OPENHANDS:
         return _OPENHANDS
     agent = headers.get("user-agent", "").lower()
@@ -174,7 +164,7 @@ def client_name(headers: Mapping[str, str]) -> str:
 
 
 def read_lane(headers: Mapping[str, str], session: str = "") -> Lane:
-    """Return the lane of a request; `session` is the one in its body, used if its headers have none."""
+    """Read the lane; `session` is the one in the body, used if the headers have none."""
     client = client_name(headers)
     if client == "codex":
         return _codex(headers)
@@ -228,7 +218,7 @@ _CODES = {
 
 
 def check_tool_choice(fields: Fields) -> None:
-    """Refuse a choice of tools that has no known form, of Chat Completions or of Responses.
+    """Refuse a choice that has no known form, of Chat Completions or of Responses.
 
     Raises:
         InvalidFieldError: The choice is neither a known word nor an object with a type.

@@ -1,8 +1,9 @@
-"""Reading of request bodies, field by field, with the path of whatever is wrong and what becomes of each.
+"""Reading of request bodies, field by field, with the path of whatever is wrong, and the treatment of each parameter.
 
-Guarantees: any bytes give a value or an `InvalidFieldError`, `MalformedBodyError` or `TooLargeError`, never another
-exception; nesting and the number of values are bounded; texts can be encoded, because half a surrogate pair, which
-JavaScript clients send when they cut a text, becomes the replacement character.
+Any bytes give a value or an `InvalidFieldError`, `MalformedBodyError` or `TooLargeError`, never another exception.
+Nesting and the number of values are bounded. Texts can be encoded, because half a surrogate pair, which JavaScript
+clients send when they cut a text, becomes the replacement character. Every parameter that a request holds is honored,
+recorded, named in `ignored`, or refused; none is dropped in silence.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rollout_service.gateway.errors import RefusedParameterError, UnsupportedCon
 from rollout_service.tokens import ToolSpec, tool_spec
 
 MAX_VALUES = 500_000
-"""The most values of a document. They take up to 200 bytes each, where the document has three: `{},`."""
+"""In a document. They take up to 200 bytes each, where the document has three: `{},`."""
 _SURROGATE = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
@@ -49,7 +50,7 @@ def parse_json(content: bytes | str) -> JsonValue:
 
 
 def has_too_many_values(content: bytes | str) -> bool:
-    """Return whether a JSON document has more than `MAX_VALUES` values, by its commas and brackets."""
+    """Count values by the commas and brackets of a JSON document."""
     return len(content) > MAX_VALUES and has_more(_as_bytes(content), b",{[", MAX_VALUES)
 
 
@@ -71,13 +72,12 @@ def dump_json(value: object) -> str:
 
 
 def invalid(path: str, message: str) -> Never:
-    """Refuse the request because of one field."""
     raise InvalidFieldError([FieldError(path=path, message=message)])
 
 
 @dataclass(slots=True)
 class Fields:
-    """One object of a body, with its path. A field that is null counts as missing."""
+    """An object of a body. A field that is null counts as missing."""
 
     values: dict[str, Any]
     path: str = ""
@@ -86,25 +86,23 @@ class Fields:
         return f"{self.path}.{name}" if self.path else name
 
     def text(self, name: str) -> str | None:
-        """Return a text, or None if it is missing."""
         value = self.values.get(name)
         if value is None or type(value) is str:
             return value
         return invalid(self.at(name), f"must be a string, not {kind(value)}")
 
     def required_text(self, name: str) -> str:
-        """Return a text that must not be missing or empty."""
+        """Refuse a text that is missing or empty."""
         return self.text(name) or invalid(self.at(name), "is required, and must be a string that is not empty")
 
     def boolean(self, name: str) -> bool | None:
-        """Return a truth value, or None if it is missing."""
         value = self.values.get(name)
         if value is None or type(value) is bool:
             return value
         return invalid(self.at(name), f"must be true or false, not {kind(value)}")
 
     def integer(self, name: str) -> int | None:
-        """Return a whole number of at least 1, or None if it is missing."""
+        """Refuse numbers below 1."""
         value = self.values.get(name)
         if type(value) is float and value.is_integer():
             value = int(value)
@@ -113,12 +111,10 @@ class Fields:
         return invalid(self.at(name), "must be an integer of at least 1")
 
     def object(self, name: str) -> Fields | None:
-        """Return an object, or None if it is missing."""
         value = self.values.get(name)
         return None if value is None else as_fields(value, self.at(name))
 
     def items(self, name: str) -> list[Any]:
-        """Return a list, empty if it is missing."""
         value = self.values.get(name)
         if value is None:
             return []
@@ -132,7 +128,7 @@ class Fields:
             yield as_fields(item, f"{path}.{index}")
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a list of texts, or the one text that stands for it."""
+        """Read a list, or the one text that stands for it."""
         value = self.values.get(name)
         if type(value) is str:
             return (value,)
@@ -172,7 +168,7 @@ def kind(value: JsonValue) -> str:
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """Return the object that a text of JSON holds; None if it holds none."""
+    """Return None if the text does not hold an object."""
     try:
         value = parse_json(text) if text.strip() else {}
     except ValueError:
@@ -181,11 +177,11 @@ def parse_object(text: str) -> dict[str, Any] | None:
 
 
 Part = Callable[[Fields], str | None]
-"""Reads the text of one part of a content; None for a part without text."""
+"""None for a part without text."""
 
 
 def join_content(message: Fields, name: str, part: Part, separator: str) -> str:
-    """Return the text of a content that is a string, or a list of parts."""
+    """Read a content that is a string, or a list of parts."""
     value = message.values.get(name)
     if value is None or type(value) is str:
         return value or ""
@@ -193,20 +189,18 @@ def join_content(message: Fields, name: str, part: Part, separator: str) -> str:
     return separator.join(texts)
 
 
-# Parts of messages, and tools, which all dialects treat alike.
-
 BETWEEN_PARTS = "\n\n"
-"""The separator of the texts of one message that a client sent in several parts, other than an assistant's."""
+"""Separates the parts of a message, other than an assistant's."""
 
 
 def unsupported(path: str, what: str) -> Never:
-    """Refuse an image, a sound or a file."""
+    """Refuse content that is not text."""
     message = f"the model reads text only, and this is {what}"
     raise UnsupportedContentError([FieldError(path=path, message=message)], hint="Leave it out.")
 
 
 def custom_tool(name: str, description: str | None, form: Mapping[str, Any] | None) -> ToolSpec:
-    """Return a function for a tool whose input is one text: with one parameter, and its grammar in the description."""
+    """Make a function for a tool whose input is one text; the description has its grammar."""
     lines = [description] if description else []
     if form and form.get("type") == "grammar":
         lines.append(f"The input follows this {form.get('syntax', '')} grammar:\n{form.get('definition', '')}")
@@ -215,38 +209,32 @@ def custom_tool(name: str, description: str | None, form: Mapping[str, Any] | No
 
 
 def custom_call(call_id: str | None, name: str, text: str) -> ClientToolCall:
-    """Return the call of a function that stands for a custom tool's call."""
+    """Make the call of a function that stands for a custom tool."""
     return ClientToolCall(call_id, name, dump_json({"input": text}))
 
 
 def custom_input(arguments: str) -> str:
-    """Return the text that a custom tool is called with; malformed arguments as they are."""
+    """Return malformed arguments as they are."""
     fields = parse_object(arguments)
     text = None if fields is None else fields.get("input")
     return text if isinstance(text, str) else arguments
 
 
 def describe_tools(tools: list[ToolSpec]) -> str:
-    """Return tools as text, for a message that makes them known."""
+    """Write tools as text, for a message that makes them known."""
     return "\n".join(f"<tool>{dump_json(tool['function'])}</tool>" for tool in tools)
 
 
 def raw_call_text(name: str, arguments: str) -> str:
-    """Return a malformed call as text, for dialects that can only carry well-formed ones."""
+    """Write a malformed call as text, for dialects that cannot carry it."""
     return f"{name}({arguments})"
 
 
-# The treatment of each parameter of an API, as data: the dialects' tables, and the sorting of a request by one.
-#
-# Guarantee: every parameter that a request holds is honored, recorded, named in `ignored`, or refused; none is dropped
-# in silence. One that no table knows is ignored and named.
-
 FORCES_NOTHING = "the model stays free: tokens that are forced cannot be trained on"
-"""The reason that is given where a choice of tools has no effect."""
 _MAX_NAMES, _MAX_NAME = 64, 80
-"""How many ignored parameters are named, and how many characters of each name are kept."""
+"""The ignored parameters that are named, and the characters of each name that are kept."""
 _MAX_RECORDED = 8_192
-"""The bytes of the largest value that is recorded, since every turn keeps it; a larger one is ignored, and named."""
+"""Bytes of a recorded value, since every turn keeps it; a larger one is ignored, and named."""
 
 
 class Treatment(StrEnum):
@@ -262,14 +250,14 @@ class Treatment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One row of a dialect's table."""
+    """A row of a dialect's table; a parameter without one is ignored."""
 
     path: str
-    """Its name, with the names of the objects around it, divided by dots."""
+    """Names of objects around it and its own, divided by dots."""
     treatment: Treatment
     note: str = ""
     recorded_as: str = ""
-    """The name in `ModelCall.requested`, where dialects differ in spelling; else its path."""
+    """Its name in `ModelCall.requested`, where dialects differ; else its path."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +265,7 @@ class ParameterTable:
     rows: tuple[Parameter, ...]
     by_path: Mapping[str, Parameter] = field(init=False)
     groups: frozenset[str] = field(init=False)
-    """The paths of objects whose fields have rows of their own."""
+    """Paths of objects whose fields have rows of their own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_path", {row.path: row for row in self.rows})
@@ -294,7 +282,6 @@ class Sorted:
     """An ordered set."""
 
     def ignore(self, path: str) -> None:
-        """Name something that has no effect."""
         if len(self.ignored) < _MAX_NAMES:
             self.ignored[path[:_MAX_NAME]] = None
 
@@ -333,5 +320,5 @@ def _sort(fields: Fields, table: ParameterTable, prefix: str, result: Sorted) ->
 
 
 def _asks(value: Any) -> bool:
-    """Whether a value asks for something; `false`, 0, and an empty text, list or object, do not."""
+    """Return false for `false`, 0, and an empty text, list or object."""
     return value not in (0, "", [], {})

@@ -16,8 +16,6 @@ from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, Lis
 
 
 class AnthropicCodec(DialectCodec):
-    """Reads and writes Messages."""
-
     dialect = Dialect.ANTHROPIC
     parameters = PARAMETERS
     bounded = BoundedFields(messages="messages", tools="tools", schema="output_format", stops="stop_sequences")

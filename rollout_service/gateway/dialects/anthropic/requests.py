@@ -60,12 +60,12 @@ PARAMETERS = ParameterTable(
 
 
 _BILLING = "x-anthropic-billing-header:"
-"""How the system block begins in which Claude Code names its version; it differs between otherwise equal prompts."""
+"""The begin of the system block with Claude Code's version, which differs between otherwise equal prompts."""
 _LIMITS = frozenset({"max_tokens"})
 
 
 def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
-    """Return the call that a request makes; requests to count tokens are read alike."""
+    """Read a request for an answer, or one to count tokens."""
     fields = read_body(body)
     notes = sort_parameters(fields, PARAMETERS)
     _check_tool_choice(fields)
@@ -105,7 +105,7 @@ def _read_system(fields: Fields, notes: Sorted) -> list[ClientMessage]:
 
 
 def _read_tools(fields: Fields, notes: Sorted) -> tuple[tuple[ToolSpec, ...], tuple[ToolSpec, ...]]:
-    """Return the tools of the head, and those that the client makes known later by a reference."""
+    """Return the head's tools, and those that the client makes known later by a reference."""
     offered: list[ToolSpec] = []
     deferred: list[ToolSpec] = []
     for tool in fields.objects("tools"):
@@ -143,21 +143,19 @@ def _read_schema(fields: Fields) -> Mapping[str, Any] | None:
 
 
 def _session(fields: Fields) -> str:
-    """Return the session that Claude Code names in a JSON text in its metadata."""
+    """Read the session from a JSON text that Claude Code puts into its metadata."""
     metadata = fields.object("metadata")
     session = (parse_object((metadata and metadata.text("user_id")) or "") or {}).get("session_id")
     return session if isinstance(session, str) else ""
 
 
-# Reads the messages of Anthropic's Messages: lists of blocks, of which one message may hold several results.
-
 _MEDIA = {"image": "an image", "audio": "audio", "video": "a video"}
 _MAX_REFERENCED = 4 * 1024 * 1024
-"""The most characters that references to tools may stand for; a reference is short, and its tool may be long."""
+"""Characters that references to tools may stand for; a reference is short, and its tool may be long."""
 
 
 class MessageReader:
-    """Reads the messages of one request, whose tools are known by their names."""
+    """Reads the messages of one request: lists of blocks, of which one message may hold several results."""
 
     def __init__(self, tools: Mapping[str, ToolSpec], notes: Sorted) -> None:
         self._tools = tools
@@ -165,7 +163,7 @@ class MessageReader:
         self._referenced = 0
 
     def read(self, fields: Fields) -> Iterator[ClientMessage]:
-        """Yield the messages; each result of a tool is a message of its own, in the client's order."""
+        """Make each result of a tool a message of its own, in the client's order."""
         for message in fields.objects("messages"):
             role = message.required_text("role")
             match role:

@@ -36,7 +36,7 @@ _TEXT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 
 
 class MessageStream(AnswerStream):
-    """A stream of the events of a message. One block is open at a time."""
+    """One block is open at a time."""
 
     def __init__(self, call: ModelCall) -> None:
         self._call = call
@@ -44,7 +44,6 @@ class MessageStream(AnswerStream):
         self._begun = False
         self._block = -1
         self._open: str | None = None
-        """The type of the open block."""
         self._calls = 0
 
     def write(self, event: AnswerEvent) -> bytes:
@@ -65,7 +64,7 @@ class MessageStream(AnswerStream):
                 return self._end(event)
 
     def keep_alive(self) -> bytes:
-        """Return an empty delta, the only thing that Claude Code waits for; it opens a block of text if none is."""
+        """Send an empty delta, the only thing that Claude Code waits for; open a block of text if none is."""
         if not self._begun:
             return COMMENT
         opened = b"" if self._open else self._in_block(_TEXT)
@@ -91,7 +90,6 @@ class MessageStream(AnswerStream):
         return self._close() + self._start(block)
 
     def _in_block(self, form: str) -> bytes:
-        """Make a block of this type the open one."""
         if self._open == form:
             return b""
         empty = {"type": _THINKING, "thinking": "", "signature": ""}
@@ -124,7 +122,7 @@ class MessageStream(AnswerStream):
 
 
 def whole_message(call: ModelCall, answer: WholeAnswer) -> bytes:
-    """Return the body of a message. A call whose arguments are no object is text, since JSON cannot hold it."""
+    """Write a call whose arguments are not an object as text, since JSON cannot hold it."""
     blocks = [_whole_block(part, answer) for part in answer.parts]
     calls = sum(block["type"] == _TOOL_USE for block in blocks)
     message = _message(call, answer.begin.turn_key) | {"content": blocks}
@@ -165,7 +163,7 @@ def _stop(end: AnswerEnd, calls: int) -> dict[str, Any]:
 
 
 def usage(cost: AnswerUsage) -> dict[str, int]:
-    """Return the usage of an answer; the tokens of the prompt that were cached are not among `input_tokens`."""
+    """Leave cached tokens of the prompt out of `input_tokens`."""
     return {
         "input_tokens": cost.prompt_tokens - cost.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -177,8 +175,6 @@ def usage(cost: AnswerUsage) -> dict[str, int]:
 def _event(form: str, **fields: Any) -> bytes:
     return sse({"type": form, **fields}, form)
 
-
-# Errors in the form of Anthropic's API.
 
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",

@@ -18,8 +18,6 @@ _METHODS = ("generateContent", "streamGenerateContent", "countTokens")
 
 
 class GoogleCodec(DialectCodec):
-    """Reads and writes generateContent and streamGenerateContent."""
-
     dialect = Dialect.GOOGLE
     parameters = PARAMETERS
     bounded = BoundedFields(

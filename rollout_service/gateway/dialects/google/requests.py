@@ -74,16 +74,13 @@ PARAMETERS = ParameterTable(
 )
 
 
-# Thought signatures: what clients send back unread. Ours hold the key of the turn, and the id of the call.
-
-
 def sign(turn_key: str, call_id: str = "") -> str:
-    """Return a signature; Google's clients require base64."""
+    """Make a thought signature, which clients send back unread; Google's require base64."""
     return base64.b64encode(f"{turn_key}.{call_id}".encode()).decode()
 
 
 def read_signature(signature: str) -> tuple[str, str | None]:
-    """Return the key of the turn and the id of the call; a signature of another service is a key of no turn."""
+    """Return the key of the turn and the id of the call; another service's signature is a key of no turn."""
     try:
         text = base64.b64decode(signature, altchars=b"-_" if set("-_") & set(signature) else None).decode("ascii")
     except (binascii.Error, ValueError):
@@ -96,7 +93,7 @@ _METHOD = re.compile(r"/models/(?P<model>[^?]+):(?P<method>\w+)$")
 
 
 def read_call(body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:
-    """Return the call that a request makes; requests to count tokens are read alike."""
+    """Read a request for an answer, or one to count tokens."""
     model, method, server_sent_events = _read_path(path)
     fields = _read_fields(body)
     notes = sort_parameters(fields, PARAMETERS)
@@ -135,7 +132,7 @@ def read_call(body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:
 
 
 def _read_path(path: str) -> tuple[str, str, bool]:
-    """Return the model, the method, and whether a stream is to be one of server-sent events."""
+    """Return model, method, and whether a stream has server-sent events."""
     parts = urlsplit(path)
     found = _METHOD.search(unquote(parts.path))
     sse = parse_qs(parts.query).get("alt") == ["sse"]
@@ -187,8 +184,6 @@ def _read_schema(options: Fields) -> Mapping[str, Any] | None:
     return {"type": "object"} if options.text("responseMimeType") == "application/json" else None
 
 
-# Schemas of the OpenAPI kind, in which Google's clients declare functions, as JSON schemas.
-
 _TYPES = frozenset({"STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL"})
 _OF_SCHEMAS = frozenset({"properties", "$defs", "defs", "patternProperties"})
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
@@ -198,7 +193,7 @@ _WITHOUT_MEANING = frozenset({"propertyOrdering", "property_ordering", "nullable
 
 
 def to_json_schema(schema: Any) -> Any:
-    """Return a schema with its types in lower case, and `nullable` as a type. What is no schema is unchanged."""
+    """Translate the OpenAPI kind, in which Google's clients declare functions; other values are unchanged."""
     if not isinstance(schema, dict):
         return schema
     translated: dict[str, Any] = {}
@@ -222,15 +217,13 @@ def _translate(name: str, value: Any) -> Any:
     return to_json_schema(value) if name in _SINGLE else value
 
 
-# Reads the contents of Google's generateContent: lists of parts, in which answers to calls may lack an id.
-
 _MEDIA = {"inlineData": "an image or a sound", "fileData": "a file"}
 _RESULTS = ("output", "result", "content", "error")
-"""The names under which clients put the text of a function's response."""
+"""Names under which clients put the text of a function's response."""
 
 
 def camel_case(fields: Fields) -> Fields:
-    """Return an object with the names that Google's API writes; it accepts the spelling with underscores too."""
+    """Spell names as Google's API writes them; it accepts underscores too."""
     if not any("_" in name for name in fields.values):
         return fields
     return Fields({_camel(name): value for name, value in fields.values.items()}, fields.path)
@@ -242,19 +235,19 @@ def _camel(name: str) -> str:
 
 
 class _OpenCalls:
-    """Calls of one answer that are not answered yet. To find one takes no longer if there are many."""
+    """Calls of one answer that are not answered yet; finding one takes no longer among many."""
 
     def __init__(self, calls: Sequence[ClientToolCall] = ()) -> None:
         self._calls = calls
         self._answered: set[int] = set()
         self._places: dict[tuple[str | None, str | None], deque[int]] = defaultdict(deque)
-        """The places of the calls by id and name, of which each may be None for any."""
+        """By id and name, either of which may be None for any."""
         for place, call in enumerate(calls):
             for key in product({call.id, None}, (call.name, None)):
                 self._places[key].append(place)
 
     def take(self, call_id: str | None, name: str) -> ClientToolCall | None:
-        """Return the first call with this id, or any id for None: one with this name, if there is one."""
+        """Return the first call with this id, or with any for None; prefer one with this name."""
         for key in ((call_id, name), (call_id, None)):
             places = self._places.get(key, deque())
             while places:
@@ -269,10 +262,10 @@ class ContentReader:
     def __init__(self, notes: Sorted) -> None:
         self._notes = notes
         self._open_calls = _OpenCalls()
-        """Those of the last answer, for responses without an id."""
+        """From the last answer, for responses without an id."""
 
     def read(self, fields: Fields) -> Iterator[ClientMessage]:
-        """Yield the messages; each response of a function is a message of its own."""
+        """Make each response of a function a message of its own."""
         for content in fields.objects("contents"):
             role = content.text("role") or "user"
             if role == "model":
@@ -328,7 +321,7 @@ class ContentReader:
         return ClientMessage("tool", _result(response.values.get("response")), call_id=call_id, tool_name=name)
 
     def _answered(self, call_id: str | None, name: str) -> str | None:
-        """Return the id of the call that a response answers: the one that it names, else the first open one."""
+        """Return the id that a response names, else that of the first open call."""
         call = self._open_calls.take(call_id, name)
         return call_id or (call.id if call else None)
 
@@ -355,7 +348,7 @@ def _call(call: Fields, signed_id: str | None) -> ClientToolCall:
 
 
 def _result(response: Any) -> str:
-    """Return the text of a function's response; an object that holds more than one text as JSON."""
+    """Write an object that holds more than one text as JSON."""
     if isinstance(response, dict):
         for name in _RESULTS:
             if isinstance(text := response.get(name), str) and not response.keys() - {name, "name"}:

@@ -36,7 +36,7 @@ from rollout_service.gateway.errors import ContextOverflowError
 
 
 class CandidateStream(AnswerStream):
-    """A stream of responses of one candidate, each with the parts that are new."""
+    """A stream of responses of one candidate, each with the new parts."""
 
     def __init__(self, call: ModelCall) -> None:
         self._call = call
@@ -67,7 +67,7 @@ class CandidateStream(AnswerStream):
                 return self._end(event)
 
     def keep_alive(self) -> bytes:
-        """Return a response with an empty part; comments break the stream for Gemini CLI."""
+        """Send an empty part; comments break the stream for Gemini CLI."""
         return self._parts({"text": ""})
 
     def fail(self, error: BaseException) -> bytes:
@@ -102,7 +102,7 @@ class CandidateStream(AnswerStream):
 
 
 def whole_content(call: ModelCall, answers: Sequence[WholeAnswer]) -> bytes:
-    """Return the body of an answer that is not streamed; its usage is that of all candidates."""
+    """Sum the usage of all candidates."""
     candidates = [_candidate(index, answer) for index, answer in enumerate(answers)]
     costs = [answer.finish.usage for answer in answers]
     cost = AnswerUsage(
@@ -131,7 +131,7 @@ def _part(part: TextPart | CallPart, turn_key: str) -> dict[str, Any]:
 
 
 def _call_part(call: CallPart, turn_key: str) -> dict[str, Any]:
-    """Return a call; as text if its arguments are no object, since this API can carry no others."""
+    """Write a call as text if its arguments are not an object, since this API can carry no others."""
     arguments = parse_object(call.arguments)
     if arguments is None:
         return {"text": raw_call_text(call.name, call.arguments)}
@@ -148,7 +148,7 @@ def _finish_reason(end: AnswerEnd) -> str:
 
 
 def usage(cost: AnswerUsage) -> dict[str, int]:
-    """Return the usage of an answer; thoughts are not among the candidates' tokens."""
+    """Leave thoughts out of the candidates' tokens."""
     return {
         "promptTokenCount": cost.prompt_tokens,
         "cachedContentTokenCount": cost.cached_tokens,
@@ -157,8 +157,6 @@ def usage(cost: AnswerUsage) -> dict[str, int]:
         "totalTokenCount": cost.prompt_tokens + cost.sampled_tokens,
     }
 
-
-# Errors in the form of Google's API.
 
 _STATUSES = {
     HTTPStatus.UNAUTHORIZED: "UNAUTHENTICATED",

@@ -16,8 +16,6 @@ from rollout_service.gateway.dialects.openai_chat.responses import ChatStream, w
 
 
 class ChatCodec(DialectCodec):
-    """Reads and writes Chat Completions."""
-
     dialect = Dialect.CHAT
     parameters = PARAMETERS
     bounded = BoundedFields(messages="messages", tools="tools", schema="response_format", answers="n", stops="stop")

@@ -40,7 +40,7 @@ class ChatStream(AnswerStream):
         }
         self._calls = 0
         self._custom: list[str] | None = None
-        """The arguments so far of a call of a custom tool, which is sent when it is complete."""
+        """Arguments so far of a custom tool's call, which is sent when it is complete."""
 
     def write(self, event: AnswerEvent) -> bytes:
         match event:
@@ -103,7 +103,7 @@ class ChatStream(AnswerStream):
 
 
 def whole_completion(call: ModelCall, answers: Sequence[WholeAnswer]) -> bytes:
-    """Return the body of a `chat.completion`; the usage is of all answers together."""
+    """Sum the usage of all answers."""
     return orjson.dumps(
         {
             "id": f"chatcmpl-{answers[0].begin.turn_key}",
@@ -143,7 +143,6 @@ def finish_reason(end: AnswerEnd, calls: int) -> str:
 
 
 def logprobs(call: ModelCall, end: AnswerEnd) -> dict[str, Any] | None:
-    """Return the log-probabilities of an answer's tokens, if the call asks for them."""
     if not call.logprobs:
         return None
     return {"content": [_token(each) for each in end.logprobs], "refusal": None}
@@ -166,7 +165,7 @@ def usage(cost: AnswerUsage) -> dict[str, Any]:
 
 
 def _sum_usage(costs: Sequence[AnswerUsage]) -> AnswerUsage:
-    """Add up the answers to one prompt, which counts once."""
+    """Count the prompt once."""
     return AnswerUsage(
         prompt_tokens=costs[0].prompt_tokens,
         cached_tokens=costs[0].cached_tokens,

@@ -136,18 +136,16 @@ _OUTPUTS = frozenset(
 )
 _CALLS = frozenset({"function_call", "custom_tool_call", "local_shell_call", "tool_search_call"})
 _OUR_ITEM = re.compile(r"[a-z]+_([A-Za-z0-9-]+)_\d+")
-"""The id of an item that `ItemWriter` made; group 1 is the key of the turn."""
+"""Made by `item_id`; group 1 is the key of the turn."""
 
 
 def item_id(prefix: str, turn_key: str, index: int) -> str:
-    """Return the id of an answer's item, from which its echo can be told."""
+    """Make an id from which the echo of an item can be told."""
     return f"{prefix}_{turn_key}_{index}"
 
 
 @dataclass(slots=True)
 class _FoldedAnswer:
-    """An answer that is put together from its items."""
-
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[ClientToolCall] = field(default_factory=list)
@@ -161,14 +159,14 @@ class _FoldedAnswer:
 class ItemReader:
     def __init__(self, tools: ToolReader, notes: Sorted) -> None:
         self.head_tools: list[ToolSpec] = []
-        """The tools that items add to the head."""
+        """Added to the head by items."""
         self.found_tools: list[ToolSpec] = []
-        """The tools that the client found for the model, which stand where they were found."""
+        """Found by the client for the model; they stand where they were found."""
         self._tools = tools
         self._notes = notes
 
     def read(self, fields: Fields) -> Iterator[ClientMessage]:
-        """Yield the messages; the items of an answer are folded into one."""
+        """Fold the items of an answer into one message."""
         value = fields.values.get("input")
         if isinstance(value, str):
             yield ClientMessage("user", value)
@@ -251,7 +249,7 @@ def _is_of_answer(item: Fields, form: str) -> bool:
 
 
 def _thought(item: Fields) -> str:
-    """Return the reasoning of an item, which may hold it twice: as it is, and as its summary."""
+    """Read the reasoning once: an item may hold it as it is, and as its summary."""
     whole = "".join(part.text("text") or "" for part in item.objects("content"))
     return whole or "".join(part.text("text") or "" for part in item.objects("summary"))
 
@@ -266,8 +264,6 @@ def _shell_call(item: Fields) -> ClientToolCall:
 def _call_id(item: Fields) -> str | None:
     return item.text("call_id") or item.text("id") or None
 
-
-# The tools of Responses as functions: namespaces get flat names, and tools of other kinds one schema each.
 
 LOCAL_SHELL, TOOL_SEARCH = "local_shell", "tool_search"
 _STRINGS = {"type": "array", "items": {"type": "string"}}
@@ -289,19 +285,18 @@ _SEARCH_PARAMETERS: dict[str, Any] = {
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name under which a tool of a namespace is offered."""
     return f"{namespace}__{name}" if namespace else name
 
 
 class ToolReader:
-    """Collects the tools of a request, wherever they are declared."""
+    """Makes functions of the tools of a request: namespaces get flat names, tools of other kinds one schema each."""
 
     def __init__(self, notes: Sorted) -> None:
         self.declared: dict[str, DeclaredTool] = {}
         self._notes = notes
 
     def read(self, fields: Fields, name: str = "tools") -> Iterator[ToolSpec]:
-        """Yield the tools of a list; those that cannot be offered are left out and named."""
+        """Leave out and name tools that cannot be offered."""
         for tool in fields.objects(name):
             yield from self._tool(tool, None)
 
