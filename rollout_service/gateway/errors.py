@@ -1,13 +1,4 @@
-"""Errors of a client's call, in addition to the service's own. Each dialect tells them in the form of its API.
-
-RequestError
- |- InvalidFieldError
- |   |- RefusedParameterError      a parameter that would have to change the sampling
- |   `- UnsupportedContentError    images, sounds and files
- |- ContextOverflowError           the prompt is longer than the model's context
- |- RolloutEndedError              the key names a rollout that has ended
- `- UnknownModelError              a model other than the policy, if the settings refuse it
-"""
+"""Errors of a client's call, in addition to the service's own. Each dialect tells them in the form of its API."""
 
 from __future__ import annotations
 

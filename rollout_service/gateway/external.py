@@ -1,7 +1,7 @@
 """Agents outside: rollouts whose agent is a program of the caller's, which reports its end over the API.
 
-Guarantees: the environment's `init` and `evaluate` are as ever, unless the program reports a reward. The report of an
-attempt that is over is refused, so a program that outlives its attempt cannot end the next one.
+The environment's `init` and `evaluate` are as ever, unless the program reports a reward. The report of an attempt that
+is over is refused, so a program that outlives its attempt cannot end the next one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sandboxes.task_groups import open_task_group
 
 @dataclass(slots=True, eq=False)
 class ExternalAgent:
-    """One attempt's program, as far as this service knows it."""
+    """The program of one attempt."""
 
     access: RolloutAccess
     report: RolloutEnd | None = None
@@ -33,12 +33,11 @@ class ExternalAgent:
 
 
 class ExternalAgents:
-    """The programs that work on rollouts of this service, by the rollout's id."""
+    """Programs that work on rollouts of this service."""
 
     def __init__(self) -> None:
         self._agents: dict[str, ExternalAgent] = {}
         self.changed = ChangeSignal()
-        """Given when a program may begin, or has ended."""
 
     def begin(self, episode: Episode, access: GatewayAccess, model: str) -> ExternalAgent:
         agent = ExternalAgent(RolloutAccess(url=access.url, key=access.key, model=model, attempt=episode.attempt))
@@ -47,12 +46,12 @@ class ExternalAgents:
         return agent
 
     def end(self, rollout_id: str) -> None:
-        """Forget a program: its attempt's agent has ended."""
+        """Forget a program whose attempt's agent has ended."""
         self._agents.pop(rollout_id, None)
         self.changed.notify()
 
     def access(self, rollout_id: str) -> RolloutAccess | None:
-        """Return the access of a rollout whose program may work now."""
+        """Return None unless the rollout's program may work now."""
         agent = self._agents.get(rollout_id)
         return agent.access if agent is not None and agent.report is None else None
 
@@ -81,7 +80,7 @@ class ExternalAgents:
 
 
 class ExternallyDriven(WrappedEnvironment):
-    """An environment whose agent is replaced by a program outside, for one attempt."""
+    """For one attempt, replaces an environment's agent by a program outside."""
 
     uses_gateway = True
 
@@ -93,7 +92,7 @@ class ExternallyDriven(WrappedEnvironment):
         self.replayable: Replayable = "never"
 
     async def run(self, episode: Episode) -> StopReason:
-        """Wait for the program's report, for as long as an agent may work.
+        """Wait for the report for as long as an agent may work.
 
         Raises:
             EnvironmentFailedError: The program reports that it has failed.

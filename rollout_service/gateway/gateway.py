@@ -1,7 +1,7 @@
 """The gateway of one service: its listener, and the sessions of the rollouts under way.
 
-Guarantees: an answer is sampled in a task of the gateway, so that a client that goes away and comes back finds it; all
-of them end with the block of `running`.
+An answer is sampled in a task of the gateway, so that a client that goes away and comes back finds it; all of them end
+with the block of `running`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from rollout_service.settings.http import GatewaySettings
 from rollout_service.tokens import ChatRenderer
 
 DESCRIPTOR_SHARE = 4
-"""The gateway's connections take at most this part of the descriptors that the service may open, beside the API's."""
+"""Divides the descriptors that the service may open: the gateway's connections take at most this part."""
 ONE_PROGRAM = ConnectionLimits(admitted=256, pending=64)
-"""The connections of a program that has a listener of its own."""
+"""For a program with a listener of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,10 @@ class GatewayParts:
     make_capture: Callable[[ChatRenderer], TurnCapture]
     metrics: GatewayMetrics
     observe: Observe
-    """Called with the reason for each refused connection."""
+    """Called for refused connections."""
 
 
 class Gateway:
-    """Lets programs drive the policies of rollouts."""
-
     def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
         self._sessions = GatewaySessions()
@@ -64,13 +62,13 @@ class Gateway:
         )
         self.metrics = parts.metrics
         self.bodies = BodiesInFlight(parts.settings.max_bytes_in_flight, parts.settings.max_body_bytes)
-        """The bodies that are read for all sessions, live ones included."""
+        """For all sessions, live ones included."""
         self.url = ""
-        """The address for programs, once the gateway runs."""
+        """For programs; empty until the gateway runs."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Listen until the block is left; then cut off the answers under way.
+        """Listen within the block; then cut off the answers under way.
 
         Raises:
             ConfigurationError: The address cannot be bound.
@@ -88,7 +86,7 @@ class Gateway:
             self._tasks.cancel_scope.cancel()
 
     def open(self, request: RolloutRequest, limits: EpisodeLimits, hidden: Collection[str] = ()) -> GatewaySession:
-        """Open the session of a rollout's agent; its key is valid until `close`.
+        """Open a session, whose key is valid until `close`.
 
         The texts in `hidden` are masked for the policy.
 
@@ -126,7 +124,7 @@ class Gateway:
 
     @contextmanager
     def also_serving(self, app: KeyedApp) -> Iterator[None]:
-        """Let another application answer the requests with its keys, within the block."""
+        """Let another application answer requests with its keys, within the block."""
         self._others.append(app)
         try:
             yield
@@ -134,7 +132,7 @@ class Gateway:
             self._others.remove(app)
 
     def close(self, session: GatewaySession) -> None:
-        """End a session: its key becomes invalid, and the answers under way are cut off. Idempotent."""
+        """Make the key invalid, and cut off the answers under way. Idempotent."""
         if self._sessions.remove(session):
             self._parts.metrics.count_sessions(-1)
         session.close()

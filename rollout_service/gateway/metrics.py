@@ -1,7 +1,7 @@
 """Metrics of the gateway.
 
-Guarantee: a client that makes up names, for itself or for parameters, adds a bounded number of time series, and takes
-none from the names that are known.
+A client that makes up names, for itself or for parameters, adds a bounded number of time series, and takes none from
+the names that are known.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from rollout_service.gateway.dialects import CODECS
 from rollout_service.gateway.dialects.base import KNOWN_CLIENTS
 
 MAX_CLIENTS: Final = 32
-"""How many clients have time series of their own beside those that are known."""
+"""Clients with time series of their own, beside the known ones."""
 PARAMETERS: Final = frozenset(
     name for codec in CODECS.values() for row in codec.parameters.rows for name in (row.path, row.recorded_as)
 )
-"""The names of parameters that the dialects' tables have."""
 OTHER: Final = "other"
 _SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class CallOutcome(StrEnum):
     ANSWERED = "answered"
-    """A turn was sampled for it, and recorded."""
+    """A turn was sampled and recorded."""
     REPEATED = "repeated"
-    """It repeated a request whose answer had not arrived, and got that answer."""
+    """It repeated a request, and got the answer that had not arrived."""
     LIMIT = "limit"
-    """The rollout's limit of turns or tokens was reached: it got a closing text."""
+    """It got a closing text at the rollout's limit of turns or tokens."""
     OVERFLOW = "overflow"
     """Its prompt does not fit the model's context."""
     ABANDONED = "abandoned"
     """Its client went away and did not come back, or its rollout ended first."""
     REFUSED = "refused"
-    """The request is wrong, or its key is."""
+    """The request or its key is wrong."""
     FAILED = "failed"
     """No engine answered, or its messages could not be rendered."""
 
@@ -48,7 +47,7 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
         self._clients: set[str] = set()
-        """Clients that are not known by name, and have time series of their own."""
+        """Those not known by name that have time series."""
         self._calls = counter(
             "rollout_gateway_calls_total",
             "Calls of model APIs, by what became of them",
@@ -89,7 +88,6 @@ class GatewayMetrics:
         self._sessions = Gauge("rollout_gateway_sessions", "Rollouts whose key is valid now", registry=registry)
 
     def count_call(self, call: ModelCall, outcome: CallOutcome) -> None:
-        """Count a call, and its parameters without effect."""
         self._calls.labels(call.dialect, self._client(call.lane.client), outcome).inc()
         for name in call.ignored:
             self._parameters.labels(_parameter(name), "ignored").inc()
@@ -97,11 +95,10 @@ class GatewayMetrics:
             self._parameters.labels(_parameter(name), "recorded").inc()
 
     def count_refused(self, dialect: str, client: str) -> None:
-        """Count a request that could not be read as a call, or had no valid key."""
+        """Count a request that is not a call, or has no valid key."""
         self._calls.labels(dialect, self._client(client), CallOutcome.REFUSED).inc()
 
     def observe_prompt(self, call: ModelCall, planned: PlannedTurn, seconds: float) -> None:
-        """Record a prompt: how much of it was known, and how long it took to make."""
         client = self._client(call.lane.client)
         self._prompt_tokens.labels(client, "kept").inc(planned.known)
         self._prompt_tokens.labels(client, "rendered").inc(len(planned.prompt_ids) - planned.known)
@@ -129,7 +126,7 @@ class GatewayMetrics:
 
 
 def _parameter(name: str) -> str:
-    """Return a parameter's label: its name if that is known, or that of the list in which it stands."""
+    """Return its name if that is known, or that of its list."""
     listed, bracket, _ = name.partition("[")
     label = f"{listed}[]" if bracket else name
     return label if listed in PARAMETERS else OTHER

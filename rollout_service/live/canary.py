@@ -1,8 +1,8 @@
 """Which pool serves a new session, while a share of them tries a candidate for a pool's weights.
 
-Guarantees: a session stays with the pool that it began in; the same session gets the same answer while nothing is
-changed; raising the share moves no session back. A change is on disk before it has an effect. Which pool a candidate
-was for is known after its removal too, so that the turns that it served still reach the runs of that pool.
+A session stays with the pool that it began in; the same session gets the same answer while nothing is changed; raising
+the share moves no session back. A change is on disk before it has an effect. Which pool a candidate was for is known
+after its removal too, so that the turns that it served still reach the runs of that pool.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class _Saved(BaseModel):
 
     canaries: list[Canary] = []
     candidates: dict[str, str] = {}
-    """The pool that each candidate is for, or was."""
+    """By candidate, the pool that it is for, or was."""
 
 
 class Canaries:
     def __init__(self, path: Path, is_served: Callable[[str], bool]) -> None:
-        """Read the shares saved in `path`; `is_served` tells whether a pool has an engine in service."""
+        """`is_served` tells whether a pool has an engine in service."""
         self._path = path
         self._is_served = is_served
         self._saved = _read(path)
@@ -43,7 +43,7 @@ class Canaries:
         return sorted(self._saved.canaries, key=lambda one: one.pool)
 
     def choose(self, pool: str, session_id: str) -> str:
-        """Return the pool that serves a new session: the candidate for its share, if an engine serves it."""
+        """Return the candidate for its share of new sessions, if an engine serves it."""
         for canary in self._saved.canaries:
             is_chosen = canary.pool == pool and _place(session_id) < canary.share
             if is_chosen and self._is_served(canary.candidate):
@@ -51,11 +51,11 @@ class Canaries:
         return pool
 
     def main_of(self, pool: str) -> str:
-        """Return the pool that a candidate is for, or was; another pool's is its own."""
+        """Return the pool that a candidate is or was for; another pool itself."""
         return self._saved.candidates.get(pool, pool)
 
     async def set(self, canary: Canary) -> None:
-        """Send a share of a pool's new sessions to a candidate, in place of the pool's former share.
+        """Replace the pool's former share.
 
         Raises:
             InvalidFieldError: The candidate is the pool itself, has a candidate of its own, or serves another pool.
@@ -68,7 +68,7 @@ class Canaries:
             await self._save(_Saved(canaries=[*others, canary], candidates=candidates))
 
     async def remove(self, pool: str) -> bool:
-        """Send all new sessions of a pool to itself again; return whether there was a canary."""
+        """Return whether there was a canary."""
         async with self._lock:
             others = [one for one in self._saved.canaries if one.pool != pool]
             if len(others) == len(self._saved.canaries):
@@ -95,7 +95,7 @@ class Canaries:
 
 
 def _place(session_id: str) -> float:
-    """Return a session's place between 0 and 1, which never changes."""
+    """Return a number between 0 and 1 that never changes."""
     digest = hashlib.sha256(session_id.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8]) / _RANGE
 

@@ -3,8 +3,8 @@
 A client sends its whole history with each request, so a turn that agrees may bring the text of one that did not. Such
 texts are known again by keyed hashes of messages and of their paragraphs, since clients edit and join messages.
 
-Guarantees: nothing can be read from the hashes without the key, which is the node's salt. Where some of them are not
-known, a turn is stored only if its history is that of stored turns.
+Nothing can be read from the hashes without the key, which is the node's salt. Where some of them are not known, a turn
+is stored only if its history is that of stored turns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout_service.gateway.contract import ClientMessage
 from rollout_service.live.contract import DIGEST_BYTES, OptOuts
 
 MIN_PARAGRAPH = 16
-"""Shorter paragraphs say too little to be known again when other text is around them."""
+"""Shorter ones say too little to be known again within other text."""
 INLINE_CHARS = 1_000_000
 """Longer messages are hashed in a thread."""
 _PARAGRAPHS = "\n\n"
@@ -35,7 +35,7 @@ class MessageHashes:
         self._key = key
 
     def of_messages(self, messages: Iterable[ClientMessage]) -> frozenset[bytes]:
-        """Return hashes of messages; instructions are no part of a conversation."""
+        """Leave out instructions, which are not part of a conversation."""
         return frozenset(
             digest
             for message in messages
@@ -44,7 +44,7 @@ class MessageHashes:
         )
 
     def of_answer(self, sent: SentAnswer) -> frozenset[bytes]:
-        """Return hashes of an answer, as its client may send it back."""
+        """Hash an answer as its client may send it back."""
         return frozenset(self._of(sent.text, [(call.name, call.arguments) for call in sent.calls]))
 
     def _of(self, text: str, calls: Sequence[tuple[str, str]]) -> Iterator[bytes]:
@@ -61,15 +61,13 @@ class MessageHashes:
 
 @dataclass(slots=True)
 class ConversationConsent:
-    """Decides which turns of one conversation may be stored."""
-
     conversation: str
-    """Names it in the store; the same for all sessions that go on with it."""
+    """Its name in the store, for all sessions that go on with it."""
     hashes: MessageHashes
     refused: OptOuts
 
     async def allows(self, planned: PlannedTurn) -> bool:
-        """Return whether all that a turn would store may be stored, as far as earlier turns tell."""
+        """Return whether all of a turn may be stored, as far as earlier turns tell."""
         if self.refused == OptOuts():
             return True
         new = new_messages(planned)
@@ -78,11 +76,11 @@ class ConversationConsent:
         return self.refused.is_complete or sum(message.role == "user" for message in new) <= 1
 
     async def refuse(self, messages: Sequence[ClientMessage]) -> OptOuts:
-        """Note that messages are not to be stored, and return the opt-outs to remember."""
+        """Return the opt-outs to remember."""
         return self._add(await self._hashed(messages))
 
     def refuse_answer(self, sent: SentAnswer) -> OptOuts:
-        """Note that an answer is not to be stored, and return the opt-outs to remember."""
+        """Return the opt-outs to remember."""
         return self._add(self.hashes.of_answer(sent))
 
     async def _hashed(self, messages: Sequence[ClientMessage]) -> frozenset[bytes]:
@@ -97,5 +95,5 @@ class ConversationConsent:
 
 
 def new_messages(planned: PlannedTurn) -> Sequence[ClientMessage]:
-    """Return the messages of a turn that no stored turn has."""
+    """Return the messages that no stored turn has."""
     return planned.messages[planned.match.begin :]

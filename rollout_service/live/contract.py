@@ -25,21 +25,21 @@ from api_schemas.rollouts.sessions import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRecord:
-    """A session as it is stored. Times are Unix times."""
+    """Times are Unix times."""
 
     session_id: str
     key_hash: bytes
-    """SHA-256 of its key; empty for a session that a client began by its own id."""
+    """SHA-256; empty for a session that a client began by its own id."""
     pool: str
-    """The pool that answers, which may be a candidate's."""
+    """May be a candidate's."""
     user: str
-    """The salted hash of the user."""
+    """A salted hash."""
     tenant: str
     train: bool
     explicit: bool
-    """Whether it was opened by a request of its own."""
+    """Opened by a request of its own."""
     client: str = ""
-    """The hash of the id by which a client began it; empty for one that was opened by a request."""
+    """A hash of the id by which a client began it; empty for one that was opened by a request."""
     quarantined: bool = False
     retention_seconds: float
     continues: str | None = None
@@ -50,9 +50,9 @@ class SessionRecord:
     closed_at: float | None = None
     closed_because: ClosedBecause | None = None
     served: int = 0
-    """The turns that were served, stored or not."""
+    """Turns, stored or not."""
     opted_out: int = 0
-    """Those of them that were not stored."""
+    """Turns that were not stored."""
 
 
 DIGEST_BYTES = 8
@@ -60,29 +60,27 @@ DIGEST_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class OptOuts:
-    """The texts of a conversation that were not to be stored, as hashes."""
+    """Texts of a conversation that may not be stored."""
 
     digests: frozenset[bytes] = frozenset()
-    """Hashes of messages, of `DIGEST_BYTES` each, from which nothing can be read."""
+    """Keyed hashes of `DIGEST_BYTES`, from which nothing can be read."""
     is_complete: bool = True
-    """False if there are others, of which nothing is known."""
+    """False if there are others that are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextStateRecord:
-    """All messages since a turn's answer, up to the next request that follows it."""
+    """All messages from a turn's answer to the next request."""
 
     role: Literal["user", "tool", "mixed"]
     text: str
     is_error: bool = False
-    """Whether a tool's result says that it failed."""
+    """A tool's result says that it failed."""
     arrived_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnMarkRecord:
-    """The value of a turn, or why it has none."""
-
     value: float | None
     reason: MarkReason
     source: str
@@ -90,7 +88,7 @@ class TurnMarkRecord:
     judge: JudgedBy | None = None
     hint: Hint | None = None
     hint_dropped: str = ""
-    """Why there is no hint although one was asked for."""
+    """Why there is none although it was asked for."""
     at: float
 
 
@@ -99,42 +97,42 @@ class UnjudgedTurn:
     session_id: str
     turn: int
     since: float
-    """When its next state arrived, in seconds since the epoch."""
+    """Unix time when its next state arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
     session_id: str
     turn: int
-    """Its id in the session's trajectory."""
+    """Id in the session's trajectory."""
     kind: TurnKind
     answer: str
-    """The text of the answer with its tool calls, as the judge reads it; empty if something in it was redacted."""
+    """With its tool calls, as the judge reads it; empty if something in it was redacted."""
     version: int
-    """The newest version that sampled a token of it."""
+    """The newest that sampled a token of it."""
     truncated: bool
-    """Whether the token limit cut it off."""
+    """Cut off by the token limit."""
     malformed: int
-    """Its tool calls that could not be read."""
+    """Tool calls that could not be read."""
     calls: tuple[str, ...] = ()
-    """Its tool calls as canonical JSON, to find repeated ones."""
+    """Canonical JSON, to find repeated calls."""
     recorded_at: float
     delivered: bool = False
     mask: MaskReason | None = None
-    """Why it can never be trained on, if that is known: side, superseded, redacted, opted out, foreign."""
+    """Why it can never be trained on, if that is known."""
     body: bytes
-    """All that is needed to capture the turn again after a restart, and to build trajectories: `live.replay`."""
+    """Enough to capture the turn again, and to build trajectories: `live.replay`."""
     next_state: NextStateRecord | None = None
     mark: TurnMarkRecord | None = None
     part: int | None = None
     """The part that took it, usable or not."""
     dropped: MaskReason | None = None
-    """Why it is not usable in that part."""
+    """Why it is not usable in its part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingTurn:
-    """The state of a turn that is in no part, without its content."""
+    """A turn that is in no part, without its content."""
 
     turn: int
     kind: TurnKind
@@ -142,9 +140,8 @@ class PendingTurn:
     delivered: bool
     mask: MaskReason | None
     followed_at: float | None
-    """When its next state arrived."""
+    """Arrival of its next state."""
     marked_at: float | None
-    """When it got its mark."""
     value: float | None
 
 
@@ -156,9 +153,9 @@ class PartRecord:
     part: int
     run_id: str
     usable: tuple[int, ...]
-    """The ids of the turns that are trained on."""
+    """Ids of the turns that are trained on."""
     offset: int | None = None
-    """The number of its task in the run, once it is known."""
+    """The number of its task in the run, once known."""
     rollout_id: str | None = None
     """The rollout that claimed it, without the suffix of a retry."""
     closed_at: float
@@ -166,8 +163,6 @@ class PartRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deleted:
-    """The data that a deletion removed."""
-
     sessions: tuple[str, ...]
     turns: int
     parts: tuple[PartRecord, ...]

@@ -1,8 +1,8 @@
 """Detectors: the search for secrets and personal data in texts before they are stored.
 
-Guarantees: findings are counted by their kind, and leave this module in no other form. The built-in detectors take
-time linear in the length of a text, whatever it is, and look at it in windows, so that other threads get their turn. A
-plug-in that fails counts as a find: a text that could not be searched is not taken for a clean one.
+Findings are counted by their kind, and leave this module in no other form. The built-in detectors take time linear in
+the length of a text, whatever it is, and look at it in windows, so that other threads get their turn. A plug-in that
+fails counts as a find: a text that could not be searched is not taken for a clean one.
 """
 
 from __future__ import annotations
@@ -27,26 +27,22 @@ GROUP: Final = "rollout_service.detectors"
 """The entry point group; each entry point is a `Detector`."""
 
 Find = str | tuple[int, int]
-"""The kind of a find; or where it begins and ends, and its kind is then the detector's name."""
+"""A kind; or a begin and an end, of the kind of the detector's name."""
 Detector = Callable[[str], Iterable[Find]]
-"""Finds something in a text, each time that it occurs. It runs in a thread."""
+"""Finds each occurrence. It runs in a thread."""
 
 REDACTED: Final = "[redacted]"
-"""Replaces a text that may not be stored."""
 INLINE_CHARS: Final = 4_096
-"""Texts of up to this many characters together are searched at once; longer ones in a thread."""
+"""Longer texts are searched in a thread."""
 _APART: Final = "\0" * 16
-"""Stands between texts that are searched as one; no pattern of the built-in detectors reaches across it."""
+"""Separates texts that are searched as one; no built-in pattern reaches across it."""
 _WINDOW: Final = 65_536
 _OVERLAP: Final = 8_192
 
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """A pattern whose matches are finds of a kind, if they pass the check.
-
-    It must take time linear in the length: bounded repeats, and runs that are entered only at their beginning.
-    """
+    """Must take time linear in the length: bounded repeats, and runs that are entered only at their beginning."""
 
     kind: str
     pattern: re.Pattern[str]
@@ -74,7 +70,6 @@ def _pattern(kind: str, pattern: str, check: Callable[[str], bool] = bool) -> _P
 
 
 def _looks_random(text: str) -> bool:
-    """Tell a key from words joined by dashes."""
     return any(c.isdigit() for c in text) and any(c.isupper() for c in text)
 
 
@@ -123,12 +118,12 @@ class Detectors:
 
     @classmethod
     def load(cls, names: Iterable[str], *, plugins: Iterable[EntryPoint] | None = None) -> Detectors:
-        """Return the detectors of these names; it imports plug-ins, so call it in a thread."""
+        """Import plug-ins, so call this in a thread."""
         built_in: dict[str, Detector] = {name: partial(_find, patterns) for name, patterns in BUILT_IN.items()}
         return cls(load_functions(names, built_in, group=GROUP, setting="live.detectors", plugins=plugins))
 
     def find(self, texts: Iterable[str]) -> dict[str, int]:
-        """Return how often each kind was found; kinds that were not are left out."""
+        """Count the finds of each kind; leave out kinds that were not found."""
         counts: Counter[str] = Counter()
         each = [text for text in texts if text]
         together = [_APART.join(each)]  # most texts are a word or less, and a turn has some dozens of them
@@ -145,7 +140,7 @@ class Detectors:
         return await anyio.to_thread.run_sync(self.find, texts)
 
     async def redact(self, value: JsonValue) -> tuple[JsonValue, dict[str, int]]:
-        """Return a value in which every text with a find is replaced, and how often each kind was found."""
+        """Replace every text with a find, and count the finds of each kind."""
         found = await self.search(texts_in(value))
         return (await anyio.to_thread.run_sync(self._redacted, value) if found else value), found
 
@@ -163,7 +158,7 @@ class Detectors:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yield all texts and whole numbers of a value as JSON has it, names of fields included."""
+    """Yield all texts and whole numbers of a JSON value, names of fields included."""
     left = [value]
     while left:
         match left.pop():
@@ -199,10 +194,6 @@ def _kinds(name: str, detector: Detector, text: str) -> list[str]:
         return [f"{name}:failed"]
 
 
-# Functions by name, as the settings of live sessions have them: built-in ones and plug-ins.
-#
-# Guarantee: a name that stands for nothing is refused when the service starts, with the nearest one that does.
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -214,7 +205,7 @@ def load_functions(
     setting: str,
     plugins: Iterable[EntryPoint] | None = None,
 ) -> dict[str, F]:
-    """Return the functions of these names, in their order; it imports plug-ins, so call it in a thread.
+    """Return functions in the order of the names; this imports plug-ins, so call it in a thread.
 
     Plug-ins are the entry points of the `group`; `setting` is where the names stand.
 

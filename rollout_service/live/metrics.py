@@ -1,7 +1,7 @@
 """The metrics of live sessions: the funnel from a served turn to a batch, and the delays on the way.
 
-Guarantees: the turns that were delivered, dropped and that wait add up to those that were served, since all of them are
-read at once. No text of a session becomes a label or a value.
+The turns that were delivered, dropped and that wait add up to those that were served, since all of them are read at
+once. No text of a session becomes a label or a value.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ HELD_SECONDS: Final = (0.1, 0.5, 1, 2.5, 5, 10, 15, 20, 25, 30, 60)
 JUDGE_SECONDS: Final = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3_600)
 PART_SECONDS: Final = (1, 5, 15, 60, 300, 900, 3_600, 14_400, 86_400)
 REFRESH_SECONDS: Final = 2.0
-"""How long a reader of the metrics waits for the store; then it gets the last figures."""
+"""A reader of the metrics waits for the store; then it gets the last figures."""
 VERSIONS: Final = 8
-"""The newest versions of a pool that have series."""
+"""The newest versions of each pool have series."""
 STEPS: Final = ("served", "recorded", "judged")
 DROPPED: Final = "dropped:"
 
 
 class LiveMetrics:
-    """The metrics of one service's live sessions, which its parts report to."""
+    """The parts of live sessions report to it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
@@ -75,7 +75,7 @@ class LiveMetrics:
         )
 
     def judged(self, turn: TurnRecord, mark: TurnMarkRecord) -> None:
-        """Count a value, or the failure to find one, and how long it took."""
+        """Count a value, or the failure to find one, and its time."""
         source = mark.source.partition(":")[0]
         self._values.labels(source, _sign(mark.value)).inc()
         if turn.next_state is not None and source != "explicit":
@@ -88,7 +88,6 @@ class LiveMetrics:
         self._part_seconds.observe(seconds)
 
     def held(self, pool: str, seconds: float, *, refused: bool) -> None:
-        """Record how long a request waited for a paused pool."""
         self._held.labels(pool, "refused" if refused else "served").observe(seconds)
 
     def redacted(self, kinds: Mapping[str, int]) -> None:
@@ -100,7 +99,7 @@ class LiveMetrics:
 
 
 class LiveFunnel(Collector):
-    """The figures that the store has, as of the last `refresh`."""
+    """The store's figures, as of the last `refresh`."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class LiveFunnel(Collector):
         self._oldest: float | None = None
 
     async def refresh(self) -> None:
-        """Read the figures; if the store takes too long or fails, keep the last ones."""
+        """Keep the last figures if the store takes too long or fails."""
         try:
             with anyio.fail_after(REFRESH_SECONDS):
                 counts = await self._store.counts()
@@ -174,7 +173,6 @@ class LiveFunnel(Collector):
 
 
 def newest(figures: Sequence[FeedbackByVersion]) -> Iterator[FeedbackByVersion]:
-    """Yield the figures of the newest versions of each pool."""
     seen: dict[str, int] = {}
     for one in sorted(figures, key=lambda one: (one.pool, -one.version)):
         seen[one.pool] = seen.get(one.pool, 0) + 1

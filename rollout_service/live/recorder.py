@@ -1,9 +1,8 @@
 """Records the turns of one live session, as its gateway session serves them.
 
-Guarantees: a turn is in the store before its last event can leave, or its client gets an error instead. Nothing of a
-request without consent is stored, nor of a later one whose history has something of it, nor of a turn in which a
-detector finds something; such turns are counted. What followed an answer is set when the next request arrives, and
-waits for nothing.
+A turn is in the store before its last event can leave, or its client gets an error instead. Nothing of a request
+without consent is stored, nor of a later one whose history has something of it, nor of a turn in which a detector finds
+something; such turns are counted. What followed an answer is set when the next request arrives, and waits for nothing.
 """
 
 from __future__ import annotations
@@ -48,22 +47,19 @@ INLINE_IDS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class RecordingParts:
-    """The parts of the service that the recorders of all sessions share."""
+    """Shared by the recorders of all sessions."""
 
     store: SqliteLiveStore
     detectors: Detectors
     hashes: MessageHashes
     metrics: LiveMetrics
     tasks: TaskGroup
-    """Runs the writes that no client waits for."""
     followed: Callable[[], None] = lambda: None
-    """Called when a turn has got its next state."""
     rated: Callable[[str, int], None] = lambda *_: None
-    """Called with the session and the turn that a user has rated."""
     clock: Callable[[], float] = time.time
 
     def later(self, write: Callable[[], Awaitable[object]]) -> None:
-        """Write without anybody waiting for it."""
+        """Write in the background."""
         self.tasks.start_soon(self._write, write)
 
     async def _write(self, write: Callable[[], Awaitable[object]]) -> None:
@@ -76,7 +72,7 @@ class RecordingParts:
 
 @dataclass(slots=True)
 class SessionRecorder:
-    """Sees the calls of one session; implements `gateway.contract.CallObserver`.
+    """Implements `gateway.contract.CallObserver`.
 
     Its methods raise StoreError if an opt-out cannot be noted: the request is then not answered.
     """
@@ -87,13 +83,13 @@ class SessionRecorder:
     consent: ConversationConsent
     default_kind: TurnKind
     sent: set[int] = field(default_factory=set)
-    """The turns whose last token was sent."""
+    """Turns whose last token was sent."""
     latest: dict[bytes, int] = field(default_factory=dict)
-    """The number of the last call with the same messages, by their state."""
+    """By the state of its messages, the number of the last call."""
     calls: int = 0
 
     async def planned(self, call: ModelCall, planned: PlannedTurn) -> LiveTurn:
-        """Note a call whose prompt was made, and return the recorder of its turn."""
+        """Return the recorder of the turn."""
         kind = self._kind(call, planned)
         is_recorded = self._agrees(call) and await self.consent.allows(planned)
         self._note_echo(planned)
@@ -132,13 +128,13 @@ class SessionRecorder:
         await self.parts.store.opt_out(self.consent.conversation, added, self.parts.clock())
 
     def _note_echo(self, planned: PlannedTurn) -> None:
-        """A client that sends an answer back has received it."""
+        """Note that a client which sends an answer back has received it."""
         before = planned.follows
         if before is not None:
             self.note_sent(before.turn.turn_id)
 
     def _note_repeat(self, planned: PlannedTurn) -> None:
-        """Mask earlier answers to the same messages that their client did not get."""
+        """Mask earlier answers to the same messages that did not arrive."""
         store, session_id = self.parts.store, self.session.session_id
         for each in self.capture.same_as(planned):
             turn = each.turn.turn_id
@@ -170,20 +166,20 @@ class SessionRecorder:
 
 @dataclass(slots=True)
 class LiveTurn:
-    """Keeps the turn of one call; implements `gateway.contract.TurnObserver`."""
+    """Implements `gateway.contract.TurnObserver`."""
 
     recorder: SessionRecorder
     planned: PlannedTurn
     kind: TurnKind
     unrecorded_because: str
-    """Why it is not stored; empty if it is to be."""
+    """Empty if it is to be stored."""
     number: int
-    """Its number among the calls that this process has seen."""
+    """Among the calls that this process has seen."""
     turn: int | None = None
-    """Its id, once it is stored."""
+    """The turn's id, once it is stored."""
 
     async def record(self, generation: Generation, *, delivered: bool) -> None:
-        """Keep the turn, or count that it was served.
+        """Store the turn, or only count it.
 
         Raises:
             RecordError: The engine's answer cannot be trained on.
@@ -216,7 +212,7 @@ class LiveTurn:
             self.recorder.note_sent(self.turn)
 
     async def _make(self, generation: Generation, make: Callable[[], T]) -> T:
-        """Make something of the turn, in a thread if it is long."""
+        """Use a thread if the turn is long."""
         new = len(self.planned.prompt_ids) - self.planned.known + len(generation.output_ids)
         return await anyio.to_thread.run_sync(make) if new > INLINE_IDS else make()
 
@@ -226,7 +222,7 @@ class LiveTurn:
         return [*packed.texts(), said, answer_text(sent), *_calls(sent)]
 
     def _record(self, generation: Generation, body: bytes | None, *, delivered: bool) -> TurnRecord:
-        """Return the turn for the store; without a body, nothing that was said is part of it."""
+        """Without a body, keep nothing that was said."""
         planned, sent = self.planned, self.planned.splitter.sent
         return TurnRecord(
             session_id=self.recorder.session.session_id,
@@ -253,7 +249,7 @@ class LiveTurn:
 
 
 def answer_text(sent: SentAnswer) -> str:
-    """Return an answer with its tool calls as one text, as a judge reads it."""
+    """Join an answer and its tool calls, as a judge reads them."""
     calls = [f"[call {call.name}]\n{call.arguments}" for call in sent.calls]
     return "\n\n".join(filter(None, [sent.text, *calls]))
 
@@ -263,26 +259,21 @@ def _calls(sent: SentAnswer) -> Iterator[str]:
         yield json.dumps([call.name, canonical(call.arguments)])
 
 
-# The next state of an answer: the client's messages since it, as one text for a judge.
-#
-# Guarantees: every message of a user or a tool is in the text, whole, with its role and the name of its tool, in the
-# order in which it came. Messages from the assistant or the system say nothing about the answer, and are left out.
-
 _ERROR_TEXT: Final = re.compile(
     r"\s*(?:\[?error\]?\s*[:!]|<(?:tool_use_)?error>|traceback \(most recent call last\))", re.IGNORECASE
 )
 _FAILED: Final = frozenset({"error", "failed", "failure"})
 _READ_CHARS: Final = 1_000_000
-"""A longer result is not read as JSON, since that would hold up the event loop."""
+"""Longer results are not read as JSON, to not hold up the event loop."""
 
 
 def next_state(
     messages: Sequence[ClientMessage], arrived_at: float, calls: Mapping[str, str] | None = None
 ) -> NextStateRecord | None:
-    """Return the next state that the messages since an answer are, or None if no user and no tool says anything.
+    """Join the messages of users and tools since an answer into one text for a judge; return None without any.
 
-    `calls` are the names of the answer's tool calls by the ids that the client knows, for results that come without the
-    tool's name.
+    Every such message is in it, whole, with its role and the name of its tool, in the order in which it came. `calls`
+    are the names of the answer's tool calls by the ids that the client knows, for results without the tool's name.
     """
     said = [message for message in messages if message.role in ("user", "tool")]
     if not said:
@@ -299,7 +290,7 @@ def next_state(
 
 
 def says_error(result: str) -> bool:
-    """Return whether a tool's result says that the call failed.
+    """Look for a sign that the call failed.
 
     Only Anthropic's API has a field for that. In the others, the text begins with it, or is JSON with such a field.
     """

@@ -1,6 +1,6 @@
 """The records of live sessions at one node, how many of them are open, and their users as hashes.
 
-Guarantee: a session is refused while as many are open as the settings allow, those of before a restart included.
+A session is refused while as many are open as the settings allow, those of before a restart included.
 """
 
 from __future__ import annotations
@@ -22,11 +22,6 @@ from rollout_service.live.contract import OptOuts, SessionRecord
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveKey, LiveSettings
 
-# Users as salted hashes.
-#
-# Guarantees: the salt never leaves the node's state folder, and only its owner can read it. Users of two tenants are
-# two users, whatever their names.
-
 _SALT_BYTES = 32
 _HASH_BYTES = 16
 DEFAULT_TENANT = "default"
@@ -38,7 +33,7 @@ class UserHashes:
 
     @classmethod
     def load(cls, path: Path) -> UserHashes:
-        """Read the salt of a file, or write a new one.
+        """Read the salt, or write a new one.
 
         Raises:
             ConfigurationError: The file cannot be read or written.
@@ -60,18 +55,18 @@ class UserHashes:
         return hashlib.blake2b(digest_size=_SALT_BYTES, key=self._salt, person=b"messages").digest()
 
     def of_conversation(self, session_id: str, client: str) -> str:
-        """Return the hash of a session's conversation, which goes on in all sessions of a client's own id."""
+        """Hash a conversation, which goes on in all sessions of a client's own id."""
         return self._digest(b"conversation", client or session_id)
 
     def hash(self, user: str, tenant: str) -> str:
         return self._digest(b"user", json.dumps([tenant, user]))
 
     def of_session(self, session_id: str) -> str:
-        """Return the hash that stands for the unknown user of a session."""
+        """Make a hash for a session's unknown user."""
         return self._digest(b"session", session_id)
 
     def of_client(self, tenant: str, key_name: str, client_id: str) -> str:
-        """Return the hash of a client's own id: no other key's and no other tenant's."""
+        """Hash a client's own id, apart from those of other keys and tenants."""
         return self._digest(b"client", json.dumps([tenant, key_name, client_id]))
 
     def _digest(self, kind: bytes, text: str) -> str:
@@ -80,8 +75,6 @@ class UserHashes:
 
 
 class SessionRegister:
-    """Makes, opens, finds and closes the records of sessions."""
-
     def __init__(
         self,
         settings: LiveSettings,
@@ -90,7 +83,7 @@ class SessionRegister:
         choose_pool: Callable[[str, str], str],
         clock: Callable[[], float],
     ) -> None:
-        """Keep sessions in a store; `choose_pool` returns a new one's pool from the pool it asks for and its id."""
+        """`choose_pool` returns a new one's pool from the pool it asks for and its id."""
         self._settings = settings
         self._store = store
         self._users = users
@@ -103,7 +96,7 @@ class SessionRegister:
             self.open_sessions += 1
 
     def user_of(self, user: str | None, tenant: str, session_id: str) -> str:
-        """Return the hash of a user; without one, a session is a user of its own."""
+        """Make a session without a user a user of its own."""
         users = self._users
         return users.hash(user, tenant) if user is not None else users.of_session(session_id)
 
@@ -113,7 +106,7 @@ class SessionRegister:
     async def make(
         self, request: SessionRequest, session_id: str, user: str, *, key_hash: bytes = b"", client: str = ""
     ) -> SessionRecord:
-        """Return the record of a new session, which is not stored yet; it has either a key or a client.
+        """Make a record without storing it; it has either a key or a client.
 
         Raises:
             RateLimitedError: Too many sessions are open.
@@ -145,7 +138,7 @@ class SessionRegister:
         )
 
     async def add(self, record: SessionRecord) -> bool:
-        """Store the record of a new session; return False if there is one with this id."""
+        """Return False if there is one with this id."""
         if record.continues is not None:
             refused = await self.opt_outs_of(record.continues)
             if refused != OptOuts():
@@ -155,11 +148,11 @@ class SessionRegister:
         return is_new
 
     def conversation_of(self, record: SessionRecord) -> str:
-        """Return the key under which the store remembers the opt-outs of a session's conversation."""
+        """Return the name under which the store remembers the opt-outs."""
         return self._users.of_conversation(record.session_id, record.client)
 
     async def opt_outs_of(self, session_id: str) -> OptOuts:
-        """Return the opt-outs of a session's conversation, whether the session is still there or not."""
+        """Return the opt-outs, even if the session is gone."""
         record = await self._store.session(session_id)
         client = "" if record is None else record.client
         found = await self._store.opt_outs(self._users.of_conversation(session_id, client))
@@ -186,17 +179,8 @@ class SessionRegister:
 
 
 def hash_of(key: str) -> bytes:
-    """Return the hash of a session's key, which alone is stored."""
+    """Hash a key; only its hash is stored."""
     return sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
-# Errors of live sessions, which each API's dialect tells in its own form.
-#
-# RolloutEndedError
-#  `- SessionEndedError     the session was closed or deleted                              410
-# TryLaterError
-#  |- PoolHeldError         the pool was paused for longer than a request waits            503
-#  `- RateLimitedError      too many requests of a user, or too many sessions              429
 
 
 class SessionEndedError(RolloutEndedError):

@@ -1,8 +1,8 @@
 """Recorded turns as bytes, and a session's capture anew from them.
 
-Guarantees: a rebuilt capture has the same trajectory as the one that was encoded, id for id and bit for bit, and
-continues conversations as that one would. A turn is stored without the parts that it shares with the one that it
-extends or follows, so a session's size grows with its new parts. A turn without a body keeps its id, and nothing else.
+A rebuilt capture has the same trajectory as the one that was encoded, id for id and bit for bit, and continues
+conversations as that one would. A turn is stored without the parts that it shares with the one that it extends or
+follows, so a session's size grows with its new parts. A turn without a body keeps its id, and nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollout_service.live.detectors import texts_in
 from rollout_service.tokens import ChatRenderer, ToolSpec, TreePrompt, TreeTurn
 
 LIVE = CapturePolicy(trains=frozenset(SegmentRole))
-"""Every delivered turn is in `segments`; which of them are trained on is decided when a part is made."""
+"""All delivered turns are in `segments`; which of them are trained on is decided when a part is made."""
 _FORMAT = b"\x01"
 _LEVEL = 1
 _LENGTH = 4
@@ -37,10 +37,8 @@ _LENGTH = 4
 
 @dataclass(frozen=True, slots=True)
 class TurnPrompt:
-    """The prompt of a turn's answer, and the answer."""
-
     messages: list[Message]
-    """The conversation, each answer of the policy as it was sampled."""
+    """Each answer of the policy as it was sampled."""
     tools: Sequence[ToolSpec]
     prompt_ids: list[int]
     output_ids: list[int]
@@ -48,14 +46,12 @@ class TurnPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PackedTurn:
-    """All that is stored of a turn, before it is bytes."""
-
     head: Mapping[str, Any]
     columns: Sequence[bytes]
-    """Its new ids of the prompt, its sampled ids, and their log-probabilities."""
+    """New ids of the prompt, sampled ids, and their log-probabilities."""
 
     def texts(self) -> Iterator[str]:
-        """Yield every text that a reader of the bytes could find, arguments also by their values."""
+        """Yield all texts in the bytes, arguments also by their values."""
         yield from texts_in(self.head)
         for message in self.head["messages"]:
             for _, _, arguments in message.get("calls", ()):
@@ -68,7 +64,7 @@ class PackedTurn:
 
 
 def pack(capture: TurnCapture, planned: PlannedTurn, generation: Generation, *, delivered: bool) -> PackedTurn:
-    """Return the record to store of a turn that is complete, and about to be recorded in a capture."""
+    """Pack a complete turn that is about to be recorded in a capture."""
     prompt, call = planned.prompt, planned.call
     base = prompt.parent or prompt.after
     shared = _shared_ids(prompt, base)
@@ -106,7 +102,7 @@ def pack(capture: TurnCapture, planned: PlannedTurn, generation: Generation, *, 
 
 
 def rebuild(renderer: ChatRenderer, turns: Sequence[TurnRecord]) -> TurnCapture:
-    """Return the capture of a session from all of its turns, in the order of their ids. Slow: call it in a thread.
+    """Rebuild a capture from all turns, in the order of their ids. Slow: call it in a thread.
 
     Raises:
         RecordLostError: A turn cannot be read.
@@ -115,7 +111,7 @@ def rebuild(renderer: ChatRenderer, turns: Sequence[TurnRecord]) -> TurnCapture:
 
 
 def prompt_of(renderer: ChatRenderer, turns: Sequence[TurnRecord], turn: int) -> TurnPrompt:
-    """Return the prompt of a turn's answer, from the turns of its session. Slow: call it in a thread.
+    """Find the prompt among the session's turns. Slow: call it in a thread.
 
     Raises:
         RecordLostError: A turn cannot be read, or nothing is kept of this one.
@@ -165,7 +161,7 @@ class _SessionReplay:
         return [own[place].turn.message if place in own else message for place, message in enumerate(rendered)]
 
     def _answers_in(self, turn: int) -> Mapping[int, RecordedTurn]:
-        """Return the turns that a turn extends, by the places of their answers in its messages."""
+        """Return the turns that a turn extends, by the places of their answers."""
         found = {}
         each = self.capture.turns[turn].turn.parent
         while each is not None:
@@ -226,7 +222,7 @@ def _generation(head: Mapping[str, Any], columns: bytes, sampled: int) -> Genera
 
 
 def _shared_ids(prompt: TreePrompt, base: TreeTurn | None) -> int:
-    """Return with how many ids of the base's prompt and output a prompt begins."""
+    """Count the ids of the base's prompt and output with which a prompt begins."""
     if base is None:
         return 0
     if base is prompt.parent:
@@ -238,7 +234,7 @@ def _shared_ids(prompt: TreePrompt, base: TreeTurn | None) -> int:
 
 
 def _shared_messages(capture: TurnCapture, planned: PlannedTurn) -> int:
-    """Return how many messages a turn shares with the one that it extends or follows."""
+    """Count the messages shared with the turn that this one extends or follows."""
     prompt = planned.prompt
     if prompt.parent is not None:
         # Those before the answer mean the same; a capture keeps them for the last turn only.

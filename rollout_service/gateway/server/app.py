@@ -1,8 +1,8 @@
 """The ASGI app of the gateway: the routes of four model APIs, with the calls that their clients make at their start.
 
-Guarantees: a request reaches one session, by its key, and nothing else of the service. Every error is answered in the
-form of the API that was called. No more of a body is read than the settings allow, nor of all bodies together; a
-request that takes long to read or to render is dropped once its client has gone.
+A request reaches one session, by its key, and nothing else of the service. Every error is answered in the form of the
+API that was called. No more of a body is read than the settings allow, nor of all bodies together; a request that takes
+long to read or to render is dropped once its client has gone.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ MAX_LOGGED_ROUTES = 1_000
 
 
 class GatewayApp:
-    """Answers the calls of programs; an ASGI application."""
-
     def __init__(
         self,
         sessions: SessionSource,
@@ -49,7 +47,7 @@ class GatewayApp:
         metrics: GatewayMetrics,
         bodies: BodiesInFlight | None = None,
     ) -> None:
-        """Share `bodies` with other applications that read some too."""
+        """`bodies` are shared with other applications."""
         self._sessions = sessions
         self._settings = settings
         self._metrics = metrics
@@ -57,7 +55,6 @@ class GatewayApp:
         self._logged: set[tuple[str, str]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; see ASGI."""
         if scope["type"] != "http":
             return
         request = GatewayRequest.of(scope)
@@ -115,7 +112,7 @@ class GatewayApp:
         return self._response(codec, call, await self._answers(call, session))
 
     async def _answers(self, call: ModelCall, session: GatewaySession) -> list[LiveAnswer]:
-        """Return the answers to a call once all of them have begun."""
+        """Return once all answers have begun."""
         if call.n == 1:
             return [await session.answer(call)]
         session.charge(call.n - 1)
@@ -140,7 +137,6 @@ class GatewayApp:
         return call
 
     async def _body(self, request: GatewayRequest, receive: Receive, held: HeldBytes) -> bytes:
-        """Read a body, once there is room for it."""
         announced = request.headers.get("content-length", "")
         await self._make_room(held, int(announced) if announced.isdecimal() else 0)
         parts: list[bytes] = []
@@ -162,7 +158,6 @@ class GatewayApp:
         await held.grow_to(size)
 
     def _check_model(self, model: str, session: GatewaySession) -> None:
-        """Check the name of the model that a program asks for."""
         if self._settings.unknown_model == "refuse" and model != session.model.name:
             raise UnknownModelError(model, session.model.name)
 
@@ -172,7 +167,7 @@ class GatewayApp:
         return replace(session.model, name=name)
 
     def _log_unknown(self, request: GatewayRequest) -> None:
-        """Log a route that the gateway lacks, once for each client."""
+        """Log once for each client."""
         route = f"{request.method} {without_keys(request.path)}"[:200]
         seen = (client_name(request.headers), route)
         if seen not in self._logged and len(self._logged) < MAX_LOGGED_ROUTES:
@@ -190,6 +185,6 @@ async def _send_nothing(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _admit(scope: Scope) -> None:
-    """Count the connection as one that has sent a valid key."""
+    """Note that the connection has sent a valid key."""
     if (slot := find_slot(scope)) is not None:
         slot.admit()

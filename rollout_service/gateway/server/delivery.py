@@ -1,8 +1,8 @@
 """Sends an answer to one client, as it is sampled or as a whole.
 
-Guarantees: the head of a stream leaves at once, and something that the client takes for a sign of life follows whenever
-the policy has been silent for a while. Nothing is sent faster than the client reads. The last event leaves only after
-the turn was recorded.
+The head of a stream leaves at once, and something that the client takes for a sign of life follows whenever the policy
+has been silent for a while. Nothing is sent faster than the client reads. The last event leaves only after the turn was
+recorded.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rollout_service.gateway.dialects import DialectCodec, ErrorAnswer, WholeAns
 from rollout_service.gateway.sessions.answer import LiveAnswer
 
 HEAD_SECONDS = 20.0
-"""How long the head of a whole answer waits for it: until then, an error can still have a status of its own."""
+"""The head of a whole answer waits for it: until then, an error can still have a status of its own."""
 BLANK = b" "
-"""The bytes that keep the client of a whole answer waiting: JSON may begin with white space."""
+"""Keeps the client of a whole answer waiting: JSON may begin with white space."""
 JSON = "application/json"
 
 
 class AnswerResponse:
-    """The response to one call; an ASGI application."""
+    """An ASGI application."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class AnswerResponse:
         head_seconds: float | None = None,
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Accept more than one answer only for a call that asks for `n`.
+        """There is more than one answer only for a call that asks for `n`.
 
         `head_seconds` is how long the head of a whole answer waits for it; `headers` are added to it.
         """
@@ -50,7 +50,6 @@ class AnswerResponse:
         self._is_sent = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer, unless the client goes away first."""
         _ = scope
         with ExitStack() as readers:
             for answer in self._answers:
@@ -64,8 +63,8 @@ class AnswerResponse:
     async def _cancel_on_disconnect(self, receive: Receive, scope: anyio.CancelScope) -> None:
         """Cancel once the client is gone.
 
-        ASGI ends a response that was sent with the same message. So nothing needs to be canceled then, which would cost
-        every call more than the task itself.
+        ASGI ends a sent response with the same message. Cancelling then would cost every call more than the task
+        itself.
         """
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -73,7 +72,7 @@ class AnswerResponse:
             scope.cancel()
 
     async def _stream(self, send: Send) -> bool:
-        """Send all events; return whether the response is complete, as it always is."""
+        """Return whether the response is complete, as it always is."""
         answer, stream = self._answers[0], self._codec.open_stream(self._call)
         await send(_head(200, stream.media_type, more=self._headers))
         seen, is_last, is_whole = 0, False, False
@@ -94,7 +93,7 @@ class AnswerResponse:
         return True
 
     async def _send_whole(self, send: Send) -> bool:
-        """Send the answer or an error; return whether the response is complete."""
+        """Return whether the response is complete."""
         is_begun = False
         while not await self._wait(self._keep_alive_seconds if is_begun else self._head_seconds):
             if not is_begun:
@@ -110,7 +109,7 @@ class AnswerResponse:
         return error is None or not is_begun
 
     async def _wait(self, seconds: float) -> bool:
-        """Wait up to this long for all answers; return whether they are there, or have failed."""
+        """Return whether all answers came, or failed, in time."""
         with anyio.move_on_after(seconds):
             for answer in self._answers:
                 await answer.until_whole()

@@ -1,7 +1,6 @@
 """Serves the gateway, or another API beside the service's own, on a listening socket, in this process's event loop.
 
-Guarantees: once the block is left, the socket and every connection are closed. Peers without a key cannot keep those
-with one out.
+Once the block is left, the socket and every connection are closed. Peers without a key cannot keep those with one out.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from rollout_service.http.server import Server
 from sandboxes.task_groups import open_task_group
 
 GRACE_SECONDS = 1
-"""How long answers may take to end once their sessions have."""
+"""For answers to end once their sessions have."""
 KEEP_ALIVE_SECONDS = 75
-"""How long a connection may be idle between two calls; clients work on a task in between."""
+"""Between two calls; clients work on a task in between."""
 HEAD_SECONDS = 10.0
 
 
 class GatewayServer(Server):
-    """Serves one listening socket beside the API, to which it leaves the signals."""
+    """Leaves the signals to the API."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -36,7 +35,7 @@ class GatewayServer(Server):
 
 
 def bind(host: str, port: int, section: str) -> socket.socket:
-    """Return the listening socket of an API; `section` of the settings has its address.
+    """Listen for an API; `section` of the settings has its address.
 
     Raises:
         ConfigurationError: The address cannot be bound.
@@ -52,7 +51,7 @@ def bind(host: str, port: int, section: str) -> socket.socket:
 
 
 def address_of(listener: socket.socket, host: str) -> str:
-    """Return the URL at which programs reach a listener that was bound to a host."""
+    """Return the URL at which programs reach the listener."""
     if host in ("0.0.0.0", "::"):  # noqa: S104 - not bound here
         host = socket.gethostname()
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -66,7 +65,7 @@ async def serving(
     requests: RequestLimits,
     observe: Observe,
 ) -> AsyncIterator[None]:
-    """Serve an app on a socket, and close it at the end of the block; `observe` is called for refused connections."""
+    """Close the socket at the end of the block; `observe` is called for refused connections."""
     config = uvicorn.Config(
         app,
         log_config=None,

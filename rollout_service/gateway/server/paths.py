@@ -1,4 +1,4 @@
-"""The parsing of a request's path into its action and key: clients extend a base URL in different ways.
+"""A request's action and key, by its path: clients extend a base URL in different ways.
 
 The path may begin with `/s/KEY`, and versions such as `/v1` may be there once, twice, or not at all, since some clients
 expect them in the base URL and others add them.
@@ -51,12 +51,12 @@ _COMPILED = [(method, re.compile(path), dialect, action) for method, path, diale
 class GatewayRequest:
     method: str
     path: str
-    """The path without the key and the versions."""
+    """Without the key and the versions."""
     query: str
     headers: Mapping[str, str]
     """By names in lower case."""
     key: str
-    """The key that it carries; empty if there is none."""
+    """Empty if there is none."""
     action: Action
     dialect: Dialect
 
@@ -81,7 +81,7 @@ class GatewayRequest:
 
     @property
     def target(self) -> str:
-        """The path with its query, as dialects read it."""
+        """With its query, as dialects read it."""
         return f"{self.path}?{self.query}" if self.query else self.path
 
 
@@ -93,7 +93,7 @@ def _route(method: str, path: str) -> tuple[Action, Dialect | None]:
 
 
 def _spoken(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Return the dialect that a client of routes which several APIs have is likely to speak."""
+    """Guess the dialect for routes that several APIs have."""
     if "anthropic-version" in headers:
         return Dialect.ANTHROPIC
     if "x-goog-api-key" in headers or path.startswith("/v1beta"):
@@ -111,24 +111,19 @@ def _key(headers: Mapping[str, str], query: str) -> str:
     return parse_qs(query).get("key", [""])[0] if "key=" in query else ""
 
 
-# Several applications on one listener: a request goes to the one that knows its key.
-
-
 class KeyedApp(Protocol):
     def knows(self, key: str) -> bool:
-        """Return whether a key looks like one of its own, without looking it up."""
+        """Tell by the form of a key, without looking it up."""
         ...
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; see ASGI."""
-        ...
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 class KeyedApps:
-    """Passes a request on by its key; an ASGI application."""
+    """Passes a request to the application that knows its key."""
 
     def __init__(self, app: ASGIApp, others: Sequence[KeyedApp]) -> None:
-        """`app` is for all keys that none of `others` knows; those may change at any time."""
+        """`app` is for keys that none of `others` knows; these may change at any time."""
         self._app = app
         self._others = others
 

@@ -1,1 +1,1 @@
-"""The rollouts that programs drive: their keys, their conversations, and the answers being sampled."""
+"""The rollouts that programs drive: their keys, conversations and answers."""

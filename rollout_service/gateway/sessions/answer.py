@@ -1,4 +1,4 @@
-"""One answer of the policy while it is sampled: its events so far, for every request that is waiting for it.
+"""Answers of the policy while they are sampled, for every request that waits for them, and the limits of a rollout.
 
 Guarantees: every reader gets all events, in order, from the first one on. An answer that nobody reads is given up after
 a bounded time, and no earlier: a client that repeats its request finds it.
@@ -31,32 +31,28 @@ from rollout_service.gateway.contract import (
 
 
 class LiveAnswer:
-    """The answer to a call, and to those that repeat it."""
-
     def __init__(self, call: ModelCall, retry_seconds: float) -> None:
         """An answer that nobody reads is kept for `retry_seconds`."""
         self.call = call
         self.planned: PlannedTurn | None = None
-        """Its prompt, once that is known."""
         self.observer: TurnObserver | None = None
-        """The observer that keeps its turn, if the session's capture alone does not."""
+        """Keeps its turn, if the session's capture alone does not."""
         self.error: Exception | None = None
-        """Why there is no answer, or no more of it."""
+        """Why no more of it follows."""
         self.ended = False
-        """Whether all events are there."""
+        """All events are there."""
         self.delivered = False
-        """Whether a reader has sent the last event."""
+        """A reader has sent the last event."""
         self.scope = anyio.CancelScope()
-        """Covers the making of its prompt, the sampling, and the wait for a reader at its end."""
+        """Covers the prompt, the sampling, and the wait for a reader at its end."""
         self.tool_calls = 0
-        """The tool calls so far, malformed ones included."""
+        """Malformed ones included."""
         self.malformed_calls = 0
         self.events: list[AnswerEvent] = []
-        """The events so far."""
         self._changed = ChangeSignal()
         self._retry_seconds = retry_seconds
         self._waiting = 0
-        """How many requests wait for its first event."""
+        """Requests that wait for its first event."""
         self._readers = 0
         self._left_at = inf
         self._sampled = SampledSoFar()
@@ -67,17 +63,15 @@ class LiveAnswer:
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether no client has been waiting for so long that none will come back."""
+        """No client has waited for so long that none will come back."""
         return not self.is_read and anyio.current_time() >= self._left_at + self._retry_seconds
 
     @property
     def sampled_tokens(self) -> int:
-        """How many tokens were streamed of it so far."""
         return len(self._sampled)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Be a reader within the block."""
         self._readers += 1
         self.scope.deadline = inf
         self._changed.notify()
@@ -108,12 +102,11 @@ class LiveAnswer:
         self._add(events)
 
     def fail(self, error: Exception) -> None:
-        """End without further events."""
         self.error = error
         self._changed.notify()
 
     def partial(self) -> Generation | None:
-        """Return the streamed part of an answer that broke off; None if it cannot be kept exactly."""
+        """Return the streamed part; None if it cannot be kept exactly."""
         planned = self.planned
         return self._sampled.generation(len(planned.prompt_ids)) if planned is not None else None
 
@@ -122,7 +115,7 @@ class LiveAnswer:
             await self._changed.wait()
 
     async def until_left(self, seconds: float) -> bool:
-        """Wait up to this long until there is no reader; return whether there is none."""
+        """Wait up to this long; return whether there is no reader."""
         with anyio.move_on_after(seconds):
             while self.is_read:
                 await self._changed.wait()
@@ -131,7 +124,7 @@ class LiveAnswer:
     # -- for readers -----------------------------------------------------------
 
     def deliver(self) -> None:
-        """Note that a reader has sent the last event; idempotent."""
+        """Note that the last event was sent; idempotent."""
         if not self.delivered:
             self.delivered = True
             if self.observer is not None:
@@ -164,7 +157,6 @@ class LiveAnswer:
         return self.events[seen:]
 
     async def until_whole(self) -> None:
-        """Wait until all events are there, or none follows."""
         while not self.ended and self.error is None:
             await self._changed.wait()
 
@@ -198,7 +190,7 @@ class SampledSoFar:
         self._cached_tokens = chunk.cached_tokens or self._cached_tokens
 
     def generation(self, prompt_tokens: int) -> Generation | None:
-        """Return them as a generation that was aborted, or None if there are none, or one's version is not known."""
+        """Return an aborted generation; None without tokens, or if a version is not known."""
         if not (self._ids and self._is_exact):
             return None
         return Generation(
@@ -213,14 +205,6 @@ class SampledSoFar:
         )
 
 
-# The limits of a rollout, and the answer to a program that has reached one.
-#
-# Guarantee: the calls of a rollout never sample more tokens together than it may, however many are open at once, and
-# none is cut short for tokens that another then does not use.
-#
-# The program gets a last answer like any other, with only a text: every client takes a text without tool calls for the
-# end of the task, and an error would make many repeat the request.
-
 _TEXTS = {
     StopReason.MAX_TURNS: "The limit of turns for this task is reached.",
     StopReason.MAX_TOKENS: "The limit of tokens for this task is reached.",
@@ -233,16 +217,20 @@ class TokensSpentError(Exception):
 
 
 class TokenBudget:
-    """The tokens that a rollout may still sample."""
+    """The tokens that a rollout may still sample.
+
+    Its calls never sample more together, however many are open at once, and none is cut short for tokens that another
+    then does not use.
+    """
 
     def __init__(self, most: int) -> None:
         self._left = most
-        """Those that are neither sampled nor reserved."""
+        """Neither sampled nor reserved."""
         self._reserved = 0
         self._settled = ChangeSignal()
 
     async def reserve(self, wanted: int) -> int:
-        """Reserve tokens for a call: as many as it wants, or, once no other call may return some, all that are left.
+        """Reserve as many as a call wants, or, once no other call may return some, all that are left.
 
         Raises:
             TokensSpentError: None are left.
@@ -257,14 +245,14 @@ class TokenBudget:
         return tokens
 
     def settle(self, reserved: int, sampled: int) -> None:
-        """Return the tokens that a call has reserved and not sampled."""
+        """Give back the tokens that were not sampled."""
         self._reserved -= reserved
         self._left += reserved - sampled
         self._settled.notify()
 
 
 def reached_limit(limits: EpisodeLimits, usage: Usage, open_calls: int) -> StopReason | None:
-    """Return the limit that leaves no room for another call beside those that are being answered."""
+    """Return the limit that leaves no room beside the open calls."""
     if usage.turns + open_calls >= limits.max_turns:
         return StopReason.MAX_TURNS
     if usage.sampled_tokens >= limits.max_tokens:
@@ -273,12 +261,15 @@ def reached_limit(limits: EpisodeLimits, usage: Usage, open_calls: int) -> StopR
 
 
 def closing_answer(call: ModelCall, reason: StopReason) -> LiveAnswer:
-    """Return an answer that was not sampled, and is not recorded."""
+    """Make an answer of only a text, which is not sampled and not recorded.
+
+    Every client takes a text without tool calls for the end of the task; an error would make many repeat the request.
+    """
     answer = LiveAnswer(call, retry_seconds=0.0)
     answer.end([AnswerBegin("limit", 0), *closing_events(reason)])
     return answer
 
 
 def closing_events(reason: StopReason) -> Sequence[AnswerEvent]:
-    """Return the events of a limit's text, after the beginning of an answer."""
+    """Return what follows the beginning of an answer."""
     return [TextDelta(_TEXTS[reason]), AnswerEnd(FinishReason.STOP, _NOTHING)]

@@ -1,4 +1,4 @@
-"""The engines behind a session: the request to them for one call, without secrets.
+"""The engines behind a session, and a call without secrets.
 
 Guarantee: sampling is the run's; the client's parameters count only if the settings say so, and then within the run's
 limits.
@@ -21,13 +21,13 @@ from rollout_service.gateway.capture import PlannedTurn
 from rollout_service.gateway.contract import ClientMessage, ModelCall
 
 UNSTREAMED_CHUNK = 32
-"""The tokens of a chunk that no client waits for: few enough that little is sampled again if the engine is lost."""
+"""For chunks that no client waits for: few enough that little is sampled again if the engine is lost."""
 _OBEYED = {"temperature": (0.0, 100.0), "top_p": (1e-6, 1.0), "top_k": (-1, 2**31 - 1), "min_p": (0.0, 1.0)}
-"""The parameters that a client's request may change, with the values that engines accept."""
+"""Parameters that a client may change, with the values that engines accept."""
 
 
 class StreamingGenerator(Protocol):
-    """The part of a pool that a session needs; `engines.pool.BackendPool` implements it."""
+    """Implemented by `engines.pool.BackendPool`."""
 
     async def generate(
         self,
@@ -37,8 +37,7 @@ class StreamingGenerator(Protocol):
         on_tokens: inference.TokenSink | None = None,
     ) -> inference.Generation: ...
 
-    def release(self, affinity: str) -> None:
-        """Free the place of a rollout that has ended."""
+    def release(self, affinity: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class PolicyEngines:
     pool: StreamingGenerator
     affinity: str
     context_length: int
-    """The most tokens of prompt and answer together."""
+    """Tokens of prompt and answer together."""
     stop_token_ids: Sequence[int]
     sampling: Sampling
     exports: TokenExtras
@@ -56,10 +55,10 @@ class PolicyEngines:
     cache_salt: str = ""
     """Keeps cached prefixes apart from those of requests with another one."""
     decode: Callable[[Sequence[int]], str] | None = None
-    """Returns the text of ids, in which stop strings are looked for after an interruption."""
+    """For stop strings that an interruption has cut."""
 
     def room(self, prompt_tokens: int) -> int:
-        """Return how many tokens an answer to a prompt may have; below 1 if there is no room."""
+        """Return the tokens left for an answer; below 1 if there is no room."""
         return self.context_length - 1 - prompt_tokens  # engines differ in whether the context may be filled
 
     async def sample(
@@ -83,7 +82,7 @@ class PolicyEngines:
         return await self.pool.generate(request, affinity=self.affinity, on_tokens=on_tokens)
 
     def release(self) -> None:
-        """Free the rollout's place on its engine; idempotent."""
+        """Free the place on the engine; idempotent."""
         self.pool.release(self.affinity)
 
     def _options(self, call: ModelCall, budget: int) -> inference.SamplingOptions:
@@ -116,14 +115,14 @@ class PolicyEngines:
 
 
 def _seed_of(seed: int | None, sibling: int) -> int | None:
-    """Return the seed of one of the answers to a request, which would all be the same with one seed."""
+    """Return a seed of each answer to a request, since they would all be the same with one."""
     if seed is None or sibling == 0:
         return seed
     return int.from_bytes(blake2b(f"{seed}/{sibling}".encode(), digest_size=4).digest()) >> 1
 
 
 def _usable(requested: Mapping[str, JsonValue]) -> dict[str, float]:
-    """Return the requested parameters that engines know, with values that they accept."""
+    """Keep parameters that engines know, with values that they accept."""
     usable: dict[str, float] = {}
     for name, (least, most) in _OBEYED.items():
         value = requested.get(name)
@@ -133,7 +132,7 @@ def _usable(requested: Mapping[str, JsonValue]) -> dict[str, float]:
 
 
 def masked_call(call: ModelCall, hidden: Collection[str]) -> ModelCall:
-    """Return a call with these values masked in its messages and tools; the same one if there are none.
+    """Return the same call if nothing is hidden.
 
     The policy's own answers come back as it wrote them, unless it wrote such a value by itself.
     """

@@ -1,7 +1,7 @@
 """Which key names which rollout.
 
-Guarantees: only hashes of keys are kept, and looking one up takes the same time whether it is right or wrong. A key
-whose rollout has ended is known as such for `REMEMBERED_SECONDS`, so that its program learns why.
+Only hashes of keys are kept, and looking one up takes the same time whether it is right or wrong. A key whose rollout
+has ended is known as such for `REMEMBERED_SECONDS`, so that its program learns why.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SessionSource(Protocol):
 
 
 class GatewaySessions:
-    """The sessions of all rollouts under way, by the hash of their key."""
+    """The sessions of all rollouts under way."""
 
     def __init__(self) -> None:
         self._open: dict[bytes, GatewaySession] = {}
@@ -44,7 +44,7 @@ class GatewaySessions:
         self._open[_hash(session.key)] = session
 
     def remove(self, session: GatewaySession) -> bool:
-        """Make a session's key invalid; return whether it was valid."""
+        """Return whether the session's key was valid."""
         digest = _hash(session.key)
         if self._open.pop(digest, None) is None:
             return False
@@ -67,7 +67,7 @@ class GatewaySessions:
 
 
 class OneSession:
-    """One session alone, for a listener that a single program can reach."""
+    """For a listener that only one program can reach."""
 
     def __init__(self, session: GatewaySession) -> None:
         self._digest = _hash(session.key)

@@ -1,8 +1,8 @@
 """One rollout's policy, as a program of its own drives it through the gateway.
 
-Guarantees: a turn is recorded before its last event can leave. A request that repeats one whose answer did not arrive
-is given that answer, and nothing is sampled for it again. A call is never refused because engines are busy, paused or
-lost; an error that leaves a call without an answer also fails the rollout. Long prompts are made in a thread.
+A turn is recorded before its last event can leave. A request that repeats one whose answer did not arrive is given that
+answer, and nothing is sampled for it again. A call is never refused because engines are busy, paused or lost; an error
+that leaves a call without an answer also fails the rollout. Long prompts are made in a thread.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from rollout_service.tokens.errors import RecordError
 log = structlog.get_logger(__name__)
 
 INLINE_BYTES = 32 * 1024
-"""The conversations of larger requests, tools and all, are looked up and rendered in a thread."""
+"""Larger requests are looked up and rendered in a thread."""
 RETRY_GRACE_SECONDS = 0.1
-"""How long a request that equals one still being answered waits for the end of that one's connection. If it comes, the
-request is a retry; if not, it is a call of its own."""
+"""How long a request waits for the end of the connection of an equal one. If it comes, the request is a retry; if not,
+it is a call of its own."""
 KEY_BYTES = 32
 
 
@@ -61,53 +61,46 @@ ServeAlone = Callable[["GatewaySession", socket], AbstractAsyncContextManager[No
 
 @dataclass(frozen=True, slots=True)
 class SessionPlace:
-    """The address of a session for its program, and the parts of the service that it uses."""
-
     url: str
     model: ListedModel
-    """The name and the size that programs see."""
     serve: ServeAlone
-    """Serves one session on a socket."""
     tasks: TaskGroup
-    """Runs the sampling of answers."""
     metrics: GatewayMetrics
     retry_seconds: float
-    """How long an answer is kept for a client that went away."""
+    """For a client that went away."""
     observer: CallObserver | None = None
-    """The observer that sees the calls and keeps their turns."""
+    """Sees the calls and keeps their turns."""
     is_private: bool = False
-    """Whether a user talks here, of whom nothing may be in the log."""
+    """A user talks here, of whom nothing may be in the log."""
     hidden: Collection[str] = ()
-    """Texts that are masked in the policy's prompts; some may be added later."""
+    """Masked in the policy's prompts; more may be added later."""
     charge: Callable[[int], None] = lambda _: None
-    """Counts answers that a request asks for beside its first one, against its user's limit."""
+    """Counts a request's further answers against its user's limit."""
 
 
 class GatewaySession(UndrivenPolicy):
-    """The policy of one rollout; implements `episodes.Policy` and `episodes.GatewayAccess`."""
+    """Implements `episodes.Policy` and `episodes.GatewayAccess`."""
 
     def __init__(
         self, capture: TurnCapture, engines: PolicyEngines, limits: EpisodeLimits, place: SessionPlace
     ) -> None:
         self.key = f"rk-{secrets.token_urlsafe(KEY_BYTES)}"
-        """The secret that names this session."""
         self.url = place.url
         self.model = place.model
-        """The model that programs see."""
         self.stop_reason: StopReason | None = None
-        """The limit that calls have reached."""
+        """A limit that calls have reached."""
         self._capture = capture
         self._engines = engines
         self._limits = limits
         self._place = place
         self._capturing = anyio.Lock(fast_acquire=True)
         self._answers: dict[bytes, LiveAnswer] = {}
-        """The latest answer to each request, until it was delivered."""
+        """By fingerprint, until they were delivered."""
         self._open: set[LiveAnswer] = set()
         self._calls = 0
         self._call_ended = ChangeSignal()
         self._failed = ChangeSignal()
-        """Not the same as the signal of ended calls, which would wake the episode with every call."""
+        """Separate, since ended calls would wake the episode each time."""
         self._failure: Exception | None = None
         self._ended = False
         self._reported = False
@@ -115,14 +108,14 @@ class GatewaySession(UndrivenPolicy):
         self._tokens = TokenBudget(limits.max_tokens)
         self._engine_seconds = 0.0
         self._activity = current_activity()
-        """The steps of the rollout's attempt; None for a live session, which has none."""
+        """None for a live session."""
         self._lanes: set[int] = set()
-        """The lanes of the calls under way, since calls may be made at once."""
+        """Lanes of the calls under way, of which there may be several."""
 
     # -- for the program -------------------------------------------------------
 
     async def answer(self, call: ModelCall) -> LiveAnswer:
-        """Return the answer to a call once it has begun: a new one, or that of the request which it repeats.
+        """Return a new answer, or that to a repeated request, once it has begun.
 
         Raises:
             RolloutEndedError: The agent has ended.
@@ -148,7 +141,7 @@ class GatewaySession(UndrivenPolicy):
         return answer
 
     def charge(self, answers: int) -> None:
-        """Count answers that a request asks for beside its first one.
+        """Count a request's further answers.
 
         Raises:
             TryLaterError: The user has asked for too many.
@@ -156,7 +149,7 @@ class GatewaySession(UndrivenPolicy):
         self._place.charge(answers)
 
     async def count_tokens(self, call: ModelCall) -> int:
-        """Return how many tokens the prompt of a call would have; nothing is kept of it.
+        """Count the tokens of a prompt; nothing is kept of it.
 
         Raises:
             ContextOverflowError: They are many more than the context holds.
@@ -170,7 +163,7 @@ class GatewaySession(UndrivenPolicy):
         return await in_thread(partial(masked_call, call, self._place.hidden))
 
     async def _repeated(self, call: ModelCall) -> LiveAnswer | None:
-        """Return the answer that a repeated request did not get to its end."""
+        """Find an answer that did not arrive whole."""
         for fingerprint, answer in list(self._answers.items()):
             if answer.delivered or answer.is_forgotten:
                 del self._answers[fingerprint]
@@ -205,7 +198,7 @@ class GatewaySession(UndrivenPolicy):
             self._call_ended.notify()
 
     async def _sample(self, answer: LiveAnswer) -> CallOutcome:
-        """Sample an answer and record it; it ends early once its client is gone for good or the agent has ended."""
+        """Sample and record; end early once the client is gone for good or the agent has ended."""
         planned: PlannedTurn | None = None
         generation, is_read = None, False
         steps_before = 0 if self._activity is None else len(self._activity.ended)
@@ -233,7 +226,7 @@ class GatewaySession(UndrivenPolicy):
         return CallOutcome.ABANDONED
 
     async def _begin(self, answer: LiveAnswer) -> tuple[PlannedTurn, int]:
-        """Make an answer's prompt, and return it with the most tokens that it asks for."""
+        """Return the prompt, and the most tokens that the call asks for."""
         began = time.perf_counter()
         try:
             planned = await self._plan(answer.call)
@@ -275,7 +268,7 @@ class GatewaySession(UndrivenPolicy):
 
     @contextmanager
     def _in_lane(self) -> Iterator[None]:
-        """Work for the session's rollout within the block, in the first lane that no other call is in."""
+        """Work for the rollout within the block, in the first free lane."""
         if self._activity is None:
             yield
             return
@@ -288,7 +281,7 @@ class GatewaySession(UndrivenPolicy):
             self._lanes.discard(number)
 
     def _note_turn(self, steps_before: int) -> None:
-        """Add the number of the turn that was just recorded to the steps of its call, which are alone in their lane."""
+        """Add the recorded turn's number to the steps of its call, which are alone in their lane."""
         if self._activity is not None:
             lane = current_lane()
             for step in self._activity.ended[steps_before:]:
@@ -296,7 +289,7 @@ class GatewaySession(UndrivenPolicy):
                     step.note(turn=self._usage.turns)
 
     def _note_failure(self, call: ModelCall, error: Exception) -> None:
-        """Fail the rollout, unless the program's own request is to blame."""
+        """Fail the rollout, unless the request itself is to blame."""
         is_infrastructure = isinstance(error, InferenceError | RecordError)
         is_requests_own = isinstance(error, BackendRejected) and call.json_schema is not None
         if self._place.is_private:
@@ -336,18 +329,17 @@ class GatewaySession(UndrivenPolicy):
 
     @property
     def engine_seconds(self) -> float:
-        """Time spent waiting for the pool, summed over the calls, of which several may be open at once."""
+        """Summed over the calls, of which several may be open at once."""
         return self._engine_seconds
 
     def trajectory(self) -> Trajectory:
         return self._capture.trajectory()
 
     def serve(self, listener: socket) -> AbstractAsyncContextManager[None]:
-        """Serve this session alone on a listening socket within the block."""
         return self._place.serve(self, listener)
 
     async def until_failed(self) -> NoReturn:
-        """Wait until a call could not be answered.
+        """Wait for a call that cannot be answered.
 
         Raises:
             InferenceError: No engine answered.
@@ -359,12 +351,11 @@ class GatewaySession(UndrivenPolicy):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is being read, or an answer is being sampled or may still be asked for again."""
+        """Whether a request is being read, or an answer is sampled or may be asked for again."""
         return bool(self._open or self._calls)
 
     @contextmanager
     def called(self) -> Iterator[None]:
-        """Count a request that is being read or answered."""
         self._calls += 1
         try:
             yield
@@ -372,14 +363,14 @@ class GatewaySession(UndrivenPolicy):
             self._calls -= 1
 
     def close(self) -> None:
-        """End the access; answers that are being sampled are cut off. Idempotent."""
+        """Cut off the answers under way. Idempotent."""
         self._ended = True
         for answer in self._open:
             answer.scope.cancel()
         self._engines.release()
 
     async def end(self) -> None:
-        """End the access, and wait until nothing more can be recorded."""
+        """Close, and wait until nothing more can be recorded."""
         self.close()
         with anyio.CancelScope(shield=True):
             while self._open:

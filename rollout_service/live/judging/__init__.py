@@ -1,1 +1,1 @@
-"""The judge of served turns: its votes, rules that decide before it, and hints in hindsight."""
+"""The judge of served turns: rules before it, its votes, and hints in hindsight."""

@@ -1,6 +1,6 @@
 """Makes the judge of served turns from the settings, and the teacher.
 
-Guarantee: a prompt, a rule or a setting that cannot be used is refused before anything is served.
+A prompt, a rule or a setting that cannot be used is refused before anything is served.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def make_judge_stage(
     serving: PolicyServing,
     on_mark: OnMark | None = None,
 ) -> JudgeStage:
-    """Return the stage, which begins to work with `running`."""
+    """Make the stage, which begins to work with `running`."""
 
     def make() -> TurnJudge:
         hints = None
@@ -90,36 +90,29 @@ def recorded_prompts(store: SqliteLiveStore, serving: PolicyServing) -> PromptOf
     return find
 
 
-# Hints in hindsight: what the next state tells about what an answer should have been.
-#
-# Guarantees: a hint is between marks that the judge wrote in its own answer, and comes from a vote that says that
-# there is one. The augmented prompt is rendered by the policy's own chat format from the recorded messages, with the
-# hint at the end of the last user message. Whatever fails, the turn keeps its value and the mark says why there is no
-# hint.
-
 log = structlog.get_logger(__name__)
 
 HEADER: Final = "[user's hint / instruction]"
 """The line above a hint in the last user message."""
 TOO_SHORT: Final = 10
-"""Hints of up to this many characters are passed over: they are no sentences."""
+"""In characters; such hints are not sentences."""
 LONGEST: Final = 2_000
-"""Longer hints are passed over: they are not a few sentences."""
+"""In characters; longer hints are passed over."""
 CANDIDATES: Final = 3
-"""The most hints whose overlap is measured, the shortest ones."""
+"""The shortest hints, whose overlap is measured."""
 _HINT = re.compile(r"\[HINT_START\]((?:(?!\[HINT_(?:START|END)\]).)*)\[HINT_END\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedPrompt:
-    """The prompt of a turn, and the pool that sampled it."""
+    """A turn's prompt, and the pool that sampled it."""
 
     pool: str
     prompt: TurnPrompt
 
 
 PromptOf = Callable[[TurnRecord], Awaitable[RecordedPrompt]]
-"""Returns the prompt of a turn; raises a ServiceError if it is not known."""
+"""Raises a ServiceError if it is not known."""
 
 
 class JudgedHints:
@@ -141,7 +134,7 @@ class JudgedHints:
         self._teacher_pool = teacher_pool
 
     async def find(self, turn: TurnRecord) -> FoundHint:
-        """Return the hint that is selected, or why there is none; nothing is raised."""
+        """Return the selected hint, or why there is none; never raise."""
         try:
             return await self._find(turn)
         except ServiceError as error:
@@ -180,7 +173,7 @@ class JudgedHints:
         )
 
     def _augment_all(self, recorded: RecordedPrompt, hints: Sequence[str]) -> list[list[int]]:
-        """Return the prompts with each hint; none if no user message can have one. Slow for a long prompt."""
+        """Return no prompts if no user message can have a hint. Slow for a long prompt."""
         renderer = self._serving.connect(recorded.pool)[0].renderer
         prompts: list[list[int]] = []
         for hint in hints:
@@ -206,7 +199,7 @@ class JudgedHints:
 
 
 def candidates(votes: Iterable[Vote]) -> list[str]:
-    """Return the different hints of the votes that say that there is one, in their order."""
+    """Return the different hints of votes that say that there is one, in their order."""
     found: dict[str, str] = {}
     for vote in votes:
         said = without_reasoning(vote.text) if vote.label == USABLE else None
@@ -218,7 +211,7 @@ def candidates(votes: Iterable[Vote]) -> list[str]:
 
 
 def with_hint(messages: Sequence[Message], hint: str) -> list[Message] | None:
-    """Return the messages with the hint at the end of the last user message; None if there is no user message."""
+    """Add the hint to the last user message; return None if there is none."""
     for place in range(len(messages) - 1, -1, -1):
         if messages[place].role == "user":
             content = f"{messages[place].content}\n\n{HEADER}\n{hint}".lstrip("\n")
@@ -227,14 +220,9 @@ def with_hint(messages: Sequence[Message], hint: str) -> list[Message] | None:
     return None
 
 
-# Which hint makes a teacher expect what the policy nearly said: the overlap of their likeliest tokens.
-#
-# Guarantee: the overlap of a hint is the sum, over positions of the recorded answer, of how many of the k likeliest
-# tokens the policy without and the teacher with the hint have in common, each after the same recorded tokens.
-
 TOP: Final = 4
 POSITIONS: Final = 64
-"""The positions of a longer answer that are looked at, evenly spread: each costs a request for one token."""
+"""Spread evenly over a longer answer: each costs a request for one token."""
 AT_ONCE: Final = 8
 
 
@@ -267,7 +255,7 @@ def positions(length: int) -> list[int]:
 
 
 async def likeliest(engines: BackendPool, ids: Sequence[int]) -> frozenset[int]:
-    """Return the likeliest tokens after these ids.
+    """Ask for the likeliest tokens after these ids.
 
     Raises:
         InferenceError: The engine does not return them, or does not answer.

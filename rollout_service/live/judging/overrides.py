@@ -1,8 +1,8 @@
 """Rules that decide a turn's value before the judge is asked, for cases that judges are known to miss.
 
-Guarantees: rules are pure functions of the turn and of those before it; the first that decides wins, in the order of
-the settings. A plug-in that fails, or returns no number from -1 to 1, is passed over and logged. Time is linear in the
-length of an answer.
+Rules are pure functions of the turn and of those before it; the first that decides wins, in the order of the settings.
+A plug-in that fails, or returns no number from -1 to 1, is passed over and logged. Time is linear in the length of an
+answer.
 """
 
 from __future__ import annotations
@@ -25,32 +25,30 @@ GROUP: Final = "rollout_service.overrides"
 """The entry point group; each entry point is an `Override`."""
 
 Override = Callable[[TurnRecord, Sequence[TurnRecord]], float | None]
-"""Returns the value of a turn, given the earlier turns of its session in their order, or None to leave it to others."""
+"""Returns a turn's value, given the earlier turns in their order; None leaves it to others."""
 
 LOOKBACK: Final = 64
-"""How many turn ids before a turn are looked at, at most."""
+"""Turn ids before a turn that are looked at."""
 _PIECE: Final = re.compile(r"\w{1,8}|[^\w\s]")
 _GRAM, _LEAST_GRAMS, _REPEATED_SHARE = 4, 64, 0.7
 _READ_CHARS: Final = 32_768
 
 
 def tool_error(turn: TurnRecord, _earlier: Sequence[TurnRecord]) -> float | None:
-    """Give -1 to a turn with a tool result that says that it failed."""
+    """Give -1 if a tool's result says that it failed."""
     return -1.0 if turn.next_state is not None and turn.next_state.is_error else None
 
 
 def truncated(turn: TurnRecord, _earlier: Sequence[TurnRecord]) -> float | None:
-    """Give -1 to an answer that the token limit cut off."""
     return -1.0 if turn.truncated else None
 
 
 def malformed(turn: TurnRecord, _earlier: Sequence[TurnRecord]) -> float | None:
-    """Give -1 to an answer with a tool call that could not be read."""
     return -1.0 if turn.malformed else None
 
 
 def repeated_call(turn: TurnRecord, earlier: Sequence[TurnRecord]) -> float | None:
-    """Give -1 to a turn that only makes calls again, if nothing new was called in between.
+    """Give -1 if all calls were made before, and nothing new in between.
 
     So tests that run again after an edit are no repeat, while a loop of the same calls is. Turns that nothing followed,
     such as an answer that was asked for again, are not looked at.
@@ -69,12 +67,12 @@ def repeated_call(turn: TurnRecord, earlier: Sequence[TurnRecord]) -> float | No
 
 
 def degenerate(turn: TurnRecord, _earlier: Sequence[TurnRecord]) -> float | None:
-    """Give -1 to an answer most of which repeats itself."""
+    """Give -1 if most of the answer repeats itself."""
     return -1.0 if repeated_share(turn.answer) > _REPEATED_SHARE else None
 
 
 def repeated_share(text: str) -> float:
-    """Return the share of a text's 4-grams that occur in it before; 0 for a text that is too short to tell."""
+    """Return the share of 4-grams that occurred before; 0 for a text that is too short to tell."""
     pieces = _PIECE.findall(cut_middle(text, _READ_CHARS))
     grams = list(zip(*(pieces[start:] for start in range(_GRAM)), strict=False))
     return 1 - len(set(grams)) / len(grams) if len(grams) >= _LEAST_GRAMS else 0.0
@@ -90,8 +88,6 @@ BUILT_IN: Final[Mapping[str, Override]] = {
 
 
 class Overrides:
-    """The rules that the settings name, in their order."""
-
     def __init__(self, rules: Mapping[str, Override]) -> None:
         self._rules = rules
 
@@ -100,12 +96,12 @@ class Overrides:
 
     @classmethod
     def load(cls, names: Iterable[str], *, plugins: Iterable[EntryPoint] | None = None) -> Overrides:
-        """Return the rules of these names; it imports plug-ins, so call it in a thread."""
+        """Import plug-ins, so call this in a thread."""
         setting = "live.judge.overrides"
         return cls(load_functions(names, BUILT_IN, group=GROUP, setting=setting, plugins=plugins))
 
     def decide(self, turn: TurnRecord, earlier: Sequence[TurnRecord]) -> tuple[str, float] | None:
-        """Return the name of the first rule that decides, and its value; None if none does."""
+        """Return the name and value of the first rule that decides; None if none does."""
         for name, rule in self._rules.items():
             value = _apply(name, rule, turn, earlier)
             if value is not None:

@@ -1,9 +1,9 @@
 """The stage that judges turns, detached from serving.
 
-Guarantees: every turn that the store has to judge is judged, once, through restarts: turns without a mark when the
-service ends are found again at the next start. At most `queue` turns wait in memory, as ids, and `at_once` are judged.
-While no engine of the judge is in service, turns wait and nothing is lost; a judge that hangs or fails leaves a mark
-that says so, and stops nobody.
+Every turn that the store has to judge is judged, once, through restarts: turns without a mark when the service ends are
+found again at the next start. At most `queue` turns wait in memory, as ids, and `at_once` are judged. While no engine
+of the judge is in service, turns wait and nothing is lost; a judge that hangs or fails leaves a mark that says so, and
+stops nobody.
 """
 
 from __future__ import annotations
@@ -32,20 +32,17 @@ from rollout_service.live.sqlite.store import SqliteLiveStore
 log = structlog.get_logger(__name__)
 
 TRIES: Final = 3
-"""How often a turn is tried whose votes all fail by their engines."""
+"""For turns whose votes all fail by their engines."""
 RETRY_SECONDS: Final = 1.0
-"""The pause before the second try; it doubles from try to try."""
+"""Before the second try; doubles from try to try."""
 POLL_SECONDS: Final = 5.0
-"""How long a turn waits at the most if nobody tells the stage that it is there."""
+"""The longest wait of a turn that nobody announces."""
 
 TurnKey = tuple[str, int]
 OnMark = Callable[[TurnRecord, TurnMarkRecord], None]
-"""Called with a turn and the mark that was set."""
 
 
 class JudgeStage:
-    """Takes turns from the store and sets their marks."""
-
     def __init__(
         self,
         store: SqliteLiveStore,
@@ -70,15 +67,15 @@ class JudgeStage:
 
     @property
     def waiting(self) -> int:
-        """How many turns are in memory, those that are being judged included."""
+        """Turns in memory, those that are being judged included."""
         return len(self._held)
 
     def wake(self) -> None:
-        """Look for turns now: one has got its next state, or was delivered."""
+        """Look for turns now."""
         self._changed.notify()
 
     def note_feedback(self, session_id: str, turn: int) -> None:
-        """Ask for a hint for a turn that its user has rated, if hints are asked for.
+        """Ask for a hint, if hints are asked for.
 
         Such turns are not in the store's queue: those that wait when the service ends, or that are too many, get none.
         """
@@ -136,7 +133,7 @@ class JudgeStage:
                 self._changed.notify()
 
     async def _settle(self, session_id: str, turn_id: int) -> None:
-        """Judge a turn, unless it has been decided in another way since it was taken."""
+        """Judge a turn, unless it was decided in another way meanwhile."""
         attempt = 1
         while True:
             try:
@@ -202,7 +199,7 @@ class JudgeStage:
 
 
 def _lacks_hint(turn: TurnRecord) -> bool:
-    """Return whether a turn has a user's value, and could have a hint that nobody looked for."""
+    """Return whether a turn with a user's value could have a hint that nobody looked for."""
     mark = turn.mark
     if mark is None or mark.reason is not MarkReason.EXPLICIT or mark.hint is not None or mark.hint_dropped:
         return False

@@ -1,7 +1,7 @@
 """A teacher's log-probabilities of a recorded answer: how likely its own tokens are to a model that knows the hint.
 
-Guarantees: there is exactly one entry per sampled token, each finite and from one version of one model, or there are
-none and a reason. The teacher reads the policy's own ids, so a pool with another vocabulary is never asked.
+There is exactly one entry per sampled token, each finite and from one version of one model, or there are none and a
+reason. The teacher reads the policy's own ids, so a pool with another vocabulary is never asked.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.serving.policies import PolicyServing, PoolModel
 
 READ_SECONDS: Final = 60.0
-"""How long a teacher may take to read an answer."""
+"""For one answer."""
 _COMPARED_IDS: Final = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherReading:
-    """A teacher's reading of an answer, or the reason why there is none."""
-
     teacher: Teacher | None
     reason: str = ""
     """`no_backend`, `other_vocabulary`, `context_full`, `timeout`, `incomplete`, or the code of the engine's error."""
@@ -41,16 +39,14 @@ class TeacherReading:
 
 @dataclass(eq=False)
 class TeacherReader:
-    """Lets the engines of a pool read recorded answers."""
-
     serving: PolicyServing
     pool: str | None = None
-    """The pool whose engines read; by default, the session's own."""
+    """By default, the session's own."""
     _: KW_ONLY
     read_seconds: float = READ_SECONDS
 
     async def read(self, policy_pool: str, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> TeacherReading:
-        """Return how likely each sampled id is after the prompt with the hint; failures are reasons, never raised."""
+        """Never raise: failures are reasons."""
         try:
             with anyio.fail_after(self.read_seconds):
                 return await self._read(policy_pool, prompt_ids, sampled_ids)
@@ -80,7 +76,7 @@ class TeacherReader:
 
 
 def _complete(generation: Generation, count: int) -> list[float] | None:
-    """Return one finite log-probability for each of `count` tokens, or None if one is missing."""
+    """Return None unless each of `count` tokens has a finite log-probability."""
     read = generation.extras.prompt_logprobs
     if not count or read is None or len(read) != count or not generation.versions:
         return None
@@ -89,14 +85,14 @@ def _complete(generation: Generation, count: int) -> list[float] | None:
 
 
 def _model(engines: BackendPool, generation: Generation) -> str:
-    """Return the model that read the prompt; it had the version of the first sampled token."""
+    """Name the model, which had the version of the first sampled token."""
     paths = {view.backend_id: view.model_path for view in engines.views()}
     path = paths.get(generation.backend_id) or next(iter(paths.values()), "unknown")
     return f"{path}@{generation.versions[0]}"
 
 
 def _share_vocabulary(policy: PoolModel, teacher: PoolModel, ids: Sequence[int]) -> bool:
-    """Return whether ids mean the same to both models, as far as these ids can tell."""
+    """Compare the vocabularies, as far as these ids can tell."""
     one, other = policy.renderer, teacher.renderer
     some = list(ids[:_COMPARED_IDS])
     return one is other or (one.vocab_size == other.vocab_size and one.decode(some) == other.decode(some))

@@ -1,7 +1,7 @@
 """Gives a turn its mark: by a rule, by the judge's votes, and with a hint if hints are asked for.
 
-Guarantees: a rule wins over the judge, who is then not asked for a value. A judge that fails in any way gives a mark
-without a value and with a reason; only engines that are out of service are an error, since asking again later may help.
+A rule wins over the judge, who is then not asked for a value. A judge that fails in any way gives a mark without a
+value and with a reason; only engines that are out of service are an error, since asking again later may help.
 """
 
 from __future__ import annotations
@@ -27,31 +27,24 @@ from rollout_service.live.judging.overrides import Overrides
 from rollout_service.settings.live import LiveJudgeSettings
 from sandboxes.task_groups import open_task_group
 
-# The prompts of the judge of served turns: rubrics over an answer and its next state.
-#
-# Guarantees: both texts are quoted between markers that they cannot contain, and are cut in the middle. The judge votes
-# in boxes, and only the last box of its own answer counts. An operator's prompt or setting that is not valid is a
-# ConfigurationError at the start.
-
 VALUES: Final = {"1": 1.0, "0": 0.0, "-1": -1.0}
-"""The values of a turn, by the judge's vote."""
 USABLE, USELESS = "1", "-1"
-"""The votes on whether the next state holds a hint."""
+"""Votes on whether the next state holds a hint."""
 
 
 def value_rubric(settings: LiveJudgeSettings) -> Rubric:
-    """Return the rubric for the value of a turn; it reads the prompt, so call it in a thread."""
+    """Make the rubric for values; this reads the prompt, so call it in a thread."""
     return _rubric(settings, "live-turn", _read(settings.prompt, "turn"), VALUES, "majority")
 
 
 def hint_rubric(settings: LiveJudgeSettings) -> Rubric:
-    """Return the rubric for hints, every vote of which is wanted; it reads the prompt, so call it in a thread."""
+    """Make the rubric for hints, of which every vote is wanted; this reads the prompt, so call it in a thread."""
     labels = {USABLE: 1.0, USELESS: -1.0}
     return _rubric(settings, "live-hint", _read(settings.hint_prompt, "hint"), labels, "mean")
 
 
 def question(answer: str, state: NextStateRecord) -> tuple[dict[str, JsonValue], dict[str, str]]:
-    """Return a turn as the fields and the texts of a prompt."""
+    """Return the fields and the texts of a prompt."""
     return {"role": state.role, "is_error": state.is_error}, {"answer": answer, "next_state": state.text}
 
 
@@ -99,14 +92,12 @@ def _rubric(
 
 @dataclass(frozen=True, slots=True)
 class FoundHint:
-    """A hint, or why there is none."""
-
     hint: Hint | None
     dropped: str = ""
 
 
 FindHint = Callable[[TurnRecord], Awaitable[FoundHint]]
-"""Returns the hint that is selected from a turn's next state; failures are reasons, and never raised."""
+"""Failures are reasons, and never raised."""
 
 
 class TurnJudge:
@@ -131,13 +122,13 @@ class TurnJudge:
         return self._find_hint is not None
 
     async def hint(self, turn: TurnRecord) -> FoundHint:
-        """Return a hint for a turn that has its value from elsewhere; nothing if hints are not asked for."""
+        """Return nothing if hints are not asked for."""
         return FoundHint(None) if self._find_hint is None else await self._find_hint(turn)
 
     async def mark(
         self, turn: TurnRecord, earlier: Sequence[TurnRecord] = (), *, is_last_try: bool = False
     ) -> TurnMarkRecord:
-        """Return the mark of a turn that has a next state, given the earlier turns of its session.
+        """Judge a turn that has a next state, given the earlier turns of its session.
 
         At the last try, engines that do not answer are votes that failed.
 
@@ -179,12 +170,6 @@ class TurnJudge:
         )
 
 
-# The outcome of the judge's votes on a turn.
-#
-# Guarantees: a value rests on valid votes alone. The value with most of them counts; if several have most, it is 0,
-# and the reason says so. Without any there is no value, which is not the same as 0.
-
-
 @dataclass(frozen=True, slots=True)
 class VoteTally:
     value: float | None
@@ -193,7 +178,11 @@ class VoteTally:
 
 
 def tally(votes: Sequence[Vote]) -> VoteTally:
-    """Return the result of the votes; one with another label than -1, 0 or 1 has failed."""
+    """Count the votes; one with another label than -1, 0 or 1 has failed.
+
+    The value with most valid votes counts; if several have most, it is 0, and the reason says so. Without valid votes
+    there is no value, which is not the same as 0.
+    """
     counts = Counter(VALUES[vote.label] for vote in votes if vote.label in VALUES)
     counted = Votes(minus=counts[-1.0], zero=counts[0.0], plus=counts[1.0], failed=len(votes) - counts.total())
     if not counts:
@@ -207,7 +196,7 @@ def tally(votes: Sequence[Vote]) -> VoteTally:
 
 
 def outage(votes: Sequence[Vote]) -> InferenceError | None:
-    """Return the engines' error if no vote reached one that works, so that asking again later may help."""
+    """Return an error if no vote reached a working engine, so that asking again may help."""
     errors = [vote.error for vote in votes]
     if errors and all(isinstance(error, InferenceError) and error.retryable for error in errors):
         return next(error for error in errors if isinstance(error, InferenceError))

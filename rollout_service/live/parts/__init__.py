@@ -1,1 +1,1 @@
-"""From served turns to training data: usable turns, parts of sessions, and their delivery to runs."""
+"""From served turns to training data: parts of sessions, and their delivery to runs."""

@@ -1,8 +1,8 @@
 """Deletes sessions, or a user, with everything that was made of them: turns, judgments, hints, parts in runs.
 
-Guarantees: no byte of a session's texts stays in either store, in whatever state its group is; rollouts that have a
-part are ended before they are erased; parts that a trainer may hold are named. A deletion that fails has done a part of
-its work and nothing else, and can be repeated.
+No byte of a session's texts stays in either store, in whatever state its group is; rollouts that have a part are ended
+before they are erased; parts that a trainer may hold are named. A deletion that fails has done a part of its work and
+nothing else, and can be repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollout_service.store.contract import Store
 log = structlog.get_logger(__name__)
 
 CANCEL_SECONDS = 10.0
-"""How long to wait for a rollout that is under way to end."""
+"""For a rollout under way to end."""
 
 
 class SessionDeletion:
@@ -34,7 +34,7 @@ class SessionDeletion:
         self._store = store
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> DeletedSessions:
-        """Remove a session, or all of a user by its hash, and return the parts that had left the service before.
+        """Remove a session, or all of a user by its hash; name the parts that had left the service.
 
         Raises:
             UnavailableError: A rollout that has a part does not end; nothing of it was removed yet.
@@ -72,7 +72,7 @@ class SessionDeletion:
         return await self._store.runs.erase(names) if names else {}
 
     async def _left_in_runs(self, user: str | None) -> list[PartRecord]:
-        """Return the parts that runs have of a user's sessions which were removed before, at their time."""
+        """Find parts of a user's sessions that were removed before."""
         found: list[PartRecord] = []
         for rollout_id in [] if user is None else await self._store.runs.rollouts_of(user):
             sample = SampleId.parse(rollout_id)
@@ -90,7 +90,7 @@ class SessionDeletion:
         return found
 
     async def _end(self, sample: SampleId) -> None:
-        """End the rollouts of a sample that are under way, so that they write nothing after the erasure."""
+        """End a sample's rollouts, so that they write nothing after the erasure."""
         async for rollout in self._rollouts(sample):
             if not rollout.state.terminal:
                 await self._cancel(rollout.rollout_id)

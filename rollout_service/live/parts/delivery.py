@@ -1,10 +1,10 @@
 """Hands the parts of sessions to their runs, as tasks of the environment `session`.
 
-Guarantees: a part is in exactly one task of its run, though the service be killed at any moment: its offset is stored
-before the task is appended at that offset, and after a start it is looked up whether that happened. A window of parts
-is appended only when it fills a batch, with groups that wait for one if there are any, and the next one once the groups
-of the last have closed. A group has as many parts as the run wants, of sessions of one tenant. Parts of a run that
-ended before it got them go back, for another run.
+A part is in exactly one task of its run, though the service be killed at any moment: its offset is stored before the
+task is appended at that offset, and after a start it is looked up whether that happened. A window of parts is appended
+only when it fills a batch, with groups that wait for one if there are any, and the next one once the groups of the last
+have closed. A group has as many parts as the run wants, of sessions of one tenant. Parts of a run that ended before it
+got them go back, for another run.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ log = structlog.get_logger(__name__)
 ENVIRONMENT = "session"
 """The environment whose tasks are parts of sessions."""
 RUNS_SECONDS = 10.0
-"""How often to look for runs while there are none, and no parts: nodes share the store of runs."""
+"""While there are neither runs nor parts: nodes share the store of runs."""
 WARN_SECONDS = 60.0
 """How long parts may wait for others to fill a batch before the service warns."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartGroup:
-    """The source of one group of a run: a part, or the parts of sessions that worked on the same task."""
+    """One group of a run: a part, or parts of sessions that worked on the same task."""
 
     parts: Sequence[PartRecord]
     sessions: Sequence[SessionRecord]
-    """The sessions of these parts, in this order."""
+    """In the order of the parts."""
 
     @property
     def owners(self) -> list[Owner]:
@@ -58,7 +58,7 @@ class PartDelivery:
         handed_over: Callable[[float], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Deliver parts to the runs of a store; `node` names this node if others share that store.
+        """`node` names this node if others share that store.
 
         `handed_over` is called for each part with the seconds that it has waited for its run.
         """
@@ -68,25 +68,25 @@ class PartDelivery:
         self._handed_over = handed_over
         self._clock = clock
         self._is_protected = False
-        """Whether the store of runs overwrites what it deletes."""
+        """The store of runs overwrites deleted data."""
         self._is_new = True
-        """Whether no step has looked for runs that ended before this start."""
+        """No step has looked for runs that ended before this start."""
         self.is_idle = False
-        """Whether the last look found neither a run nor a part."""
+        """The last look found neither a run nor a part."""
         self._look_at = 0.0
-        """When to look for runs again though there is no part."""
+        """For runs, though there is no part."""
         self._reconciled: set[str] = set()
-        """The runs of which every stored offset is known to be that of a task."""
+        """Runs whose stored offsets are known to be those of tasks."""
         self._warned: dict[str, str] = {}
         self._short: dict[str, object] = {}
-        """The state of each run when its parts did not suffice, so that nothing is read again until there is more."""
+        """Each run's state when its parts did not suffice: nothing is read again until it changes."""
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each run whose parts wait long for others."""
+        """Return a sentence for each run whose parts wait long."""
         return list(self._warned.values())
 
     async def step(self) -> int:
-        """Append all parts that can be appended; return how many tasks were.
+        """Append parts; return the number of tasks.
 
         Raises:
             StoreError: A store failed; the next step goes on from there.
@@ -112,7 +112,7 @@ class PartDelivery:
         return appended
 
     async def _protect(self, has_runs: bool) -> None:
-        """Let nothing that was deleted stay in the files of runs, from the first run of sessions on."""
+        """From the first run of sessions on, let nothing deleted stay in the files of runs."""
         if self._is_protected:
             return
         if has_runs or (self._is_new and any(run.request.live for run in await self._runs.list())):
@@ -144,7 +144,7 @@ class PartDelivery:
         return 0 if window is None else await self._append(run, window)
 
     async def _reconcile(self, run: RunRecord) -> list[PartRecord]:
-        """Return the parts whose offset was stored, but which were not appended; they have none any more."""
+        """Drop the offsets of parts that were not appended, and return these."""
         lost = []
         for part in await self._store.parts(run.run_id):
             if part.offset is None or part.rollout_id is not None:
@@ -156,7 +156,7 @@ class PartDelivery:
         return lost
 
     async def _groups(self, run: RunRecord, parts: Sequence[PartRecord]) -> list[PartGroup]:
-        """Return the parts that may be delivered, as whole groups, the oldest first."""
+        """Return whole groups that may be delivered, the oldest first."""
         found = [(part, await self._store.session(part.session_id)) for part in parts]
         known = [(part, session) for part, session in found if session is not None]
         size = run.request.group_size
@@ -173,7 +173,7 @@ class PartDelivery:
         return groups
 
     async def _is_over(self, tenant: str, name: str) -> bool:
-        """Return whether all sessions that work on a task have ended, with all turns decided."""
+        """Return whether all sessions of a task have ended, with all turns decided."""
         sessions = await self._store.group(tenant, name)
         if any(session.closed_at is None for session in sessions):
             return False
@@ -212,7 +212,7 @@ class PartDelivery:
 
 
 def _whole_groups(members: Sequence[tuple[PartRecord, SessionRecord]], size: int) -> Iterator[PartGroup]:
-    """Yield groups of this size; parts that are left over wait for other sessions of the task."""
+    """Leave the other parts waiting for sessions of the same task."""
     for first in range(0, len(members) - size + 1, size):
         parts, sessions = zip(*members[first : first + size], strict=True)
         yield PartGroup(parts, sessions)
@@ -225,7 +225,7 @@ def _task(group: PartGroup, node: str | None) -> Task:
 
 
 def parts_named(instance: dict[str, JsonValue]) -> list[tuple[str, int]]:
-    """Return the parts that an instance names; entries of another form are left out."""
+    """Leave out entries of another form."""
     named = instance.get("parts")
     found: list[tuple[str, int]] = []
     for one in named if isinstance(named, list) else []:
@@ -235,14 +235,12 @@ def parts_named(instance: dict[str, JsonValue]) -> list[tuple[str, int]]:
     return found
 
 
-# Which run takes a session: the oldest running one that trains on its pool and takes its tenant.
-
 TrainedPool = Callable[[str], str]
-"""Returns the pool whose runs train on a pool's turns: its own, or the one that it is a candidate for."""
+"""Returns the pool whose runs train on a pool's turns: itself, or the one that it is a candidate for."""
 
 
 async def live_runs(runs: RunStore) -> list[RunRecord]:
-    """Return the runs of live sessions that are not over, the oldest first."""
+    """Return runs that are not over, the oldest first."""
     return [
         run
         for run in await runs.active()
@@ -251,7 +249,7 @@ async def live_runs(runs: RunStore) -> list[RunRecord]:
 
 
 def run_of(session: SessionRecord, runs: Sequence[RunRecord], trained_pool: TrainedPool) -> RunRecord | None:
-    """Return the run that takes a session now; None if there is none.
+    """Return the oldest running run that trains on a session's pool and takes its tenant; None if there is none.
 
     A run with groups of several takes only sessions of a group.
     """

@@ -1,8 +1,8 @@
 """The environment `session`: its rollouts are parts of sessions that were served before.
 
-Guarantees: nothing is sampled; a rollout gets the same part however often it is attempted, and no other rollout gets
-that part; the trajectory has the ids that were served, with mask 1 on the part's usable turns alone; the reward is the
-mean of their values. Tasks of it come from the service alone.
+Nothing is sampled; a rollout gets the same part however often it is attempted, and no other rollout gets that part; the
+trajectory has the ids that were served, with mask 1 on the part's usable turns alone; the reward is the mean of their
+values. Tasks of it come from the service alone.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rollout_service.tokens import ChatRenderer
 from rollout_service.tokens.trajectory import train_on
 
 RendererOf = Callable[[str], ChatRenderer]
-"""Returns the renderer of a pool; raises NoBackendError if the pool is not served."""
+"""Raises NoBackendError if the pool is not served."""
 
 
 ELSEWHERE_SECONDS = 0.5
-"""How long a node keeps a part of a session that another node has, before it gives it back for that one to lease."""
+"""Before a node gives back another node's part, for that one to lease."""
 
 
 class PartGoneError(EnvironmentFailedError):
@@ -50,7 +50,7 @@ class PartGoneError(EnvironmentFailedError):
 
 @dataclass(frozen=True, slots=True)
 class PartPolicy(UndrivenPolicy):
-    """A part of a session as the policy of a rollout; implements `episodes.Policy`."""
+    """A part of a session; implements `episodes.Policy`."""
 
     info: SessionInfo
     marks: list[TurnMark]
@@ -58,7 +58,6 @@ class PartPolicy(UndrivenPolicy):
     usage: Usage
     stop_reason: StopReason
     answer: str
-    """The last answer that is trained on."""
     engine_seconds: float = 0.0
 
     def refusal(self) -> EnvironmentFailedError:
@@ -73,7 +72,7 @@ class PartPolicy(UndrivenPolicy):
 
 
 class SessionParts:
-    """The parts of sessions as policies; implements `environments.contract.RecordedPolicies`."""
+    """Implements `environments.contract.RecordedPolicies`."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class SessionParts:
         teacher: TeacherReader | None = None,
         node: str | None = None,
     ) -> None:
-        """`node` is the name of this node if others share the store of runs."""
+        """`node` names this node if others share the store of runs."""
         self._store = store
         self._runs = runs
         self._renderer_of = renderer_of
@@ -91,7 +90,7 @@ class SessionParts:
         self._node = node
 
     async def open(self, request: RolloutRequest) -> PartPolicy:
-        """Return the part that a rollout has, or claim one for it.
+        """Return the part of a rollout, or claim one.
 
         Raises:
             PartGoneError: There is none for it, or its session was deleted.
@@ -187,7 +186,6 @@ class SessionEnvironment(Environment):
         self.recorded = parts
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Refuse a task that somebody submits."""
         _ = instance
         raise InvalidFieldError(
             [FieldError(path="environment", message="the service alone makes tasks of live sessions")],

@@ -1,6 +1,6 @@
 """The background work that turns served sessions into batches: it closes parts and hands them to runs.
 
-Guarantee: a store that fails for a while delays this work, and ends nothing.
+A store that fails for a while delays this work, and ends nothing.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ from rollout_service.store.runs_contract import RunRecord, RunStore
 from rollout_service.tokens import ChatRenderer
 
 LOOK_SECONDS = 0.2
-"""How often to look for sessions to close and parts to hand over. Each look is a few short reads."""
+"""Each look for sessions to close and parts to hand over is a few short reads."""
 IDLE_SECONDS = 1.0
-"""How often to look while there is neither a turn to decide about nor a run that trains on turns."""
+"""While there is neither a turn to decide nor a run that trains on turns."""
 
 
 class InService:
-    """Since when a pool has been in service, as far as it was looked at."""
-
     def __init__(self, serving: PolicyServing, pool: str) -> None:
         self._serving = serving
         self._pool = pool
         self._since: float | None = None
 
     def since(self) -> float | None:
-        """Return since when, in Unix seconds; None while the pool is not in service."""
+        """Return a Unix time, as far as it was looked at; None while the pool is not in service."""
         pools, _ = self._serving.in_service()
         if self._pool not in pools:
             self._since = None
@@ -52,16 +50,10 @@ class InService:
         return self._since
 
 
-# Puts the turns of sessions into parts, each turn once, for the run that takes the session.
-#
-# Guarantees: `decision.decide` alone decides; a turn is in at most one part, whenever the service is killed; a store
-# that fails delays everything and loses nothing.
-
 log = structlog.get_logger(__name__)
 
 SESSIONS_AT_ONCE = 100
-"""The most sessions that one step looks at, so that turns being served wait for a few milliseconds at most; the others
-follow in the next."""
+"""Limits the sessions that one step looks at, so that turns being served wait for a few milliseconds at most."""
 
 
 class PartCloser:
@@ -74,17 +66,17 @@ class PartCloser:
         trained_pool: TrainedPool = lambda pool: pool,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`judging_since` tells since when the judge is at work, None while it is not."""
+        """`judging_since` returns None while the judge is not at work."""
         self._store = store
         self._runs = runs
         self._judging_since = judging_since
         self._trained_pool = trained_pool
         self._clock = clock
         self.is_idle = False
-        """Whether the last step found no turn to decide about."""
+        """The last step found no turn to decide."""
 
     async def step(self) -> int:
-        """Look at the sessions that wait longest; return how many parts were made."""
+        """Look at the sessions that wait longest; return the number of parts made."""
         sessions = await self._store.undecided(SESSIONS_AT_ONCE)
         self.is_idle = not sessions
         if not sessions:
@@ -126,15 +118,6 @@ class PartCloser:
         return part is not None
 
 
-# Which turns of a session are decided now: those to train on, and why not the others. Pure functions.
-#
-# Guarantees: the same turns, session, order and time always give the same decision; no turn is left out because it is
-# bad; a turn whose fate may still change is decided only when its session is over, or its time is up.
-#
-# A turn is usable if its client got it, it has a value, and nothing rules it out. An open session is closed *for
-# training* from time to time, up to its newest judged turn. Once it has ended, all of its turns are decided together.
-
-
 @dataclass(frozen=True, slots=True)
 class TurnDecision:
     usable: tuple[int, ...] = ()
@@ -145,7 +128,7 @@ class TurnDecision:
 class DecisionTime:
     now: float
     judging_since: float | None
-    """Since when the judge is at work; None while it is not, so that no turn fails for want of it."""
+    """None while the judge is not at work, so that no turn fails for want of it."""
 
 
 def decide(
@@ -156,7 +139,11 @@ def decide(
     *,
     whole: bool = False,
 ) -> TurnDecision | None:
-    """Return the decision on a session's undecided turns; None if nothing is to be decided now.
+    """Return the decision on a session's undecided turns; None if nothing is to be decided now. Pure.
+
+    A turn is usable if its client got it, it has a value, and nothing rules it out; none is left out because it is bad.
+    An open session is closed for training from time to time, up to its newest judged turn; once it has ended, all of
+    its turns are decided together. A turn whose fate may still change is decided only then, or when its time is up.
 
     `order` is that of the run which takes the session, None if none does. With `whole`, nothing is decided before the
     session has ended.
@@ -179,7 +166,7 @@ def decide(
 
 
 def _without_run(session: SessionRecord, turns: Sequence[PendingTurn], moment: DecisionTime) -> TurnDecision | None:
-    """Decide the turns of a session that no run takes: those that can never be trained on, or were kept too long."""
+    """Decide turns that can never be trained on, or were kept too long."""
     old = {
         turn.turn: _reason(session, turn) or MaskReason.NO_RUN
         for turn in turns
@@ -203,7 +190,7 @@ def _decision(session: SessionRecord, turns: Sequence[PendingTurn], order: LiveD
 
 
 def _reason(session: SessionRecord, turn: PendingTurn) -> MaskReason | None:
-    """Return why a turn is not usable, as far as it is not for its value; None if it is judged."""
+    """Return why a turn is not usable, whatever its value; None if it is judged."""
     if turn.kind is TurnKind.SIDE:
         return MaskReason.SIDE
     if turn.mask is not None:
@@ -233,7 +220,7 @@ def _may_change(turn: PendingTurn) -> bool:
 
 
 def _is_late(turn: PendingTurn, session: SessionRecord, order: LiveDelivery, moment: DecisionTime) -> bool:
-    """Return whether a due turn has waited for the judge as long as it may."""
+    """Return whether a due turn has waited long enough for the judge."""
     if moment.now >= turn.recorded_at + session.retention_seconds:
         return True
     if moment.judging_since is None:
@@ -267,7 +254,6 @@ class SessionTraining:
         node: str,
         metrics: LiveMetrics,
     ) -> Self:
-        """Make them; `trained_pool` returns the pool whose runs train on a pool's turns."""
         shared_by = node if store.cluster.is_shared else None
         judge = InService(serving, judge_pool)
 
@@ -284,7 +270,6 @@ class SessionTraining:
         )
 
     async def run(self) -> None:
-        """Close parts and hand them over until cancelled."""
         while True:
             await retry_until_stored("make parts of sessions", self.closer.step)
             await retry_until_stored("hand parts of sessions to runs", self.delivery.step)

@@ -1,1 +1,1 @@
-"""How live sessions are served: their requests, limits, and engines."""
+"""The serving of live sessions: requests, limits, and engines."""

@@ -31,7 +31,7 @@ _OPEN = "in_progress"
 
 
 class ResponseStream(AnswerStream):
-    """A stream of the events of a response. One item is open at a time."""
+    """One item is open at a time."""
 
     def __init__(self, call: ModelCall) -> None:
         self._call = call
@@ -64,7 +64,7 @@ class ResponseStream(AnswerStream):
                 return self._end(event)
 
     def keep_alive(self) -> bytes:
-        """Return an event that says that the response is in progress, which Codex waits for; comments it ignores."""
+        """Say that the response is in progress, which Codex waits for; it ignores comments."""
         return self._status("response.in_progress") if self._begun else COMMENT
 
     def fail(self, error: BaseException) -> bytes:
@@ -140,7 +140,7 @@ class ResponseStream(AnswerStream):
 
 
 def whole_response(call: ModelCall, answer: WholeAnswer) -> bytes:
-    """Return the body of a whole response, equal to the one at the end of a stream."""
+    """Return the same response as at the end of a stream."""
     writer = ResponseStream(call)
     for event in answer.events():
         writer.write(event)
@@ -157,14 +157,11 @@ def usage(cost: AnswerUsage) -> dict[str, Any]:
     }
 
 
-# The items of a response: the events that open, fill and close each, and the item in its last form.
-
 Events = list[tuple[str, dict[str, Any]]]
-"""Types of events, each with its fields."""
 
 
 class Item(ABC):
-    """One item of the output while it is written."""
+    """An item of the output while it is written."""
 
     def __init__(self, prefix: str, turn_key: str, index: int) -> None:
         self.id = item_id(prefix, turn_key, index)
@@ -178,16 +175,13 @@ class Item(ABC):
         return "".join(self._texts)
 
     @abstractmethod
-    def opening(self) -> Events:
-        """Return the events before the first delta."""
+    def opening(self) -> Events: ...
 
     @abstractmethod
-    def delta(self, text: str) -> Events:
-        """Add to the item's text, and return the events."""
+    def delta(self, text: str) -> Events: ...
 
     @abstractmethod
-    def closing(self, status: str) -> Events:
-        """Make the item final, and return the events that say so."""
+    def closing(self, status: str) -> Events: ...
 
     def _where(self, **more: Any) -> dict[str, Any]:
         return {"item_id": self.id, "output_index": self._index, **more}
@@ -201,7 +195,7 @@ class Item(ABC):
 
 
 class ReasoningItem(Item):
-    """Reasoning, shown to clients as its own summary; its `encrypted_content` is the key of the turn."""
+    """Shown to clients as its own summary; its `encrypted_content` is the key of the turn."""
 
     def __init__(self, turn_key: str, index: int) -> None:
         super().__init__("rs", turn_key, index)
@@ -261,7 +255,7 @@ def _output_text(text: str) -> dict[str, Any]:
 
 
 class CallItem(Item):
-    """A tool call in the form in which its tool was declared.
+    """A call in the form in which its tool was declared.
 
     Only functions take their arguments as they are sampled; the others need all of them.
     """
