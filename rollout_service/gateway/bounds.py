@@ -43,6 +43,11 @@ class BoundedFields:
 
 
 def check_call(call: ModelCall, names: BoundedFields, most: GatewaySettings) -> None:
+    """Refuse a call that asks for more than the settings allow.
+
+    Raises:
+        InvalidFieldError: The field has too much, or a stop string is empty or too long.
+    """
     calls = sum([len(message.calls) for message in call.messages])
     tools = len(call.tools) + len(call.deferred_tools)
     _at_most(call.n, most.max_answers, names.answers, "answers", "max_answers")

@@ -1,1 +1,1 @@
-"""Judges: models that decide, by a rubric, how good a text is."""
+"""Judges: models that score a text by a rubric."""

@@ -1,12 +1,8 @@
 """The contract of a judge: a rubric and a text in, a judgment out.
 
-Guarantee of every judge: a judgment rests on verdicts that the model gave. A call that failed, took too long or gave no
-verdict that can be read is an error with its cause, and never a value.
-
-JudgeError
- |- NoVerdictError       too few answers of the judge have a verdict, or they contradict each other
- `- JudgeTimeoutError    the judge took longer than the rubric allows
-Errors of inference and of tokens (`InferenceError`, `TokenError`) are raised as they are.
+A judgment rests on verdicts that the model gave. A call that failed, took too long or gave no verdict that can be read
+is an error with its cause, and never a value. Errors of inference and of tokens (`InferenceError`, `TokenError`) are
+raised as they are.
 """
 
 from __future__ import annotations
@@ -52,9 +48,9 @@ class JudgeTimeoutError(JudgeError):
 class VoteOutcome(StrEnum):
     VALID = "valid"
     UNREADABLE = "unreadable"
-    """Its answer has no verdict, or one that the rubric does not have."""
+    """The answer has no verdict, or one that the rubric does not have."""
     TRUNCATED = "truncated"
-    """Its answer was cut off by the token limit, so it is not known how it would have ended."""
+    """Cut off by the token limit, so its end is not known."""
     TIMED_OUT = "timed_out"
     FAILED = "failed"
     """No engine answered, or the prompt cannot be rendered."""
@@ -62,21 +58,16 @@ class VoteOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SampledText:
-    """A model's completion of a prompt."""
-
     text: str
     """Without the reasoning that its chat format marks as such."""
     truncated: bool
-    """Whether the token limit cut it off."""
     prompt_tokens: int
     sampled_tokens: int
 
 
 class TextSampler(Protocol):
-    """Samples texts from the engines of pools."""
-
     def model(self, pool: str) -> str:
-        """Return the model that a pool serves now, as `path@version`.
+        """Name the model that a pool serves now, as `path@version`.
 
         Raises:
             NoBackendError: The pool has no backend.
@@ -100,24 +91,24 @@ class TextSampler(Protocol):
 class Vote:
     outcome: VoteOutcome
     label: str | None = None
-    """The rubric's label that it chose; None unless `outcome` is valid."""
+    """None unless `outcome` is valid."""
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     error: ServiceError | None = None
     text: str = ""
-    """The end of an answer without a verdict, for people; the whole of each if a poll asks for texts."""
+    """The end of an answer without a verdict, for people; all of it if a poll asks for texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgment:
     value: float
-    """The value of the label that has the majority, or the mean of the values of all labels that were chosen."""
+    """The majority's value, or the mean over all chosen labels."""
     label: str | None
-    """The label that has the majority; None for a mean."""
+    """None for a mean."""
     votes: tuple[Vote, ...]
     """Without those that could not change a majority any more."""
     model: str
-    """The model that judged, as `path@version`."""
+    """As `path@version`."""
     rubric: str
     prompt_hash: str
     """Identifies the prompt, without its content."""
@@ -134,19 +125,17 @@ class Judgment:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """The votes on a question, of which nothing is decided yet."""
+    """Votes on a question that is not decided."""
 
     votes: tuple[Vote, ...]
     """Without those that could not change a majority any more."""
     model: str
-    """The model that voted, as `path@version`."""
+    """As `path@version`."""
 
 
 class Judge(Protocol):
-    """Asks models for judgments."""
-
     async def ask(self, rubric: Rubric, instance: dict[str, JsonValue], **texts: str) -> Judgment:
-        """Return the judgment on texts, by the names that the rubric has for them, that belong to a task.
+        """Judge texts of a task, by the names that the rubric has for them.
 
         The texts are data: they are marked as such in the prompt, whatever they say.
 
@@ -166,7 +155,7 @@ class Judge(Protocol):
         *,
         keep_texts: bool = False,
     ) -> Poll:
-        """Return the votes on texts, failed ones too, for callers with a rule of their own. Nothing is remembered.
+        """Return all votes, failed ones too, for callers with a rule of their own. Nothing is remembered.
 
         Raises:
             NoBackendError: The rubric's pool has no backend.

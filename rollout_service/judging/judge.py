@@ -1,7 +1,7 @@
 """Asks the engines of a pool for judgments; implements `contract.Judge`.
 
-Guarantees: all votes are sampled at once, each within the rubric's time; once more than half of all votes agree, the
-others are cancelled. A value rests on more than half of the votes, and a majority on more than half of the valid ones.
+All votes are sampled at once, each within the rubric's time; once more than half of all votes agree, the others are
+cancelled. A value rests on more than half of the votes, and a majority on more than half of the valid ones.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ from rollout_service.judging.metrics import CACHED, JUDGED, JudgeMetrics
 from rollout_service.judging.rubric import Rubric, RubricSettings
 
 SHOWN_CHARS = 200
-"""Characters of a judge's answer that an error shows."""
+"""Characters of an answer that an error shows."""
 
 
 class PoolJudge(Judge):
-    """Asks the engines of pools, and remembers their judgments."""
-
     def __init__(self, sampler: TextSampler, metrics: JudgeMetrics, cache: JudgmentCache | None = None) -> None:
         self._sampler = sampler
         self._metrics = metrics
@@ -120,7 +118,7 @@ class PoolJudge(Judge):
 
 
 def decide(rubric: RubricSettings, votes: Sequence[Vote]) -> tuple[float, str | None]:
-    """Return the value that follows from the votes, and the label if one has the majority."""
+    """Return the value, and the label if one has the majority."""
     labels = [vote.label for vote in votes if vote.label is not None]
     if 2 * len(labels) <= rubric.votes:
         raise _too_few(rubric, votes, len(labels))
@@ -138,7 +136,7 @@ def decide(rubric: RubricSettings, votes: Sequence[Vote]) -> tuple[float, str | 
 
 
 def _has_settled(rubric: RubricSettings, votes: Sequence[Vote]) -> bool:
-    """Return whether the votes that are missing cannot change the majority."""
+    """Return whether missing votes cannot change the majority."""
     if rubric.combine == "mean":
         return len(votes) == rubric.votes
     counts = Counter(vote.label for vote in votes if vote.label is not None)
@@ -176,13 +174,8 @@ def _hash(*parts: str) -> str:
     return digest.hexdigest()
 
 
-# Judgments by their content: equal questions are asked once.
-#
-# Guarantees: of equal questions at the same time one is asked, and the others wait for its judgment or its failure;
-# one that is cancelled is asked by another that waits. Failures are not kept. At most `size` judgments are.
-
 SIZE = 10_000
-"""Judgments that are kept; each takes about a kilobyte."""
+"""Each takes about a kilobyte."""
 
 
 @dataclass(slots=True)
@@ -198,7 +191,11 @@ class JudgmentCache:
         self._asked: dict[str, _OpenQuestion] = {}
 
     async def get(self, key: str, ask: Callable[[], Awaitable[Judgment]]) -> tuple[Judgment, bool]:
-        """Return the judgment of a question, and whether it was asked for another caller."""
+        """Ask equal questions once; return whether another caller had asked.
+
+        The others wait for the judgment or the failure; if the one who asks is cancelled, another that waits asks.
+        Failures are not kept.
+        """
         while True:
             if (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)

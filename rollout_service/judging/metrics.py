@@ -1,7 +1,7 @@
 """Metrics of judges.
 
-Guarantee: every call is counted once, by its outcome, which separates a judge that cannot be understood from one that
-cannot be reached.
+Every call is counted once, by its outcome, which separates a judge that cannot be understood from one that cannot be
+reached.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The question to a judge, and the rules by which its answers become a value.
 
-Guarantees: a rubric that contradicts itself is refused when it is made. Two rubrics with the same `digest` ask the same
-and decide alike.
+A rubric that contradicts itself is refused when it is made. Two rubrics with the same `digest` ask the same and decide
+alike.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RubricSettings(BaseModel):
 
 
 class Rubric:
-    """A rubric that is ready to ask; immutable. A template that is not valid is a `ConfigurationError`."""
+    """Immutable. A template that is not valid is a `ConfigurationError`."""
 
     def __init__(self, settings: RubricSettings) -> None:
         self.settings = settings
@@ -91,12 +91,12 @@ class Rubric:
         self._system = f"{guard}\n\n{settings.system}" if settings.system else guard
         self._ending = _ending(settings)
         self.digest = sha256(f"{guard}{self._ending}{settings.model_dump_json()}".encode()).hexdigest()
-        """Identifies everything that decides the question, and the value of the answers."""
+        """Identifies the question and the value of the answers."""
         self.prompt_hash = sha256(f"{self._system}\0{settings.template}\0{self._ending}".encode()).hexdigest()[:16]
-        """Identifies the prompt, whatever it is filled with."""
+        """Identifies the unfilled prompt."""
 
     def messages(self, instance: dict[str, JsonValue], texts: Mapping[str, str]) -> list[Message]:
-        """Return the prompt.
+        """Fill in the template.
 
         Raises:
             ConfigurationError: The texts are not those that the rubric names.
@@ -115,7 +115,6 @@ class Rubric:
         ]
 
     def read(self, answer: str) -> str | None:
-        """Return the label that an answer of the judge chooses, or None."""
         read = read_box if self.settings.mark == "boxed" else read_verdict
         return read(answer, self.settings.labels)
 
@@ -126,16 +125,15 @@ def _ending(settings: RubricSettings) -> str:
     return ENDING.format(labels=", ".join(settings.labels))
 
 
-# Puts texts of unknown origin into a prompt, between markers that they cannot contain.
-#
-# Guarantee: the closing marker of a quoted text does not occur in it, and nobody can write a text that has its own
-# marker, since the marker depends on the whole text. Equal texts are quoted equally.
-
 CUT = "\n[... {} characters are left out here ...]\n"
 
 
 def quote(name: str, text: str, max_chars: int) -> str:
-    """Return the text between markers with its name; a longer one is cut in the middle."""
+    """Put a text between markers with its name; a longer one is cut in the middle.
+
+    The closing marker does not occur in the text, and nobody can write a text with its own marker, since it depends on
+    the whole text. Equal texts are quoted equally.
+    """
     text = cut_middle(text, max_chars)
     digest = sha256(text.encode(errors="replace")).hexdigest()
     while digest[:16] in text:  # practically never
@@ -145,19 +143,13 @@ def quote(name: str, text: str, max_chars: int) -> str:
 
 
 def cut_middle(text: str, max_chars: int) -> str:
-    """Return a text of at most about `max_chars` characters, with a note where it was cut."""
+    """Cut to about `max_chars` characters, with a note in the middle."""
     if len(text) <= max_chars:
         return text
     head = max_chars // 2
     tail = max_chars - head
     return text[:head] + CUT.format(len(text) - head - tail) + text[len(text) - tail :]
 
-
-# Reads the verdict in a judge's answer.
-#
-# Guarantees: the verdict is one of the given labels, and the judge marked it: with `VERDICT:`, with `\boxed{}`, or by
-# saying nothing else. The last mark counts, even if it has no label that is known. Reasoning is never a verdict, nor
-# is an answer whose reasoning does not end. The time is linear in the length.
 
 _MARK = re.compile(r"\bVERDICT\b[*_` \t]*[:=][*_`\s]*|\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\s*", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?([^\n{}]*)(\}?)")
@@ -175,7 +167,7 @@ def read_verdict(answer: str, labels: Iterable[str]) -> str | None:
 
 
 def read_box(answer: str, labels: Iterable[str]) -> str | None:
-    """Return the label in the last box of the answer, or None if it has no box, or another one."""
+    """Return None if the last box has no known label."""
     if (after := without_reasoning(answer)) is None:
         return None
     boxes = _BOX.findall(after)
@@ -189,7 +181,7 @@ def read_box(answer: str, labels: Iterable[str]) -> str | None:
 
 
 def without_reasoning(answer: str) -> str | None:
-    """Return the text after the reasoning, or None if the reasoning does not end."""
+    """Return None if the reasoning does not end."""
     _, closed, after = answer.rpartition("</think>")
     return None if not closed and "<think>" in answer else after
 
@@ -202,5 +194,4 @@ def _are_equal(label: str, chosen: str) -> bool:
 
 
 def normalize(label: str) -> str:
-    """Return a label in the form in which labels are compared."""
     return " ".join(label.strip(_WRAPPING).casefold().split())

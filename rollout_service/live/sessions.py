@@ -1,7 +1,7 @@
 """The live sessions of one node, for their owners: opened, looked at, judged, ended and deleted.
 
-Guarantees: a session survives a restart. One that is idle or too old is closed, and expired records are removed.
-`serving.served` has the sessions as agents call them.
+A session survives a restart. One that is idle or too old is closed, and expired records are removed. `serving.served`
+has the sessions as agents call them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = structlog.get_logger(__name__)
 
 _KEY_BYTES = 32
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.05, 5.0
-"""The bounds of the time between two looks for sessions that have expired, in seconds."""
+"""Seconds between two looks for expired sessions."""
 PRUNE_SECONDS = 60.0
 
 
@@ -61,15 +61,12 @@ class LiveSessionParts:
     recording: RecordingParts
     deletion: SessionDeletion
     choose_pool: Callable[[str, str], str]
-    """Returns the pool that serves a new session, from the pool that it asks for and its id."""
+    """Returns a new session's pool, from the pool that it asks for and its id."""
     clock: Callable[[], float] = time.time
 
 
 class LiveSessions:
-    """The sessions of one node.
-
-    Its methods raise NotFoundError if there is no such session or turn.
-    """
+    """Methods raise NotFoundError if there is no such session or turn."""
 
     def __init__(self, parts: LiveSessionParts) -> None:
         self._parts = parts
@@ -86,7 +83,6 @@ class LiveSessions:
             parts.recording,
             parts.clock,
         )
-        """The sessions as agents call them."""
 
     @property
     def open_sessions(self) -> int:
@@ -94,14 +90,14 @@ class LiveSessions:
 
     @property
     def gateway_url(self) -> str:
-        """The address of the gateway, which serves every session by its key."""
+        """The gateway serves every session by its key."""
         return self._parts.engines.url
 
     async def start(self) -> None:
         await self._register.count_open()
 
     async def open(self, request: SessionRequest) -> tuple[LiveSession, str | None]:
-        """Open a session, and return it with its key; without the key if it was open before.
+        """Return the session with its key, or without if it was open before.
 
         Raises:
             ConflictError: A session with this id was opened otherwise.
@@ -154,7 +150,7 @@ class LiveSessions:
         return show_session(record, counts, len(parts))
 
     async def page(self, cursor: str | None = None, limit: int = 100, *, is_open: bool | None = None) -> SessionPage:
-        """Return sessions without their turns, the newest first.
+        """List sessions without their turns, the newest first.
 
         Raises:
             InvalidFieldError: The cursor is none of a page.
@@ -170,7 +166,7 @@ class LiveSessions:
         )
 
     async def end(self, session_id: str) -> LiveSession:
-        """End a session; answers that are being sampled are cut off. Idempotent."""
+        """Cut off the answers under way. Idempotent."""
         await self._register.known(session_id)
         await self._close(session_id, ClosedBecause.EXPLICIT)
         return await self.get(session_id)
@@ -182,7 +178,7 @@ class LiveSessions:
     async def delete(
         self, *, session_id: str | None = None, user: str | None = None, tenant: str | None = None
     ) -> DeletedSessions:
-        """Delete a session, or all of a user, and return the parts that had left the service before.
+        """Delete a session, or all of a user; name the parts that had left the service.
 
         `user` is the name with which sessions were opened, or the hash that they show.
 
@@ -199,7 +195,7 @@ class LiveSessions:
         return await self._parts.deletion.delete(user=hashed)
 
     async def _hash_of(self, user: str, tenant: str | None) -> str:
-        """Return the hash of the user that has had sessions under a name; any other text is taken for a hash."""
+        """Hash the name of a user that has had sessions; any other text is taken for a hash."""
         configured = (DEFAULT_TENANT, *(key.tenant for key in self._settings.keys))
         tenants = [tenant] if tenant is not None else {*configured, *await self._store.tenants()}
         hashes = {each: self._parts.users.hash(user, each) for each in sorted(tenants)}
@@ -216,7 +212,7 @@ class LiveSessions:
         return await take_feedback(self._parts.recording, session_id, feedback)
 
     async def expire(self) -> None:
-        """Close sessions that are idle or old, and forget those that nobody uses; runs until it is cancelled."""
+        """Close idle and old sessions, and forget unused ones, until cancelled."""
         shortest = min(self._settings.idle_seconds, self._settings.max_age_seconds) / 4
         while True:
             await anyio.sleep(min(max(shortest, _SHORTEST_LOOK), _LONGEST_LOOK))
@@ -233,7 +229,7 @@ class LiveSessions:
                     await self._close(session_id, because)
 
     async def prune(self) -> None:
-        """Remove expired records; runs until it is cancelled."""
+        """Remove expired records until cancelled."""
         pause = min(max(self._settings.retention_seconds / 4, _SHORTEST_LOOK), PRUNE_SECONDS)
         while True:
             with _trying_again():
@@ -245,18 +241,15 @@ class LiveSessions:
 
 @contextmanager
 def _trying_again() -> Iterator[None]:
-    """Bear with a store that fails, since the next time it may not."""
+    """Bear with a failing store, since it may recover."""
     try:
         yield
     except StoreError as error:
         log.debug("live sessions cannot be looked after; trying again", error=str(error), hint=error.hint)
 
 
-# Feedback of users on answers. Guarantee: it wins over the judge, once; the same again changes nothing.
-
-
 async def take_feedback(parts: RecordingParts, session_id: str, feedback: SessionFeedback) -> FeedbackAnswer:
-    """Set a turn's value to its user's.
+    """Set a turn's value to its user's, which wins over the judge's, once; the same again changes nothing.
 
     Raises:
         NotFoundError: There is no such turn.

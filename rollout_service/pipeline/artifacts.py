@@ -1,8 +1,8 @@
 """The agents' artifacts on their way to the graders' sandboxes: archives in unnamed temporary files.
 
-Guarantees: archives are streamed and never unpacked on the host. Before one is unpacked in a sandbox, each of its
-entries is checked to stay within its own path. A crash leaves nothing of them behind. All of them together take no more
-of the host's temporary disk than the budget.
+Archives are streamed and never unpacked on the host. Before one is unpacked in a sandbox, each of its entries is
+checked to stay within its own path. A crash leaves nothing of them behind. All of them together take no more of the
+host's temporary disk than the budget.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = frozenset({tarfile.DIRTYPE, tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.L
 
 
 class DiskBudget:
-    """The bytes of the host's temporary disk that all rollouts share."""
+    """Bytes of the host's temporary disk, shared by all rollouts."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -36,7 +36,7 @@ class DiskBudget:
         self._returned = anyio.Condition()
 
     async def reserve(self, count: int) -> None:
-        """Reserve bytes, waiting until they are available; `count` is at most the size."""
+        """Wait until the bytes are available; `count` is at most the size."""
         async with self._returned:
             while self._left < count:
                 await self._returned.wait()
@@ -51,25 +51,25 @@ class DiskBudget:
 
 @dataclass(slots=True)
 class Artifacts:
-    """The archives of one agent's artifacts, each with the folder in which it is unpacked, at one or more moments."""
+    """Archives at one or more moments, each with the folder in which it is unpacked."""
 
     budget: DiskBudget
     limit: int
-    """The limit of all contents together, in bytes; the archives may take twice as many."""
+    """Bytes of all contents together; the archives may take twice as many."""
     archives: list[tuple[str, SpooledTemporaryFile[bytes]]] = field(default_factory=list)
     checkpoints: list[list[tuple[str, SpooledTemporaryFile[bytes]]]] = field(default_factory=list)
     """Archives of earlier moments."""
     paths: list[str] = field(default_factory=list)
-    """The paths to take, whether they existed or not."""
+    """To take, whether they exist or not."""
     notes: list[str] = field(default_factory=list)
-    """Notes for people on artifacts that were left out."""
+    """For people, on artifacts that were left out."""
     ended: list[str] = field(default_factory=list)
-    """The command lines of the agent's processes that were ended."""
+    """Command lines of the agent's processes that were ended."""
     _reserved: int = 0
     _used: int = 0
 
     async def add(self, path: str, archive: AsyncIterable[bytes]) -> None:
-        """Add the archive of a path. If the stream fails, the archive is left out and the error is raised.
+        """Leave the archive out if the stream fails, and raise the error.
 
         An archive too large for memory waits until the budget has room for the largest size it may reach, so a holder
         of a part of the budget never waits for more of it.
@@ -100,18 +100,18 @@ class Artifacts:
         return max(1, self.limit - self._used)
 
     def keep(self) -> None:
-        """Make the archives so far a checkpoint; those that follow begin anew."""
+        """Make the archives so far a checkpoint."""
         self.checkpoints.append(list(self.archives))
         self.archives.clear()
 
     async def settle(self) -> None:
-        """Return the unused part of the reservation once nothing more will be added."""
+        """Give back the unused part of the reservation once nothing more will be added."""
         spare = self._reserved - min(self._used, self._reserved)
         self._reserved -= spare
         await self.budget.give_back(spare)
 
     async def checked(self, checkpoint: int | None = None) -> AsyncIterator[tuple[str, AsyncIterator[bytes]]]:
-        """Yield each folder with the archive to unpack there, of a checkpoint or of the end; may be called again."""
+        """Yield folders and archives to unpack there, of a checkpoint or of the end; may be called again."""
         for parent, file in self.archives if checkpoint is None else self.checkpoints[checkpoint]:
             await file.seek(0)
             await anyio.to_thread.run_sync(require_safe, file.wrapped, parent)
@@ -119,7 +119,7 @@ class Artifacts:
             yield parent, _chunks(file)
 
     async def drop(self, note: str) -> None:
-        """Leave all artifacts since the last checkpoint out, and add a note that says why."""
+        """Leave out all artifacts since the last checkpoint."""
         self.notes.append(note)
         if self.checkpoints:
             await self._delete(self.archives)
@@ -145,7 +145,7 @@ def require_safe(file: IO[bytes], parent: str) -> None:
     Raises:
         SandboxFileError: The archive is unsafe, or the file is not an archive.
     """
-    # Only digests are kept, so an archive's contents take memory in proportion to its number of entries alone.
+    # Only digests are kept, so that memory depends on the number of entries alone.
     folders: set[bytes] = set()
     files: set[bytes] = set()
     try:

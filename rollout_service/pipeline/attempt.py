@@ -1,7 +1,6 @@
 """One attempt at a leased rollout: its saved turns, its stages, reported to the store, and its result.
 
-Guarantees: a stage begins only while the attempt holds its lease; the trajectory and the spans are kept however the
-attempt ends.
+A stage begins only while the attempt holds its lease; the trajectory and the spans are kept however the attempt ends.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class LeaseLostError(Exception):
 
 
 class NotServedError(Exception):
-    """A pool of the rollout is not in service, and the attempt has not begun; the rollout waits in the store."""
+    """A pool of the rollout is not in service before the attempt began; the rollout waits in the store."""
 
     def __init__(self, pool: str) -> None:
         super().__init__(f"pool {pool!r} is not in service")
@@ -77,11 +76,11 @@ class StoreAwayError(Exception):
 
 
 AWAY_SECONDS = 5.0
-"""How long an attempt that cannot begin keeps its worker while the shard with its rollout is away."""
+"""An attempt that cannot begin keeps its worker while its shard is away."""
 
 
 async def until_stored(context: AttemptContext, what: str, call: Callable[[], Awaitable[T]]) -> T:
-    """Return what a call to the store returns, once it succeeds.
+    """Repeat a call to the store until it succeeds.
 
     Raises:
         StoreAwayError: It has failed for a while, and rollouts of other shards could use the worker.
@@ -95,8 +94,6 @@ async def until_stored(context: AttemptContext, what: str, call: Callable[[], Aw
 
 
 class Attempt:
-    """One leased rollout on its way."""
-
     def __init__(self, context: AttemptContext, lease: Lease) -> None:
         """`lease` has a place before the init stage, which the attempt gives back."""
         self._context = context
@@ -107,10 +104,10 @@ class Attempt:
         self._state = RolloutState.QUEUED
         self._parallel: ParallelSettings | None = None
         self.turns: TurnLog | None = None
-        """The turns of the attempt, once it has begun."""
+        """None until the attempt begins."""
 
     async def run(self) -> Score:
-        """Pass all stages; raise whatever ends the attempt early."""
+        """Raise whatever ends the attempt early."""
         environment = self._environment()
         self._parallel = environment.spec.parallel
         self.turns = await open_turn_log(self._context, self.lease, environment)
@@ -166,7 +163,7 @@ class Attempt:
         self._state = state
 
     async def release(self) -> None:
-        """Close all open resources and give back the worker; shielded and idempotent."""
+        """Give back the worker and all resources; shielded and idempotent."""
         if self._runner is not None:
             await self._runner.release()
         self._slot.free()
@@ -176,7 +173,7 @@ class Attempt:
         return self._runner.stage if self._runner else None
 
     def describe(self, error: Exception) -> ErrorInfo:
-        """Describe an error that ended the attempt, without the secrets of its environment."""
+        """Mask the environment's secrets."""
         number = self.lease.attempt if self.stage is not None else None  # none has begun before the first stage
         info = describe(error, stage=self.stage, attempt=number)
         return mask_info(info, self._runner.hidden if self._runner else ())
@@ -190,7 +187,6 @@ class Attempt:
         return self._runner.episode if self._runner else None
 
     def result(self, state: RolloutState, *, score: Score | None = None, error: ErrorInfo | None = None) -> Rollout:
-        """Return the rollout in a terminal state, with everything that this attempt produced."""
         episode = self._episode
         policy = episode.policy if episode else None
         return Rollout(
@@ -230,7 +226,7 @@ class Attempt:
         return trajectory if branch is None else without_earlier_turns(trajectory, branch)
 
     def _parts(self, score: Score) -> dict[str, float]:
-        """Return the parts of a reward that say how the work was divided; none in an environment without sub-agents."""
+        """Return how the work was divided; nothing in an environment without sub-agents."""
         episode = self._episode
         limits = self._parallel
         if episode is None or episode.work is None or limits is None:
@@ -248,7 +244,7 @@ class Attempt:
 
 
 def _of_session(episode: Episode | None) -> dict[str, Any]:
-    """Return the fields of a rollout that is a part of a live session; none for a task."""
+    """Return the fields of a part of a live session; none for a task."""
     if episode is None or episode.session is None:
         return {}
     return {
@@ -259,23 +255,23 @@ def _of_session(episode: Episode | None) -> dict[str, Any]:
 
 
 class AttemptPolicy:
-    """The policy of one rollout, served by the engines of its pool; implements `stage_runner.PolicySource`."""
+    """Implements `stage_runner.PolicySource`."""
 
     def __init__(
         self, context: AttemptContext, request: RolloutRequest, environment: Environment, turns: TurnLog
     ) -> None:
-        """`turns` are those that a built-in agent plays, and where others are saved."""
+        """`turns` has those to play, and saves others."""
         self._context = context
         self._request = request
         self._turns = turns
         self._recorded = environment.recorded
         self._subagent_pool = subagent_pool(environment.spec)
         self._limits = limits_of(environment, request) if environment.uses_gateway else None
-        """The limits of a program that drives the policy by itself; None if none does."""
+        """None unless a program drives the policy by itself."""
         self._session: GatewaySession | None = None
 
     def check_served(self) -> None:
-        """Check that the pool is in service, and that of the sub-agents."""
+        """Raise unless the pool is in service, and that of the sub-agents."""
         if self._recorded is not None:
             return
         pools, _ = self._context.policies.in_service()
@@ -284,7 +280,7 @@ class AttemptPolicy:
                 raise NotServedError(pool)
 
     async def open(self, tools: list[ToolSpec], hidden: Collection[str]) -> Policy:
-        """Open the conversation, or the recorded one. The texts of `hidden` are masked for the policy."""
+        """Open the conversation, or the recorded one; the texts of `hidden` are masked for the policy."""
         if self._recorded is not None:
             return await self._recorded.open(self._request)
         if self._limits is None:
@@ -310,20 +306,17 @@ class AttemptPolicy:
             self._context.gateway.close(self._session)
 
 
-# Continues an interrupted rollout from the turns that it had saved, and reports how that went.
-#
-# Guarantee: an attempt either plays every saved turn exactly as it was, or raises CannotResumeError before anything is
-# sampled.
-
 log = structlog.get_logger(__name__)
 
 RESUMED, BEGUN_ANEW, SHORTENED = "resumed", "begun_anew", "shortened"
 EVENT = "rollout.resume"
-"""The kind of the events; their data is `outcome`, `reason`, `turns`, `seconds` and `restored_turns`."""
+"""An event's kind; the data is `outcome`, `reason`, `turns`, `seconds` and `restored_turns`."""
 
 
 async def open_turn_log(context: AttemptContext, lease: Lease, environment: Environment) -> TurnLog:
-    """Return the turns of an attempt: the saved ones to play first, and where to save the others.
+    """Return the saved turns to play first, and where to save the others.
+
+    An attempt either plays every saved turn exactly as it was, or raises CannotResumeError before anything is sampled.
 
     Raises:
         StoreAwayError: The turns cannot be read now.
@@ -366,7 +359,7 @@ async def open_turn_log(context: AttemptContext, lease: Lease, environment: Envi
 async def find_saved_sandbox(
     context: AttemptContext, lease: Lease, environment: Environment, turns: TurnLog
 ) -> SavedSandbox | None:
-    """Return the sandbox in which an interrupted rollout can go on, if it was saved here."""
+    """Return None unless a sandbox to go on in was saved."""
     store = context.saved_sandboxes
     if store is None or not turns.saved or not may_save(environment, lease.request):
         return None
@@ -380,7 +373,7 @@ async def find_saved_sandbox(
 async def report(
     context: AttemptContext, lease: Lease, turns: TurnLog | None, *, outcome: str, reason: str = ""
 ) -> None:
-    """Count an attempt that followed an interruption, and record it as an event."""
+    """Count an attempt after an interruption, and record it as an event."""
     played = turns.played if turns else 0
     seconds = turns.replay_seconds if turns else 0.0
     context.metrics.count_resume(outcome, reason, played if outcome == RESUMED else 0)

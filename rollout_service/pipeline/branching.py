@@ -1,7 +1,7 @@
 """Branches: rollouts that play the first turns of an earlier one again, then go their own way.
 
-Guarantees: the ids, log-probabilities and versions of the earlier turns are those of the rollout that sampled them. The
-first turn that is sampled answers the very prompt that it had there; a rollout whose tools give another one fails.
+The ids, log-probabilities and versions of the earlier turns are those of the rollout that sampled them. The first turn
+that is sampled answers the very prompt that it had there; a rollout whose tools give another one fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollout_service.store.contract import Store
 from rollout_service.tokens.trajectory import train_on
 
 MAX_DEPTH = 64
-"""The most branches of branches whose masked turns are read from where they were sampled."""
+"""Branches of branches whose masked turns are read from where they were sampled."""
 
 _PROGRAM = "a program is the agent, and its turns cannot be played again"
 
@@ -60,15 +60,15 @@ class BranchDivergedError(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class EarlierTurns:
-    """The turns of other rollouts up to that of a branch."""
+    """Turns of other rollouts up to that of a branch."""
 
     turns: Sequence[SavedTurn] = ()
     results: Sequence[list[Message]] = ()
-    """The results that the model is shown for each turn but the last; empty if those of now are shown."""
+    """Shown to the model for each turn but the last; empty to show those of now."""
 
 
 def why_unbranched(environment: Environment) -> str | None:
-    """Return why the rollouts of an environment cannot be branched; None if they can."""
+    """Return the reason; None if rollouts can be branched."""
     if environment.uses_gateway:
         return _PROGRAM
     if environment.spec.parallel is not None:
@@ -79,7 +79,6 @@ def why_unbranched(environment: Environment) -> str | None:
 
 
 def check_branch(request: RolloutRequest, environment: Environment) -> None:
-    """Check that a branch of this request is possible at all."""
     why = why_unbranched(environment)
     if request.agent is AgentKind.EXTERNAL:
         why = _PROGRAM
@@ -91,7 +90,7 @@ def check_branch(request: RolloutRequest, environment: Environment) -> None:
 
 
 async def earlier_turns(store: Store, request: RolloutRequest, branch: BranchPoint) -> EarlierTurns:
-    """Return the turns up to the branch's, as the trajectories have them that sampled them.
+    """Return the turns up to the branch's, from the trajectories that sampled them.
 
     Their `worked_seconds` are those of all rollouts that they are from.
 
@@ -122,7 +121,7 @@ async def earlier_turns(store: Store, request: RolloutRequest, branch: BranchPoi
 
 
 def _results_in(trajectory: Trajectory, turn: int) -> list[list[Message]]:
-    """Return the results of the tool calls of each turn before one, as the model saw them.
+    """Return the tools' results of each turn before one, as the model saw them.
 
     Raises:
         BranchError: The conversation at the end of the rollout has not all of its turns.
@@ -135,7 +134,7 @@ def _results_in(trajectory: Trajectory, turn: int) -> list[list[Message]]:
 
 
 def without_earlier_turns(trajectory: Trajectory, branch: BranchPoint) -> Trajectory:
-    """Return a branch's trajectory with mask 0 on the turns before it, unless they are to be trained on."""
+    """Set mask 0 on the turns before the branch, unless they are to be trained on."""
     if branch.train_prefix:
         return trajectory
     turns = {turn for segment in trajectory.segments for turn in segment.turn_ids if turn >= branch.turn}
@@ -168,7 +167,7 @@ class _EarlierTurn:
     number: int
     segment: Segment
     recorded: int
-    """How many ids its segment had before its prompt."""
+    """Ids of its segment before its prompt."""
     begin: int
     end: int
 
@@ -189,7 +188,7 @@ class _EarlierTurn:
 
 
 def _turns_of(chain: Sequence[tuple[Trajectory, int]]) -> list[_EarlierTurn]:
-    """Return the turns of an unmasked trajectory up to a number, then those of the branch from there, and so on."""
+    """Join the turns of an unmasked trajectory up to a number, those of the branch from there, and so on."""
     turns: list[_EarlierTurn] = []
     for trajectory, end in chain:
         turns = turns[:end]

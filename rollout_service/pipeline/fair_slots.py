@@ -1,8 +1,8 @@
 """Slots for sub-agents, granted to episodes in turn.
 
-Guarantees: never more than `total` are held; an episode that waits is granted its next slot before another one is
-granted two, however many it waits for; a waiter that is cancelled takes no slot with it. Nobody who holds a slot waits
-for another, so there is no deadlock.
+Never more than `total` are held; an episode that waits is granted its next slot before another one is granted two,
+however many it waits for; a waiter that is cancelled takes no slot with it. Nobody who holds a slot waits for another,
+so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ class _SlotRequest:
 
 
 class FairSlots:
-    """A number of slots that episodes share."""
-
     def __init__(self, total: int) -> None:
         self.total = total
         self.held = 0
         self._waiting: OrderedDict[str, deque[_SlotRequest]] = OrderedDict()
-        """The waiters of each episode, in the order in which the episodes are next granted one."""
+        """By episode, in the order in which the episodes are next granted one."""
 
     @property
     def waiting(self) -> int:
@@ -37,7 +35,7 @@ class FairSlots:
 
     @asynccontextmanager
     async def slot(self, episode: str) -> AsyncIterator[HeldSlot]:
-        """Wait for a slot of an episode, and hold it within the block."""
+        """Hold a slot within the block."""
         held = HeldSlot(self, episode)
         await self._acquire(episode)
         try:
@@ -78,7 +76,7 @@ class FairSlots:
 
 
 class HeldSlot:
-    """A slot of an episode; implements `episodes.SubagentSlot`."""
+    """Implements `episodes.SubagentSlot`."""
 
     def __init__(self, slots: FairSlots, episode: str) -> None:
         self._slots = slots
@@ -92,7 +90,7 @@ class HeldSlot:
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[None]:
-        """Give the slot back within the block, and wait for one after it."""
+        """Give the slot back within the block, then wait for one."""
         self.free()
         yield
         await self._slots._acquire(self._episode)

@@ -1,8 +1,7 @@
 """Pauses sandboxes whose agents wait for the engine.
 
-Guarantees: a sandbox is paused only while nothing uses it, and any use resumes it (see `Sandbox.pause`); no failure to
-pause one reaches its rollout; memory is taken from paused sandboxes one after another, and only while the host has too
-little.
+A sandbox is paused only while nothing uses it, and any use resumes it (see `Sandbox.pause`); no failure to pause one
+reaches its rollout; memory is taken from paused sandboxes one after another, and only while the host has too little.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ log = structlog.get_logger(__name__)
 
 
 class Pauser:
-    """Pauses the sandboxes of one node within `running`; outside, none."""
+    """Pauses sandboxes only within `running`."""
 
     def __init__(self, seconds: float, admission: AdmissionController, metrics: Metrics) -> None:
-        """`seconds` is how long an agent waits before its sandbox is paused; 0 pauses none."""
+        """An agent waits for `seconds` before its sandbox is paused; 0 pauses none."""
         self._seconds = seconds
         self._admission = admission
         self._metrics = metrics
@@ -38,7 +37,7 @@ class Pauser:
 
     @asynccontextmanager
     async def running(self, pausing: Pausing) -> AsyncIterator[Self | None]:
-        """Pause sandboxes until the block is left, as far as their provider can; yield None if none is paused."""
+        """Pause sandboxes as far as their provider can; yield None if none is paused."""
         if self._seconds and pausing != "memory":
             hint = "see `pausing` in docs/reference/sandboxes.md for what this lacks"
             log.info("sandboxes are not paused, or keep memory", pausing=pausing, hint=hint)
@@ -52,7 +51,7 @@ class Pauser:
 
     @contextmanager
     def waiting(self, sandbox: Sandbox | None) -> Iterator[None]:
-        """Pause a sandbox once the block has lasted for long. It stays so until it is used, also after the block."""
+        """Pause a sandbox once the block has lasted for long, until the sandbox is used, also after the block."""
         if sandbox is None:
             yield
             return

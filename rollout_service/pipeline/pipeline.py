@@ -40,31 +40,27 @@ from rollout_service.store.retrying import retry_until_stored
 log = structlog.get_logger(__name__)
 
 CLOSE_SECONDS = 1.0
-"""The time that a shutdown gives sandboxes to close before it hands their rollouts back."""
+"""For sandboxes to close at a shutdown, before their rollouts are handed back."""
 
 
 @dataclass(slots=True)
 class ActiveRollout:
-    """A leased rollout in the pipeline, and the scope that cancels it."""
-
     lease: Lease
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     is_lost: bool = False
-    """Whether the lease was lost, so that the attempt ends without a result."""
+    """The lease was lost, so the attempt ends without a result."""
 
 
 class Pipeline:
-    """Works on rollouts, as many at a time as the stages allow."""
-
     def __init__(self, context: AttemptContext, settings: PipelineSettings, claims: ClaimRules | None = None) -> None:
-        """`claims` are the rules for claiming; without it, everything whose pool is in service."""
+        """Without `claims`, everything whose pool is in service is claimed."""
         self._context = context
         self._claims = claims or ClaimRules()
         self._rules_changed = self._claims.changed.next
         self._settings = settings
         self._active: dict[str, ActiveRollout] = {}
         self._cancelled: frozenset[str] = frozenset()
-        """The leases of this service whose cancellation was requested, as of the last look."""
+        """Cancellations requested of this service, as of the last look."""
         self._rewinds = context.store.rewinds
         self._pools_changed = anyio.Event()
         self._rollout_ended = ChangeSignal()
@@ -73,13 +69,13 @@ class Pipeline:
         self._admission = anyio.CancelScope()
         self._finished_in_drain = 0
         self.finished = 0
-        """The rollouts that this pipeline has ended."""
+        """Rollouts that this pipeline has ended."""
         self._on_finished: tuple[Callable[[Rollout], None], ...] = ()
         self._settlement = Settlement(context, settings, self._claims, self._count)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Work until the block is left; then drain, cancel the rest, and hand it back to the store."""
+        """Work within the block; then drain, cancel the rest, and hand it back to the store."""
         recovered = await self._context.store.recover(self._context.owner)
         if recovered:
             log.info("queued again what a crash left", rollouts=recovered)
@@ -121,7 +117,7 @@ class Pipeline:
             active.scope.cancel()
 
     def on_finished(self, tell: Callable[[Rollout], None]) -> None:
-        """Call a function with each rollout that this pipeline ends; it must be quick and must not raise."""
+        """Call a function with each ended rollout; it must be quick and must not raise."""
         self._on_finished += (tell,)
 
     def _count(self, result: Rollout) -> None:
@@ -131,7 +127,7 @@ class Pipeline:
             tell(result)
 
     def live(self) -> int:
-        """Return how many rollouts are in the pipeline, working or waiting."""
+        """Count rollouts, working or waiting."""
         return len(self._active)
 
     @property
@@ -145,7 +141,7 @@ class Pipeline:
             await self._rollout_ended.wait()
 
     async def _wind_down(self, work: TaskGroup) -> None:
-        """Drain, unless that is done; then cancel the rest, and hand it back even if it has not ended yet."""
+        """Cancel what a drain leaves, and hand it back even if it has not ended."""
         with anyio.move_on_after(0.0 if self._draining else self._settings.drain_seconds):
             await self.drain()
         work.cancel_scope.cancel()
@@ -169,7 +165,7 @@ class Pipeline:
             await self._admit_until_drained(work)
 
     async def _admit_until_drained(self, work: TaskGroup) -> None:
-        """Lease rollouts for all free places before the init stage, as soon as there are a place and a rollout."""
+        """Lease rollouts for all free places before the init stage."""
         places = self._context.stages.init.places
         while True:
             taken = await acquire_available(places)
@@ -186,7 +182,7 @@ class Pipeline:
                 work.start_soon(self._work, active, name=f"rollout {lease.rollout_id}")
 
     async def _claim(self, limit: int) -> list[Lease]:
-        """Wait for work in the store and lease it; the result is empty if another service takes it first."""
+        """Wait for work; return nothing if another service takes it first."""
         context = self._context
 
         async def claim() -> list[Lease]:

@@ -34,22 +34,19 @@ from sandboxes.sessions.serial_session import open_sessions
 
 DEFAULT_BUDGET = 8 << 30
 RESPONSE_SECONDS = 30.0
-"""How long a sandbox whose processes go on may take to answer; as long as the host waits for their end."""
+"""For a sandbox whose processes go on; as long as the host waits for their end."""
 ENDED_NOTE = "the agent's sandbox ended before it could be scored: none of the agent's work is left"
 
 
 class SandboxSource:
-    """Starts sandboxes with the settings of environments."""
-
     def __init__(
         self,
         provider: SandboxProvider,
         artifacts_bytes: int = DEFAULT_BUDGET,
         secrets: HostSecrets | None = None,
     ) -> None:
-        """`artifacts_bytes` is the budget of all artifacts together on the host's temporary disk.
-
-        `secrets` are those that environments may have; by default none.
+        """`artifacts_bytes` is the budget of all artifacts together on the host's temporary disk; `secrets` are by
+        default none.
         """
         self.provider = provider
         self.secrets = secrets or HostSecrets()
@@ -60,13 +57,13 @@ class SandboxSource:
         return self._budget.size
 
     async def check(self, spec: EnvironmentSpec) -> None:
-        """Check that an environment's image exists, if the environment and the provider need one."""
+        """Check that the image exists, if the environment and the provider need one."""
         for image in dict.fromkeys((spec.image, spec.for_grader().image)):
             if image is not None:
                 await self.provider.identity(SandboxSpec(image=image))
 
     async def snapshot_identity(self, spec: EnvironmentSpec) -> str | None:
-        """Return the identity of an environment's image if its sandboxes can become snapshots, else None."""
+        """Return None unless the environment's sandboxes can become snapshots."""
         wanted = SandboxSpec(image=spec.image)
         if spec.image is None or not await self.provider.takes_snapshots(wanted):
             return None
@@ -82,9 +79,7 @@ class SandboxSource:
         snapshot: Snapshot | None = None,
         saved: Path | None = None,
     ) -> Sandbox:
-        """Start a sandbox for an environment; `sessions` are those that will be used.
-
-        It starts from a snapshot of another, and from what was saved of one, if they are given.
+        """Start a sandbox from an image, a snapshot of another sandbox, or a saved one; `sessions` will be used.
 
         With `listens`, programs inside can connect to this service.
 
@@ -115,7 +110,7 @@ class SandboxSource:
         )
 
     async def keep(self, sandbox: Sandbox, spec: EnvironmentSpec, earlier: Artifacts | None) -> Artifacts:
-        """Copy the artifacts out as they are now, as a checkpoint; `earlier` has those before it, if any."""
+        """Copy the artifacts out as a checkpoint; `earlier` has those before it, if any."""
         artifacts = earlier or self._new(spec)
         try:
             await self._pack(sandbox, spec, artifacts)
@@ -130,7 +125,7 @@ class SandboxSource:
         return Artifacts(self._budget, min(spec.artifacts_bytes, self._budget.size // 2))
 
     async def pack(self, sandbox: Sandbox, spec: EnvironmentSpec, earlier: Artifacts | None = None) -> Artifacts:
-        """End the agent's processes and take its artifacts out of its sandbox; skip those that do not exist.
+        """End the agent's processes and take out its artifacts; skip those that do not exist.
 
         `earlier` has the checkpoints, if any.
         """
@@ -162,7 +157,7 @@ class SandboxSource:
             await artifacts.drop(ENDED_NOTE)
 
     async def end_agent(self, episode: Episode, spec: EnvironmentSpec) -> bool:
-        """End every process of an agent that is graded in its own sandbox, unless the environment keeps them.
+        """Before grading in the agent's sandbox, end every process of the agent, unless the environment keeps them.
 
         Return False and add a note if the sandbox has ended already.
         """
@@ -176,7 +171,7 @@ class SandboxSource:
         return False
 
     async def unpack(self, sandbox: Sandbox, artifacts: Artifacts, checkpoint: int | None = None) -> None:
-        """Put packed artifacts, or those of a checkpoint, in place of another sandbox's; may be repeated."""
+        """Replace another sandbox's artifacts by the packed ones, or those of a checkpoint; may be repeated."""
         if artifacts.paths and sandbox.workdir == sandbox.spec.workdir:
             # What the image has there would come back although the agent has removed it, or be in the way.
             paths = shlex.join(artifacts.paths)
@@ -190,7 +185,7 @@ class SandboxSource:
 
 
 async def _end(sandbox: Sandbox, notes: list[str], ended: list[str]) -> bool:
-    """End every process of the agent; add the command lines to `ended`, or a note if the sandbox has ended before."""
+    """Add command lines to `ended`, or a note if the sandbox has ended before."""
     try:
         running = await sandbox.list_running()
         await sandbox.end_processes()
@@ -202,7 +197,7 @@ async def _end(sandbox: Sandbox, notes: list[str], ended: list[str]) -> bool:
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Return the paths that are not below another of them, each once."""
+    """Leave out paths below another, and repeated ones."""
     pure = dict.fromkeys(PurePosixPath(path) for path in paths)
     return [str(path) for path in pure if not any(parent in pure for parent in path.parents)]
 
@@ -217,20 +212,19 @@ def _inside(sandbox: Sandbox, path: str) -> str:
     return path
 
 
-# The sandboxes of one episode: the agent's, then the grader's, at most one at a time.
-#
-# Guarantees: every sandbox that was started is closed by `release` at the latest; an admission ticket is taken before a
-# sandbox starts, and held until that sandbox has ended. A limit that a whole sandbox reached, such as that of its
-# memory, is a note of the result and a line of the log.
-
 log = structlog.get_logger(__name__)
 
 _AGENT, _GRADER, _SETUP = "the agent", "the grader", "the setup"
-"""Whose code a sandbox runs, for notes."""
+"""Owners of a sandbox's code, for notes."""
 
 
 class EpisodeSandboxes:
-    """Starts and ends the sandboxes of one episode, and carries the agent's artifacts from one to the next."""
+    """The sandboxes of one episode: the agent's, then the grader's, at most one at a time.
+
+    Every sandbox is closed by `release` at the latest; an admission ticket is taken before a sandbox starts, and held
+    until it has ended. A limit that a whole sandbox reached, such as that of its memory, is a note of the result and a
+    line of the log.
+    """
 
     def __init__(
         self,
@@ -239,7 +233,7 @@ class EpisodeSandboxes:
         label: str,
         count_limit: Callable[[str], None],
     ) -> None:
-        """Start nothing yet; `label` names the rollout to people who look at the host.
+        """`label` names the rollout to people who look at the host.
 
         `count_limit` is called for each limit that a grader's sandbox reached; agents' calls are counted apart.
         """
@@ -278,7 +272,7 @@ class EpisodeSandboxes:
     async def start_with_artifacts(
         self, episode: Episode, spec: EnvironmentSpec, timer: Timer, checkpoint: int | None = None
     ) -> None:
-        """Start a fresh sandbox and copy the agent's artifacts into it, or those of a checkpoint."""
+        """Start a sandbox with the agent's artifacts, or those of a checkpoint."""
         await self.start(episode, spec.for_grader(), timer)
         self._owner = _GRADER
         if episode.sandbox is not None and self._artifacts is not None:
@@ -290,14 +284,14 @@ class EpisodeSandboxes:
         return 0 if self._artifacts is None else len(self._artifacts.checkpoints)
 
     async def keep(self, episode: Episode, spec: EnvironmentSpec) -> None:
-        """End the agent's processes and keep its artifacts as a checkpoint."""
+        """End the agent's processes first, and keep a checkpoint."""
         if episode.sandbox is not None:
             earlier, self._artifacts = self._artifacts, None
             with waits_for(StepKind.ARTIFACTS, "checkpoint", sandbox=episode.sandbox.id):
                 self._artifacts = await self._source.keep(episode.sandbox, spec, earlier)
 
     async def snapshot(self, episode: Episode) -> Snapshot:
-        """End the episode's sandbox, and return its files for others to start from."""
+        """End the sandbox, and return its files for others to start from."""
         sandbox, self._owner = require_sandbox(episode.sandbox), _SETUP
         for reached in sandbox.limits_reached:
             self._tell(episode, sandbox, reached)
@@ -315,7 +309,7 @@ class EpisodeSandboxes:
                 await open_sessions(episode.sandbox, spec.sessions)
 
     async def pack(self, episode: Episode, spec: EnvironmentSpec) -> None:
-        """End the agent's processes and keep its artifacts for the grader's sandbox."""
+        """End the agent's processes, and keep its artifacts for the grader."""
         if episode.sandbox is not None:
             earlier, self._artifacts = self._artifacts, None
             with waits_for(StepKind.ARTIFACTS, "pack", sandbox=episode.sandbox.id):
@@ -324,14 +318,14 @@ class EpisodeSandboxes:
             episode.ended += self._artifacts.ended
 
     async def end_agent(self, episode: Episode, spec: EnvironmentSpec) -> bool:
-        """End the agent's processes unless they are kept; return False if its sandbox has ended already."""
+        """Return False if the agent's sandbox has ended already."""
         if episode.sandbox is None:
             return True
         with waits_for(StepKind.ARTIFACTS, "end the agent", sandbox=episode.sandbox.id):
             return await self._source.end_agent(episode, spec)
 
     async def close(self, *, keep_ticket: bool = False) -> None:
-        """Close the sandbox; the next one can take its place if the ticket is kept. Idempotent."""
+        """Let the next sandbox take the place if the ticket is kept. Idempotent."""
         if self._episode is not None and self._episode.sandbox is not None:
             sandbox, self._episode.sandbox = self._episode.sandbox, None
             for reached in sandbox.limits_reached:

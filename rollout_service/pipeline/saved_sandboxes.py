@@ -43,10 +43,10 @@ from sandboxes.errors import FileTooLargeError, SandboxClosedError
 log = structlog.get_logger(__name__)
 
 SAVE_SECONDS = 10.0
-"""How long an agent may wait for its sandbox to be saved; one that takes longer is not."""
+"""An agent waits for so long; a sandbox that takes longer is not saved."""
 SUFFIX, PART_SUFFIX = ".sandbox", ".part"
 LEFT_SECONDS = 3600.0
-"""How old the file of another node is that may have been left behind."""
+"""Age of another node's file that may have been left behind."""
 _LEVEL = 1
 _LENGTH = struct.Struct("<I")
 _MAX_HEADER = 64 << 20
@@ -57,42 +57,37 @@ _UNREADABLE = (OSError, ValueError, struct.error, zstandard.ZstdError)
 
 
 class SavedWork(BaseModel):
-    """The head of a file: whose sandbox it is, and what its agent was about to tell the policy."""
+    """The head of a file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     rollout_id: str
     turns: int
-    """How many whole turns were made, with all their tool calls; at least one."""
+    """Whole turns, with all their tool calls; at least one."""
     digest: str
-    """The hash of the ids that were sampled in them."""
+    """A hash of the ids that were sampled in them."""
     results: list[Message]
-    """The results of the last one's tool calls."""
+    """Results of the last turn's tool calls, which the policy has not been told."""
     image: str = ""
-    """The identity of the image's files."""
+    """Identity of the image's files."""
     is_prepared: bool
-    """Whether the sandbox had started from the files of a shared setup."""
+    """The sandbox had started from the files of a shared setup."""
     tool_state: dict[str, JsonValue]
-    """The state of the tools between calls."""
     tool_error_turns: list[int] = []
-    """The turns with a tool call that failed."""
+    """Turns with a tool call that failed."""
     proposed_turns: list[int] = []
-    """The turns at which branches may begin."""
+    """Turns at which branches may begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSandbox:
-    """A saved sandbox from which an interrupted rollout can go on."""
-
     work: SavedWork
     results: list[list[Message]]
-    """The results of the tool calls of each turn of before."""
+    """Results of each turn's tool calls."""
     path: Path
 
 
 class SavedSandboxes:
-    """The files of one node's saved sandboxes."""
-
     def __init__(
         self,
         folder: Path,
@@ -108,9 +103,7 @@ class SavedSandboxes:
 
         Args:
             folder: where the files are; nothing else may be in it.
-            metrics: counts how often that worked.
             flush_turns: waits until all turns so far are saved.
-            seconds: how long an agent works before its sandbox is saved again.
             limit: the most bytes that one sandbox's files may have.
             budget: the most bytes of all files, compressed.
             shared: whether the folders beside `folder` are those of other nodes.
@@ -122,11 +115,10 @@ class SavedSandboxes:
         self._limit, self._budget = limit, budget
         self._shared = shared
         self._sizes: dict[str, int] = {}
-        """The sizes of the files by name."""
         self._has_failed = False
 
     async def sweep(self, store: Store) -> None:
-        """Remove what belongs to no rollout under way, before any begins."""
+        """Before any rollout begins, remove files of none under way."""
         for path in await anyio.to_thread.run_sync(self._list):
             try:
                 work = await anyio.to_thread.run_sync(_read_head, path)
@@ -146,12 +138,11 @@ class SavedSandboxes:
         return [*own, *(path for path in self._others(f"*{SUFFIX}") if _age(path) > LEFT_SECONDS)]
 
     def _others(self, pattern: str) -> list[Path]:
-        """Return the files of other nodes with such a name."""
         found = self._folder.parent.glob(f"*/{pattern}") if self._shared else ()
         return [path for path in found if path.parent != self._folder]
 
     async def forget(self, rollout_id: str, *, is_elsewhere: bool = False) -> None:
-        """Remove the file of a rollout that has ended or begins anew, if there is one; shielded.
+        """Remove the file of a rollout that has ended or begins anew; shielded.
 
         One that `is_elsewhere` may go on from the file there, if nodes share a folder.
         """
@@ -169,7 +160,7 @@ class SavedSandboxes:
         self._metrics.count_sandbox_save("refused")
 
     async def _try_to_save(self, sandbox: Sandbox, provider: SandboxProvider, work: SavedWork) -> str:
-        """Return whether the sandbox was `saved`, or why not."""
+        """Return `saved`, or why not."""
         try:
             if not await provider.saves(sandbox.spec):
                 return "refused"
@@ -208,7 +199,7 @@ class SavedSandboxes:
         return "saved"
 
     async def find(self, rollout_id: str, turns: Sequence[SavedTurn], image: str) -> SavedSandbox | None:
-        """Return the saved sandbox of a rollout with these saved turns; None if there is none that suits.
+        """Return a saved sandbox that suits the saved turns; None if there is none.
 
         Of several, return that with the most turns. It belongs to this node from now on.
         """
@@ -229,7 +220,7 @@ class SavedSandboxes:
 
     @asynccontextmanager
     async def opened(self, saved: SavedSandbox) -> AsyncIterator[Path]:
-        """Yield the file to start a sandbox with; it is removed at the end of the block."""
+        """Yield a file to start a sandbox with, which is removed at the end of the block."""
         copy = saved.path.with_name(f"start-{saved.path.name}{PART_SUFFIX}")
         try:
             await anyio.to_thread.run_sync(_unpack, saved.path, copy)
@@ -239,8 +230,6 @@ class SavedSandboxes:
 
 
 class SandboxSaver:
-    """Saves the sandbox of one episode now and then."""
-
     def __init__(
         self,
         store: SavedSandboxes,
@@ -250,13 +239,13 @@ class SandboxSaver:
         *,
         is_prepared: bool,
     ) -> None:
-        """`is_prepared` tells whether the sandbox started from the files of a shared setup."""
+        """`is_prepared` is true for a sandbox that started from the files of a shared setup."""
         self._store, self._provider, self._turns, self._episode = store, provider, turns, episode
         self._is_prepared = is_prepared
         self._next = store.seconds
 
     def due(self, results: list[Message]) -> Callable[[], Coroutine[Any, Any, None]] | None:
-        """Return how to save the sandbox, if it is time to; `results` are what the agent tells the policy next."""
+        """Return None unless it is time to save; the agent tells the policy `results` next."""
         if (now := self._turns.clock.seconds) < self._next:  # as during a replay, when it stands still
             return None
         if not self._turns.sampled or self._episode.sandbox is None:
@@ -284,7 +273,7 @@ class SandboxSaver:
 
 
 def may_save(environment: Environment, request: RolloutRequest) -> bool:
-    """Return whether rollouts of an environment can go on from their saved sandboxes.
+    """Return whether rollouts can go on from saved sandboxes.
 
     Secrets of a sandbox would be on the host's disk.
     """
@@ -306,7 +295,7 @@ def _name_of(rollout_id: str) -> str:
 
 
 async def _remove(path: Path) -> None:
-    """Remove a file, if it is there; shielded."""
+    """Remove a file if it is there; shielded."""
     with anyio.CancelScope(shield=True), suppress(OSError):  # at the latest, a later sweep removes it
         await anyio.to_thread.run_sync(path.unlink)
 
@@ -319,7 +308,7 @@ def _age(path: Path) -> float:
 
 
 def _read_suiting(path: Path, rollout_id: str, turns: Sequence[SavedTurn], image: str) -> SavedSandbox | None:
-    """Return what a file has, if a rollout with these saved turns can go on from it."""
+    """Return None unless a rollout with these saved turns can go on from the file."""
     try:
         work = _read_head(path)
     except _UNREADABLE:
@@ -334,14 +323,14 @@ def _read_suiting(path: Path, rollout_id: str, turns: Sequence[SavedTurn], image
 
 
 def _results_of(turn: SavedTurn) -> list[Message]:
-    """Return the results that the agent gave before a turn; none if it gave something else."""
+    """Return nothing if the agent gave anything but results."""
     given = turn.given or []
     return given[0].messages if len(given) == 1 and given[0].reason is None else []
 
 
 @asynccontextmanager
 async def _compressed(path: Path) -> AsyncIterator[Callable[[bytes], Awaitable[object]]]:
-    """Yield a function that appends to a compressed file, in a thread."""
+    """Yield a function that appends in a thread."""
     file = await anyio.to_thread.run_sync(_create, path)
     try:
         writer = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).stream_writer(file, closefd=False)

@@ -1,7 +1,7 @@
 """The ASGI app of live sessions: the same model APIs as the gateway's, for users' own agents.
 
-Guarantees: a request reaches the session of its key, or, below `/v1/sessions/{id}`, that session alone. Every answer
-says in `X-Rollout-Recorded` whether its turn is to be recorded, and if not, why.
+A request reaches the session of its key, or, below `/v1/sessions/{id}`, that session alone. Every answer says in
+`X-Rollout-Recorded` whether its turn is to be recorded, and if not, why.
 """
 
 from __future__ import annotations
@@ -36,19 +36,17 @@ log = structlog.get_logger(__name__)
 
 PREFIX = "/v1/sessions/"
 OWN_ROUTES = frozenset({"end", "feedback"})
-"""The paths below a session that are not a model API."""
+"""Below a session, but not a model API."""
 SESSION_ID, MAY_USE_ALL = "live_session_id", "may_use_all_sessions"
-"""Where the state of a request has the id in its path, and whether its key is one of the service."""
+"""In the state of a request: the id in its path, and whether its key is one of the service."""
 _HEAD_MARGIN = 5.0
 _CALLS = frozenset({Action.ANSWER, Action.COUNT, Action.LIST_MODELS, Action.SHOW_MODEL})
 _MODEL_API = re.compile(r"/v\d\w*/(?:chat/|responses|messages|models|tokenize)")
-"""A pattern of the paths that may be a model API. It is quick, since it sees every request of the API."""
+"""Matches paths that may be a model API. It is quick, since it sees every request."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallsRoute:
-    """The route under which metrics count the calls of sessions."""
-
     path: str
 
 
@@ -56,8 +54,6 @@ CALLS = CallsRoute("/v1/sessions/{session_id}/{call}")
 
 
 class LiveApp(GatewayApp):
-    """Answers the calls of users' agents; an ASGI application."""
-
     def __init__(
         self,
         served: SessionResolver,
@@ -109,7 +105,7 @@ def _recorded(answers: Sequence[LiveAnswer]) -> bytes:
 
 
 class SessionCalls:
-    """Passes the calls of model APIs to the live sessions' own app; middleware of the API.
+    """Middleware of the API that passes calls of model APIs to the live sessions' own app.
 
     They are below `/v1/sessions/{id}`, or where clients with only a key expect them, such as `/v1/chat/completions`.
     """
@@ -139,7 +135,7 @@ def is_session_call(scope: Scope) -> bool:
 
 
 def split_session_path(scope: Scope) -> tuple[str, str] | None:
-    """Return the id of a session and the path below it, if the path is one of a session's model APIs."""
+    """Return a session's id and the path below it, or None if that is not a model API."""
     raw = scope.get("raw_path") or scope["path"].encode()
     path = raw.split(b"?")[0].decode("latin-1")
     if not path.startswith(PREFIX):
@@ -149,10 +145,6 @@ def split_session_path(scope: Scope) -> tuple[str, str] | None:
         return None
     return unquote(session_id), "/" + unquote(rest)
 
-
-# A client's options for a turn beside its dialect: the kind of the turn, and its consent.
-#
-# Guarantee: fields that no dialect knows are removed from the body before the dialect reads it.
 
 KIND_HEADER, TRAIN_HEADER, SESSION_HEADER = "x-turn-type", "x-train", "x-session-id"
 _FIELDS = ("turn_type", "train", "session_id")
@@ -168,20 +160,18 @@ class TurnTypeError(InvalidFieldError):
 
 @dataclass(frozen=True, slots=True)
 class TurnOptions:
-    """The turn options of one request, from its headers or its body."""
-
     kind: Literal["", "main", "side"] = ""
     train: bool | None = None
 
     def apply(self, call: ModelCall) -> dict[str, Any]:
-        """Return the fields of a call that they change; a repeated request must wish the same."""
+        """Return the changed fields of a call; a repeated request must wish the same."""
         said = f"{self.kind}/{self.train}".encode()
         fingerprint = call.fingerprint + said if call.fingerprint else b""
         return {"kind": self.kind, "train": self.train, "fingerprint": fingerprint}
 
 
 def read_turn_options(headers: Mapping[str, str], body: bytes) -> tuple[TurnOptions, bytes]:
-    """Return the turn options of a request, and its body without their fields. Headers go before fields.
+    """Take options out of the body before its dialect reads it. Headers go before fields.
 
     Raises:
         TurnTypeError: A value is not known.

@@ -40,7 +40,7 @@ _NO_ENGINE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Unrecorded:
-    """Sees calls that are served and not kept; implements `CallObserver` and `TurnObserver`."""
+    """For calls that are served and not kept; implements `CallObserver` and `TurnObserver`."""
 
     unrecorded_because: str
 
@@ -59,22 +59,16 @@ class Unrecorded:
 
 @dataclass(frozen=True, slots=True)
 class SessionEngines:
-    """Connects live sessions with the engines of their pools.
-
-    Its methods raise PoolHeldError if the pool is not served, or not yet again.
-    """
+    """Methods raise PoolHeldError if the pool is not served, or not yet again."""
 
     policies: PolicyServing
     settings: LiveSettings
     gateway: GatewaySettings
     tasks: TaskGroup
-    """Runs the sampling of answers."""
     metrics: GatewayMetrics
     live_metrics: LiveMetrics
     changed: Callable[[], anyio.Event]
-    """Returns the event of the next change of any pool."""
     url: str
-    """The address of the gateway."""
 
     def renderer(self, pool: str) -> ChatRenderer:
         return self._connect(pool)[0].renderer
@@ -99,7 +93,7 @@ class SessionEngines:
         session_id: str = "",
         capture: TurnCapture | None = None,
     ) -> GatewaySession:
-        """Return the gateway session of a live session, or without an id of one request that belongs to none.
+        """Open a gateway session; without an id, for one request that belongs to no session.
 
         `charge` counts answers beside the first one of a request.
         """
@@ -134,23 +128,15 @@ def _refuse(*_: object) -> NoReturn:
     raise UnavailableError("a live session has no listener of its own", hint="Use its URL and key.")
 
 
-# Engines that keep a request of a live session waiting for a bounded time.
-#
-# Guarantee: a request that makes no progress because its pool is paused, or has no engine in service, for longer than
-# allowed is aborted and fails with `PoolHeldError`, so that nothing of it is recorded.
-
-
 @dataclass(slots=True)
 class _Wait:
-    """How long one request has waited since its last progress."""
-
     since: float | None = None
     held: float = 0.0
     refused: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     def begin(self) -> float:
-        """Return since when the request waits, from now on if it did not before."""
+        """Return since when the request waits: from now on, if it did not before."""
         if self.since is None:
             self.since = time.monotonic()
         return self.since
@@ -163,14 +149,16 @@ class _Wait:
 
 @dataclass(frozen=True, slots=True)
 class HeldPool:
-    """A pool whose pauses its clients do not wait for without end; implements `StreamingGenerator`."""
+    """Keeps a request waiting for a bounded time only; implements `StreamingGenerator`.
+
+    A request that makes no progress for longer than allowed, because its pool is paused or has no engine in service, is
+    aborted and fails with `PoolHeldError`, so that nothing of it is recorded.
+    """
 
     name: str
     pool: BackendPool
     changed: Callable[[], anyio.Event]
-    """Returns the event of the next change of any pool."""
     seconds: float
-    """How long a request waits."""
     metrics: LiveMetrics
 
     async def generate(
@@ -213,7 +201,6 @@ class HeldPool:
         self.pool.release(affinity)
 
     async def _watch(self, wait: _Wait) -> None:
-        """Cancel a request that has waited too long in a pause."""
         while True:
             changed = self.changed()
             if self.pool.in_service and not self.pool.paused:

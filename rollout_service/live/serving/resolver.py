@@ -1,7 +1,7 @@
 """The sessions that users' agents call, found by their keys, by their ids, or by a client's own ids.
 
-Guarantees: a session goes on with exact ids after a restart. A key, or a client's own id under its key, reaches its own
-session and no other; there is no default session. An ended session takes no requests.
+A session goes on with exact ids after a restart. A key, or a client's own id under its key, reaches its own session and
+no other; there is no default session. An ended session takes no requests.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ _NUMBER = re.compile(r"~([0-9]{1,9})$")
 
 
 class SessionResolver:
-    """Finds the sessions that agents call, and makes them ready to answer."""
-
     def __init__(
         self,
         settings: LiveSettings,
@@ -66,11 +64,11 @@ class SessionResolver:
         self._keys = {hash_of(key.key.get_secret_value()): key for key in settings.keys}
 
     def knows(self, key: str) -> bool:
-        """Return whether a key looks like one of a session, or is configured for clients with ids of their own."""
+        """Accept keys that look like a session's, and those of clients with ids of their own."""
         return key.startswith(KEY_PREFIX) or hash_of(key) in self._keys
 
     async def serve_key(self, key: str, client_id: str) -> GatewaySession:
-        """Return the session of a key; `client_id` is the client's own id for it, which configured keys need.
+        """Return a session; `client_id` is the client's own id, which configured keys need.
 
         Raises:
             UnauthorizedError: No session has this key.
@@ -86,7 +84,7 @@ class SessionResolver:
         return await self._serve(record)
 
     async def serve_id(self, session_id: str, key: str | None) -> GatewaySession:
-        """Return a session by its id; `key` must be its own, unless it is None for a caller who may use all sessions.
+        """Return a session; `key` must be its own, or None for a caller who may use all sessions.
 
         Raises:
             UnauthorizedError: The key is not the session's.
@@ -121,7 +119,7 @@ class SessionResolver:
                 # It expired meanwhile, so the request goes to the client's next session.
 
     async def _record_of_client(self, key: LiveKey, client_id: str) -> SessionRecord:
-        """Return the newest session of a client's id; one that has expired goes on as a new one."""
+        """Return the newest session; an expired one goes on as a new one."""
         client = self._register.client_of(key, client_id)
         latest = await self._store.latest_of_client(client)
         if latest is not None and latest.closed_because in (None, ClosedBecause.EXPLICIT):
@@ -131,7 +129,7 @@ class SessionResolver:
     async def _open_client(
         self, key: LiveKey, client_id: str, client: str, latest: SessionRecord | None
     ) -> SessionRecord:
-        """Open a session for a client under the first id that is free."""
+        """Open a session under the first free id."""
         self._engines.policies.check(key.pool)
         user = self._register.user_of(key.user, key.tenant, client)
         continues = None if latest is None else latest.session_id
@@ -159,7 +157,7 @@ class SessionResolver:
         return session.gateway
 
     async def _load(self, record: SessionRecord) -> ActiveSession:
-        """Return a session with the conversations of its stored turns."""
+        """Restore the conversations from stored turns."""
         record = await self._register.known(record.session_id)  # it may have ended meanwhile
         if record.closed_because is not None:
             raise SessionEndedError(record.closed_because)
@@ -191,7 +189,7 @@ class SessionResolver:
 
 
 def _client_session_id(key_name: str, client_id: str, number: int) -> str:
-    """Return a name for the n-th session of a client's own id, for people: the hash of the id distinguishes clients."""
+    """Name the n-th session of a client's own id, for people: a hash of the id distinguishes clients."""
     session_id = f"{key_name}:{client_id}" + (f"~{number}" if number > 1 else "")
     if len(session_id) <= _MAX_ID:
         return session_id
@@ -199,12 +197,10 @@ def _client_session_id(key_name: str, client_id: str, number: int) -> str:
 
 
 def _number_of(session_id: str) -> int:
-    """Return which session of its client's id one is by its name, 1 if it does not say."""
+    """Read the number from a name; 1 if it has none."""
     found = _NUMBER.search(session_id)
     return 1 if found is None else int(found[1])
 
-
-# How many answers a user may ask for. Guarantee: memory is bounded by the users of the last minute.
 
 MINUTE = 60.0
 
@@ -216,7 +212,10 @@ class _Allowance:
 
 
 class RequestRate:
-    """A limit that refills evenly."""
+    """Limits the answers that each user may ask for; the limit refills evenly.
+
+    Memory is bounded by the users of the last minute.
+    """
 
     def __init__(self, per_minute: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = per_minute
@@ -224,7 +223,7 @@ class RequestRate:
         self._users: OrderedDict[str, _Allowance] = OrderedDict()
 
     def take(self, user: str, count: int = 1) -> None:
-        """Count a request, or further answers that one asks for.
+        """Count a request, or its further answers.
 
         Raises:
             RateLimitedError: The user has asked for too many.
@@ -249,15 +248,10 @@ class RequestRate:
             self._users.popitem(last=False)
 
 
-# The sessions that are being served by this process: their gateway sessions, by id.
-#
-# Guarantees: a session is opened, or captured again from its stored turns, once however many requests wait for it. One
-# that nobody has used for a while is forgotten, and memory has at most `KEPT` beside those that are being answered.
-
 KEPT = 2_000
 KEEP_SECONDS = 300.0
 MIN_KEEP_SECONDS = 10.0
-"""Long enough for a request to be read after its session was found."""
+"""For a request to be read after its session was found."""
 
 
 @dataclass(slots=True)
@@ -269,8 +263,6 @@ class ActiveSession:
 
 
 class _Turnstile:
-    """A lock that exists while someone waits for it."""
-
     __slots__ = ("__weakref__", "lock")
 
     def __init__(self) -> None:
@@ -278,7 +270,11 @@ class _Turnstile:
 
 
 class ActiveSessions:
-    """The sessions in memory, those used longest ago first."""
+    """The sessions in memory, those used longest ago first.
+
+    A session is loaded once, however many requests wait for it. One that nobody has used for a while is forgotten, and
+    memory has at most `KEPT` beside those that are being answered.
+    """
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, ActiveSession] = OrderedDict()
@@ -295,13 +291,13 @@ class ActiveSessions:
 
     @asynccontextmanager
     async def held(self, session_id: str) -> AsyncIterator[ActiveSession | None]:
-        """Yield a session, if it is in memory, while no other request can get it."""
+        """Let no other request get the session; yield None if it is not in memory."""
         turnstile = self._turnstile(session_id)
         async with turnstile.lock:
             yield self._sessions.get(session_id)
 
     async def get(self, session_id: str, load: Callable[[], Awaitable[ActiveSession]]) -> ActiveSession:
-        """Return a session, which is loaded unless it is in memory."""
+        """Load the session unless it is in memory."""
         turnstile = self._turnstile(session_id)
         async with turnstile.lock:
             session = self._sessions.get(session_id)
@@ -313,13 +309,12 @@ class ActiveSessions:
         return session
 
     async def end(self, session_id: str) -> None:
-        """Cut off the answers under way in a session, and forget it."""
+        """Cut off the answers under way."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
             await session.gateway.end()
 
     def forget_idle(self) -> None:
-        """Forget sessions that nobody has used for a while."""
         now, excess = time.monotonic(), len(self._sessions) - KEPT
         for number, (session_id, session) in enumerate(list(self._sessions.items())):
             keep_seconds = KEEP_SECONDS if number >= excess else MIN_KEEP_SECONDS

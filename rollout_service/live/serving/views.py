@@ -59,14 +59,14 @@ def show_part(part: PartRecord) -> SessionPart:
 
 
 def show_turn(turn: TurnRecord) -> TurnMark:
-    """Return the mark of a turn so far; one about which nothing is decided has no reason yet."""
+    """Return the mark so far; an undecided turn has no reason yet."""
     mark, because = turn.mark, turn.dropped or turn.mask
     has_value = mark is not None and mark.value is not None
     return mark_of(turn, usable=because is None and (turn.part is not None or has_value), because=because)
 
 
 def mark_of(turn: TurnRecord, *, usable: bool, because: MaskReason | None, with_text: bool = False) -> TurnMark:
-    """Return the mark of a turn; with `with_text`, it has the text of the next state."""
+    """Include the text of the next state `with_text`."""
     names = ("value", "reason", "source", "votes", "judge", "hint")
     state = turn.next_state
     return TurnMark(
@@ -92,16 +92,13 @@ def time_of(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-# Where a page of sessions ends, as a text for its reader.
-
-
 def encode_cursor(last: tuple[float, str]) -> str:
-    """Return the cursor of the page after this session, by the time of its opening and its id."""
+    """Make a cursor of a session's opening time and id."""
     return urlsafe_b64encode(orjson.dumps(last)).decode().rstrip("=")
 
 
 def decode_cursor(cursor: str) -> tuple[float, str]:
-    """Return the session after which a page begins.
+    """Return the opening time and id of the last page's last session.
 
     Raises:
         InvalidFieldError: It is not the cursor of a page.

@@ -1,4 +1,4 @@
-"""The texts of users and the model, kept apart from everything else: see `schema` for why.
+"""The texts of users and the model, kept apart: see `schema` for why.
 
 Each function runs inside one transaction, in the database's thread.
 """
@@ -38,14 +38,14 @@ def put(db: sqlite3.Connection, session: int, turn: int, what: What, data: bytes
 
 
 def put_turn(db: sqlite3.Connection, session: int, turn: TurnRecord) -> int:
-    """Store a turn's content; return its size in bytes."""
+    """Return the size in bytes."""
     data = to_json({"answer": turn.answer, "calls": turn.calls})
     put(db, session, turn.turn, "turn", data, turn.body)
     return len(data) + len(turn.body)
 
 
 def put_state(db: sqlite3.Connection, session: int, turn: int, state: NextStateRecord) -> int:
-    """Store a turn's next state; return its size in bytes."""
+    """Return the size in bytes."""
     data = _STATE.dump_json(state)
     put(db, session, turn, "state", data)
     return len(data)
@@ -58,7 +58,7 @@ def put_mark(
     mark: TurnMarkRecord,
     what: Literal["mark", "revision"] = "mark",
 ) -> None:
-    """Keep a turn's mark in place of an earlier one, or beside others as a revision."""
+    """Replace an earlier mark, or add a revision."""
     if what == "mark":
         db.execute("DELETE FROM contents WHERE session = ? AND turn = ? AND what = 'mark'", (session, turn))
     put(db, session, turn, what, _MARK.dump_json(mark))

@@ -1,4 +1,4 @@
-"""The statements on parts, and on removals; each function runs inside one transaction, in the database's thread."""
+"""Statements on parts, counts and removals; each function runs inside one transaction, in the database's thread."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def take(
     dropped: Mapping[int, MaskReason],
     at: float,
 ) -> PartRecord | None:
-    """Put turns into a new part, or decide them without one if none is usable."""
+    """Put turns into a new part; without usable ones, decide them without a part."""
     session = find(db, session_id)
     if session is None or not _all_undecided(db, session["seq"], [*usable, *dropped]):
         return None
@@ -70,7 +70,7 @@ def _all_undecided(db: sqlite3.Connection, session: int, turns: Sequence[int]) -
 
 
 def fates(db: sqlite3.Connection, session_ids: Sequence[str]) -> dict[str, list[PendingTurn]]:
-    """Return the turns of each session that are in no part, by their ids."""
+    """Return undecided turns by session."""
     found: dict[str, list[PendingTurn]] = {}
     for row in db.execute(_FATES, (json.dumps(list(session_ids)),)):
         found.setdefault(row["session_id"], []).append(_fate(row))
@@ -91,7 +91,7 @@ def _fate(row: sqlite3.Row) -> PendingTurn:
 
 
 def give_back(db: sqlite3.Connection, session_id: str, part: int) -> bool:
-    """Undo a part that has no offset, so that its turns can go into another; return False if it has one."""
+    """Undo a part without an offset, so that its turns can go into another; return False if it has one."""
     row = db.execute(_ONE, (session_id, part)).fetchone()
     if row is None or row["offset"] is not None or row["rollout_id"] is not None:
         return False
@@ -112,13 +112,13 @@ def parts(
 
 
 def set_offset(db: sqlite3.Connection, session_id: str, part: int, offset: int | None) -> None:
-    """Keep the number of the part's task in its run before it is appended there."""
+    """Store the task's number in its run before the task is appended."""
     values = {"id": session_id, "part": part, "offset": offset}
     db.execute(_SET_OFFSET, values)
 
 
 def claim(db: sqlite3.Connection, parts: Sequence[tuple[str, int]], rollout_id: str) -> PartRecord | None:
-    """Give a rollout the first of these parts that is free or its own already; None if there is none."""
+    """Give a rollout its own part, or the first free one; return None if there is none."""
     rows = [row for one in parts if (row := db.execute(_ONE, one).fetchone()) is not None]
     own = [row for row in rows if row["rollout_id"] == rollout_id]
     if own:
@@ -142,15 +142,10 @@ def _part(row: sqlite3.Row) -> PartRecord:
     )
 
 
-# The statements that count turns and remove sessions.
-#
-# Guarantee: the counts over all sessions are the same before and after a removal, except that turns about which nothing
-# was decided are dropped.
-
 SHOWN_SECONDS = 3_600.0
-"""How long a closed session of which nothing is left to deliver is still shown, so that its client learns its end."""
+"""A closed session with nothing to deliver is shown for so long, so that its client learns its end."""
 MAX_PRUNED = 500
-"""The most sessions that one call prunes, so that turns being served do not wait."""
+"""Sessions that one call prunes, so that turns being served do not wait."""
 
 _NOTHING = {"served": 0, "recorded": 0, "judged": 0, "delivered": 0, "waiting": 0}
 _COUNT_TURNS = """
@@ -198,7 +193,7 @@ SELECT seq, session_id FROM (
 
 
 def counts(db: sqlite3.Connection, session_id: str | None = None) -> Counter[str]:
-    """Return the numbers of turns: `served`, `recorded`, `judged`, `delivered`, `waiting`, `dropped:<reason>`.
+    """Count turns: `served`, `recorded`, `judged`, `delivered`, `waiting`, `dropped:<reason>`.
 
     Without an id they are over all sessions, removed ones included; those are kept up to date by triggers, so that
     reading them takes no longer as traffic grows. There are none of a session that is unknown.
@@ -240,7 +235,9 @@ def delete(db: sqlite3.Connection, *, session_id: str | None, user: str | None) 
 
 
 def prune(db: sqlite3.Connection, now: float, bytes_per_user: int | None) -> int:
-    """Remove closed sessions that need not be kept, some at a time."""
+    """Remove some closed sessions that need not be kept. Only undecided turns change the counts over all sessions: they
+    are dropped.
+    """
     limits: Mapping[str, object] = {
         "now": now,
         "shown": SHOWN_SECONDS,

@@ -1,4 +1,4 @@
-"""The statements on sessions and their turns; each function runs inside one transaction, in the database's thread."""
+"""Statements on sessions and their turns; each function runs inside one transaction, in the database's thread."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ UPDATE sessions SET looked_at = (SELECT max(looked_at) + 1 FROM sessions) WHERE 
 
 
 def open_session(db: sqlite3.Connection, session: SessionRecord) -> bool:
-    """Keep a new session; return False, and change nothing, if its id is known."""
+    """Return False, and change nothing, if the id is known."""
     row = db.execute(_OPEN, {name: getattr(session, name) for name in _COLUMNS}).fetchone()
     if row is not None:
         contents.put_metadata(db, row["seq"], session.metadata)
@@ -75,13 +75,12 @@ def get(db: sqlite3.Connection, session_id: str) -> SessionRecord | None:
 
 
 def of_key(db: sqlite3.Connection, key_hash: bytes) -> SessionRecord | None:
-    """Return the session of a key; sessions without a key have none."""
+    """Find no session by an empty hash."""
     row = db.execute("SELECT * FROM sessions WHERE key_hash = ? AND key_hash != x''", (key_hash,)).fetchone()
     return None if row is None else _session(db, row)
 
 
 def latest_of_client(db: sqlite3.Connection, client: str) -> SessionRecord | None:
-    """Return the newest session of a client's own id, by its hash."""
     row = db.execute(_OF_CLIENT, (client,)).fetchone()
     return None if row is None else _session(db, row)
 
@@ -98,43 +97,43 @@ def page(
     is_open: bool | None = None,
     user: str | None = None,
 ) -> list[SessionRecord]:
-    """Return sessions, the newest first, that were opened before this time and id; `user` is a hash."""
+    """List sessions opened before this time and id, the newest first; `user` is a hash."""
     time, session_id = before or (None, None)
     values = {"time": time, "id": session_id, "limit": limit, "is_open": is_open, "user": user}
     return [_session(db, row) for row in db.execute(_PAGE, values).fetchall()]
 
 
 def group(db: sqlite3.Connection, tenant: str, name: str) -> list[SessionRecord]:
-    """Return a tenant's sessions that work on the same task, the oldest first."""
+    """Return the sessions that work on a task, the oldest first."""
     values = (name, tenant)
     rows = db.execute('SELECT * FROM sessions WHERE "group" = ? AND tenant = ? ORDER BY seq', values).fetchall()
     return [_session(db, row) for row in rows]
 
 
 def had(db: sqlite3.Connection, user: str) -> int:
-    """Return how many sessions a user has had, deleted ones not counted."""
+    """Count a user's sessions without deleted ones."""
     count: int = db.execute(_HAD, {"user": user}).fetchone()[0]
     return count
 
 
 def served(db: sqlite3.Connection, session_id: str, at: float, *, opted_out: bool) -> None:
-    """Note that a turn was served. One that is opted out is counted here alone; others are when they are recorded."""
+    """Count an opted-out turn here alone; others are counted when they are recorded."""
     db.execute(_SERVED, {"id": session_id, "at": at, "opted_out": opted_out})
 
 
 def close(db: sqlite3.Connection, session_id: str, because: ClosedBecause, at: float) -> bool:
-    """Close a session; return False if it was closed before."""
+    """Return False if it was closed before."""
     return db.execute(_CLOSE, {"id": session_id, "because": because, "at": at}).rowcount > 0
 
 
 def expired(db: sqlite3.Connection, now: float, idle: float, age: float) -> list[tuple[str, ClosedBecause]]:
-    """Return the open sessions whose last request, or whose opening, is longer ago than allowed."""
+    """Return open sessions that are idle or old."""
     rows = db.execute(_EXPIRED, {"now": now, "idle": idle, "age": age})
     return [(row["session_id"], ClosedBecause.MAX_AGE if row["too_old"] else ClosedBecause.IDLE) for row in rows]
 
 
 def undecided(db: sqlite3.Connection, limit: int) -> list[SessionRecord]:
-    """Return sessions with a turn that is in no part, those first that were looked at longest ago, and note it."""
+    """Return sessions with undecided turns, those looked at longest ago first, and note the look."""
     rows: Sequence[sqlite3.Row] = db.execute(_UNDECIDED, (limit,)).fetchall()
     return [_session(db, row) for row in sorted(rows, key=lambda row: row["seq"])]
 
@@ -150,10 +149,6 @@ def _session(db: sqlite3.Connection, row: sqlite3.Row) -> SessionRecord:
         metadata=contents.metadata(db, row["seq"]),
     )
 
-
-# The statements on turns, and on their values by pool and version.
-#
-# Guarantee: a turn counts once, with the value that it has, and still does after its session was removed.
 
 _RECORD = """
 INSERT INTO turns (session, turn, kind, version, truncated, malformed, recorded_at, delivered, mask)
@@ -199,7 +194,7 @@ _FIGURES = "SELECT * FROM version_values WHERE turns > 0 ORDER BY pool, version"
 
 
 def record(db: sqlite3.Connection, turn: TurnRecord) -> None:
-    """Keep a turn of a known session, and count it as served. One with the same id changes nothing."""
+    """Count a turn of a known session as served. A second one with the same id changes nothing."""
     values = {
         "id": turn.session_id,
         "turn": turn.turn,
@@ -232,7 +227,7 @@ def mask(db: sqlite3.Connection, session_id: str, turn: int, because: MaskReason
 
 
 def follow(db: sqlite3.Connection, session_id: str, turn: int, state: NextStateRecord) -> bool:
-    """Set a turn's next state; return False if it has one, which stays."""
+    """Return False if it has a next state, which stays."""
     row = db.execute(_FOLLOW, {"id": session_id, "turn": turn, "at": state.arrived_at}).fetchone()
     if row is not None:
         size = contents.put_state(db, row["session"], turn, state)
@@ -241,7 +236,7 @@ def follow(db: sqlite3.Connection, session_id: str, turn: int, state: NextStateR
 
 
 def mark(db: sqlite3.Connection, session_id: str, turn: int, mark: TurnMarkRecord) -> bool:
-    """Set a turn's value unless it has one that wins: explicit ones win over all, and the first of others stays.
+    """Return whether the value was set: explicit ones win over all, and the first of others stays.
 
     Return whether it was set. A turn that a part has taken keeps its value; the new one is kept as a revision.
     """
@@ -266,7 +261,7 @@ def mark(db: sqlite3.Connection, session_id: str, turn: int, mark: TurnMarkRecor
 
 
 def _replace_value(db: sqlite3.Connection, turn: sqlite3.Row, value: float | None) -> None:
-    """Count a new value of this row of `turns` in place of the one that it has."""
+    """Count a turn once, with the value that it has: replace the counted one."""
     for sign, counted in ((-1, turn["value"]), (1, value)):
         if counted is not None:
             values = {"session": turn["session"], "version": turn["version"], "sign": sign, "value": counted}
@@ -284,7 +279,7 @@ def get_turn(db: sqlite3.Connection, session_id: str, turn: int) -> TurnRecord |
 
 
 def to_judge(db: sqlite3.Connection, limit: int) -> list[UnjudgedTurn]:
-    """Return turns that may be judged and are not, the longest waiting first.
+    """Return turns to judge, the longest waiting first.
 
     They are main turns that were delivered, have a next state, and neither a mask, a mark nor a part.
     """
@@ -292,7 +287,7 @@ def to_judge(db: sqlite3.Connection, limit: int) -> list[UnjudgedTurn]:
 
 
 def figures(db: sqlite3.Connection) -> list[FeedbackByVersion]:
-    """Return the values of turns by their session's pool and by their version, removed ones included."""
+    """Include turns of removed sessions."""
     return [
         FeedbackByVersion(
             pool=row["pool"],

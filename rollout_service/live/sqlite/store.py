@@ -1,9 +1,8 @@
 """The store of live sessions in one SQLite file: `async with SqliteLiveStore(path) as store:`.
 
-Guarantees: a write whose method has returned is on the disk, or in the operating system's hands; a turn is in at most
-one part, and a part in at most one rollout; deleting leaves no byte of a session in the store's files. Only one process
-at a time can have the file open, only its owner can read it, and writes that wait at the same time share one
-transaction.
+A write whose method has returned is on the disk, or in the operating system's hands; a turn is in at most one part, and
+a part in at most one rollout; deleting leaves no byte of a session in the store's files. Only one process at a time can
+have the file open, only its owner can read it, and writes that wait at the same time share one transaction.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from rollout_service.live.sqlite.schema import LIVE
 from rollout_service.store.sqlite.schema import Disk
 from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes
 
-# The statements on what was not to be stored; each function runs inside one transaction, in the database's thread.
-
 PAGE = 1_000
-"""How many records are read at once."""
+"""Records that are read at once."""
 MAX_DIGESTS = 4_096
-"""The most hashes that are kept of one conversation: 32 KiB, which each of its turns without consent writes again."""
+"""Hashes of one conversation: 32 KiB, which each turn without consent writes again."""
 
 _READ = "SELECT digests, is_complete FROM opt_outs WHERE conversation = ?"
 _WRITE = """
@@ -48,7 +45,7 @@ def opt_outs(db: sqlite3.Connection, conversation: str) -> OptOuts:
 
 
 def opt_out(db: sqlite3.Connection, conversation: str, added: OptOuts, at: float) -> None:
-    """Remember further opt-outs of a conversation. Of too much, some is kept, and noted as incomplete."""
+    """Keep some of too many, and note that they are incomplete."""
     known = opt_outs(db, conversation)
     digests = sorted(known.digests | added.digests)
     values = {
@@ -65,7 +62,7 @@ def forget_opt_outs(db: sqlite3.Connection, before: float) -> None:
 
 
 class SqliteLiveStore:
-    """The durable sessions of one node; the path `:memory:` is for tests.
+    """The path `:memory:` is for tests.
 
     Most methods are statements, which describe them.
 
@@ -90,12 +87,12 @@ class SqliteLiveStore:
         await self._thread.close()
 
     async def failed(self) -> None:
-        """Wait until the store fails for good, which only a defect can cause, and raise its StoreError."""
+        """Wait until a defect makes the store fail for good, and raise its StoreError."""
         await self._thread.failed()
 
     @property
     def problem(self) -> StoreError | None:
-        """Why the store cannot be written to at the moment; None if no reason is known."""
+        """Why writing fails at the moment, as far as known."""
         return self._thread.problem
 
     def size_bytes(self) -> int:
@@ -133,7 +130,7 @@ class SqliteLiveStore:
     async def all_sessions(
         self, *, is_open: bool | None = None, user: str | None = None
     ) -> AsyncIterator[SessionRecord]:
-        """Yield sessions, the newest first; they are read a page at a time."""
+        """Yield sessions, the newest first, read a page at a time."""
         before: tuple[float, str] | None = None
         while page := await self.sessions(before=before, limit=PAGE, is_open=is_open, user=user):
             for record in page:
@@ -148,7 +145,7 @@ class SqliteLiveStore:
         dropped: Mapping[int, MaskReason],
         at: float,
     ) -> PartRecord | None:
-        """Put turns into a part, all of them or, if one is in a part, none.
+        """Put all turns into a part, or none if one is in a part.
 
         Without usable turns there is no part: the dropped ones are decided, and None is returned.
         """
@@ -164,7 +161,7 @@ class SqliteLiveStore:
     feedback = reads(session_statements.figures)
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> Deleted:
-        """Remove a session, or all of a user, so that no byte of them stays in the store's files; counts stay."""
+        """Leave no byte of a session, or of all of a user's, in the store's files; counts stay."""
         if (session_id is None) == (user is None):
             raise ValueError("name a session or a user")
         deleted = await self._thread.write(part_statements.delete, session_id=session_id, user=user)
@@ -172,7 +169,7 @@ class SqliteLiveStore:
         return deleted
 
     async def prune(self, now: float, bytes_per_user: int | None) -> int:
-        """Remove closed sessions whose turns are all decided, or whose retention is over; return how many."""
+        """Remove closed sessions whose turns are all decided, or whose retention is over; return their number."""
         removed = await self._thread.write(part_statements.prune, now, bytes_per_user)
         if removed:
             await self._thread.truncate_log()
