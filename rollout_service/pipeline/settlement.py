@@ -1,8 +1,8 @@
 """Settles how attempts end: completed, failed, or queued again for another attempt; and what this node claims next.
 
-Guarantees: every attempt that still holds its lease is settled exactly once, and has freed its resources before its
-result is written. Only failures that may pass are retried, within a budget. A defect in one result takes no other
-rollout with it.
+Every attempt that still holds its lease is settled exactly once, and has freed its resources before its result is
+written. Only failures that may pass are retried, within a budget. A defect in one result takes no other rollout with
+it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,11 @@ log = structlog.get_logger(__name__)
 
 FLUSH_SECONDS = 1.0
 SIGNAL_SECONDS = 0.1
-"""The seconds within which a signal reaches the service and its sandboxes alike."""
+"""A signal reaches the service and its sandboxes within this time."""
 _RUNS_IN_SANDBOXES = frozenset({Boundary.SANDBOX, Boundary.ENVIRONMENT})
 
 
 class Settlement:
-    """Runs attempts, and settles how they ended."""
-
     def __init__(
         self,
         context: AttemptContext,
@@ -52,7 +50,7 @@ class Settlement:
         claims: ClaimRules,
         on_finished: Callable[[Rollout], None],
     ) -> None:
-        """`on_finished` is called with each rollout whose result was written."""
+        """`on_finished` is called with each written result."""
         self._context = context
         self._settings = settings
         self._claims = claims
@@ -108,7 +106,7 @@ class Settlement:
             await self.finish(attempt, attempt.result(RolloutState.FAILED, error=info))
 
     async def _may_have_been_ended_with_the_service(self, info: ErrorInfo) -> bool:
-        """Return whether an attempt may have failed only because the service is about to end.
+        """Return whether the attempt may have failed only because the service is about to end.
 
         Whoever ends it may signal its sandboxes too, as Slurm does, and they may die before the service knows.
         """
@@ -140,13 +138,13 @@ class Settlement:
         await self._settle("queue a rollout again", attempt, retry)
 
     async def flush_turns(self) -> None:
-        """Save the turns that were made, while their leases are held; give up after a moment if the store fails."""
+        """Save turns while their leases are held; give up after a moment if the store fails."""
         if self._context.turn_writer is not None:
             with anyio.move_on_after(FLUSH_SECONDS):
                 await self._context.turn_writer.flush()
 
     async def _begin_anew(self, attempt: Attempt, error: CannotResumeError) -> None:
-        """Queue an interrupted rollout again; nothing has failed, so no attempt is used.
+        """Queue an interrupted rollout again without using an attempt, since nothing has failed.
 
         It keeps the turns that its saved sandbox has, if only what came after them was different.
         """
@@ -165,7 +163,7 @@ class Settlement:
         await report(context, lease, turns, outcome=outcome, reason=error.reason)
 
     async def _hand_back(self, attempt: Attempt) -> None:
-        """Return an attempt that counts for nothing to the store, where it holds no place."""
+        """Return an attempt that does not count to the store, where it holds no place."""
         context, rollout_id = self._context, attempt.lease.rollout_id
         await attempt.release()
         note_outcome(state=RolloutState.QUEUED.value)
@@ -173,7 +171,7 @@ class Settlement:
             await retry_until_stored("hand a rollout back", partial(context.store.release, context.owner, [rollout_id]))
 
     async def finish(self, attempt: Attempt, result: Rollout) -> None:
-        """Free the resources of an attempt, and write its result."""
+        """Free the resources before the result is written."""
 
         async def finish() -> bool:
             return await self._context.store.finish(attempt.lease, self._context.owner, result)
@@ -205,7 +203,7 @@ class Settlement:
             raise LeaseLostError(attempt.lease.rollout_id)
 
     async def give_up(self, lease: Lease, error: Exception) -> None:
-        """Fail a rollout whose result may be the cause of failed writes: record the defect alone.
+        """Record the defect alone, since the result may be the cause of failed writes.
 
         A defect must not take other rollouts with it.
         """
@@ -228,7 +226,7 @@ class Settlement:
 
 
 def keeps_turns(error: ErrorInfo) -> bool:
-    """Return whether the next attempt continues from the turns of one that failed.
+    """Return whether the next attempt continues from the turns of a failed one.
 
     It does if the failure says nothing about the agent's work: engines that were gone, or an attempt or its sandbox
     that did not start. A sandbox that failed later may have failed because of the agent's actions, which a replay would
@@ -237,26 +235,23 @@ def keeps_turns(error: ErrorInfo) -> bool:
     return error.boundary is Boundary.INFERENCE or error.stage in (None, Stage.INIT)
 
 
-# The rules by which this node claims rollouts: the cluster's decision, and the pools of sub-agents in service.
-#
-# Guarantee: a change of the rules wakes the pipeline, so that nothing polls.
-
-
 class ClaimRules:
-    """The environments that this node claims rollouts of, and whether it claims any."""
+    """The environments that this node claims rollouts of, and whether it claims any.
+
+    A change wakes the pipeline, so that nothing polls.
+    """
 
     def __init__(self, environments: Iterable[str] = ()) -> None:
         """`environments` are the names of this node's environments."""
         self._environments = list(environments)
         self._left: dict[str, str] = {}
-        """The environments whose rollouts stay in the store, and the pools of sub-agents that they wait for."""
+        """By environment, the sub-agents' pool for which rollouts stay in the store."""
         self._waits: Mapping[str, float] | None = None
         self._open = True
         self.changed = ChangeSignal()
-        """Given after each change."""
 
     def waits(self, pools: Collection[str]) -> Mapping[str, float] | None:
-        """Return how long a rollout of each environment is left to other nodes, in seconds; None: all are claimed now.
+        """Return the seconds that a rollout of each environment is left to other nodes; None if all are claimed now.
 
         `pools` are those in service. What was left in the store is left out, unless its pool is one of them.
         """
@@ -267,7 +262,7 @@ class ClaimRules:
         return {name: seconds for name, seconds in waits.items() if name not in self._left}
 
     def leave(self, environment: str, pool: str) -> None:
-        """Leave rollouts of an environment in the store until this pool, of their sub-agents, is in service."""
+        """Leave rollouts in the store until this pool, of their sub-agents, is in service."""
         self._left[environment] = pool
 
     @property

@@ -26,23 +26,20 @@ from rollout_service.episodes import Episode, WorkClock
 from sandboxes import SandboxError, Snapshot
 
 IDLE_SECONDS = 60.0
-"""How long a setup is kept after its last use: the rest of its group, and a retry, come soon."""
+"""After its last use: the rest of its group, and a retry, come soon."""
 LOOK_SECONDS = 2.0
 MAX_KEPT = 64
-"""The most setups that are kept while nobody uses them."""
+"""Setups that are kept while nobody uses them."""
 KEPT_BYTES = 4 << 30
-"""How much these may take up together, since nothing else bounds what hostile tasks leave."""
+"""For all of these, since nothing else bounds what hostile tasks leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Prepared files, and the state that the environment noted with them."""
-
     snapshot: Snapshot
     state: dict[str, Any]
 
     def give(self, episode: Episode) -> None:
-        """Give an episode a state of its own."""
         episode.state.update(deepcopy(self.state))
 
 
@@ -56,24 +53,22 @@ class _Shared:
 
 
 class SharedSetups:
-    """The setups of this node; they are closed within and after `running`."""
-
     def __init__(
         self,
         under_pressure: Callable[[], bool] = lambda: False,
         count: Callable[[bool], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`count` is called for each setup that is used, with whether it was made before."""
+        """`count` is called for each use, with whether the setup was made before."""
         self._under_pressure, self._count, self._clock = under_pressure, count, clock
         self._entries: dict[Hashable, _Shared] = {}
         self._dropped: list[Snapshot] = []
-        """Those to close that nobody may start from any more."""
+        """To close; nobody may start from them."""
         self._added = anyio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Close setups that nobody uses any more; at the end, close all."""
+        """Close unused setups; at the end, close all."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tidy)
             try:
@@ -87,7 +82,7 @@ class SharedSetups:
     async def use(
         self, key: Hashable, make: Callable[[], Awaitable[Setup]], clock: WorkClock | None = None
     ) -> AsyncIterator[Setup | None]:
-        """Yield a setup, made with `make` if there is none; it stays open while the block starts a sandbox from it.
+        """Make a setup if there is none; it stays open while the block starts a sandbox from it.
 
         None if another rollout failed to make it while this one waited. The clock stands still meanwhile.
         """
@@ -134,7 +129,7 @@ class SharedSetups:
                 await self._close(self._find_unused())
 
     def _find_unused(self) -> list[Hashable]:
-        """Return the setups to close: those unused for long; under pressure all unused ones; the oldest of too many."""
+        """Return those unused for long, the oldest of too many, and under pressure all unused ones."""
         idle = [(key, entry) for key, entry in self._entries.items() if not entry.users]
         idle.sort(key=lambda one: one[1].used_at, reverse=True)
         if self._under_pressure():

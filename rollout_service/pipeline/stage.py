@@ -30,7 +30,7 @@ from rollout_service.observability.telemetry.metrics import Metrics
 
 @dataclass(slots=True)
 class Timer:
-    """The time that one rollout spends in a stage; becomes its span."""
+    """Times one rollout in a stage; becomes its span."""
 
     stage: Stage
     attempt: int
@@ -46,7 +46,7 @@ class Timer:
 
     @contextmanager
     def sandbox(self) -> Iterator[None]:
-        """Count the block's time as spent on sandboxes."""
+        """Count the block's time."""
         started = time.perf_counter()
         try:
             yield
@@ -70,20 +70,20 @@ class Timer:
 
 
 class Slot:
-    """One rollout's share of the pipeline: at most one place in a queue and one worker."""
+    """At most one place in a queue and one worker."""
 
     def __init__(self, place: SemaphoreLike | None = None) -> None:
         self._place = place
         self._worker: SemaphoreLike | None = None
 
     async def take_place(self, places: SemaphoreLike) -> None:
-        """Wait for a place in a queue, unless one is held already."""
+        """Wait for a place, unless one is held already."""
         if self._place is None:
             await places.acquire()
             self._place = places
 
     async def take_worker(self, workers: SemaphoreLike) -> None:
-        """Give back the previous stage's worker, wait for one of this stage, then give back the place."""
+        """Give back the previous worker, wait for one of this stage, then give back the place."""
         self._free_worker()
         await workers.acquire()
         self._worker = workers
@@ -117,7 +117,7 @@ class StageLimiter:
         return not (self.places.in_use or self.workers.in_use)
 
     def resize(self, *, places: int, workers: int) -> None:
-        """Change the number of places and workers; rollouts that hold one keep it."""
+        """Take no place or worker from a rollout that holds one."""
         self.places.resize(places)
         self.workers.resize(workers)
 
@@ -163,15 +163,7 @@ class StageLimiter:
             )
 
 
-# A semaphore that can be resized while it is in use.
-#
-# Guarantees: permits are granted in order of arrival; growing admits waiters at once; shrinking takes no permit from
-# a holder: permits above the new size disappear as they are released.
-
-
 class SemaphoreLike(Protocol):
-    """A semaphore to acquire and release: `ResizableSemaphore` or anyio's own."""
-
     async def acquire(self) -> None: ...
 
     def acquire_nowait(self) -> None: ...
@@ -180,17 +172,19 @@ class SemaphoreLike(Protocol):
 
 
 class ResizableSemaphore:
-    """A semaphore with a size that can change."""
+    """Permits are granted in order of arrival. Growing admits waiters at once; shrinking takes no permit from a holder:
+    permits above the new size disappear as they are released.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = anyio.Semaphore(size, fast_acquire=True)
         self._surplus = 0
-        """Permits in use that disappear when they are released."""
+        """Permits that disappear when they are released."""
 
     @property
     def in_use(self) -> int:
-        """The number of permits held; above `size` for a while after it has shrunk."""
+        """May be above `size` after it has shrunk."""
         return self.size + self._surplus - self._free.value
 
     async def acquire(self) -> None:
@@ -217,7 +211,7 @@ class ResizableSemaphore:
 
 
 async def acquire_available(semaphore: SemaphoreLike) -> int:
-    """Acquire a semaphore as often as possible, at least once; return how often."""
+    """Acquire as often as possible, at least once; return the number."""
     await semaphore.acquire()
     taken = 1
     with suppress(anyio.WouldBlock):

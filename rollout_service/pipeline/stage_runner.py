@@ -1,7 +1,7 @@
 """One episode on its way through init, rollout and evaluate: a live attempt's, or that of a recorded rollout.
 
-Guarantees: the agent's sandbox is closed before the evaluation queues up, unless it is scored there; every stage that
-was entered leaves a span; `release` closes everything that is still open, however the episode ended.
+The agent's sandbox is closed before the evaluation queues up, unless it is scored there; every stage that was entered
+leaves a span; `release` closes everything that is still open, however the episode ended.
 """
 
 from __future__ import annotations
@@ -61,26 +61,24 @@ class PromptTooLongError(RequestError):
 
 class PolicySource(Protocol):
     async def open(self, tools: list[ToolSpec], hidden: Collection[str]) -> Policy:
-        """Open the conversation with the policy, with the texts of `hidden` masked; called in the init stage."""
+        """Open the conversation in the init stage, with the texts of `hidden` masked."""
         ...
 
     @property
     def gateway(self) -> GatewayAccess | None:
-        """How a program reaches the policy, if one is to drive it."""
+        """For a program that is to drive the policy, if any."""
         ...
 
     async def end(self) -> None:
-        """Let nothing more be recorded, since the agent has ended; idempotent."""
+        """Record nothing more, since the agent has ended; idempotent."""
         ...
 
     def close(self) -> None:
-        """Free the policy's resources, as soon as the agent has ended; idempotent."""
+        """Free resources as soon as the agent has ended; idempotent."""
         ...
 
 
 class StageRunner:
-    """Runs one episode through the three stages."""
-
     def __init__(
         self,
         context: EpisodeContext,
@@ -115,7 +113,7 @@ class StageRunner:
             context.metrics.count_limit_violation,
         )
         self.hidden: set[str] = set()
-        """The spellings of the environment's secrets so far, which are masked in whatever leaves the episode."""
+        """Spellings of the environment's secrets so far, which are masked in whatever leaves the episode."""
         self._subagents = (
             None
             if environment.spec.parallel is None or context.policies is None
@@ -123,13 +121,11 @@ class StageRunner:
         )
         self._left_at = queued_at
         self.episode: Episode | None = None
-        """The episode, once the init stage has opened its policy."""
+        """Set once the init stage has opened its policy."""
         self.stage: Stage | None = None
-        """The stage that was entered last."""
+        """Entered last."""
         self.spans: list[Span] = []
-        """One span for each stage that was entered."""
         self.stop_reason: StopReason | None = None
-        """Why the agent stopped, once it has."""
 
     async def run(self) -> Score:
         episode = await self._init()
@@ -138,7 +134,6 @@ class StageRunner:
 
     @property
     def limits(self) -> EpisodeLimits:
-        """The environment's limits, overridden by the request's."""
         return limits_of(self._environment, self._request)
 
     async def _init(self) -> Episode:
@@ -181,7 +176,7 @@ class StageRunner:
         return episode
 
     async def _start_sandbox(self, episode: Episode, timer: Timer, clock: WorkClock) -> bool:
-        """Start the agent's sandbox; return whether it has the files of the environment's `prepare`."""
+        """Return whether the sandbox has the files of the environment's `prepare`."""
         spec, setups = self._environment.spec, self._context.setups
         start = partial(
             self._sandboxes.start, episode, spec, timer, spec.sessions, listens=self._environment.uses_gateway
@@ -200,7 +195,7 @@ class StageRunner:
             return setup is not None
 
     async def _start(self, start: Callable[..., Awaitable[None]], *, is_prepared: bool) -> None:
-        """Start the agent's sandbox from the saved one; if there is none that can be used, as for a new rollout."""
+        """Start from the saved sandbox; if it cannot be used, as for a new rollout."""
         saved, self._saved = self._saved, None
         store = self._context.saved_sandboxes
         if saved is None or store is None or saved.work.is_prepared is not is_prepared:
@@ -216,7 +211,7 @@ class StageRunner:
             self._saved, self._turns.restored = saved, saved.work.turns
 
     def _prepare_saving(self, episode: Episode, *, is_prepared: bool) -> None:
-        """Let the sandbox be saved from now on, after the turns that the saved one has."""
+        """Let the sandbox be saved after the turns that the saved one has."""
         store = self._context.saved_sandboxes
         if self._saved is not None:
             episode.state[TOOL_STATE] = self._saved.work.tool_state
@@ -341,7 +336,7 @@ class StageRunner:
         purpose: Purpose | None = None,
         clock: WorkClock | None = None,
     ) -> AsyncIterator[Timer]:
-        """Queue for a stage and work in it; `purpose`, if given, is that of a sandbox which it needs."""
+        """Queue for a stage and work in it; `purpose` is that of a sandbox which it needs, if any."""
         admission = partial(self._sandboxes.admit, purpose) if purpose is not None else None
         queued = await limiter.enter(self._slot, since=self._left_at, then=admission)
         self.stage = limiter.stage
@@ -371,6 +366,6 @@ class StageRunner:
 
 
 def limits_of(environment: Environment, request: RolloutRequest) -> EpisodeLimits:
-    """Return the environment's limits, overridden by the request's."""
+    """Let the request override the environment's limits."""
     overrides = request.limits.model_dump(exclude_none=True)
     return environment.spec.limits.model_copy(update=overrides)

@@ -1,8 +1,8 @@
 """The engines, slots and sandboxes of one episode's sub-agents; implements `episodes.SubagentHost`.
 
-Guarantees: sub-agents take no place of the pipeline's stages, so an agent that waits for them holds up none of them; a
-sandbox of their own is admitted as a grader's is, from a reserved place, since an agent that has one may wait for it;
-`close` frees the pool's resources for the episode.
+Sub-agents take no place of the pipeline's stages, so an agent that waits for them holds up none of them; a sandbox of
+their own is admitted as a grader's is, from a reserved place, since an agent that has one may wait for it; `close`
+frees the pool's resources for the episode.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from sandboxes.scheduling.admission import Purpose
 
 
 class EpisodeSubagents:
-    """The pools, slots and sandboxes for the sub-agents of an episode."""
-
     def __init__(
         self,
         context: EpisodeContext,
@@ -34,14 +32,13 @@ class EpisodeSubagents:
         spec: EnvironmentSpec,
         hidden: Collection[str] = (),
     ) -> None:
-        """Keep the secrets of `hidden` from sub-agents, also those that are added later."""
+        """Secrets of `hidden` are kept from sub-agents, also those added later."""
         self._context = context
         self._policies = policies
         self._request = request
         self._spec = spec
         self._hidden = hidden
         self._opened: dict[tuple[str, str], RolloutRequest] = {}
-        """The requests that stand for each agent at its pool."""
 
     def model(self, pool: str) -> str:
         return self._policies.model(pool)
@@ -78,7 +75,7 @@ class EpisodeSubagents:
             ticket.release()
 
     def close(self) -> None:
-        """Forget which backends the sub-agents belong to; idempotent."""
+        """Free the sub-agents' places on their backends; idempotent."""
         while self._opened:
             _, request = self._opened.popitem()
             self._policies.close(request)

@@ -1,6 +1,6 @@
 """One episode of an environment outside the service: for its author's tests, and to try it out.
 
-Guarantee: the episode passes the pipeline's own stages with its deadlines, but nothing is queued or tried again.
+The episode passes the pipeline's own stages with its deadlines, but nothing is queued or tried again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sandboxes.scheduling.host_metrics import HostReader
 from sandboxes.scheduling.pressure import PressureController
 
 SANDBOXES = 64
-"""The most sandboxes at once, those of sub-agents included."""
+"""At once, those of sub-agents included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class OtherModels:
-    """The models that an environment uses besides the policy; None where there is none."""
+    """Models that an environment uses besides the policy."""
 
     judge: Judge | None = None
     sampler: TextSampler | None = None
     policies: PolicyServing | None = None
-    """The policies of sub-agents."""
+    """For sub-agents."""
 
 
 NO_MODELS = OtherModels()
@@ -62,7 +62,7 @@ async def play(
     models: OtherModels = NO_MODELS,
     setups: SharedSetups | None = None,
 ) -> Trial:
-    """Check an instance, set it up, run the agent with the policy, and score the outcome.
+    """Check an instance, set it up, run the agent, and score the outcome.
 
     With `setups`, trials of one instance share what its environment lets them share.
 
@@ -89,7 +89,7 @@ async def play(
 
 
 class _OnePolicy:
-    """The source of a policy that is there already; implements `PolicySource`."""
+    """Implements `PolicySource`."""
 
     gateway = None
 
@@ -108,7 +108,7 @@ class _OnePolicy:
 
 
 def _context(sandboxes: SandboxSource, models: OtherModels, setups: SharedSetups | None) -> EpisodeContext:
-    """Return a context with room for one episode and its sub-agents, which nothing holds back."""
+    """Make room for one episode and its sub-agents, which nothing holds back."""
     metrics = Metrics()
     init, rollout, evaluate = (StageLimiter(stage, places=1, workers=1, metrics=metrics) for stage in Stage)
     controller = PressureController(PressureConfig(enabled=False), SANDBOXES, cpus=1)

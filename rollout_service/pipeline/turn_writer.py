@@ -1,8 +1,8 @@
 """Saves the turns of all rollouts in the background, so that no turn waits for the store.
 
-Guarantees: `add` returns at once; turns are saved in the order in which they were made, many in one write; memory is
-bounded. A turn that cannot be saved costs no rollout anything but the chance to continue from it. A shard of the store
-that fails holds up the turns of its own rollouts alone.
+`add` returns at once; turns are saved in the order in which they were made, many in one write; memory is bounded. A
+turn that cannot be saved costs no rollout anything but the chance to continue from it. A shard of the store that fails
+holds up the turns of its own rollouts alone.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rollout_service.store.retrying import retry_until_stored
 log = structlog.get_logger(__name__)
 
 COLLECT_SECONDS = 0.15
-"""How long to collect turns for one write: short next to a turn, and long next to a write."""
+"""Turns are collected for one write: short next to a turn, and long next to a write."""
 MAX_WAITING = 4_096
-"""The most turns that wait to be saved; later ones are dropped."""
+"""Turns that wait to be saved; later ones are dropped."""
 MAX_AT_ONCE = 256
-"""The most turns in one write, so that other writes do not wait for long."""
+"""Turns in one write, so that other writes do not wait for long."""
 
 NOT_REPLAYABLE = b""
 """Marks a rollout that has turns, of an environment whose turns are not worth saving."""
@@ -44,8 +44,6 @@ class _WaitingTurn:
 
 
 class TurnWriter:
-    """The turns that wait to be saved; `running` saves them."""
-
     def __init__(self, store: Store, owner: str, metrics: Metrics) -> None:
         self._store = store
         self._owner = owner
@@ -64,18 +62,18 @@ class TurnWriter:
             tasks.cancel_scope.cancel()
 
     def add(self, lease: Lease, number: int, turn: SavedTurn | None) -> None:
-        """Save a turn soon; None only marks that the rollout has turns."""
+        """Save a turn soon; None only marks that there are turns."""
         queue = self._queues[self._store.shard_of(lease.rollout_id)]
         if not queue.put(_WaitingTurn(lease.rollout_id, lease.token, number, turn)):
             self._metrics.count_saved_turns("dropped", 1)
 
     def discard(self, rollout_id: str) -> None:
-        """Leave out the turns of a rollout that has its result: nobody continues from them."""
+        """Leave out turns of a rollout that has its result: nobody continues from them."""
         queue = self._queues[self._store.shard_of(rollout_id)]
         queue.discard(lambda waiting: waiting.rollout_id == rollout_id)
 
     async def flush(self) -> None:
-        """Wait until everything that was added is saved; the lease must still be held."""
+        """Wait until all added turns are saved; the lease must still be held."""
         await until_all_done(self._queues)
 
     async def _save_forever(self, queue: BatchQueue[_WaitingTurn], shard: Store) -> None:
@@ -90,7 +88,7 @@ class TurnWriter:
 
 
 def _encode_all(batch: list[_WaitingTurn]) -> list[UnsavedTurn]:
-    """Encode turns; one that cannot be encoded is left out, and with it the later ones of its rollout."""
+    """Leave out a turn that cannot be encoded, and with it the later ones of its rollout."""
     turns = []
     for waiting in batch:
         try:

@@ -1,1 +1,1 @@
-"""Agents that are programs of their own: how each is started in a sandbox, and pointed to the gateway."""
+"""Agents that are programs: how each is started in a sandbox, and pointed to the gateway."""

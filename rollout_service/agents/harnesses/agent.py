@@ -1,8 +1,8 @@
 """Runs a program in the sandbox as the agent; the gateway answers and records its calls.
 
-Guarantees: the program reaches the gateway at its sandbox's own loopback, with a key that is good for this episode
-alone; its exit code and the end of its output are kept, however it ended; a program that made no call is a failure of
-the environment, never a score.
+The program reaches the gateway at its sandbox's own loopback, with a key that is good for this episode alone; its exit
+code and the end of its output are kept, however it ended; a program that made no call is a failure of the environment,
+never a score.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from sandboxes.task_groups import open_task_group
 
 OUTPUT_BYTES = 64 * 1024
 KEPT_CHARS = 16 * 1024
-"""How much of a program's output is kept with the rollout: its end."""
+"""The end of a program's output, which is kept with the rollout."""
 QUOTED_CHARS = 2_000
 QUICK_SECONDS = 60.0
-"""The limit for the steps before the program: to look at the image, and to ask it for its version."""
+"""For looking at the image, and asking the program for its version."""
 LARGEST_ARGUMENT = 120_000
 """The kernel takes no argument of 128 KiB or more."""
 
@@ -43,8 +43,6 @@ class ProgramSilentError(EnvironmentFailedError):
 
 
 class HarnessAgent:
-    """Runs one harness."""
-
     def __init__(self, settings: HarnessSettings, servers: Sequence[McpSettings] = ()) -> None:
         """The program also has the tools of `servers`.
 
@@ -61,11 +59,10 @@ class HarnessAgent:
 
     @property
     def definitions(self) -> list[ToolSpec]:
-        """The program brings its own tools."""
+        """None, since the program brings its own tools."""
         return []
 
     def check(self, messages: Sequence[Message]) -> None:
-        """Refuse a prompt that the program cannot take."""
         prompt = messages[-1].content
         if not any("prompt" in Template(part).get_identifiers() for part in self._preset.command):
             return
@@ -77,7 +74,7 @@ class HarnessAgent:
             )
 
     async def prepare(self, episode: Episode) -> None:
-        """Check that the image has the program, in the version that was asked for."""
+        """Check that the image has the program in the wanted version."""
         sandbox, program = episode.require_sandbox(), self._preset.command[0]
         found = await sandbox.exec(["bash", "-c", 'command -v -- "$1"', "-", program], timeout=QUICK_SECONDS)
         if found.exit_code != 0:
@@ -95,7 +92,7 @@ class HarnessAgent:
             )
 
     async def run(self, episode: Episode, messages: Sequence[Message]) -> StopReason:
-        """Run the program on the task that the last message states; put its last text into `episode.answer`.
+        """Run the program on the last message's task; put its last text into `episode.answer`.
 
         May be called again in the same episode: each time is a session of its own for the program.
 
@@ -189,23 +186,22 @@ def _filled(text: str, values: dict[str, str]) -> str:
 
 
 def _end_of(result: ExecResult, chars: int) -> str:
-    """Return the end of a program's output: to its standard output, then to its standard error."""
+    """Return the end of standard output, then of standard error."""
     parts = (result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace"))
     return "\n".join(part.strip() for part in parts if part.strip())[-chars:]
 
 
-# MCP servers in the own settings of a program that is the agent.
-#
-# Guarantees: a program's settings name all servers of the environment, or the environment is refused; no
-# part of a server's declaration is taken for a placeholder, or reaches a shell.
-
 Servers = Sequence[McpSettings]
 Writer = Callable[[str, Servers], str]
-"""Returns the text of a program's settings with the servers added; the text still has placeholders."""
+"""Adds servers to the text of a program's settings, which still has placeholders."""
 
 
 def with_servers(preset: HarnessPreset, servers: Servers) -> HarnessPreset:
-    """Return a preset whose program starts with these servers."""
+    """Add MCP servers to the program's own settings.
+
+    These name all servers of the environment, or the environment is refused; no part of a server's declaration is taken
+    for a placeholder, or reaches a shell.
+    """
     if not servers:
         return preset
     table = preset.mcp
@@ -226,7 +222,7 @@ def with_servers(preset: HarnessPreset, servers: Servers) -> HarnessPreset:
 
 
 def _literal(value: Any) -> Any:
-    """Return a value in which every dollar sign stands for itself."""
+    """Escape dollar signs, which would begin placeholders."""
     if isinstance(value, str):
         return value.replace("$", "$$")
     if isinstance(value, list):
@@ -237,7 +233,7 @@ def _literal(value: Any) -> Any:
 
 
 def _json_writer(key: str, table: Callable[[McpSettings], dict[str, Any]]) -> Writer:
-    """Return the writer of settings in JSON that have a table of each server, by its name, at `key`."""
+    """Make a writer of JSON settings that have a table of each server, by name, at `key`."""
 
     def write(text: str, servers: Servers) -> str:
         tables = {server.name: _literal(table(server)) for server in servers}
@@ -283,7 +279,7 @@ def _codex(text: str, servers: Servers) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Return a value in TOML, whose strings, numbers and lists are those of JSON but for one character."""
+    """Write TOML, whose strings, numbers and lists are those of JSON but for one character."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     return json.dumps(_literal(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -62,13 +62,11 @@ def _paths() -> dict[str, Path]:
     return own
 
 
-# The images of harnesses: the base image, with the program from its package registry in the preset's version.
-
 BASE = "base"
 
 
 def harness_image(name: str, arguments: Mapping[str, str] | None = None) -> Definition | None:
-    """Return the definition of the image that a harness names; None if none does.
+    """Return None if no harness names the image.
 
     `arguments` override those of the definition.
     """
@@ -92,7 +90,7 @@ def _image_of(presets: Sequence[HarnessPreset], arguments: Mapping[str, str] | N
 
 
 def _packages(presets: Sequence[HarnessPreset]) -> dict[str, str]:
-    """Return the arguments of the base image's definition that make it the image of these harnesses."""
+    """Return arguments of the base image's definition that add these harnesses."""
     installs = [preset.install for preset in presets if preset.install is not None]
     packages = {
         "NPM_PACKAGES": [name for install in installs for name in install.npm],

@@ -1,7 +1,7 @@
 """The tools of an environment's MCP servers, as the built-in agent offers them.
 
-Guarantees: names are those of their servers with the server's name before them, so they are unique; a schema goes to
-the policy as it is; a result is text within the environment's limit, with a note on anything left out.
+Names are those of their servers with the server's name before them, so they are unique; a schema goes to the policy as
+it is; a result is text within the environment's limit, with a note on anything left out.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class McpTool:
-    """One tool of a server; implements `tool_calling.tools.Tool`."""
+    """Implements `tool_calling.tools.Tool`."""
 
     parallel = False
 
     def __init__(self, connection: McpConnection, info: McpToolInfo, *, agent_runs_code: bool) -> None:
-        """`agent_runs_code` is whether the agent could have ended the server by itself."""
+        """With `agent_runs_code`, the agent could have ended the server."""
         self._connection = connection
         self._info = info
         self._may_be_ended = agent_runs_code and connection.settings.url is None
@@ -64,7 +64,7 @@ class McpTool:
 
 
 def result_text(result: JsonObject, limit: int) -> str:
-    """Return the text of a tool's result, with a note for each part that is none."""
+    """Return the text, with a note for each part that is not text."""
     texts: list[str] = []
     notes: list[str] = []
     content = result.get("content")
@@ -95,7 +95,7 @@ def _take(part: dict[str, Any], texts: list[str], notes: list[str]) -> None:
 async def open_servers(
     servers: Sequence[McpSettings], sandbox: Sandbox, *, agent_runs_code: bool
 ) -> AsyncIterator[list[McpTool]]:
-    """Start servers together, and yield their tools in the order of the servers; end them with the block.
+    """Start servers together, and yield their tools in order; end them with the block.
 
     Raises:
         McpServerError: A server does not start, or does not have a tool that it should.
@@ -142,10 +142,6 @@ def _refuse_doubles(tools: Sequence[McpTool]) -> None:
         seen.add(tool.name)
 
 
-# A session with one MCP server: its handshake, its tools, and calls of them with a deadline.
-#
-# Guarantees: one call at a time; every wait has a deadline; an answer that comes after its deadline is dropped.
-
 PROTOCOL = "2025-06-18"
 PAGES = 20
 MOST_TOOLS = 128
@@ -157,16 +153,16 @@ END_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class McpToolInfo:
-    """A tool as its server describes it."""
-
     name: str
     description: str
     schema: dict[str, Any]
-    """The JSON schema of its arguments."""
 
 
 class McpConnection:
-    """An open session; `open_connection` makes one."""
+    """An open session; `open_connection` makes one.
+
+    It makes one call at a time; every wait has a deadline, and an answer that comes after it is dropped.
+    """
 
     def __init__(self, settings: McpSettings, transport: Transport) -> None:
         self.settings = settings
@@ -179,7 +175,6 @@ class McpConnection:
         return self.settings.name
 
     async def begin(self) -> list[McpToolInfo]:
-        """Shake hands, and return the server's tools."""
         try:
             with anyio.fail_after(self.settings.start_seconds):
                 await self._shake_hands()
@@ -240,7 +235,7 @@ class McpConnection:
                 raise
 
     async def _cancel_last(self, seconds: float) -> None:
-        """Let the server stop a call whose deadline has passed, and see that it still answers."""
+        """Let the server stop a late call, and see that it still answers."""
         try:
             with anyio.fail_after(PING_SECONDS):
                 late = {"requestId": self._last_id, "reason": "its deadline has passed"}
@@ -275,7 +270,7 @@ class McpConnection:
 
 @asynccontextmanager
 async def open_connection(settings: McpSettings, sandbox: Sandbox) -> AsyncIterator[McpConnection]:
-    """Open a session; at the end of the block it is over, and the server's program with it."""
+    """Open a session; end it, and the server's program, with the block."""
     async with open_transport(settings, sandbox) as transport:
         try:
             yield McpConnection(settings, transport)

@@ -1,7 +1,7 @@
 """How messages get to a server and back: over the pipes of a program in the sandbox, or by HTTP from inside it.
 
-Guarantees: a message has a largest size; messages that answer nothing which was asked are dropped; requests of the
-server are refused, except `ping`. Whoever calls sets the deadline, and may leave at it: late messages are dropped.
+A message has a largest size; messages that answer nothing which was asked are dropped; requests of the server are
+refused, except `ping`. Whoever calls sets the deadline, and may leave at it: late messages are dropped.
 """
 
 from __future__ import annotations
@@ -31,20 +31,17 @@ JsonObject = dict[str, Any]
 
 
 class Transport(Protocol):
-    """Carries messages of JSON-RPC; for one caller at a time."""
+    """For one caller at a time."""
 
     version: str
-    """The version of the protocol, once it is known."""
 
-    async def ask(self, message: JsonObject) -> JsonObject:
-        """Send a request, and return the message that answers it."""
-        ...
+    async def ask(self, message: JsonObject) -> JsonObject: ...
 
     async def tell(self, message: JsonObject) -> None: ...
 
 
 class PipeTransport:
-    """One message a line, over the standard streams of a program."""
+    """One message a line, over a program's standard streams."""
 
     def __init__(self, name: str, program: RunningProgram) -> None:
         self.version = ""
@@ -73,7 +70,7 @@ class PipeTransport:
         self._writing = False
 
     async def _refuse(self, asked: JsonObject) -> None:
-        """Answer a request of the server. Only `ping` is supported; no capability that allows others is advertised."""
+        """Support only `ping`, since no capability for other requests is advertised."""
         if "id" in asked:
             await self.tell({"jsonrpc": "2.0", "id": asked["id"], **_answer_to(asked)})
 
@@ -97,7 +94,7 @@ class PipeTransport:
 
 
 class HttpTransport:
-    """One request of HTTP for each message, from inside the sandbox."""
+    """One HTTP request for each message, from inside the sandbox."""
 
     def __init__(self, settings: McpSettings, pool: httpcore.AsyncConnectionPool) -> None:
         self.version = ""
@@ -127,7 +124,7 @@ class HttpTransport:
             ) from error
 
     async def _read(self, response: httpcore.Response, asked: object) -> JsonObject | None:
-        """Read an answer: one message, or a stream of events, which may go on after the one that is waited for."""
+        """Read one message, or a stream of events, which may go on after the answer."""
         name = self._settings.name
         headers = {key.lower(): value for key, value in response.headers}
         self._session = headers.get(SESSION, self._session)
@@ -161,7 +158,7 @@ class HttpTransport:
         ]
 
     async def end(self) -> None:
-        """Tell the server that the session is over; it need not answer."""
+        """End the session; the server need not answer."""
         if self._session is not None:
             with suppress(*HTTP_ERRORS):
                 await self._pool.request("DELETE", str(self._settings.url), headers=self._headers())
@@ -169,7 +166,7 @@ class HttpTransport:
 
 @asynccontextmanager
 async def open_transport(settings: McpSettings, sandbox: Sandbox) -> AsyncIterator[Transport]:
-    """Start a server's program, or prepare to reach its address; everything is ended with the block."""
+    """Start a server's program, or prepare to reach its address; end both with the block."""
     if settings.url is None:
         async with sandbox.program(settings.command, env=settings.env) as program:
             yield PipeTransport(settings.name, program)
@@ -188,7 +185,7 @@ def _data(event: bytes) -> bytes:
 
 
 def _answering(data: bytes, asked: object) -> JsonObject | None:
-    """Return a message if it answers the request with this id."""
+    """Return None unless the message answers this request."""
     found = _parse(data)
     return found if found is not None and "method" not in found and found.get("id") == asked else None
 
@@ -205,9 +202,6 @@ def _answer_to(asked: JsonObject) -> JsonObject:
     if asked.get("method") == "ping":
         return {"result": {}}
     return {"error": {"code": NO_METHOD, "message": "this client offers nothing"}}
-
-
-# Errors of MCP servers.
 
 
 class McpServerError(ServiceError):

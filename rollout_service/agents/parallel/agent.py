@@ -1,6 +1,6 @@
 """The built-in agent with sub-agents: the policy decides whether, when and how widely to hand on work.
 
-Guarantee: `Episode.nodes` and `Episode.work` record the work, however the agent ends.
+`Episode.nodes` and `Episode.work` record the work, however the agent ends.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from rollout_service.tokens import ToolSpec
 
 
 class ParallelAgent:
-    """Runs a policy with tools of its own, and with sub-agents."""
-
     def __init__(self, settings: ParallelSettings, tools: Sequence[Tool], subagent_tools: Sequence[Tool]) -> None:
         self._settings = settings
         self._tools = list(by_name(tools).values())

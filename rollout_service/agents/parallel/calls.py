@@ -51,7 +51,7 @@ OVER_TOTAL = "not done: {limit} tasks were assigned, and no more can be"
 
 
 class ParallelCalls:
-    """The calls of one agent of a tree; implements `tool_calling.agent.CallRunner`."""
+    """Implements `tool_calling.agent.CallRunner`."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ParallelCalls:
         max_tool_calls: int | None = None,
         slot: SubagentSlot | None = None,
     ) -> None:
-        """`node_id`, "" for the root, and `depth`, the number of agents above, are the agent's place in the tree.
+        """`node_id` is "" for the root; `depth` is the number of agents above.
 
         `allowance` limits the steps that may follow each other from its first turn on, and `max_tool_calls` its calls
         of `tools`; None sets no limit. `slot` is the one that it lends to its sub-agents.
@@ -85,7 +85,7 @@ class ParallelCalls:
 
     @property
     def definitions(self) -> list[ToolSpec]:
-        """The definitions of the direct tools, of the two for sub-agents, and of `finish` last."""
+        """The direct tools, the two for sub-agents, and `finish` last."""
         return with_delegation(self._direct.definitions) if self._delegates else self._direct.definitions
 
     def stop_reason(self, episode: Episode) -> StopReason | None:
@@ -117,7 +117,7 @@ class ParallelCalls:
         return self._delegates and call.error is None and call.name in (names or (CREATE, ASSIGN))
 
     async def _answer(self, episode: Episode, calls: Sequence[ToolCall], direct: Sequence[ToolCall]) -> list[Message]:
-        """Run a turn with the final answer, which wins over the tasks that it assigns."""
+        """Let the final answer win over the tasks that its turn assigns."""
         abandoned = sum(self._is_delegation(call, ASSIGN) for call in calls)
         self._tree.assigns["attempted"] += abandoned
         self._tree.assigns["abandoned"] += abandoned
@@ -166,7 +166,7 @@ class ParallelCalls:
             self.ledger.created = len(self._roster)
 
     def _accept(self, episode: Episode, call: ToolCall, turn: int, accepted: int) -> Branch | str:
-        """Return the sub-agent that a call starts, or why it starts none."""
+        """Return the sub-agent to start, or why there is none."""
         assigns, settings = self._tree.assigns, self._tree.settings
         assigns["attempted"] += 1
         try:
@@ -215,7 +215,7 @@ class ParallelCalls:
         texts: dict[int, str],
         turn: TurnSteps,
     ) -> None:
-        """Run the sub-agents wave by wave, and the calls of `beside` with the first; put all results in `texts`."""
+        """Run `beside` with the first wave; put all results in `texts`."""
         context = context_of(episode)
         waves: dict[int, list[int]] = {0: []} if beside else {}
         for index, branch in branches.items():
@@ -243,7 +243,7 @@ class ParallelCalls:
 
     @asynccontextmanager
     async def _wave(self, turn: TurnSteps, branches: Sequence[Branch]) -> AsyncIterator[None]:
-        """Enter a wave in the books, however it ends; the agent's own slot is lent to it."""
+        """Enter a wave in the ledger, however it ends; lend it the agent's own slot."""
         if not branches:
             yield
             return
@@ -260,26 +260,17 @@ class ParallelCalls:
 
 
 def with_delegation(direct: Sequence[ToolSpec]) -> list[ToolSpec]:
-    """Return the definitions of an agent's tools with the two for sub-agents, before `finish`."""
+    """Insert the two for sub-agents before `finish`."""
     last = [tool for tool in direct if tool["function"]["name"] == FINISH.name]
     return [*(tool for tool in direct if tool not in last), CREATE_SPEC, ASSIGN_SPEC, *last]
 
 
-# The sub-agents that an agent has created, and the calls that create them and assign tasks to them.
-#
-# Guarantee: a call that cannot be carried out as written raises ToolInputError with what to write instead.
-
-
 class Creation(Arguments):
-    """The arguments of `create_subagent`."""
-
     name: str
     system_prompt: str
 
 
 class Assignment(Arguments):
-    """The arguments of `assign_task`."""
-
     agent: str
     prompt: str
 
@@ -288,7 +279,10 @@ A = TypeVar("A", Creation, Assignment)
 
 
 class SubagentRegistry:
-    """The sub-agents of one agent, by name."""
+    """The sub-agents of one agent, by name.
+
+    A call that cannot be carried out as written raises ToolInputError with what to write instead.
+    """
 
     def __init__(self, max_agents: int) -> None:
         self._prompts: dict[str, str] = {}
@@ -298,7 +292,7 @@ class SubagentRegistry:
         return len(self._prompts)
 
     def create(self, call: ToolCall) -> str:
-        """Carry out a call that creates a sub-agent; return the text for the policy. To repeat a call is no mistake."""
+        """Return the text for the policy; the same call may be repeated."""
         wanted = _read(call, Creation, CREATE)
         _check(CREATE, "name", wanted.name, MAX_NAME_CHARS)
         _check(CREATE, "system_prompt", wanted.system_prompt, MAX_CHARS)
@@ -311,7 +305,7 @@ class SubagentRegistry:
         return created_text(wanted.name)
 
     def assignment(self, call: ToolCall) -> tuple[Assignment, str]:
-        """Return the assignment of a call, and the system prompt of its sub-agent."""
+        """Return the assignment and the sub-agent's system prompt."""
         wanted = _read(call, Assignment, ASSIGN)
         if wanted.agent not in self._prompts:
             names = ", ".join(self._prompts) or "none; create one first"

@@ -1,6 +1,6 @@
 """The costs of one agent: the steps of its turns, and the time of its waves of sub-agents.
 
-Guarantee: a wave that was cut short is included, with the costs of its sub-agents until then.
+A wave that was cut short is included, with the costs of its sub-agents until then.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class BranchTimes:
     """When a sub-agent waited and worked, on `time.perf_counter`."""
 
     queued: float = 0.0
-    """Seconds of waiting for a slot."""
+    """Seconds."""
     began: float | None = None
-    """When it got its first slot."""
+    """Time of its first slot."""
     ended: float | None = None
 
     @property
@@ -34,7 +34,7 @@ class Wave:
 
     turn: int
     distinct: int = 0
-    """The number of tasks among them that have begun and had not been assigned before."""
+    """Tasks that have begun and had not been assigned before."""
     seconds: float = 0.0
     branches: list[BranchTimes] = field(default_factory=list)
 
@@ -44,16 +44,14 @@ class Wave:
 
 
 class Ledger:
-    """The steps and the waves of one agent."""
-
     def __init__(self) -> None:
         self.waves: list[Wave] = []
         self.created = 0
-        """The number of different sub-agents that the agent created."""
+        """Different sub-agents."""
         self.direct_calls = 0
-        """The number of its calls of other tools."""
+        """Calls of other tools."""
         self.result_chars = 0
-        """The length of all results that it read."""
+        """All results that the agent read."""
         self._turns: dict[int, TurnSteps] = {}
 
     def turn(self, number: int, main: int) -> TurnSteps:
@@ -62,27 +60,26 @@ class Ledger:
         return self._turns[number]
 
     def main_steps(self, turns: int) -> list[int]:
-        """Return the agent's own steps in each of its turns so far."""
         return [turn.main for turn in self._all(turns)]
 
     def steps(self, turns: int) -> Steps:
         return add_up(self._all(turns))
 
     def balances(self) -> list[float]:
-        """Return mean / largest of the steps of each wave of several sub-agents."""
+        """Return mean / largest of the steps, for each wave of several sub-agents."""
         waves = [wave for turn in self._turns.values() for wave in turn.waves if len(wave) > 1]
         totals = [[branch.critical for branch in wave] for wave in waves]
         return [sum(steps) / len(steps) / max(steps) for steps in totals if max(steps)]
 
     def widths(self) -> list[int]:
-        """Return the number of different tasks in each turn that assigned any."""
+        """Count the different tasks of each turn that assigned any."""
         by_turn: dict[int, int] = {}
         for wave in self.waves:
             by_turn[wave.turn] = by_turn.get(wave.turn, 0) + wave.distinct
         return list(by_turn.values())
 
     def longest_of_waves(self) -> float:
-        """Return the sum over the waves of the seconds of their longest sub-agent."""
+        """Sum the seconds of each wave's longest sub-agent."""
         return sum(wave.longest for wave in self.waves)
 
     def _all(self, turns: int) -> Iterator[TurnSteps]:
@@ -90,7 +87,7 @@ class Ledger:
 
 
 def alone_seconds(branches: Sequence[BranchTimes]) -> float:
-    """Return for how long exactly one of several sub-agents was at work."""
+    """Return the seconds in which exactly one of several sub-agents was at work."""
     changes = sorted(
         change
         for branch in branches
@@ -107,21 +104,18 @@ def alone_seconds(branches: Sequence[BranchTimes]) -> float:
     return alone
 
 
-# Critical steps: how many steps follow each other while sub-agents run at the same time.
-#
-# A step is one turn of a policy. A turn of an agent costs its own steps, and then those of its longest sub-agent
-# (Kimi K2.5, arXiv 2602.02276, section 3):
-#
-# - critical = sum over turns t of (main_t + max over the sub-agents of t of their critical steps); - scheduled = the
-# same, with the sum over the waves of t of their longest sub-agent, since a wave waits for the last; - total = all
-# steps of all agents.
-#
-# The steps of a sub-agent that has sub-agents of its own are computed in the same way.
-
-
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of an agent, those of its sub-agents included."""
+    """The critical steps of an agent: those that follow each other while sub-agents run at the same time.
+
+    A step is one turn of a policy. A turn of an agent costs its own steps, and then those of its longest sub-agent
+    (Kimi K2.5, arXiv 2602.02276, section 3). The steps of a sub-agent that has sub-agents of its own are computed in
+    the same way.
+
+    - `critical`: the sum over turns t of (main_t + max over the sub-agents of t of their critical steps)
+    - `scheduled`: the same, with the sum over the waves of t of their longest sub-agent, as a wave waits for the last
+    - `total`: all steps of all agents
+    """
 
     critical: int = 0
     scheduled: int = 0
@@ -131,7 +125,6 @@ class Steps:
 @dataclass(slots=True)
 class TurnSteps:
     main: int = 1
-    """The agent's own."""
     waves: list[list[Steps]] = field(default_factory=list)
     """Those of its sub-agents, wave by wave."""
 

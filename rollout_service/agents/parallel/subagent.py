@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rollout_service.agents.parallel.calls import ParallelCalls
 
 MAX_TRIES = 3
-"""How often a task is tried whose infrastructure fails, the first time included."""
+"""For a task whose infrastructure fails, the first time included."""
 
 _INVALID = {
     StopReason.MAX_TURNS: InvalidBecause.MAX_TURNS,
@@ -61,27 +61,24 @@ _INVALID = {
 
 
 MakeCalls = Callable[[str, int | None, SubagentSlot], "ParallelCalls"]
-"""Makes the runner of a sub-agent's calls, from its id, its allowance of steps, and its slot."""
+"""Called with a sub-agent's id, its allowance of steps, and its slot."""
 
 
 @dataclass(slots=True)
 class Branch:
-    """One assigned task, from its call to its result."""
-
     tree: AgentTree
     parent_episode: Episode
     parent: NodeParent
     agent: str
     system: str
-    """The system prompt that the agent was created with."""
     user: str
     duplicate: bool
     make_calls: MakeCalls
     allowance: int | None = None
-    """The steps that may follow each other; None sets no limit."""
+    """Steps that may follow each other; None sets no limit."""
     times: BranchTimes = field(default_factory=BranchTimes)
     steps: Steps = field(default_factory=Steps)
-    """Its costs, once it has ended."""
+    """Set once it has ended."""
     result: str = ""
     _number: int = 0
     _model: str = ""
@@ -94,7 +91,7 @@ class Branch:
     _versions: list[int] = field(default_factory=list)
 
     async def run(self, clock: WaitingClock) -> str:
-        """Do the task, and return the text for the parent; `clock` is the parent's.
+        """Return the text for the parent; `clock` is the parent's.
 
         Errors of the engine, the renderer and the sandbox are raised as they are, once they were retried.
         """
@@ -131,7 +128,7 @@ class Branch:
         return mask_info(describe(error), self.parent_episode.hidden)
 
     def _may_retry(self, error: Exception) -> bool:
-        """Return whether another try of this task alone may succeed."""
+        """Return whether another try may succeed."""
         is_shared = self.tree.settings.subagent.sandbox == "shared"
         if isinstance(error, SandboxClosedError | LimitExceededError) and is_shared:
             return False
@@ -182,7 +179,7 @@ class Branch:
         self._judge(self._episode, self._calls, self._stop_reason)
 
     async def _run_agent(self, agent: ToolCallingAgent, episode: Episode) -> StopReason:
-        """Run the agent; one that ends the sandbox that it has for itself has only stopped."""
+        """Treat an agent that ends its own sandbox as one that has stopped."""
         prompt = self._prompt()
         messages = [
             Message(role="system", content=prompt.system),
@@ -209,7 +206,6 @@ class Branch:
         )
 
     def _judge(self, episode: Episode, calls: ParallelCalls, stop_reason: StopReason) -> None:
-        """Set the result, and why it is not valid, if so."""
         text = episode.answer or ""
         marked = marked_result(text)
         is_marked = marked is not None or stop_reason is StopReason.FINISHED
@@ -228,12 +224,11 @@ class Branch:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has had a slot: a task that still waited for one when its rollout ended did not run."""
+        """Whether it has had a slot, without which it did not run."""
         return self.times.began is not None
 
     @property
     def node_id(self) -> str:
-        """The id of the sub-agent in its tree."""
         return f"{self.tree.rollout_id}/{self._number}"
 
     def _prompt(self) -> NodePrompt:
@@ -275,9 +270,6 @@ class Branch:
         )
 
 
-# The tokens of sub-agents, as they may be exported: none of them is to be trained on.
-
-
 def versions_of(trajectory: Trajectory) -> list[int]:
     """Return the versions that sampled tokens, in ascending order."""
     return sorted(
@@ -291,7 +283,7 @@ def versions_of(trajectory: Trajectory) -> list[int]:
 
 
 def frozen(trajectory: Trajectory) -> Trajectory:
-    """Return a trajectory in which no token has mask 1, nor anything that only such tokens have."""
+    """Set mask 0 everywhere, without anything that only sampled tokens have."""
     return trajectory.model_copy(update={"segments": [_frozen(segment) for segment in trajectory.segments]})
 
 
@@ -307,11 +299,8 @@ def _frozen(segment: Segment) -> Segment:
     )
 
 
-# Stops the clock of an agent's work while all that it waits for is in a queue.
-
-
 class WaitingClock:
-    """An agent's clock during a wave: it runs within the block while at least one of the wave is at work."""
+    """Runs an agent's clock during a wave only while at least one of the wave is at work."""
 
     def __init__(self, clock: WorkClock) -> None:
         self._clock = clock
@@ -328,7 +317,7 @@ class WaitingClock:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count one of the wave as at work within the block."""
+        """Count one as at work within the block."""
         if self._at_work == 0:
             self._clock.start(self._clock.seconds)
         self._at_work += 1

@@ -1,6 +1,6 @@
 """The two tools of an agent with sub-agents, as the policy sees them: `create_subagent` and `assign_task`.
 
-Guarantee: their names, their arguments and their texts are fixed, since policies are trained on them.
+Their names, their arguments and their texts are fixed, since policies are trained on them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_NAME_CHARS = 64
 
 _RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 RESULT_RULE = "Put your result in <result></result>."
-"""The sentence that is added to every sub-agent's system prompt, after an empty line."""
+"""Added to every sub-agent's system prompt, after an empty line."""
 
 
 def _tool(tool: str, description: str, *fields: str) -> ToolSpec:
@@ -38,7 +38,7 @@ ASSIGN_SPEC = _tool(
 
 
 def marked_result(text: str) -> str | None:
-    """Return the marked result in a sub-agent's last message: the last block; None without any."""
+    """Return the last marked block, or None."""
     blocks = _RESULT.findall(text)
     return blocks[-1].strip() if blocks else None
 
@@ -48,7 +48,7 @@ def created_text(name: str) -> str:
 
 
 def result_text(result: str, invalid_because: InvalidBecause | None) -> str:
-    """Return the policy's view of a sub-agent's result: if it is not valid, with a line that says why."""
+    """Add a line that says why the result is not valid."""
     if invalid_because is None:
         return result
     note = f"[{_WHY[invalid_because]}]"

@@ -1,7 +1,7 @@
 """The tree of one rollout: its sub-agents as they begin and end, and their costs.
 
-Guarantees: a sub-agent is in `Episode.nodes` from the moment it begins, whatever ends the rollout; the versions that
-serve sub-agents do not change within a rollout, or it fails.
+A sub-agent is in `Episode.nodes` from the moment it begins, whatever ends the rollout; the versions that serve
+sub-agents do not change within a rollout, or it fails.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class AgentTree:
     """The root's."""
     host: SubagentHost
     assigns: Counter[str] = field(default_factory=Counter)
-    """By the fields of `Assigns`."""
     accepted: int = 0
-    """How many tasks were assigned that may begin, or have begun."""
+    """Assigned tasks that may begin, or have begun."""
     version: int | None = None
     """The version that served the first sub-agent."""
     began: float = field(default_factory=time.perf_counter)
@@ -51,10 +50,10 @@ class AgentTree:
         return next((each.content for each in self.episode.policy.messages if each.role == "user"), "")
 
     def is_new(self, system: str, prompt: str) -> bool:
-        """Note a task for an agent with these instructions; return whether the like has not been assigned before.
+        """Note a task; return whether the like has not been assigned before.
 
-        The name of an agent makes no difference, and neither do invisible characters: tasks that differ by nothing
-        else would be paid as parallel work.
+        The name of an agent makes no difference, and neither do invisible characters: tasks that differ by nothing else
+        would be paid as parallel work.
         """
         task = (_visible(system), _visible(prompt))
         known = task in self._tasks
@@ -66,11 +65,10 @@ class AgentTree:
         self.assigns["duplicate"] += duplicate
 
     def put(self, number: int, node: AgentNode) -> None:
-        """Add a sub-agent that begins, or replace its node; numbers begin at 1."""
+        """Add or replace a node; numbers begin at 1."""
         self.episode.nodes[number - 1 : number] = [node]
 
     def check_versions(self, pool: str, versions: list[int]) -> None:
-        """Check which versions sampled a sub-agent's tokens."""
         for version in versions:
             wanted = self.settings.subagent.version
             if self.version is None:
@@ -82,7 +80,7 @@ class AgentTree:
                 )
 
     def work(self, root: Ledger) -> Work:
-        """Return how the work is divided so far; `root` is the ledger of the root."""
+        """Return how the work is divided so far; `root` is the root's ledger."""
         turns = self.episode.policy.usage.turns
         steps, widths, balances = root.steps(turns), root.widths(), root.balances()
         own = time.perf_counter() - self.began - sum(wave.seconds for wave in root.waves)
@@ -113,6 +111,6 @@ class AgentTree:
 
 
 def _visible(text: str) -> str:
-    """Return a text with single spaces for white space, and without characters such as a zero-width space."""
+    """Reduce white space to single spaces, and drop characters such as a zero-width space."""
     shown = "".join(character for character in text if unicodedata.category(character) != "Cf")
     return " ".join(shown.split())

@@ -36,25 +36,23 @@ from sandboxes.task_groups import open_task_group
 
 
 class CallRunner(Protocol):
-    """Runs the tool calls of an agent's turns; `calls.ToolCalls` is the plain one."""
+    """`ToolCalls` is the plain one."""
 
     @property
     def definitions(self) -> list[ToolSpec]: ...
 
     def stop_reason(self, episode: Episode) -> StopReason | None:
-        """Return why there may be no further turn; None if there may."""
+        """Return None if there may be a further turn."""
         ...
 
     async def run(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
-        """Return the results of a turn's calls in their order; empty if one of them ended the agent."""
+        """Return results in the order of the calls; none if one of them ended the agent."""
         ...
 
 
 class ToolCallingAgent:
-    """Runs a policy with a set of tools."""
-
     def __init__(self, tools: Sequence[Tool] = (), *, calls: CallRunner | None = None) -> None:
-        """Pass the tools, or the runner of their calls."""
+        """Pass `tools` or `calls`."""
         self._calls = calls or ToolCalls(tools)
 
     @property
@@ -62,7 +60,7 @@ class ToolCallingAgent:
         return self._calls.definitions
 
     async def run(self, episode: Episode, messages: Sequence[Message]) -> StopReason:
-        """Work on a task that begins with these messages; put the final text in `episode.answer`.
+        """Work on a task; put the final text in `episode.answer`.
 
         Errors of the engine, the renderer and the sandbox are raised as they are.
         """
@@ -92,7 +90,7 @@ class ToolCallingAgent:
         return StopReason.MAX_TURNS
 
     async def _run_calls(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
-        """Return the results for the model, which are those of an earlier rollout as long as that is played again."""
+        """Return the results of an earlier rollout as long as that is played again."""
         results = await self._calls.run(episode, calls)
         earlier = _after_turn(episode, episode.earlier_results)
         if len(earlier) != len(results):
@@ -103,7 +101,7 @@ class ToolCallingAgent:
 
 
 def _after_turn(episode: Episode, results: Sequence[list[Message]]) -> list[Message]:
-    """Return the results of the turn that was just made; none if they are not known.
+    """Return the last turn's results; none if they are not known.
 
     An environment may run agents one after another, and not every turn has calls.
     """
@@ -112,7 +110,7 @@ def _after_turn(episode: Episode, results: Sequence[list[Message]]) -> list[Mess
 
 
 def final_answer(messages: Sequence[Message]) -> str | None:
-    """Return the agent's answer in a finished conversation: the text passed to `finish`, or its last message."""
+    """Return the text passed to `finish`, or the last message."""
     last = next((message for message in reversed(messages) if message.role == "assistant"), None)
     if last is None:
         return None
@@ -123,30 +121,28 @@ def final_answer(messages: Sequence[Message]) -> str | None:
 
 
 def _stop_reason_of(turn: PolicyTurn, episode: Episode) -> StopReason | None:
-    """Return why a turn without a well-formed call is the last; None if it has malformed calls to answer."""
+    """Return why this turn is the last; None if it has malformed calls to answer."""
     if not turn.truncated:
         return None if turn.message.tool_calls else StopReason.ANSWERED
     return why_truncated(turn, episode)
 
 
-# Runs the tool calls of one turn.
-#
-# Guarantees:
-# - Results are in the order of the calls.
-# - A malformed call gets an explanation as its result. So does a call for which the agent left no room in its sandbox.
-# - Calls of a turn run one after another, except for neighbors whose tools change nothing, which run at the same time.
-
 TOOL_STATE = "tools"
-"""The key of the tools' state in `Episode.state`."""
+"""Key of the tools' state in `Episode.state`."""
 COMMANDS = ("command", "code")
-"""The arguments that tools run as the policy's commands or code."""
+"""Arguments that tools run as commands or code."""
 COMMAND_CHARS = 200
 GRACE_SECONDS = 5.0
-"""Time beyond its limit for a tool to end by itself, which leaves a better result than cutting it off."""
+"""Beyond its limit, for a tool to end by itself, which leaves a better result than cutting it off."""
 
 
 class ToolCalls:
-    """The calls of a set of tools; implements `agent.CallRunner`."""
+    """The calls of a set of tools; implements `CallRunner`.
+
+    Results are in the order of the calls. A malformed call gets an explanation as its result. So does a call for which
+    the agent left no room in its sandbox. Calls of a turn run one after another, except for neighbors whose tools
+    change nothing, which run at the same time.
+    """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = by_name(tools)
@@ -183,14 +179,13 @@ class ToolCalls:
         return messages
 
     def knows(self, call: ToolCall) -> bool:
-        """Return whether a call is well-formed, and of one of these tools."""
         return call.error is None and call.name in self._tools
 
     def is_parallel(self, call: ToolCall) -> bool:
         return self.knows(call) and self._tools[call.name or ""].parallel
 
     async def _run_in_order(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
-        """Run calls one after another, up to the first that ends the agent."""
+        """Stop after the first call that ends the agent."""
         results: list[ToolResult] = []
         for call in calls:
             results.append(await self.run_one(call, context))
@@ -211,7 +206,6 @@ class ToolCalls:
         return results
 
     async def run_one(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        """Run one call, well-formed or not."""
         if call.error is not None or call.arguments is None:
             text = f"This call is malformed ({call.error}); nothing was run. Write it again."
             return ToolResult(text, failed=True)
@@ -234,7 +228,7 @@ class ToolCalls:
 
 
 def _detail(call: ToolCall, context: ToolContext) -> dict[str, str]:
-    """Return the details to note of a call: the first line of its command or code, not more."""
+    """Note no more than the first line of a command or code."""
     detail = {"call": call.id}
     for name in COMMANDS:
         if isinstance(text := (call.arguments or {}).get(name), str):

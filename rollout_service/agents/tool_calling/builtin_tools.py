@@ -1,8 +1,8 @@
 """The built-in tools, by name. The sessions, single files and the end are here; the others have modules of their own.
 
 A result is the output of the command or the code without its last newline, followed by notes in square brackets: a
-nonzero exit code, a time limit that was reached, missing output. Guarantees: the whole is no longer than the
-environment's limit, and no note is cut.
+nonzero exit code, a time limit that was reached, missing output. The whole is no longer than the environment's limit,
+and no note is cut.
 """
 
 from __future__ import annotations
@@ -132,17 +132,12 @@ THINK = FunctionTool("think", "Write down a thought. Nothing is run or changed."
 FINISH = FunctionTool("finish", "End the task with your answer.", _Finish, _finish)
 
 
-# The tools that find files: `glob` by name, and `grep` by content.
-#
-# Guarantees: they run in the agent's sandbox with bash and the image's own grep; the policy's words are arguments,
-# never part of a script; results are bounded, and say what was left out.
-
 MOST_FILES = 200
 MOST_LINES = 200
 LINE_CHARS = 400
 OUTPUT_BYTES = 512 * 1024
 NO_FOLDER, BAD_PATTERN, NOT_FOUND = 44, 2, 127
-"""Exit codes: of the scripts for a missing path, of grep for a bad pattern, of bash for a missing program."""
+"""Exit codes: the scripts' for a missing path, grep's for a bad pattern, bash's for a missing program."""
 
 # With an empty IFS the words are not split, so an unquoted parameter is expanded as a pattern and as nothing else.
 GLOB_SCRIPT = """
@@ -244,7 +239,7 @@ NEEDS_SANDBOX = frozenset(tool.name for tool in BUILTIN_TOOLS) - {THINK.name, FI
 
 
 def builtin_tools(names: Iterable[str]) -> list[Tool]:
-    """Return the built-in tools of these names.
+    """Find built-in tools by name.
 
     Raises:
         ConfigurationError: A name is unknown.
@@ -262,7 +257,7 @@ def builtin_tools(names: Iterable[str]) -> list[Tool]:
 
 
 def _died(what: str, error: SessionDiedError | LimitExceededError, context: ToolContext) -> ToolResult:
-    """Describe a session that the policy's own code ended, or keeps from starting: its output and the cause."""
+    """Describe a session that the policy's code ended or keeps from starting: its output and the cause."""
     if isinstance(error, LimitExceededError):
         if error.limit == "lifetime":
             raise error  # the sandbox has ended, so no later call can work

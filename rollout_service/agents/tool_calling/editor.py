@@ -2,8 +2,8 @@
 
 `read`, `write` and `edit` do the same in three small tools. This one adds line numbers, insertion and undo.
 
-Guarantees: a file is changed completely or not at all; the history for `undo_edit` is bounded for each episode, and is
-lost with it; a view that leaves lines out says so, with the argument that shows them.
+A file is changed completely or not at all; the history for `undo_edit` is bounded for each episode, and is lost with
+it; a view that leaves lines out says so, with the argument that shows them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HISTORY_BYTES = 4 * 1024 * 1024
 HISTORY_EDITS = 100
 MOST_ENTRIES = 300
 AROUND = 4
-"""The lines shown before and after a change."""
+"""Lines shown before and after a change."""
 NOTE_CHARS = 160
 
 TREE_SCRIPT = """
@@ -52,7 +52,7 @@ done
 """
 
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
-"""A line with its end. Only "\\n" ends one, as for every other tool."""
+"""Only "\\n" ends one, as for every other tool."""
 
 Text = str | SkipJsonSchema[None]
 Line = Annotated[int, Field(ge=0)] | SkipJsonSchema[None]
@@ -71,7 +71,7 @@ class _Editor(Arguments):
 
 @dataclass(slots=True)
 class _History:
-    """The files before each edit, the oldest first, bounded by number and size."""
+    """Contents before each edit, the oldest first, bounded by number and size."""
 
     edits: list[list[str | None]]
     """The path, and the content as Latin-1, for JSON; None for a file that did not exist."""
@@ -134,7 +134,7 @@ def _range(view_range: Sequence[int] | None, count: int) -> tuple[int, int]:
 
 
 def _numbered(lines: Sequence[str], first: int, last: int, limit: int) -> str:
-    """Return the lines with their numbers, as many as fit, and a note on the others."""
+    """Show as many lines as fit, with a note on the others."""
     shown: list[str] = []
     room = limit - NOTE_CHARS
     for number in range(first, last + 1):
@@ -211,7 +211,7 @@ async def _insert(sandbox: Sandbox, arguments: _Editor, context: ToolContext) ->
 async def _save(
     sandbox: Sandbox, path: str, before: str, after: str, place: tuple[int, int], context: ToolContext
 ) -> str:
-    """Write the file, remember its former text, and return the lines around the change."""
+    """Return the lines around the change."""
     await sandbox.write_file(path, after)
     _history(context).add(_absolute(sandbox, path), before.encode())
     lines = _lines(after)

@@ -24,7 +24,7 @@ from sandboxes.task_groups import open_task_group
 
 
 async def sample_turn(episode: Episode, messages: list[Message]) -> PolicyTurn | StopReason:
-    """Sample a turn after these messages and put its text in `episode.answer`, or return why there can be none.
+    """Put the turn's text in `episode.answer`, or return why there can be no turn.
 
     Errors of the engine and the renderer are raised as they are.
     """
@@ -54,15 +54,11 @@ async def _respond_and_save(
 
 
 def why_truncated(turn: PolicyTurn, episode: Episode) -> StopReason:
-    """Return which limit cut a turn off."""
     if turn.context_full:
         return StopReason.CONTEXT_FULL
     if episode.policy.usage.sampled_tokens >= episode.limits.max_tokens:
         return StopReason.MAX_TOKENS
     return StopReason.TRUNCATED
-
-
-# Errors of the tools that agents call.
 
 
 class ToolInputError(Exception):
@@ -72,19 +68,17 @@ class ToolInputError(Exception):
 @dataclass(frozen=True, slots=True)
 class ToolContext:
     sandbox: Sandbox | None
-    """The agent's sandbox; None in an environment without one."""
     seconds: float
-    """The time limit of the call, in wall-clock seconds."""
+    """Limit of the call, by the wall clock."""
     output_chars: int
-    """The length of the longest useful result; at least 256."""
+    """The longest useful result; at least 256."""
     limit_violations: list[LimitExceededError] = field(default_factory=list)
-    """Takes the limits of the sandbox that the call reached."""
+    """Gets the sandbox's limits that the call reached."""
     state: dict[str, Any] = field(default_factory=dict)
-    """The state that tools keep between calls of one episode, by the tool's name."""
+    """Kept between calls of one episode, by the tool's name."""
     instance: Mapping[str, JsonValue] = field(default_factory=dict)
-    """The data of the task."""
     episode: Episode | None = None
-    """The episode of the call, with its `state`, `sampler` and `judge`; None in a test of a tool alone."""
+    """With its `state`, `sampler` and `judge`; None in a test of a tool alone."""
 
     def require_episode(self) -> Episode:
         if self.episode is None:
@@ -98,20 +92,18 @@ class ToolContext:
 class ToolResult:
     text: str
     answer: str | None = None
-    """The agent's final answer, set by a tool that ends the agent."""
+    """Set by a tool that ends the agent."""
     failed: bool = False
-    """Whether the call failed; branches may begin at its turn (`tool_error`). A ToolInputError says so, too."""
+    """Branches may begin at the turn (`tool_error`). A ToolInputError says so, too."""
 
 
 class Tool(Protocol):
-    """A tool that the policy can call."""
-
     @property
     def name(self) -> str: ...
 
     @property
     def definition(self) -> ToolSpec:
-        """Its description for the policy, in the OpenAI function format."""
+        """In the OpenAI function format."""
         ...
 
     @property
@@ -129,7 +121,7 @@ class Tool(Protocol):
 
 
 class Arguments(BaseModel):
-    """The base of a tool's arguments; unknown arguments are rejected."""
+    """Unknown arguments are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -168,7 +160,7 @@ class FunctionTool(Generic[A]):
 
 
 def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """Return the tools by name.
+    """Index tools by name.
 
     Raises:
         ValueError: Two tools have the same name.
@@ -182,13 +174,13 @@ def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
 
 
 def _parameters(arguments: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON schema of the arguments, without the parts that only cost tokens."""
+    """Leave out parts of the JSON schema that only cost tokens."""
     schema = _lean(arguments.model_json_schema())
     return {key: schema[key] for key in ("type", "properties", "required", "$defs") if key in schema}
 
 
 def _lean(value: Any, *, named: bool = False) -> Any:
-    """Return a schema without pydantic's titles and null defaults; in a map of fields (`named`), `title` is a field."""
+    """Drop pydantic's titles and null defaults; in a map of fields (`named`), `title` is a field."""
     if isinstance(value, list):
         return [_lean(item) for item in value]
     if not isinstance(value, dict):
@@ -201,7 +193,7 @@ def _lean(value: Any, *, named: bool = False) -> Any:
 
 
 def explain(error: ValidationError) -> str:
-    """Return the errors in a call's arguments, for the policy."""
+    """Explain the errors in arguments to the policy."""
     parts = []
     for item in error.errors(include_url=False, include_input=False):
         name = ".".join(str(part) for part in item["loc"])
@@ -215,15 +207,13 @@ def explain(error: ValidationError) -> str:
     return "; ".join(parts)
 
 
-# Text for the policy: long results are cut in the middle, where they matter least.
-
 NO_OUTPUT = "[no output]"
 MIN_LIMIT = 64
-"""The smallest limit that leaves room for text next to the note."""
+"""Leaves room for text next to the note."""
 
 
 def cut_middle(text: str, limit: int) -> str:
-    """Return the text, or its beginning and end around a note that says how much is missing.
+    """Keep the beginning and the end of a long text around a note, since the middle matters least.
 
     The result is never longer than `limit` characters, which must be at least `MIN_LIMIT`.
     """
@@ -239,7 +229,7 @@ def cut_middle(text: str, limit: int) -> str:
 
 
 def with_notes(output: str, notes: Sequence[str], limit: int) -> str:
-    """Return the output and the notes; the output is cut if necessary, the notes never."""
+    """Cut the output if necessary, the notes never."""
     tail = "\n".join(notes)
     output = output.removesuffix("\n")
     if not output:
@@ -253,12 +243,9 @@ def _note(missing: int) -> str:
     return f"\n[... {missing} characters cut ...]\n"
 
 
-# For tools that work in the agent's sandbox: a mistake of the policy becomes a text for it.
-
-
 @contextmanager
 def file_errors(path: str) -> Iterator[None]:
-    """Report a file that cannot be used to the policy, as a ToolInputError."""
+    """Report a file that cannot be used as a ToolInputError."""
     refuse_nul(path, "path")
     try:
         yield
@@ -267,13 +254,13 @@ def file_errors(path: str) -> Iterator[None]:
 
 
 def refuse_nul(text: str, name: str) -> None:
-    """Refuse a text that no program can take as an argument."""
+    """Refuse text that no program can take as an argument."""
     if "\0" in text:
         raise ToolInputError(f"{name} holds a NUL character")
 
 
 async def run_script(script: str, arguments: Sequence[str], context: ToolContext, *, limit: int) -> ExecResult:
-    """Run a bash script of ours in the agent's sandbox; its arguments are never part of the script."""
+    """Run our script in the agent's sandbox; arguments are never part of it."""
     argv = ["bash", "--norc", "-c", script, "tool", *arguments]
     result = await require_sandbox(context.sandbox).exec(argv, timeout=context.seconds, output_limit=limit)
     context.limit_violations.extend(one for one in result.limit_violations if not one.is_of_call)

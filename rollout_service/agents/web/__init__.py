@@ -1,1 +1,1 @@
-"""Tools that reach out: pages through the sandbox's own network, and searches through a configured service."""
+"""Tools that reach out: pages through the sandbox's network, and searches through a configured service."""

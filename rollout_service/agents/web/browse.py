@@ -1,7 +1,7 @@
 """The tool `browse`: a page as text, fetched from inside the agent's sandbox.
 
-Guarantees: pages come through the sandbox's network and its list of hosts, never from the service's own network; a page
-that cannot be fetched or read is explained to the policy; size, time and redirects are bounded.
+Pages come through the sandbox's network and its list of hosts, never from the service's own network; a page that cannot
+be fetched or read is explained to the policy; size, time and redirects are bounded.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def _browse(arguments: _Browse, context: ToolContext) -> str:
 
 
 def _window(text: str, page: _FetchedPage, start: int, limit: int) -> str:
-    """Return the part of a page that fits, with notes on the rest."""
+    """Return the part that fits, with notes on the rest."""
     if start and start >= len(text):
         raise ToolInputError(f"the page has {len(text)} characters; start at less")
     notes = [f"[HTTP {page.status}]"] if page.status >= 400 else []

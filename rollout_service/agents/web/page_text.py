@@ -1,6 +1,6 @@
 """The text of an HTML page, for a policy: one pass over the source, in time that grows with its length alone.
 
-This is no parser. It keeps the parts that a reader needs: text, headings, list items, links and their addresses.
+This is not a parser. It keeps the parts that a reader needs: text, headings, list items, links and their addresses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SPACES = re.compile(r"[ \t\r\f\v\xa0]+")
 
 
 def page_text(source: str, url: str) -> str:
-    """Return the text of a page; `url` is its address, to which links are relative."""
+    """Return the text; links are relative to `url`."""
     writer = _PageWriter(url)
     before, *parts = source.split("<")
     writer.text(before)
@@ -37,17 +37,15 @@ def page_text(source: str, url: str) -> str:
 
 
 class _PageWriter:
-    """Collects text between tags."""
-
     def __init__(self, url: str) -> None:
         self._url = url
         self._out: list[str] = []
         self._hidden = ""
-        """The tag whose content is skipped, or "--" within a comment."""
+        """The tag to skip, or "--" within a comment."""
         self._link = ""
 
     def part(self, part: str) -> None:
-        """Read the text that follows a "<", up to the next one."""
+        """Read the text between a "<" and the next one."""
         if self._hidden == "--" or part.startswith("!--"):
             _, closed, rest = part.partition("-->")
             self._hidden = "" if closed else "--"
@@ -93,7 +91,7 @@ class _PageWriter:
             self._out.append(_plain(text))
 
     def finish(self) -> str:
-        """Return the collected text, without empty lines in a row."""
+        """Leave out empty lines in a row."""
         self._anchor("", closing=True)
         lines = [SPACES.sub(" ", line).strip() for line in "".join(self._out).split("\n")]
         kept = [line for line, before in zip(lines, ["", *lines], strict=False) if line or before]

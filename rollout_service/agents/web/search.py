@@ -1,7 +1,7 @@
 """The tool `search`: results of a search service that the environment names, as titles, addresses and excerpts.
 
-Guarantees: queries go to that one address and nowhere else, redirects included; its key reaches neither the policy nor
-the sandbox; size and time are bounded; a service that fails is a failure of the rollout, never an empty result.
+Queries go to that one address and nowhere else, redirects included; its key reaches neither the policy nor the sandbox;
+size and time are bounded; a service that fails is a failure of the rollout, never an empty result.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ANSWER_BYTES: Final = 4 * 1024 * 1024
 QUERY_CHARS: Final = 1_000
 GET_SECONDS: Final = 30.0
 PAUSES: Final = (0.5, 2.0)
-"""How many seconds pass before each further attempt."""
+"""Seconds before each further attempt."""
 _BAD_QUERY: Final = frozenset({400, 413, 414, 422})
-"""The statuses with which a service refuses a query."""
+"""Statuses with which a service refuses a query."""
 
 
 class SearchFailedError(ServiceError):
@@ -87,8 +87,6 @@ class _Search(Arguments):
 
 
 def search_tool(settings: SearchSettings) -> FunctionTool[_Search]:
-    """Return the tool `search` that asks this service."""
-
     async def search(arguments: _Search, context: ToolContext) -> str:
         answer = await _ask(settings, arguments.query, context.seconds)
         entries = [_entry(settings, one) for one in _found(settings, answer)[: settings.max_results]]
@@ -114,7 +112,7 @@ async def _ask(settings: SearchSettings, query: str, seconds: float) -> Any:
 
 
 async def _get_patiently(settings: SearchSettings, query: str, headers: dict[str, str]) -> bytes:
-    """Return the body of an answer; temporary failures are tried again."""
+    """Try again after temporary failures."""
     for seconds in PAUSES:
         try:
             return await _get(settings, query, headers)

@@ -3,8 +3,8 @@
 A bash in the sandbox opens each connection, to the egress proxy or to a server inside, and copies bytes between it and
 its pipes. The service speaks HTTP and TLS over them.
 
-Guarantees: no connection is made from the service's own network; where the sandbox has a list of hosts, its egress
-proxy decides on each of them; everything that arrives is bounded by the caller.
+No connection is made from the service's own network; where the sandbox has a list of hosts, its egress proxy decides on
+each of them; everything that arrives is bounded by the caller.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ HTTP_ERRORS = (
     httpcore.ProxyError,
     httpcore.UnsupportedProtocol,
 )
-"""How a request fails that another side is to blame for."""
+"""Failures for which another side is to blame."""
 
 
 class _TunnelStream(ProgramStream):
-    """A connection of a sandbox, which ends with its program."""
+    """Ends with its program."""
 
     def __init__(self, program: RunningProgram, stack: AsyncExitStack) -> None:
         super().__init__(program)
@@ -65,8 +65,6 @@ class _TunnelStream(ProgramStream):
 
 
 class _NetworkStream(httpcore.AsyncNetworkStream):
-    """A stream as httpcore wants it."""
-
     def __init__(self, stream: ByteStream) -> None:
         self._stream = stream
 
@@ -119,7 +117,7 @@ class _NetworkStream(httpcore.AsyncNetworkStream):
 
 
 class _SandboxNetwork(httpcore.AsyncNetworkBackend):
-    """Makes the connections of a pool from inside a sandbox."""
+    """Makes connections from inside a sandbox."""
 
     def __init__(self, sandbox: Sandbox, *, proxied: bool) -> None:
         self._sandbox = sandbox
@@ -161,7 +159,7 @@ async def _discard(stack: AsyncExitStack) -> None:
 
 
 async def connection_pool(sandbox: Sandbox, url: str) -> httpcore.AsyncConnectionPool:
-    """Return a pool of connections from inside a sandbox to one server; use it as an async context manager.
+    """Make a pool of connections from inside a sandbox to one server; use it as an async context manager.
 
     Raises:
         httpcore.UnsupportedProtocol: The address is not one of HTTP.
@@ -185,7 +183,7 @@ async def connection_pool(sandbox: Sandbox, url: str) -> httpcore.AsyncConnectio
 
 
 def unreachable(url: str, network: Network) -> str | None:
-    """Return why a sandbox with this network cannot reach an address, or None if it can as far as is known."""
+    """Return the reason, or None if the address can be reached as far as is known."""
     try:
         parts = urlsplit(url)
         host, port = normalize_host(parts.hostname or ""), parts.port or PORTS[parts.scheme]
@@ -206,5 +204,5 @@ def _is_loopback(host: str) -> bool:
 
 @lru_cache(maxsize=1)
 def tls_context() -> ssl.SSLContext:
-    """Return the TLS settings for agents' requests; the first call reads files, so make it in a thread."""
+    """Make one context; the first call reads files, so do it in a thread."""
     return httpx.create_ssl_context()
