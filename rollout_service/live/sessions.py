@@ -1,6 +1,6 @@
 """The live sessions of one node, for their owners: opened, looked at, judged, ended and deleted.
 
-A session survives a restart. One that is idle or too old is closed, and expired records are removed. `serving.served`
+A session survives a restart. One that is idle or too old is closed, and expired records are removed. `serving.resolver`
 has the sessions as agents call them.
 """
 

@@ -203,10 +203,7 @@ class Settlement:
             raise LeaseLostError(attempt.lease.rollout_id)
 
     async def give_up(self, lease: Lease, error: Exception) -> None:
-        """Record the defect alone, since the result may be the cause of failed writes.
-
-        A defect must not take other rollouts with it.
-        """
+        """Record the defect alone, since the result may be the cause of failed writes."""
         result = Rollout(
             rollout_id=lease.rollout_id,
             state=RolloutState.FAILED,

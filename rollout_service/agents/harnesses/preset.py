@@ -1,6 +1,6 @@
 """How a program is started as an agent: its command, variables and files, as data.
 
-Guarantees: a value of a task or of a rollout reaches the program as one argument, one variable or the text of one file,
+A value of a task or of a rollout reaches the program as one argument, one variable or the text of one file,
 never through a shell; a placeholder that does not exist is refused when the preset is read.
 """
 

@@ -7,10 +7,8 @@ The order within one turn is that of open reproductions of PARL, so that its res
    than may run at the same time, the next wave begins when the last has ended;
 3. the calls of the other tools, one after another.
 
-Guarantees:
-- Results are in the order of the calls.
-- In a turn with the final answer, no task is assigned.
-- A sub-agent ends before the turn that started it, however that ends.
+Results are in the order of the calls. In a turn with the final answer, no task is assigned. A sub-agent ends before the
+turn that started it, however that ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The settings of an agent with sub-agents: `[parallel]` in `environment.toml`.
 
-Guarantee: limits that contradict each other are refused when the environment is loaded.
+Limits that contradict each other are refused when the environment is loaded.
 """
 
 from __future__ import annotations

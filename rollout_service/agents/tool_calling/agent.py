@@ -1,8 +1,7 @@
 """The built-in agent: the policy answers, its tool calls run, and their results go back to it.
 
-Guarantees:
-- A failure of the infrastructure ends the rollout with a typed error.
-- Whatever stops the agent, the calls and seconds so far are counted, and the conversation ends after a whole turn.
+A failure of the infrastructure ends the rollout with a typed error. Whatever stops the agent, the calls and seconds so
+far are counted, and the conversation ends after a whole turn.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ class ToolCallingAgent:
         return self._calls.definitions
 
     async def run(self, episode: Episode, messages: Sequence[Message]) -> StopReason:
-        """Work on a task; put the final text in `episode.answer`.
-
-        Errors of the engine, the renderer and the sandbox are raised as they are.
-        """
+        """Work on a task; put the final text in `episode.answer`."""
         with episode.clock.limit(episode.limits.agent_seconds):
             return await self._run_turns(episode, list(messages))
         return StopReason.AGENT_TIMEOUT

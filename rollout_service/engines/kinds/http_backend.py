@@ -1,6 +1,6 @@
 """The base of all backends over HTTP: connections, calls, and aborts.
 
-Guarantees: a call that is cancelled or times out, or whose stream cannot be trusted, aborts its request in the engine
+A call that is cancelled or times out, or whose stream cannot be trusted, aborts its request in the engine
 before it returns; an answer is JSON or an error that names engine, route and status; a prompt that leaves no room for
 its budget is never sent.
 """

@@ -1,6 +1,6 @@
 """The kinds of engines, built in and of plug-ins.
 
-Guarantees: a kind is imported when the first engine of it is registered. One that cannot be loaded stops no other, and
+A kind is imported when the first engine of it is registered. One that cannot be loaded stops no other, and
 registering an engine of it says why.
 """
 

@@ -16,7 +16,7 @@ below that, engines fill with the next groups wherever it goes.
 
 Several nodes may route to the same engines, each for itself. The work of the others shows in the engines' own reports,
 and counts like this node's. As the samples of a group may run on several nodes, a new rollout is expected to find part
-of its prompt on the engine that all nodes try first for it (`rendezvous`): the larger the part of the work that others
+of its prompt on the engine that all nodes try first for it (`rank`): the larger the part of the work that others
 sent, the likelier one of them has been there.
 
 The turns of a rollout therefore stay where their prefix is, since any other engine would have to read all of it again.

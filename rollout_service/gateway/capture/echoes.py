@@ -248,8 +248,7 @@ def said_role(call: ModelCall) -> SegmentRole | None:
 
 
 def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapping[int, SegmentRole]:
-    """Return the role of each turn by its id; turns in `compacted` wrote the text that replaced the agent's own
-    history.
+    """Return the role of each turn by its id; those `compacted` wrote the text that replaced the agent's own history.
 
     The client's own word holds. Of the other conversations, the first with tools is the agent's own, and so is each
     that goes on from it or has the same system prompt and tools; one without tools, or that must answer in a schema, is

@@ -240,9 +240,7 @@ class Channel:
         self._pass(self._stream.push(ids), 0)
 
     def end_region(self, *, goes_on: bool) -> None:
-        """Send the text that has waited, because a control token follows; strings may begin here only if the text
-        `goes_on`.
-        """
+        """Send what has waited, as a control token follows; strings may begin here only if the text `goes_on`."""
         self._pass(self._stream.end(), 0)
         if not goes_on:
             for place, each in enumerate(self._filters):

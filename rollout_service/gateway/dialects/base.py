@@ -1,11 +1,8 @@
 """The contract of a dialect: it reads the requests of an API, and writes answers and errors as its clients expect them.
 
-Guarantees of every dialect:
-
-- `read` returns a call, or raises an error of the request that names the field; whatever the bytes, nothing else;
-- the deltas of a stream are, put together, the parts of the whole answer;
-- no error is answered with 429 or 503, nor with any status that makes clients give up on a busy service; except
-  a `TryLaterError`, which says when to come back.
+In every dialect, the deltas of a stream are, put together, the parts of the whole answer; and no error but a
+`TryLaterError`, which says when to come back, is answered with a status such as 429 or 503 that makes clients give up on
+a busy service.
 """
 
 from __future__ import annotations
@@ -124,7 +121,7 @@ def describe_failure(error: BaseException) -> tuple[int, str]:
     """Return the status and the message for an exception.
 
     A failure of the service is a plain 500 without its details, which are not for programs in a sandbox; the log has
-    them. A status that makes clients give up on a busy service is never used.
+    them.
     """
     info = describe(error)
     if isinstance(error, TryLaterError):

@@ -1,6 +1,6 @@
 """Answers of the policy while they are sampled, for every request that waits for them, and the limits of a rollout.
 
-Guarantees: every reader gets all events, in order, from the first one on. An answer that nobody reads is given up after
+Every reader gets all events, in order, from the first one on. An answer that nobody reads is given up after
 a bounded time, and no earlier: a client that repeats its request finds it.
 """
 

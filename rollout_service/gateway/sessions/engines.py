@@ -1,6 +1,6 @@
 """The engines behind a session, and a call without secrets.
 
-Guarantee: sampling is the run's; the client's parameters count only if the settings say so, and then within the run's
+Sampling is the run's; the client's parameters count only if the settings say so, and then within the run's
 limits.
 """
 

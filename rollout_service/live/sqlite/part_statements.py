@@ -235,9 +235,7 @@ def delete(db: sqlite3.Connection, *, session_id: str | None, user: str | None) 
 
 
 def prune(db: sqlite3.Connection, now: float, bytes_per_user: int | None) -> int:
-    """Remove some closed sessions that need not be kept. Only undecided turns change the counts over all sessions: they
-    are dropped.
-    """
+    """Remove some closed sessions that need not be kept; their undecided turns count as dropped."""
     limits: Mapping[str, object] = {
         "now": now,
         "shown": SHOWN_SECONDS,

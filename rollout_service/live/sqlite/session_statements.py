@@ -238,7 +238,7 @@ def follow(db: sqlite3.Connection, session_id: str, turn: int, state: NextStateR
 def mark(db: sqlite3.Connection, session_id: str, turn: int, mark: TurnMarkRecord) -> bool:
     """Return whether the value was set: explicit ones win over all, and the first of others stays.
 
-    Return whether it was set. A turn that a part has taken keeps its value; the new one is kept as a revision.
+    A turn that a part has taken keeps its value; the new one is kept as a revision.
     """
     row = db.execute(_ONE, (session_id, turn)).fetchone()
     if row is None:

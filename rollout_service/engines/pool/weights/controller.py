@@ -153,9 +153,7 @@ class PoolController:
     # ---- weights
 
     async def update_weights(self, request: WeightsRequest, *, is_repeated: bool = False) -> PoolOutcome:
-        """With `is_repeated`, because the service that began the update is gone, first ask each backend for its
-        version: those that have the weights are not given them again.
-        """
+        """Load weights; if `is_repeated`, as the service that began this is gone, only where they are missing."""
         async with self.lock:
             with anyio.CancelScope(shield=True):
                 outcome = await self._update(request, is_repeated=is_repeated)
@@ -254,10 +252,7 @@ class PoolController:
                 self._registry.take_out(handle)
 
     def kept_kv(self, generation: Generation) -> Generation:
-        """Keep, of the versions that could have sampled on KV of older weights, those loaded while it stayed in use.
-
-        They are those that could have, and were loaded while the KV stayed in use.
-        """
+        """Keep, of the versions that could have sampled on KV of older weights, those loaded while it stayed in use."""
         could = generation.kept_kv_versions
         return replace(generation, kept_kv_versions=self._weights.kept_kv(could)) if could else generation
 
