@@ -1,8 +1,7 @@
 """The contract of a dialect: it reads the requests of an API, and writes answers and errors as its clients expect them.
 
 In every dialect, the deltas of a stream are, put together, the parts of the whole answer; and no error but a
-`TryLaterError`, which says when to come back, is answered with a status such as 429 or 503 that makes clients give up on
-a busy service.
+`TryLaterError`, which says when to come back, is answered with a status such as 429 or 503 that makes clients give up.
 """
 
 from __future__ import annotations
