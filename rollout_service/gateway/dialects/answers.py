@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rollout_service.gateway.contract import (
     AnswerBegin,
     AnswerEnd,
     AnswerEvent,
+    AnswerUsage,
     CallArguments,
     CallBegin,
     CallEnd,
@@ -112,3 +113,14 @@ class WholeAnswer:
         if not isinstance(last, CallPart):
             raise TypeError("arguments belong to a call that has begun")
         return last
+
+
+def summed_usage(answers: Sequence[WholeAnswer]) -> AnswerUsage:
+    """Sum the usage of answers to one prompt, which is counted once."""
+    costs = [answer.finish.usage for answer in answers]
+    return AnswerUsage(
+        prompt_tokens=costs[0].prompt_tokens,
+        cached_tokens=costs[0].cached_tokens,
+        sampled_tokens=sum(cost.sampled_tokens for cost in costs),
+        reasoning_tokens=sum(cost.reasoning_tokens for cost in costs),
+    )

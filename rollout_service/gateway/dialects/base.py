@@ -112,10 +112,6 @@ def sse(data: object, event: str | None = None) -> bytes:
 COMMENT = b": keep-alive\n\n"
 
 
-def retry_after(error: BaseException) -> int | None:
-    return error.retry_after if isinstance(error, TryLaterError) else None
-
-
 def describe_failure(error: BaseException) -> tuple[int, str]:
     """Return the status and the message for an exception.
 
@@ -131,6 +127,11 @@ def describe_failure(error: BaseException) -> tuple[int, str]:
     if status == HTTPStatus.UNPROCESSABLE_ENTITY:
         status = HTTPStatus.BAD_REQUEST
     return int(status), sentences(info.message, info.hint)
+
+
+def error_answer(error: BaseException, body: dict[str, Any]) -> ErrorAnswer:
+    status, _ = describe_failure(error)
+    return ErrorAnswer(status, orjson.dumps(body), error.retry_after if isinstance(error, TryLaterError) else None)
 
 
 _CLIENTS = (
@@ -240,11 +241,6 @@ def error_object(error: BaseException) -> dict[str, Any]:
     return {"message": message, "type": kind, "param": param, "code": code}
 
 
-def error_answer(error: BaseException) -> ErrorAnswer:
-    status, _ = describe_failure(error)
-    return ErrorAnswer(status, orjson.dumps({"error": error_object(error)}), retry_after(error))
-
-
 def _overflow(error: ContextOverflowError) -> str:
     return (
         f"This model's maximum context length is {error.context_length} tokens. "
@@ -252,12 +248,17 @@ def _overflow(error: ContextOverflowError) -> str:
     )
 
 
-def model_list(models: Sequence[ListedModel]) -> bytes:
-    return orjson.dumps({"object": "list", "data": [_model_object(model) for model in models]})
+class OpenAICodec(DialectCodec):
+    """The part that Chat Completions and Responses share."""
 
+    def error(self, error: BaseException) -> ErrorAnswer:
+        return error_answer(error, {"error": error_object(error)})
 
-def model_body(model: ListedModel) -> bytes:
-    return orjson.dumps(_model_object(model))
+    def models(self, models: Sequence[ListedModel]) -> bytes:
+        return orjson.dumps({"object": "list", "data": [_model_object(model) for model in models]})
+
+    def model(self, model: ListedModel) -> bytes:
+        return orjson.dumps(_model_object(model))
 
 
 def _model_object(model: ListedModel) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.anthropic.requests import PARAMETERS, read_call
-from rollout_service.gateway.dialects.anthropic.responses import MessageStream, error_answer, whole_message
-from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel
+from rollout_service.gateway.dialects.anthropic.responses import MessageStream, error_object, whole_message
+from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel, error_answer
 
 
 class AnthropicCodec(DialectCodec):
@@ -30,7 +30,7 @@ class AnthropicCodec(DialectCodec):
         return whole_message(call, answers[0])
 
     def error(self, error: BaseException) -> ErrorAnswer:
-        return error_answer(error)
+        return error_answer(error, {"type": "error", "error": error_object(error)})
 
     def token_count(self, tokens: int) -> bytes:
         return orjson.dumps({"input_tokens": tokens})

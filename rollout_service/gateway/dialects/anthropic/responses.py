@@ -24,9 +24,7 @@ from rollout_service.gateway.dialects.answers import TextPart, WholeAnswer
 from rollout_service.gateway.dialects.base import (
     COMMENT,
     AnswerStream,
-    ErrorAnswer,
     describe_failure,
-    retry_after,
     sse,
 )
 from rollout_service.gateway.dialects.fields import parse_object, raw_call_text
@@ -192,9 +190,3 @@ def error_object(error: BaseException) -> dict[str, Any]:
     if isinstance(error, ContextOverflowError):
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.context_length} maximum"
     return {"type": _TYPES.get(HTTPStatus(status), "invalid_request_error"), "message": message}
-
-
-def error_answer(error: BaseException) -> ErrorAnswer:
-    status, _ = describe_failure(error)
-    body = orjson.dumps({"type": "error", "error": error_object(error)})
-    return ErrorAnswer(status, body, retry_after(error))

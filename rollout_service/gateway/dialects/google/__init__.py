@@ -10,9 +10,9 @@ import orjson
 from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects.answers import WholeAnswer
-from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel
+from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel, error_answer
 from rollout_service.gateway.dialects.google.requests import PARAMETERS, read_call
-from rollout_service.gateway.dialects.google.responses import CandidateStream, error_answer, whole_content
+from rollout_service.gateway.dialects.google.responses import CandidateStream, error_object, whole_content
 
 _METHODS = ("generateContent", "streamGenerateContent", "countTokens")
 
@@ -38,7 +38,7 @@ class GoogleCodec(DialectCodec):
         return whole_content(call, answers)
 
     def error(self, error: BaseException) -> ErrorAnswer:
-        return error_answer(error)
+        return error_answer(error, {"error": error_object(error)})
 
     def token_count(self, tokens: int) -> bytes:
         return orjson.dumps({"totalTokens": tokens})

@@ -22,12 +22,10 @@ from rollout_service.gateway.contract import (
     ReasoningDelta,
     TextDelta,
 )
-from rollout_service.gateway.dialects.answers import CallPart, TextPart, WholeAnswer
+from rollout_service.gateway.dialects.answers import CallPart, TextPart, WholeAnswer, summed_usage
 from rollout_service.gateway.dialects.base import (
     AnswerStream,
-    ErrorAnswer,
     describe_failure,
-    retry_after,
     sse,
 )
 from rollout_service.gateway.dialects.fields import parse_object, raw_call_text
@@ -102,17 +100,9 @@ class CandidateStream(AnswerStream):
 
 
 def whole_content(call: ModelCall, answers: Sequence[WholeAnswer]) -> bytes:
-    """Sum the usage of all candidates."""
     candidates = [_candidate(index, answer) for index, answer in enumerate(answers)]
-    costs = [answer.finish.usage for answer in answers]
-    cost = AnswerUsage(
-        prompt_tokens=costs[0].prompt_tokens,
-        cached_tokens=costs[0].cached_tokens,
-        sampled_tokens=sum(one.sampled_tokens for one in costs),
-        reasoning_tokens=sum(one.reasoning_tokens for one in costs),
-    )
     response = _response(call, candidates, answers[0].begin.turn_key)
-    return orjson.dumps(response | {"usageMetadata": usage(cost)})
+    return orjson.dumps(response | {"usageMetadata": usage(summed_usage(answers))})
 
 
 def _candidate(index: int, answer: WholeAnswer) -> dict[str, Any]:
@@ -186,8 +176,3 @@ def error_object(error: BaseException) -> dict[str, Any]:
         detail = {"@type": "type.googleapis.com/google.rpc.BadRequest", "fieldViolations": violations}
         told["details"] = [detail]
     return told
-
-
-def error_answer(error: BaseException) -> ErrorAnswer:
-    status, _ = describe_failure(error)
-    return ErrorAnswer(status, orjson.dumps({"error": error_object(error)}), retry_after(error))

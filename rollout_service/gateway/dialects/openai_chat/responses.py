@@ -22,7 +22,7 @@ from rollout_service.gateway.contract import (
     TextDelta,
     TokenLogprob,
 )
-from rollout_service.gateway.dialects.answers import CallPart, WholeAnswer
+from rollout_service.gateway.dialects.answers import CallPart, WholeAnswer, summed_usage
 from rollout_service.gateway.dialects.base import COMMENT, AnswerStream, error_object, sse
 from rollout_service.gateway.dialects.fields import custom_input
 
@@ -103,7 +103,6 @@ class ChatStream(AnswerStream):
 
 
 def whole_completion(call: ModelCall, answers: Sequence[WholeAnswer]) -> bytes:
-    """Sum the usage of all answers."""
     return orjson.dumps(
         {
             "id": f"chatcmpl-{answers[0].begin.turn_key}",
@@ -111,7 +110,7 @@ def whole_completion(call: ModelCall, answers: Sequence[WholeAnswer]) -> bytes:
             "created": int(time.time()),
             "model": call.model,
             "choices": [_choice(call, index, answer) for index, answer in enumerate(answers)],
-            "usage": usage(_sum_usage([answer.finish.usage for answer in answers])),
+            "usage": usage(summed_usage(answers)),
         }
     )
 
@@ -162,13 +161,3 @@ def usage(cost: AnswerUsage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": cost.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": cost.reasoning_tokens},
     }
-
-
-def _sum_usage(costs: Sequence[AnswerUsage]) -> AnswerUsage:
-    """Count the prompt once."""
-    return AnswerUsage(
-        prompt_tokens=costs[0].prompt_tokens,
-        cached_tokens=costs[0].cached_tokens,
-        sampled_tokens=sum(cost.sampled_tokens for cost in costs),
-        reasoning_tokens=sum(cost.reasoning_tokens for cost in costs),
-    )

@@ -8,14 +8,13 @@ import orjson
 
 from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import Dialect, ModelCall
-from rollout_service.gateway.dialects import base
 from rollout_service.gateway.dialects.answers import WholeAnswer
-from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel
+from rollout_service.gateway.dialects.base import OpenAICodec
 from rollout_service.gateway.dialects.openai_responses.requests import PARAMETERS, read_call
 from rollout_service.gateway.dialects.openai_responses.responses import ResponseStream, whole_response
 
 
-class ResponsesCodec(DialectCodec):
+class ResponsesCodec(OpenAICodec):
     dialect = Dialect.RESPONSES
     parameters = PARAMETERS
     bounded = BoundedFields(messages="input", tools="tools", schema="text.format")
@@ -29,14 +28,5 @@ class ResponsesCodec(DialectCodec):
     def whole(self, call: ModelCall, answers: Sequence[WholeAnswer]) -> bytes:
         return whole_response(call, answers[0])
 
-    def error(self, error: BaseException) -> ErrorAnswer:
-        return base.error_answer(error)
-
     def token_count(self, tokens: int) -> bytes:
         return orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens})
-
-    def models(self, models: Sequence[ListedModel]) -> bytes:
-        return base.model_list(models)
-
-    def model(self, model: ListedModel) -> bytes:
-        return base.model_body(model)

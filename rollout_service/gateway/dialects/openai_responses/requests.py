@@ -295,9 +295,9 @@ class ToolReader:
         self.declared: dict[str, DeclaredTool] = {}
         self._notes = notes
 
-    def read(self, fields: Fields, name: str = "tools") -> Iterator[ToolSpec]:
+    def read(self, fields: Fields) -> Iterator[ToolSpec]:
         """Leave out and name tools that cannot be offered."""
-        for tool in fields.objects(name):
+        for tool in fields.objects("tools"):
             yield from self._tool(tool, None)
 
     def _tool(self, tool: Fields, namespace: str | None) -> Iterator[ToolSpec]:
