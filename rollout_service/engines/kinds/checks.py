@@ -133,6 +133,7 @@ def top_logprobs(
     expect_length(rows, "top_logprobs", tokens)
     limit = math.inf if vocab_size is None else vocab_size
     expected = min(wanted, limit)
+    found = []
     for position, row in enumerate(rows):
         if not all(is_count(each.token_id) and each.token_id < limit for each in row):
             raise BackendProtocolError(
@@ -147,7 +148,8 @@ def top_logprobs(
         values = [logprob(each.logprob, f"a logprob of top_logprobs at {position}") for each in possible]
         if values != sorted(values, reverse=True):
             raise BackendProtocolError(f"top_logprobs at {position} does not begin with the likeliest token")
-    return [_possible(row) for row in rows]
+        found.append(possible)
+    return found
 
 
 def _possible(row: Sequence[TopLogprob]) -> list[TopLogprob]:

@@ -106,7 +106,11 @@ class HttpBackend(ABC):
             raise
         except BackendRejected as error:
             if request.sampling.json_schema is not None and _SCHEMA.search(str(error)):
-                raise self._schema_refused(error) from error
+                raise SchemaRefused(
+                    str(error).removeprefix(f"backend {self._id}: "),
+                    hint="Correct the schema, or use SGLang or vLLM if the engine does not constrain what it samples.",
+                    backend_id=self._id,
+                ) from error
             raise
         except BackendProtocolError:
             if on_tokens is not None:  # the answer may still be under way
@@ -140,13 +144,6 @@ class HttpBackend(ABC):
         generation = await self._sample(request, None)
         as_one_chunk(generation, on_tokens)
         return generation
-
-    def _schema_refused(self, error: BackendRejected) -> SchemaRefused:
-        return SchemaRefused(
-            str(error).removeprefix(f"backend {self._id}: "),
-            hint="Correct the schema, or use SGLang or vLLM if the engine does not constrain what it samples.",
-            backend_id=self._id,
-        )
 
     # ---- for subclasses
 

@@ -21,7 +21,7 @@ from rollout_service.engines.errors import PromptTooLong
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.episodes import ContextFullError, Policy, PolicyTurn
-from rollout_service.tokens import AssistantTurn, Conversation, ToolSpec
+from rollout_service.tokens import Conversation, ToolSpec
 
 INLINE_CHARS = 4_096
 """In a prompt; longer ones are rendered in a thread. This leaves at most 4 ms of work on the event loop; going to a
@@ -87,7 +87,7 @@ class PolicySession:
             generation.extras if generation.extras is not inference.NOTHING_RETURNED else None,
         )
         malformed = sum([call.error is not None for call in turn.tool_calls])
-        self._count(turn, generation, malformed)
+        self._usage = with_turn(self._usage, generation, tool_calls=len(turn.tool_calls), malformed=malformed)
         if generation.kept_kv_versions:
             self._kept_kv |= generation.kept_kv_versions
         self._turns.record(context, generation)
@@ -179,22 +179,23 @@ class PolicySession:
         )
         return self._last_sampling
 
-    def _count(self, turn: AssistantTurn, generation: inference.Generation, malformed: int) -> None:
-        usage = self._usage
-        self._usage = Usage(
-            turns=usage.turns + 1,
-            prompt_tokens=usage.prompt_tokens + generation.prompt_tokens,
-            cached_tokens=usage.cached_tokens + generation.cached_tokens,
-            sampled_tokens=usage.sampled_tokens + len(turn.output_ids),
-            tool_calls=usage.tool_calls + len(turn.tool_calls),
-            malformed_calls=usage.malformed_calls + malformed,
-        )
-
     def _context_full(self, prompt_tokens: int) -> ContextFullError:
         return ContextFullError(
             f"the prompt has {prompt_tokens} tokens, which leaves no room in a context of {self._context_length}",
             hint="Serve the model with a longer context, or lower `tool_output_chars` or `max_turns`.",
         )
+
+
+def with_turn(usage: Usage, generation: inference.Generation, *, tool_calls: int, malformed: int) -> Usage:
+    """Add a turn with so many calls, some of them malformed."""
+    return Usage(
+        turns=usage.turns + 1,
+        prompt_tokens=usage.prompt_tokens + generation.prompt_tokens,
+        cached_tokens=usage.cached_tokens + generation.cached_tokens,
+        sampled_tokens=usage.sampled_tokens + len(generation.output_ids),
+        tool_calls=usage.tool_calls + tool_calls,
+        malformed_calls=usage.malformed_calls + malformed,
+    )
 
 
 def without_secrets(policy: Policy, hidden: Collection[str]) -> Policy:

@@ -28,6 +28,7 @@ from rollout_service.base.errors import EnvironmentFailedError, ServiceError, wi
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import Generation
 from rollout_service.engines.errors import BackendRejected, InferenceError, PromptTooLong
+from rollout_service.engines.serving.session import with_turn
 from rollout_service.episodes import EpisodeLimits, UndrivenPolicy
 from rollout_service.gateway.bounds import in_thread
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
@@ -219,7 +220,9 @@ class GatewaySession(UndrivenPolicy):
             if is_read:
                 answer.end(events)
             self._note_turn(steps_before)
-            self._count(answer, generation)
+            self._usage = with_turn(
+                self._usage, generation, tool_calls=answer.tool_calls, malformed=answer.malformed_calls
+            )
         if is_read:
             return CallOutcome.ANSWERED
         answer.fail(RolloutEndedError())
@@ -299,17 +302,6 @@ class GatewaySession(UndrivenPolicy):
         if is_infrastructure and not is_requests_own:
             self._failure = self._failure or error
             self._failed.notify()
-
-    def _count(self, answer: LiveAnswer, generation: Generation) -> None:
-        usage = self._usage
-        self._usage = Usage(
-            turns=usage.turns + 1,
-            prompt_tokens=usage.prompt_tokens + generation.prompt_tokens,
-            cached_tokens=usage.cached_tokens + generation.cached_tokens,
-            sampled_tokens=usage.sampled_tokens + len(generation.output_ids),
-            tool_calls=usage.tool_calls + answer.tool_calls,
-            malformed_calls=usage.malformed_calls + answer.malformed_calls,
-        )
 
     # -- for the episode -------------------------------------------------------
 

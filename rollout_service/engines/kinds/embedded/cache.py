@@ -36,17 +36,11 @@ class PrefixCache:
 
     def match(self, ids: Sequence[int]) -> tuple[int, list[tuple[Array, Array]]]:
         """Return the length of the longest stored prefix of `ids`, and its KV in consecutive pieces."""
-        self._uses += 1
-        node, length = self._root, 0
+        length = 0
         pieces: list[tuple[Array, Array]] = []
-        while length < len(ids) and (child := node.children.get(ids[length])) is not None:
-            common = _common_prefix(child.ids, ids, length)
-            child.used = self._uses
+        for child, common in self._path(ids):
             pieces.append((child.keys[:, :, :common], child.values[:, :, :common]))
             length += common
-            if common < len(child.ids):
-                break
-            node = child
         return length, pieces
 
     def insert(self, ids: Sequence[int], keys: Array, values: Array, *, start: int = 0) -> None:
@@ -55,16 +49,10 @@ class PrefixCache:
         `keys` and `values` are `[layers, kv_heads, len(ids) - start, head_dim]` and are not copied. KV that is already
         stored stays. If the first `start` ids were evicted meanwhile, nothing is stored.
         """
-        self._uses += 1
         node, length = self._root, 0
-        while length < len(ids) and (child := node.children.get(ids[length])) is not None:
-            common = _common_prefix(child.ids, ids, length)
+        for child, common in self._path(ids):
+            node = child if common == len(child.ids) else self._split(child, common)
             length += common
-            child.used = self._uses
-            node = child
-            if common < len(child.ids):
-                node = self._split(child, common)
-                break
         if start <= length < len(ids):
             rest = slice(length - start, len(ids) - start)
             leaf = _RadixNode(tuple(ids[length:]), keys[:, :, rest], values[:, :, rest], node, self._uses)
@@ -79,6 +67,21 @@ class PrefixCache:
     def clear(self) -> None:
         self._root.children.clear()
         self.tokens = 0
+
+    def _path(self, ids: Sequence[int]) -> list[tuple[_RadixNode, int]]:
+        """Return the nodes along `ids`, which are used now, with the number of ids that each has of them."""
+        self._uses += 1
+        found: list[tuple[_RadixNode, int]] = []
+        node, length = self._root, 0
+        while length < len(ids) and (child := node.children.get(ids[length])) is not None:
+            common = _common_prefix(child.ids, ids, length)
+            child.used = self._uses
+            found.append((child, common))
+            length += common
+            if common < len(child.ids):
+                break
+            node = child
+        return found
 
     def _split(self, node: _RadixNode, at: int) -> _RadixNode:
         """Cut an edge in two, and return the upper part."""

@@ -199,7 +199,7 @@ class PoolController:
         self._weights.adopt(weights, KvHandling.FLUSHED)
         for handle in handles:
             handle.has_weights(weights.version)
-            self._weights.mark_known(handle.id)
+            self._weights.unknown.discard(handle.id)
         return self._outcome(FanOut(handles), changed=True, version=weights.version)
 
     def _addressed(self) -> list[BackendHandle]:
@@ -232,9 +232,9 @@ class PoolController:
         for handle, record in fan_out.records.items():
             if record.error is None:
                 handle.has_weights(weights.version)
-                self._weights.mark_known(handle.id)
+                self._weights.unknown.discard(handle.id)
             elif "load" in record.steps and _may_have_begun(weights, record.error):
-                self._weights.mark_unknown(handle.id)
+                self._weights.unknown.add(handle.id)
                 record.is_known = False
         return has_changed
 
@@ -247,14 +247,14 @@ class PoolController:
 
     def _take_out_failed(self, fan_out: FanOut, *, has_changed: bool) -> None:
         for handle, record in fan_out.records.items():
-            unusable = has_changed or self._weights.is_unknown(handle.id) or not record.can_be_told
+            unusable = has_changed or handle.id in self._weights.unknown or not record.can_be_told
             if record.error is not None and unusable:
                 self._registry.take_out(handle)
 
     def kept_kv(self, generation: Generation) -> Generation:
         """Keep, of the versions that could have sampled on KV of older weights, those loaded while it stayed in use."""
         could = generation.kept_kv_versions
-        return replace(generation, kept_kv_versions=self._weights.kept_kv(could)) if could else generation
+        return replace(generation, kept_kv_versions=self._weights.kept & could) if could else generation
 
     # ---- process groups
 

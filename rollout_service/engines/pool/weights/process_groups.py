@@ -5,6 +5,7 @@ group is used only while every backend in service is in it and none has left ser
 broadcast never ends if one of them does not take part.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -127,9 +128,7 @@ def buckets(weights: DistributedWeights) -> Iterator[DistributedWeights]:
     """Yield buckets in order, of about `bucket_bytes` with at least one tensor each."""
     start, size = 0, 0
     for index, (dtype, shape) in enumerate(zip(weights.dtypes, weights.shapes, strict=True)):
-        bytes_ = _ITEM_BYTES.get(dtype, 1)
-        for length in shape:
-            bytes_ *= length
+        bytes_ = _ITEM_BYTES.get(dtype, 1) * math.prod(shape)
         if index > start and size + bytes_ > weights.bucket_bytes:
             yield _part(weights, start, index)
             start, size = index, 0

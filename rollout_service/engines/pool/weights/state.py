@@ -51,14 +51,16 @@ class PoolWeights:
 
     def __init__(self) -> None:
         self.present: WeightSet | None = None
-        self._unknown: set[str] = set()
-        self._kept: frozenset[int] = frozenset()
+        self.unknown: set[str] = set()
+        """Backends in which a failed load may have left anything."""
+        self.kept: frozenset[int] = frozenset()
+        """Versions loaded while KV of older weights stayed in use."""
 
     def adopt(self, weights: WeightSet, kv: KvHandling) -> None:
         self.present = weights
-        self._kept -= {weights.version}
+        self.kept -= {weights.version}
         if kv is KvHandling.KEPT:
-            self._kept |= {weights.version}
+            self.kept |= {weights.version}
 
     def source_of(self, version: int) -> str:
         """Say where the weights came from; empty if that is unknown."""
@@ -72,36 +74,14 @@ class PoolWeights:
             case _:
                 return "the trainer"
 
-    def kept_kv(self, versions: frozenset[int]) -> frozenset[int]:
-        return self._kept & versions
-
     @property
     def external_version(self) -> int | None:
         return self.present.version if self.present is not None and self.present.is_external else None
 
-    def mark_unknown(self, backend_id: str) -> None:
-        """Record that a failed load may have left anything in it."""
-        self._unknown.add(backend_id)
-
-    def mark_known(self, backend_id: str) -> None:
-        self._unknown.discard(backend_id)
-
-    def is_unknown(self, backend_id: str) -> bool:
-        return backend_id in self._unknown
-
-    @property
-    def kept(self) -> frozenset[int]:
-        """Those loaded while KV of older weights stayed in use."""
-        return self._kept
-
-    @property
-    def unknown(self) -> frozenset[str]:
-        return frozenset(self._unknown)
-
     def replace(self, present: WeightSet | None, kept: Iterable[int], unknown: Iterable[str]) -> None:
         """Adopt another service's record."""
         self.present = present
-        self._kept, self._unknown = frozenset(kept), set(unknown)
+        self.kept, self.unknown = frozenset(kept), set(unknown)
 
     def plan_update(self, request: WeightsRequest, versions: Iterable[int]) -> WeightSet | None:
         """Return None if the pool has them; `versions` are those of the backends."""
@@ -128,7 +108,7 @@ class PoolWeights:
 
     async def bring_up_to_date(self, backend: Backend, version: int) -> int:
         """Load the weights unless the backend's `version` has them; return its version then."""
-        if self.present is None or (version == self.present.version and backend.id not in self._unknown):
+        if self.present is None or (version == self.present.version and backend.id not in self.unknown):
             self._refuse_unknown(backend)
             return version
         if isinstance(self.present.source, DistributedWeights):
@@ -138,11 +118,11 @@ class PoolWeights:
                 backend_id=backend.id,
             )
         await self.present.load(backend, KvHandling.FLUSHED)
-        self.mark_known(backend.id)
+        self.unknown.discard(backend.id)
         return self.present.version
 
     def _refuse_unknown(self, backend: Backend) -> None:
-        if backend.id in self._unknown:
+        if backend.id in self.unknown:
             raise BackendRejected(
                 "has unknown weights, because a load was interrupted",
                 hint="Load weights with POST /v1/weights, or restart the engine and register it again.",
