@@ -27,6 +27,7 @@ from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dial
 from rollout_service.live.contract import TurnRecord
 from rollout_service.live.detectors import texts_in
 from rollout_service.tokens import ChatRenderer, ToolSpec, TreePrompt, TreeTurn
+from rollout_service.tokens.trajectory import shared_length
 
 LIVE = CapturePolicy(trains=frozenset(SegmentRole))
 """All delivered turns are in `segments`; which of them are trained on is decided when a part is made."""
@@ -240,11 +241,7 @@ def _shared_messages(capture: TurnCapture, planned: PlannedTurn) -> int:
         # Those before the answer mean the same; a capture keeps them for the last turn only.
         return planned.match.begin - 1
     before = capture.turns[prompt.after.turn_id].messages if prompt.after is not None else ()
-    pairs = zip(before, planned.messages, strict=False)
-    return next(
-        (place for place, (one, other) in enumerate(pairs) if one != other),
-        min(len(before), len(planned.messages)),
-    )
+    return shared_length(before, planned.messages)
 
 
 def _pack(message: ClientMessage) -> dict[str, Any]:

@@ -293,8 +293,7 @@ class EpisodeSandboxes:
     async def snapshot(self, episode: Episode) -> Snapshot:
         """End the sandbox, and return its files for others to start from."""
         sandbox, self._owner = require_sandbox(episode.sandbox), _SETUP
-        for reached in sandbox.limits_reached:
-            self._tell(episode, sandbox, reached)
+        self._tell_limits(episode, sandbox)
         with waits_for(StepKind.SANDBOX_END, "snapshot", sandbox=sandbox.id):
             snapshot = await sandbox.snapshot()
         episode.sandbox = None
@@ -328,8 +327,7 @@ class EpisodeSandboxes:
         """Let the next sandbox take the place if the ticket is kept. Idempotent."""
         if self._episode is not None and self._episode.sandbox is not None:
             sandbox, self._episode.sandbox = self._episode.sandbox, None
-            for reached in sandbox.limits_reached:
-                self._tell(self._episode, sandbox, reached)
+            self._tell_limits(self._episode, sandbox)
             with waits_for(StepKind.SANDBOX_END, sandbox=sandbox.id):
                 await sandbox.close()
             if (activity := current_activity()) is not None:
@@ -338,18 +336,19 @@ class EpisodeSandboxes:
             ticket, self._ticket = self._ticket, None
             ticket.release()
 
-    def _tell(self, episode: Episode, sandbox: Sandbox, reached: LimitExceededError) -> None:
-        episode.notes.append(f"{self._owner}: {reached}")
-        if self._owner == _GRADER:
-            self._count_limit(reached.limit)
-        log.warning(
-            "a sandbox reached a limit",
-            rollout_id=self._label,
-            sandbox=sandbox.id,
-            of=self._owner,
-            limit=reached.limit,
-            why=str(reached),
-        )
+    def _tell_limits(self, episode: Episode, sandbox: Sandbox) -> None:
+        for reached in sandbox.limits_reached:
+            episode.notes.append(f"{self._owner}: {reached}")
+            if self._owner == _GRADER:
+                self._count_limit(reached.limit)
+            log.warning(
+                "a sandbox reached a limit",
+                rollout_id=self._label,
+                sandbox=sandbox.id,
+                of=self._owner,
+                limit=reached.limit,
+                why=str(reached),
+            )
 
     async def release(self) -> None:
         with anyio.CancelScope(shield=True):

@@ -331,17 +331,13 @@ def _results_of(turn: SavedTurn) -> list[Message]:
 @asynccontextmanager
 async def _compressed(path: Path) -> AsyncIterator[Callable[[bytes], Awaitable[object]]]:
     """Yield a function that appends in a thread."""
-    file = await anyio.to_thread.run_sync(_create, path)
+    file = await anyio.to_thread.run_sync(lambda: path.open("wb"))
     try:
         writer = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).stream_writer(file, closefd=False)
         yield lambda data: anyio.to_thread.run_sync(writer.write, data)
         await anyio.to_thread.run_sync(writer.close)
     finally:
         file.close()
-
-
-def _create(path: Path) -> BinaryIO:
-    return path.open("wb")
 
 
 def _read_head(path: Path) -> SavedWork:

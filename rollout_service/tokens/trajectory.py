@@ -174,7 +174,7 @@ class GrowingSegment:
         )
 
 
-def shared_length(before: Sequence[int], after: Sequence[int]) -> int:
+def shared_length(before: Sequence[object], after: Sequence[object]) -> int:
     pairs = enumerate(zip(before, after, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(before), len(after)))
 

@@ -6,7 +6,7 @@ is a failure of the infrastructure and ends the rollout.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.base.errors import EnvironmentFailedError
-from rollout_service.episodes import ContextFullError, Episode, Policy, PolicyTurn, require_sandbox
+from rollout_service.episodes import ContextFullError, Episode, PolicyTurn, require_sandbox
 from rollout_service.tokens import ToolSpec, tool_spec
 from sandboxes import ExecResult, LimitExceededError, Sandbox
 from sandboxes.errors import SandboxFileError
@@ -38,19 +38,13 @@ async def sample_turn(episode: Episode, messages: list[Message]) -> PolicyTurn |
             if save is None:
                 turn = await policy.respond(messages, max_tokens=most)
             else:
-                turn = await _respond_and_save(policy, messages, most, save)
+                async with open_task_group() as tasks:
+                    tasks.start_soon(save, name="save the sandbox")
+                    turn = await policy.respond(messages, max_tokens=most)
     except ContextFullError:
         return StopReason.CONTEXT_FULL
     episode.answer = turn.message.content or None
     return turn
-
-
-async def _respond_and_save(
-    policy: Policy, messages: list[Message], max_tokens: int, save: Callable[[], Coroutine[Any, Any, None]]
-) -> PolicyTurn:
-    async with open_task_group() as tasks:
-        tasks.start_soon(save, name="save the sandbox")
-        return await policy.respond(messages, max_tokens=max_tokens)
 
 
 def why_truncated(turn: PolicyTurn, episode: Episode) -> StopReason:

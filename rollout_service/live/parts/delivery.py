@@ -120,10 +120,6 @@ class PartDelivery:
             self._is_protected = True
         self._is_new = False
 
-    async def _give_back(self, parts: Sequence[PartRecord]) -> None:
-        for part in parts:
-            await self._store.give_back_part(part.session_id, part.part)
-
     async def _deliver(self, run: RunRecord, parts: Sequence[PartRecord]) -> int:
         if run.run_id not in self._reconciled:
             parts = [*await self._reconcile(run), *parts]

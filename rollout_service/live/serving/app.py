@@ -65,7 +65,6 @@ class LiveApp(GatewayApp):
         super().__init__(GatewaySessions(), settings, metrics, bodies)
         self._served = served
         self._hold_seconds = hold_seconds
-        self._keep_alive_seconds = settings.keep_alive_seconds
 
     def knows(self, key: str) -> bool:
         return self._served.knows(key)
@@ -92,7 +91,7 @@ class LiveApp(GatewayApp):
             codec,
             call,
             answers,
-            self._keep_alive_seconds,
+            self._settings.keep_alive_seconds,
             head_seconds=self._hold_seconds + _HEAD_MARGIN,  # so that a refusal has a status of its own
             headers=[(b"x-rollout-recorded", _recorded(answers))],
         )
