@@ -1,9 +1,9 @@
-"""Tiny policies that ship with the service, for demos and tests; they were made with `training/`.
+"""Tiny policies that ship with the service, for demos and tests: Qwen3 models of under a million parameters.
 
-`calc-tuned` solves the environment `calc` almost always; `calc-base` solves it about every second time, which makes its
-groups worth training on. `parl-base` is for `pointers` and `split`: an orchestrator that mostly does everything itself,
-and its own sub-agent. `live-base` is for live sessions: it answers a user's short questions, with endings by chance.
-All are Qwen3 models with fewer than a million parameters.
+They were made with `training/`. `calc-tuned` solves the environment `calc` almost always; `calc-base` about every
+second time, which makes its groups worth training on. `parl-base` is an orchestrator for `pointers` and `split` that
+mostly does everything itself, and its own sub-agent. `live-base` answers a live session's short questions, with endings
+by chance.
 """
 
 from __future__ import annotations

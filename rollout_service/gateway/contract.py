@@ -1,7 +1,7 @@
 """A client's call and its answer in one form for every dialect: the types that `dialects`, `capture` and `app` share.
 
-A dialect reads a request into a `ModelCall` and writes `AnswerEvent`s as its own body or stream. Capture finds the
-recorded turn that a call continues, and turns sampled ids into events. Neither knows the other.
+A dialect reads a request into a `ModelCall` and writes `AnswerEvent`s. Capture finds the recorded turn that a call
+continues, and turns sampled ids into events. Neither knows the other.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ class Dialect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClientToolCall:
-    """A tool call in a client's history."""
-
     id: str | None
     """Ours; None from clients that leave ids out."""
     name: str

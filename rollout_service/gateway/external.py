@@ -1,7 +1,7 @@
 """Agents outside: rollouts whose agent is a program of the caller's, which reports its end over the API.
 
-The environment's `init` and `evaluate` are as ever, unless the program reports a reward. The report of an attempt that
-is over is refused, so a program that outlives its attempt cannot end the next one.
+The environment's `init` runs as ever, and so does `evaluate` unless the program reports a reward. A report of an
+attempt that is over is refused, so a program that outlives its attempt cannot end the next one.
 """
 
 from __future__ import annotations

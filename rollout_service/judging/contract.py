@@ -1,8 +1,7 @@
 """The contract of a judge: a rubric and a text in, a judgment out.
 
-A judgment rests on verdicts that the model gave. A call that failed, took too long or gave no verdict that can be read
-is an error with its cause, and never a value. Errors of inference and of tokens (`InferenceError`, `TokenError`) are
-raised as they are.
+A judgment rests on verdicts that the model gave. A call that failed, took too long or gave no readable verdict is an
+error with its cause, and never a value. `InferenceError` and `TokenError` are raised as they are.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ class PoolJudge(Judge):
         return judgment
 
     async def _remembered(self, rubric: Rubric, messages: Sequence[Message], model: str) -> tuple[Judgment, bool]:
-        """Return a judgment, and whether it was made before."""
         prompt_hash = _hash(*(message.content for message in messages))
         return await self._cache.get(
             _hash(model, rubric.digest, prompt_hash),

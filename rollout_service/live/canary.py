@@ -1,8 +1,8 @@
 """Which pool serves a new session, while a share of them tries a candidate for a pool's weights.
 
 A session stays with the pool that it began in; the same session gets the same answer while nothing is changed; raising
-the share moves no session back. A change is on disk before it has an effect. Which pool a candidate was for is known
-after its removal too, so that the turns that it served still reach the runs of that pool.
+the share moves no session back. A change is on disk before it has an effect. A removed candidate is remembered with its
+pool, so that the turns that it served still reach that pool's runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Remembers which texts of a conversation were not to be stored, so that no later turn stores them.
 
 A client sends its whole history with each request, so a turn that agrees may bring the text of one that did not. Such
-texts are known again by keyed hashes of messages and of their paragraphs, since clients edit and join messages.
-
-Nothing can be read from the hashes without the key, which is the node's salt. Where some of them are not known, a turn
-is stored only if its history is that of stored turns.
+texts are known again by keyed hashes of messages and of their paragraphs, since clients edit and join messages. The key
+is the node's salt, without which nothing can be read from them. Where some of them are not known, a turn is stored only
+if its history is that of stored turns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Detectors: the search for secrets and personal data in texts before they are stored.
 
-Findings are counted by their kind, and leave this module in no other form. The built-in detectors take time linear in
-the length of a text, whatever it is, and look at it in windows, so that other threads get their turn. A plug-in that
-fails counts as a find: a text that could not be searched is not taken for a clean one.
+Findings leave this module only as counts by kind. The built-in detectors take time linear in the length of any text,
+and look at it in windows, so that other threads get their turn. A plug-in that fails counts as a find: a text that
+could not be searched is not taken for a clean one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The metrics of live sessions: the funnel from a served turn to a batch, and the delays on the way.
 
-The turns that were delivered, dropped and that wait add up to those that were served, since all of them are read at
-once. No text of a session becomes a label or a value.
+Turns delivered, dropped and waiting add up to those served, since all are read at once. No text of a session becomes a
+label or a value.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A turn is in the store before its last event can leave, or its client gets an error instead. Nothing of a request
 without consent is stored, nor of a later one whose history has something of it, nor of a turn in which a detector finds
-something; such turns are counted. What followed an answer is set when the next request arrives, and waits for nothing.
+something; such turns are counted. What followed an answer is set when the next request arrives.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class SessionRecorder:
     calls: int = 0
 
     async def planned(self, call: ModelCall, planned: PlannedTurn) -> LiveTurn:
-        """Return the recorder of the turn."""
         kind = self._kind(call, planned)
         is_recorded = self._agrees(call) and await self.consent.allows(planned)
         self._note_echo(planned)

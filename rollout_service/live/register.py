@@ -1,6 +1,6 @@
 """The records of live sessions at one node, how many of them are open, and their users as hashes.
 
-A session is refused while as many are open as the settings allow, those of before a restart included.
+A session is refused while as many are open as the settings allow, also of before a restart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Recorded turns as bytes, and a session's capture anew from them.
 
-A rebuilt capture has the same trajectory as the one that was encoded, id for id and bit for bit, and continues
-conversations as that one would. A turn is stored without the parts that it shares with the one that it extends or
-follows, so a session's size grows with its new parts. A turn without a body keeps its id, and nothing else.
+A rebuilt capture has the same trajectory as the encoded one, id for id and bit for bit, and continues conversations as
+that one would. A turn is stored without the parts that it shares with the one that it extends or follows. A turn
+without a body keeps its id, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The agents' artifacts on their way to the graders' sandboxes: archives in unnamed temporary files.
 
 Archives are streamed and never unpacked on the host. Before one is unpacked in a sandbox, each of its entries is
-checked to stay within its own path. A crash leaves nothing of them behind. All of them together take no more of the
-host's temporary disk than the budget.
+checked to stay within its own path. A crash leaves nothing of them behind. Together they take no more of the host's
+temporary disk than the budget.
 """
 
 from __future__ import annotations

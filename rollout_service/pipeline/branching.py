@@ -1,7 +1,7 @@
 """Branches: rollouts that play the first turns of an earlier one again, then go their own way.
 
-The ids, log-probabilities and versions of the earlier turns are those of the rollout that sampled them. The first turn
-that is sampled answers the very prompt that it had there; a rollout whose tools give another one fails.
+The ids, log-probabilities and versions of the earlier turns are those of the rollout that sampled them. The first new
+turn answers the very prompt that it had there; a rollout whose tools give another one fails.
 """
 
 from __future__ import annotations

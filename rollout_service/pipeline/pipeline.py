@@ -1,11 +1,10 @@
 """The pipeline: leases rollouts, sends them through the stages, and hands back those that have not ended.
 
-Guarantees:
 - Every lease is settled exactly once, as completed, failed, cancelled, or queued again for another attempt.
 - A rollout is never worked on twice at a time, even if the store cannot be written for longer than a lease.
 - If the store has lost its last writes, as in a failover, rollouts that it no longer knows as leased are dropped, and
-  those that it believes are held here but are not at work are queued again.
-- A rollout begins only while its pool has a backend in service, and that of its sub-agents too. Waiting for one uses no
+  those that it believes to be at work here but are not are queued again.
+- A rollout begins only while its pool and that of its sub-agents have a backend in service. Waiting for one uses no
   attempt and counts against no deadline.
 - Only failures that may pass are retried, within a budget.
 - A rollout that was interrupted continues from its last saved turn, or begins anew without using an attempt.

@@ -1,11 +1,10 @@
 """Setups that rollouts share: the first of an instance prepares its files, and all start from a snapshot of them.
 
-Guarantees:
-- One rollout prepares a setup, and the others that need it wait, which counts against no deadline. If it fails or is
-  cancelled, those that waited prepare their own sandboxes, as they would without sharing.
+- One rollout prepares a setup, and the others wait, which counts against no deadline. If it fails or is cancelled,
+  those that waited prepare their own sandboxes, as without sharing.
 - A setup from which a sandbox did not start is not used again.
-- A snapshot is closed once nobody has used it for a while, sooner if the host is under pressure or if there are many
-  or large ones, at the latest with `running`. Sandboxes that started from it keep their files.
+- A snapshot is closed once nobody has used it for a while, sooner if the host is under pressure or there are many or
+  large ones, at the latest with `running`. Sandboxes that started from it keep their files.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """A stage: a bounded queue in front of a number of workers.
 
-Guarantees:
 - At most `workers` rollouts are worked on, and at most `places` wait for a worker.
 - A rollout keeps the worker of the previous stage until it has a place here, so a full queue holds up the stages before
   it and drops nothing.
 - Places and workers are granted in order of arrival.
 - A cancellation at any point gives back everything the rollout held.
-- The deadline is absolute and starts with the work, so time in a queue counts against no deadline.
+- The deadline starts with the work, so time in a queue counts against none.
 """
 
 from __future__ import annotations
@@ -117,7 +116,6 @@ class StageLimiter:
         return not (self.places.in_use or self.workers.in_use)
 
     def resize(self, *, places: int, workers: int) -> None:
-        """Take no place or worker from a rollout that holds one."""
         self.places.resize(places)
         self.workers.resize(workers)
 

@@ -1,8 +1,7 @@
 """The engines, slots and sandboxes of one episode's sub-agents; implements `episodes.SubagentHost`.
 
-Sub-agents take no place of the pipeline's stages, so an agent that waits for them holds up none of them; a sandbox of
-their own is admitted as a grader's is, from a reserved place, since an agent that has one may wait for it; `close`
-frees the pool's resources for the episode.
+Sub-agents take no place of the pipeline's stages, so an agent that waits for them holds up none. A sandbox of their own
+is admitted from a place reserved as for graders, since an agent that has one may wait for it.
 """
 
 from __future__ import annotations

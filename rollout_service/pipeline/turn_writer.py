@@ -1,8 +1,8 @@
 """Saves the turns of all rollouts in the background, so that no turn waits for the store.
 
 `add` returns at once; turns are saved in the order in which they were made, many in one write; memory is bounded. A
-turn that cannot be saved costs no rollout anything but the chance to continue from it. A shard of the store that fails
-holds up the turns of its own rollouts alone.
+turn that cannot be saved costs its rollout only the chance to continue from it. A shard of the store that fails holds
+up the turns of its own rollouts alone.
 """
 
 from __future__ import annotations

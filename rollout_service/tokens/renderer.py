@@ -1,12 +1,12 @@
 """Messages to token ids and back, in a model's own chat format.
 
-With `formats`, the only module that uses the `renderers` library. It guarantees that
+With `formats`, the only module that uses the `renderers` library.
 
-- `bridge` returns ids that start with exactly those of the previous prompt and output, or None;
+- `bridge` returns ids that start with exactly those of the previous prompt and output, or None.
 - `parse` never raises, whatever the ids, tells well-formed tool calls from malformed ones, and keeps the sampled text
-  of their arguments, white space and types included;
-- no text of a message becomes a control token, whatever it looks like: a tool's output cannot end its own turn. In a
-  system message, which the environment's author writes, this holds only for tokens marked as special.
+  of their arguments, white space and types included.
+- No text of a message becomes a control token: a tool's output cannot end its own turn. In a system message, which the
+  environment's author writes, this holds only for tokens marked as special.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Finds the tags of calls among the tokens of a turn in linear time.
 
-renderers 0.1.12 decodes a turn from its start once for each of its tokens: in the format of DeepSeek V4, a turn with 50
-calls took 3 s, one with 200 took 43 s, on the event loop. The function here stands in for the library's until that is
-linear.
+renderers 0.1.12 decodes a turn from its start once for each of its tokens: for DeepSeek V4, a turn with 50 calls took 3
+s, one with 200 took 43 s, on the event loop. This function stands in for the library's until that is linear.
 """
 
 from __future__ import annotations

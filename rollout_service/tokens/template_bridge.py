@@ -10,7 +10,7 @@ may follow the sampled ids if and only if these texts prove that
 - the new messages are after the closing token, and nowhere else;
 - the closing token is the one that the policy sampled, unless its turn was cut off.
 
-Otherwise there is no bridge, and the caller begins a new segment.
+Otherwise the caller begins a new segment.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The turns of one rollout as a tree, in token ids: conversations that share beginnings. Pure and synchronous.
 
-Where `Conversation` is one lane, here a turn may be continued several times, by parallel calls, retries and agents that
-an agent starts. The prompt of a turn that extends another starts with exactly the ids of that turn's prompt and output,
-and only the new messages are rendered. In the trajectory each sampled token is in one segment, with mask 1 there; other
-segments that contain it hold it as context.
+Unlike in a `Conversation`, a turn may be continued several times, by parallel calls, retries and agents that an agent
+starts. The prompt of a turn that extends another starts with exactly the ids of that turn's prompt and output, and only
+the new messages are rendered. In the trajectory each sampled token is in one segment, with mask 1 there; other segments
+that contain it hold it as context.
 """
 
 from __future__ import annotations

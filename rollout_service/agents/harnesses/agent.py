@@ -1,8 +1,8 @@
 """Runs a program in the sandbox as the agent; the gateway answers and records its calls.
 
-The program reaches the gateway at its sandbox's own loopback, with a key that is good for this episode alone; its exit
-code and the end of its output are kept, however it ended; a program that made no call is a failure of the environment,
-never a score.
+The program reaches the gateway at its sandbox's own loopback, with a key for this episode alone. Its exit code and the
+end of its output are kept, however it ended. A program that made no call is a failure of the environment, never a
+score.
 """
 
 from __future__ import annotations
@@ -233,8 +233,6 @@ def _literal(value: Any) -> Any:
 
 
 def _json_writer(key: str, table: Callable[[McpSettings], dict[str, Any]]) -> Writer:
-    """Make a writer of JSON settings that have a table of each server, by name, at `key`."""
-
     def write(text: str, servers: Servers) -> str:
         tables = {server.name: _literal(table(server)) for server in servers}
         return json.dumps({**json.loads(text or "{}"), key: tables}, indent=2)

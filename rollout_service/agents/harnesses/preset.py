@@ -1,7 +1,7 @@
 """How a program is started as an agent: its command, variables and files, as data.
 
-A value of a task or of a rollout reaches the program as one argument, one variable or the text of one file,
-never through a shell; a placeholder that does not exist is refused when the preset is read.
+A value of a task or a rollout reaches the program as one argument, variable or file, never through a shell; an unknown
+placeholder is refused when the preset is read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The known harnesses: the presets of this package, and those of plug-ins.
 
-A plug-in names a TOML file, in the form of `presets/codex.toml`, with an entry point of the group
-`rollout_service.harnesses` that is a `pathlib.Path` or a function that returns one. Every function raises a
-`ConfigurationError` for a harness that is not known, and for a preset that is not valid; the message names the key at
-fault.
+An entry point of the group `rollout_service.harnesses` is a `pathlib.Path` of a TOML file in the form of
+`presets/codex.toml`, or a function that returns one. For an unknown harness or an invalid preset, every function raises
+a `ConfigurationError` that names the key at fault.
 """
 
 from __future__ import annotations

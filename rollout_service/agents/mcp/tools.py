@@ -1,7 +1,7 @@
 """The tools of an environment's MCP servers, as the built-in agent offers them.
 
-Names are those of their servers with the server's name before them, so they are unique; a schema goes to the policy as
-it is; a result is text within the environment's limit, with a note on anything left out.
+The server's name precedes a tool's, so names are unique; a schema goes to the policy as it is; a result is text within
+the environment's limit, with a note on anything left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How messages get to a server and back: over the pipes of a program in the sandbox, or by HTTP from inside it.
 
-A message has a largest size; messages that answer nothing which was asked are dropped; requests of the server are
-refused, except `ping`. Whoever calls sets the deadline, and may leave at it: late messages are dropped.
+A message has a largest size; messages that answer nothing, or come after the caller's deadline, are dropped; requests
+of the server are refused, except `ping`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Runs the calls of an agent that may hand on work.
 
 The order within one turn is that of open reproductions of PARL, so that its results do not depend on who ends first:
-
-1. every `create_subagent`, in the order of the calls;
-2. every `assign_task`, and every call of a tool that may run in parallel, all at once; if there are more assigned tasks
-   than may run at the same time, the next wave begins when the last has ended;
-3. the calls of the other tools, one after another.
+every `create_subagent`, in the order of the calls; then every `assign_task` and every call that may run in parallel, in
+waves of as many assigned tasks as may run at the same time; then the other calls, one after another.
 
 Results are in the order of the calls. In a turn with the final answer, no task is assigned. A sub-agent ends before the
 turn that started it, however that ends.

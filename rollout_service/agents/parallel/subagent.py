@@ -1,10 +1,9 @@
 """One task that is assigned to a sub-agent: the same agent loop, against a frozen pool.
 
-Guarantees:
 - It sees its system prompt and its task, and nothing of its parent's conversation; its parent sees its result alone.
 - None of its tokens has mask 1.
 - A failure of its engine or its own sandbox is retried alone; if it stays, the rollout fails, and no text blames the
-  policy. What the sub-agent itself did wrong is a result that is not valid, with the reason.
+  policy. What the sub-agent itself did wrong is an invalid result, with the reason.
 - It is in the tree however it ends, with its costs.
 """
 

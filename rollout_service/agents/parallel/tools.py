@@ -38,7 +38,6 @@ ASSIGN_SPEC = _tool(
 
 
 def marked_result(text: str) -> str | None:
-    """Return the last marked block, or None."""
     blocks = _RESULT.findall(text)
     return blocks[-1].strip() if blocks else None
 

@@ -1,7 +1,7 @@
 """The tree of one rollout: its sub-agents as they begin and end, and their costs.
 
-A sub-agent is in `Episode.nodes` from the moment it begins, whatever ends the rollout; the versions that serve
-sub-agents do not change within a rollout, or it fails.
+A sub-agent is in `Episode.nodes` from the moment it begins, whatever ends the rollout. The rollout fails if the
+versions that serve its sub-agents change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The built-in tools, by name. The sessions, single files and the end are here; the others have modules of their own.
 
-A result is the output of the command or the code without its last newline, followed by notes in square brackets: a
-nonzero exit code, a time limit that was reached, missing output. The whole is no longer than the environment's limit,
-and no note is cut.
+A result is the output without its last newline, followed by notes in square brackets: a nonzero exit code, a reached
+time limit, missing output. The whole is within the environment's limit, and no note is cut.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The tool `str_replace_editor`: view, create and change a file by one of five commands, as many policies know it.
 
-`read`, `write` and `edit` do the same in three small tools. This one adds line numbers, insertion and undo.
-
-A file is changed completely or not at all; the history for `undo_edit` is bounded for each episode, and is lost with
-it; a view that leaves lines out says so, with the argument that shows them.
+It adds line numbers, insertion and undo to `read`, `write` and `edit`. A file is changed completely or not at all; the
+history for `undo_edit` is bounded, and ends with the episode; a view that leaves lines out says which argument shows
+them.
 """
 
 from __future__ import annotations

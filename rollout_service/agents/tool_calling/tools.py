@@ -187,7 +187,6 @@ def _lean(value: Any, *, named: bool = False) -> Any:
 
 
 def explain(error: ValidationError) -> str:
-    """Explain the errors in arguments to the policy."""
     parts = []
     for item in error.errors(include_url=False, include_input=False):
         name = ".".join(str(part) for part in item["loc"])

@@ -1,7 +1,7 @@
 """The tool `browse`: a page as text, fetched from inside the agent's sandbox.
 
-Pages come through the sandbox's network and its list of hosts, never from the service's own network; a page that cannot
-be fetched or read is explained to the policy; size, time and redirects are bounded.
+Pages come through the sandbox's network and its list of hosts, never from the service's own network. A page that cannot
+be fetched or read is explained to the policy. Size, time and redirects are bounded.
 """
 
 from __future__ import annotations

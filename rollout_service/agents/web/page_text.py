@@ -1,6 +1,6 @@
 """The text of an HTML page, for a policy: one pass over the source, in time that grows with its length alone.
 
-This is not a parser. It keeps the parts that a reader needs: text, headings, list items, links and their addresses.
+It is not a parser, and keeps only text, headings, list items, links and their addresses.
 """
 
 from __future__ import annotations

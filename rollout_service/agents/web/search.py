@@ -1,7 +1,7 @@
 """The tool `search`: results of a search service that the environment names, as titles, addresses and excerpts.
 
-Queries go to that one address and nowhere else, redirects included; its key reaches neither the policy nor the sandbox;
-size and time are bounded; a service that fails is a failure of the rollout, never an empty result.
+Queries go to that one address, never elsewhere by a redirect; its key reaches neither the policy nor the sandbox; size
+and time are bounded; a service that fails is a failure of the rollout, never an empty result.
 """
 
 from __future__ import annotations

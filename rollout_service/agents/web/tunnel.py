@@ -1,10 +1,8 @@
 """HTTP from inside a sandbox, whatever its image has: connections are made there, and the service speaks over them.
 
 A bash in the sandbox opens each connection, to the egress proxy or to a server inside, and copies bytes between it and
-its pipes. The service speaks HTTP and TLS over them.
-
-No connection is made from the service's own network; where the sandbox has a list of hosts, its egress proxy decides on
-each of them; everything that arrives is bounded by the caller.
+its pipes; the service speaks HTTP and TLS over them. None is made from the service's own network. The egress proxy
+decides on each where the sandbox has a list of hosts. The caller bounds everything that arrives.
 """
 
 from __future__ import annotations

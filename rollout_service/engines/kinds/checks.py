@@ -1,8 +1,8 @@
 """Checks of engines' answers, whatever the protocol.
 
 Each function returns the value in the project's terms or raises BackendProtocolError: nothing is padded or repaired. An
-extra that was asked for (top-k or prompt logprobs, routed experts) is complete, with one entry per token, or the answer
-is refused: with ExtraUnsupported if the engine leaves it out.
+extra that was asked for is complete, with one entry per token, or the answer is refused: with ExtraUnsupported if the
+engine leaves it out.
 """
 
 import base64

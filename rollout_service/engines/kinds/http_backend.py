@@ -1,8 +1,8 @@
 """The base of all backends over HTTP: connections, calls, and aborts.
 
-A call that is cancelled or times out, or whose stream cannot be trusted, aborts its request in the engine
-before it returns; an answer is JSON or an error that names engine, route and status; a prompt that leaves no room for
-its budget is never sent.
+A call that is cancelled or times out, or whose stream cannot be trusted, aborts its request in the engine before it
+returns. An answer is JSON, or an error that names engine, route and status. A prompt that leaves no room for its budget
+is never sent.
 """
 
 import asyncio

@@ -2,12 +2,11 @@
 
 httpx's pool takes time that grows with the square of its connections, and aiohttp a fifth of a turn's CPU time.
 
-An answer is complete, of the length that the engine stated, and within the size limit, or it is an error. Events are
-passed on as they arrive, and none after the call has ended. A connection carries one request at a time, and is reused
-only after a complete answer and within `REST_SECONDS`. A request whose reused connection is lost before a byte of the
-answer came is sent once more on a new one, since the engine may have closed it meanwhile. A cancelled call closes its
-connection, which the engine sees. A connection that is established too late is closed, and `close` waits no longer than
-`CLOSE_SECONDS`.
+An answer is complete, of the stated length and within the size limit, or an error. Events are passed on as they arrive,
+and none after the call has ended. A connection carries one request at a time, and is reused only after a complete
+answer and within `REST_SECONDS`; if a reused one is lost before a byte of the answer came, the request is sent once
+more, since the engine may have closed it meanwhile. A cancelled call closes its connection, which the engine sees. A
+connection that is established too late is closed, and `close` waits no longer than `CLOSE_SECONDS`.
 """
 
 import asyncio

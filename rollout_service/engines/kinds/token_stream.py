@@ -1,7 +1,7 @@
 """The chunks of one streamed answer, checked one by one, delivered, and joined.
 
-A token is delivered once, after its own checks, with its logprob; the last chunk is delivered only after the checks of
-the whole answer, so that an answer that breaks off never delivers a token that ends it.
+A token is delivered once, after its own checks, with its logprob; the last chunk only after those of the whole answer,
+so that an answer that breaks off never delivers a token that ends it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs an engine as a child process: starts it, waits until it serves, and always ends it.
 
 The child has its own session. Leaving the context ends its whole process group with SIGTERM and, after a grace period,
-SIGKILL, even if the body fails or is cancelled. A failed start raises an error with the end of the child's log, a file
-that is deleted with the context.
+SIGKILL, even if the body fails or is cancelled. A failed start raises an error with the end of the child's log, which
+is deleted with the context.
 """
 
 from __future__ import annotations

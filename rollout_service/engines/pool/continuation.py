@@ -1,13 +1,12 @@
 """One turn from one or more engine calls: an interruptible generation.
 
-An engine may end a request early, because of an abort for a weight update or because its machine died. `Continuation`
-asks for the rest. It never samples a token twice or exceeds the budget: however often a request for N tokens is
-interrupted, the result is that of one request for N tokens. Streamed tokens are kept even if the answer breaks off.
-Only text constrained by a JSON schema begins anew, because an engine cannot go on in the middle of it; it is delivered
-at its end.
+An engine may end a request early, because of a weight update or because its machine died; `Continuation` asks for the
+rest. It never samples a token twice or exceeds the budget: an interrupted request for N tokens has the result of one
+that was not. Streamed tokens are kept even if the answer breaks off. Only text constrained by a JSON schema begins
+anew, because an engine cannot go on in the middle of it; it is delivered at its end.
 
-Where an answer was interrupted at the possible beginning of a stop string, the engine would not find the string. So the
-next attempt is for as many tokens as may complete it, and is delivered once it has ended.
+An engine would not find a stop string at whose possible beginning the answer was interrupted. So the next attempt is
+for as many tokens as may complete it, and is delivered once it has ended.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The path of one request through a pool: held, sent, repeated elsewhere.
 
 When a backend fails a request, it continues elsewhere from the tokens already delivered; none is lost, sampled twice or
-delivered twice, and the caller sees one answer. While the pool is paused, requests wait here up to a time limit, and
-none is refused before. Beyond the pool's limits on concurrency, the oldest rollout's request is next: finishing
-rollouts before others begin keeps the number of open ones small.
+delivered twice, and the caller sees one answer. While the pool is paused, requests wait up to a time limit. Beyond the
+pool's limits on concurrency, the oldest rollout's request is next, which keeps the number of open rollouts small.
 """
 
 from __future__ import annotations

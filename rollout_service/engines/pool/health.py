@@ -1,6 +1,6 @@
 """Health checks of a pool's backends, by probes and by failed requests.
 
-A backend that stops answering leaves service within a few probes, and its open requests move elsewhere; it comes back
+A backend that stops answering leaves service within a few probes, and its open requests move elsewhere. It comes back
 after several successful probes, with the pool's weights and pause state.
 """
 

@@ -1,8 +1,8 @@
-"""A pool of backends that serve one policy.
+"""A pool of backends that serve one policy; its parts state their guarantees.
 
-`registry` knows the backends, `health` takes them out of service and brings them back, `StallDetector` ends calls that
-make no progress, `dispatch` sends each request where `routing` decides, and `weights.controller` runs the commands that
-go to all backends. They state the guarantees.
+`registry` knows the backends, `health` takes them out of service and brings them back, `StallDetector` ends calls
+without progress, `dispatch` sends each request where `routing` decides, and `weights.controller` runs the commands to
+all.
 """
 
 import time

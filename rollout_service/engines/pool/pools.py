@@ -107,7 +107,6 @@ class Pools:
         return [view for name in self.names() for view in self._pools[name].views()]
 
     def version_changes(self) -> dict[str, int]:
-        """Return `BackendPool.version_changes` by pool."""
         return {name: pool.version_changes for name, pool in self._pools.items()}
 
     async def register(

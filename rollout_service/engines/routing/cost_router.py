@@ -7,25 +7,23 @@ The cost of a request on an engine is the sum of
   request that the engine works on, now or on average, since reading a prompt delays all of them;
 - *move*: zero on the rollout's own engine; elsewhere a part of a turn, so that rollouts do not move for a small gain;
 - *contention*: how much this rollout and the others assigned to the engine are expected to slow each other, in this
-  turn or, for a rollout that is not assigned yet, in all its turns. A rollout that waits for a tool counts, because it
-  will return.
+  turn or, for a rollout that is not assigned yet, in all its turns. One that waits for a tool counts, since it will
+  return.
 
 The first rollout with a prompt decides where its group goes, so the contention of all samples counts, and those to come
-are expected there from then on. A further sample of a group only counts what an engine has well beyond its fair share:
-below that, engines fill with the next groups wherever it goes.
+are expected there. A further sample only counts what an engine has well beyond its fair share: below that, engines fill
+with the next groups wherever it goes. So turns stay where their prefix is, groups stay together unless they are larger
+than an engine's share, and a rollout moves once its engine is so busy that reading the prompt again elsewhere is
+quicker.
 
-Several nodes may route to the same engines, each for itself. The work of the others shows in the engines' own reports,
-and counts like this node's. As the samples of a group may run on several nodes, a new rollout is expected to find part
-of its prompt on the engine that all nodes try first for it (`rank`): the larger the part of the work that others
-sent, the likelier one of them has been there.
+Several nodes may route to the same engines, each for itself; the engines' own reports show the work of the others. As
+the samples of a group may run on several nodes, a new rollout is expected to find part of its prompt on the engine that
+all nodes try first for it (`rank`): the larger the part of the work that others sent, the likelier one of them was
+there.
 
-The turns of a rollout therefore stay where their prefix is, since any other engine would have to read all of it again.
-The samples of a group share an engine, unless the group is larger than an engine's share. A rollout moves once
-its engine is so much busier that reading the prompt again elsewhere is quicker.
-
-The router learns the engines' prefix caches and rates, and the length of rollouts; see `engine_model` and
-`workload`. A decision takes time that grows with the logarithm of the prompt's length and with the
-number of candidates; only the tokens that a conversation gained are hashed.
+`engine_model` and `workload` learn the engines' prefix caches and rates and the length of rollouts. A decision takes
+time that grows with the logarithm of the prompt's length and the number of candidates; only the tokens that a
+conversation gained are hashed.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Averages over the rollouts of a pool, and the groups whose samples begin with one prompt.
 
-The averages start as guesses and follow the observations. The samples of a group come one by one. From the first one
-on, the others are expected where it is, so the next group goes to another engine although most of this one are to come.
+The averages start as guesses and follow the observations. From the first sample of a group on, the others are expected
+where it is, so the next group goes to another engine although most of this one are to come.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Backends that are to be registered and may not answer yet.
 
-Registering one is tried until it works, fails for a reason that does not pass, or is given up; the reason why a backend
-is not there yet, or never will be, is kept.
+Registering one is tried until it works, fails for a reason that does not pass, or is given up; why it is not there yet,
+or never will be, is kept.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Serves each policy: the engines of its pool, and the tokenizer and chat format that they share.
 
-A backend is in service only if the service can also turn messages into ids for it. Registered backends are registered
-again after a restart; one that does not answer is retried until it does, and `waiting` names it. If the backends are
-shared, those that other services register, drain or remove are registered, drained or removed here too; one that this
-service cannot reach is not removed for the others. A backend whose lease runs out is removed; if it was the last of its
-pool, the pool is abandoned.
+A backend is in service only if the service can also turn messages into ids for it. Backends are registered again after
+a restart; one that does not answer is retried until it does, and `waiting` names it. Of shared backends, those that
+other services register, drain or remove are registered, drained or removed here too; one that this service cannot reach
+is not removed for the others. A backend whose lease runs out is removed; a pool that loses its last one so is
+abandoned.
 """
 
 from __future__ import annotations

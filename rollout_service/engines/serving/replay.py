@@ -1,7 +1,7 @@
 """A policy that repeats a recorded rollout without an engine.
 
-The agent gets the recorded turns in their order and nothing else; every message that differs from the recorded one is
-kept as a difference; a rollout whose history was edited is rejected.
+The agent gets the recorded turns in their order and nothing else. Every message that differs from the recorded one is
+kept as a difference. A rollout whose history was edited is rejected.
 """
 
 from __future__ import annotations

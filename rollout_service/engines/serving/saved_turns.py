@@ -1,7 +1,7 @@
 """Saved turns: the state from which a conversation continues after its last whole turn, as bytes.
 
-Decoding returns the encoded turns, to the last bit of every log-probability. Bytes that cannot be read, or that another
-release wrote in another form, raise an error and are never guessed at.
+Decoding returns the encoded turns, to the last bit of every log-probability. Bytes that are damaged, or that another
+release wrote in another form, are an error.
 
 Layout, compressed as a whole: the header's length (uint32, little-endian), the header (JSON), then the columns of
 numbers, whose types and lengths are in the header.

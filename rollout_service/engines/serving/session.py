@@ -1,8 +1,8 @@
 """The policy under training: a conversation in token ids, connected to a pool of engines.
 
-The exact sampled ids are recorded in one step without an await, so a cancellation or an error leaves only whole turns.
-A turn never asks for more tokens than the context has room for. Long prompts are rendered in a thread and do not delay
-other rollouts.
+Sampled ids are recorded in one step without an await, so a cancellation or an error leaves only whole turns. A turn
+never asks for more tokens than the context has room for. Long prompts are rendered in a thread and delay no other
+rollout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The pools of sub-agents: whether a task's may be used, and which environments have theirs in service.
 
-A rollout is accepted only if its sub-agents have a pool that is served, or about to be, and that is not the rollout's
-own.
+A rollout is accepted only if its sub-agents have a pool of their own that is served, or about to be.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The turns of one attempt: those that it plays again, then those that it makes.
 
-Guarantees:
-- A saved turn is played only if the agent gave the policy exactly the same messages as before, and if these became
-  exactly the same prompt, id for id.
+- A saved turn is played only if the agent gave the policy exactly the same messages as before, and these became exactly
+  the same prompt, id for id.
 - Once anything has differed, nothing is played or sampled any more: the rollout has to begin anew.
 - While turns are played, the clock of the work stands still; afterward it shows the same as when the last of them was
-  recorded. So a replay, and the time in which nobody worked on the rollout, count against no limit.
+  recorded. So neither a replay nor the time in which nobody worked on the rollout counts against a limit.
 - A turn that was played is not saved again.
 """
 

@@ -297,7 +297,6 @@ class TurnCapture:
         return roles
 
     def _extend(self, call: ModelCall, messages: Sequence[ClientMessage], match: Match) -> TreePrompt | None:
-        """Extend the turn that the call continues; return None if there is none, or no proof."""
         new = messages[match.begin :]
         if match.turn is None or not new or any(message.role == "assistant" for message in new):
             return None

@@ -1,8 +1,7 @@
 """The recorded turn that a call continues, found by the meaning of the client's messages, and the role of each turn.
 
-A conversation is a path of states. A message that is not the policy's leads to a state by its content; an answer of the
-policy leads to a state by which turn it is, so it does not matter how its client writes it. The cost of a call is one
-hash for each of its messages.
+A conversation is a path of states. An answer of the policy leads to a state by which turn it is, however its client
+writes it; any other message by its content. The cost of a call is one hash for each of its messages.
 """
 
 from __future__ import annotations

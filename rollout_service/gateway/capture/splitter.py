@@ -5,11 +5,11 @@ finds in all of them:
 
 - reasoning and text without the white space around them;
 - each well-formed call, its arguments as they were sampled if that was JSON;
-- each malformed call as text, after the text of the answer and as the chat format itself would render it; but a call
-  that turns out to be malformed after its name was sent ends with its error.
+- each malformed call as text, after the text of the answer and as the chat format would render it; one that turns out
+  to be malformed after its name was sent ends with its error.
 
-Where the tokens do not prove what comes next, events wait for the end. Two things differ from the parser's result: the
-text ends at a stop string of the client, and an answer that the parser cannot read at all keeps the part that was sent.
+Where the tokens do not prove what comes next, events wait for the end. Unlike the parser's result, the text ends at a
+stop string of the client, and an answer that the parser cannot read at all keeps the part that was sent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sampled ids as text, bit by bit, with the calls in it and as its client receives it. Pure and synchronous.
 
-Whatever a stream returns, joined, is the text of all ids, whatever the pieces in which they came; of a character that
-is not complete, nothing is returned.
+The texts that a stream returns, joined, are that of all ids, however these were cut into pieces; of an incomplete
+character, nothing is returned.
 """
 
 from __future__ import annotations

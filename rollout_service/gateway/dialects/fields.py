@@ -1,9 +1,8 @@
 """Reading of request bodies, field by field, with the path of whatever is wrong, and the treatment of each parameter.
 
-Any bytes give a value or an `InvalidFieldError`, `MalformedBodyError` or `TooLargeError`, never another exception.
-Nesting and the number of values are bounded. Texts can be encoded, because half a surrogate pair, which JavaScript
-clients send when they cut a text, becomes the replacement character. Every parameter that a request holds is honored,
-recorded, named in `ignored`, or refused; none is dropped in silence.
+Any bytes give a value or an `InvalidFieldError`, `MalformedBodyError` or `TooLargeError`. Nesting and the number of
+values are bounded. Texts can be encoded: half a surrogate pair, which JavaScript clients send when they cut a text,
+becomes the replacement character. Every parameter is honored, recorded, named in `ignored`, or refused.
 """
 
 from __future__ import annotations
@@ -181,7 +180,6 @@ Part = Callable[[Fields], str | None]
 
 
 def join_content(message: Fields, name: str, part: Part, separator: str) -> str:
-    """Read a content that is a string, or a list of parts."""
     value = message.values.get(name)
     if value is None or type(value) is str:
         return value or ""

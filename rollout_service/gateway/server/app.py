@@ -1,8 +1,8 @@
 """The ASGI app of the gateway: the routes of four model APIs, with the calls that their clients make at their start.
 
-A request reaches one session, by its key, and nothing else of the service. Every error is answered in the form of the
-API that was called. No more of a body is read than the settings allow, nor of all bodies together; a request that takes
-long to read or to render is dropped once its client has gone.
+A request reaches the session of its key, and nothing else. Every error is answered in the form of the API that was
+called. The settings limit what is read of a body and of all bodies together; a request that takes long to read or to
+render is dropped once its client has gone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Sends an answer to one client, as it is sampled or as a whole.
 
-The head of a stream leaves at once, and something that the client takes for a sign of life follows whenever the policy
-has been silent for a while. Nothing is sent faster than the client reads. The last event leaves only after the turn was
-recorded.
+The head of a stream leaves at once, and a sign of life follows whenever the policy has been silent for a while. Nothing
+is sent faster than the client reads. The last event leaves only after the turn was recorded.
 """
 
 from __future__ import annotations

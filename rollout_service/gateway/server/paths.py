@@ -1,6 +1,6 @@
 """A request's action and key, by its path: clients extend a base URL in different ways.
 
-The path may begin with `/s/KEY`, and versions such as `/v1` may be there once, twice, or not at all, since some clients
+The path may begin with `/s/KEY`; versions such as `/v1` may be there once, twice or not at all, since some clients
 expect them in the base URL and others add them.
 """
 

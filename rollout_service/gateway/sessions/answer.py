@@ -245,7 +245,6 @@ class TokenBudget:
         return tokens
 
     def settle(self, reserved: int, sampled: int) -> None:
-        """Give back the tokens that were not sampled."""
         self._reserved -= reserved
         self._left += reserved - sampled
         self._settled.notify()

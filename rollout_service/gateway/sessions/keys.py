@@ -31,8 +31,6 @@ class SessionSource(Protocol):
 
 
 class GatewaySessions:
-    """The sessions of all rollouts under way."""
-
     def __init__(self) -> None:
         self._open: dict[bytes, GatewaySession] = {}
         self._ended: OrderedDict[bytes, float] = OrderedDict()

@@ -1,8 +1,8 @@
 """One rollout's policy, as a program of its own drives it through the gateway.
 
 A turn is recorded before its last event can leave. A request that repeats one whose answer did not arrive is given that
-answer, and nothing is sampled for it again. A call is never refused because engines are busy, paused or lost; an error
-that leaves a call without an answer also fails the rollout. Long prompts are made in a thread.
+answer. A call is never refused because engines are busy, paused or lost; an error that leaves one without an answer
+also fails the rollout. Long prompts are made in a thread.
 """
 
 from __future__ import annotations

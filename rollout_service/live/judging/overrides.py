@@ -1,8 +1,8 @@
 """Rules that decide a turn's value before the judge is asked, for cases that judges are known to miss.
 
 Rules are pure functions of the turn and of those before it; the first that decides wins, in the order of the settings.
-A plug-in that fails, or returns no number from -1 to 1, is passed over and logged. Time is linear in the length of an
-answer.
+Their time is linear in the length of an answer. A plug-in that fails, or returns no number from -1 to 1, is passed over
+and logged.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The stage that judges turns, detached from serving.
 
-Every turn that the store has to judge is judged, once, through restarts: turns without a mark when the service ends are
-found again at the next start. At most `queue` turns wait in memory, as ids, and `at_once` are judged. While no engine
-of the judge is in service, turns wait and nothing is lost; a judge that hangs or fails leaves a mark that says so, and
-stops nobody.
+Every turn that the store has to judge is judged, once: those without a mark when the service ends are found again at
+the next start. At most `queue` turns wait in memory, as ids, and `at_once` are judged. While no engine of the judge is
+in service, turns wait; a judge that hangs or fails leaves a mark that says so, and stops nobody.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A teacher's log-probabilities of a recorded answer: how likely its own tokens are to a model that knows the hint.
 
-There is exactly one entry per sampled token, each finite and from one version of one model, or there are none and a
-reason. The teacher reads the policy's own ids, so a pool with another vocabulary is never asked.
+There is exactly one finite entry per sampled token, from one version of one model, or none and a reason. The teacher
+reads the policy's own ids, so a pool with another vocabulary is never asked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gives a turn its mark: by a rule, by the judge's votes, and with a hint if hints are asked for.
 
-A rule wins over the judge, who is then not asked for a value. A judge that fails in any way gives a mark without a
-value and with a reason; only engines that are out of service are an error, since asking again later may help.
+The judge is not asked where a rule decides. A judge that fails in any way gives a mark without a value and with a
+reason; only engines that are out of service are an error, since asking again later may help.
 """
 
 from __future__ import annotations

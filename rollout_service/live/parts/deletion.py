@@ -1,8 +1,7 @@
 """Deletes sessions, or a user, with everything that was made of them: turns, judgments, hints, parts in runs.
 
 No byte of a session's texts stays in either store, in whatever state its group is; rollouts that have a part are ended
-before they are erased; parts that a trainer may hold are named. A deletion that fails has done a part of its work and
-nothing else, and can be repeated.
+before they are erased; parts that a trainer may hold are named. A deletion that fails can be repeated.
 """
 
 from __future__ import annotations

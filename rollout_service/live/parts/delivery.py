@@ -1,10 +1,10 @@
 """Hands the parts of sessions to their runs, as tasks of the environment `session`.
 
 A part is in exactly one task of its run, though the service be killed at any moment: its offset is stored before the
-task is appended at that offset, and after a start it is looked up whether that happened. A window of parts is appended
-only when it fills a batch, with groups that wait for one if there are any, and the next one once the groups of the last
-have closed. A group has as many parts as the run wants, of sessions of one tenant. Parts of a run that ended before it
-got them go back, for another run.
+task is appended there, and after a start it is looked up whether that happened. A window of parts is appended only when
+it fills a batch, with groups that wait for one if there are any, and once the groups of the last have closed. A group
+has as many parts as the run wants, of sessions of one tenant. Parts that a run did not get before it ended go back, for
+another run.
 """
 
 from __future__ import annotations

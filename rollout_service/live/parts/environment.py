@@ -1,8 +1,8 @@
 """The environment `session`: its rollouts are parts of sessions that were served before.
 
-Nothing is sampled; a rollout gets the same part however often it is attempted, and no other rollout gets that part; the
-trajectory has the ids that were served, with mask 1 on the part's usable turns alone; the reward is the mean of their
-values. Tasks of it come from the service alone.
+Nothing is sampled. A rollout gets the same part at every attempt, and no other rollout gets it. The trajectory has the
+ids that were served, with mask 1 on the part's usable turns alone; the reward is the mean of their values. Tasks of it
+come from the service alone.
 """
 
 from __future__ import annotations

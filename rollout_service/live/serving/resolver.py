@@ -297,7 +297,6 @@ class ActiveSessions:
             yield self._sessions.get(session_id)
 
     async def get(self, session_id: str, load: Callable[[], Awaitable[ActiveSession]]) -> ActiveSession:
-        """Load the session unless it is in memory."""
         turnstile = self._turnstile(session_id)
         async with turnstile.lock:
             session = self._sessions.get(session_id)

@@ -70,7 +70,6 @@ def _all_undecided(db: sqlite3.Connection, session: int, turns: Sequence[int]) -
 
 
 def fates(db: sqlite3.Connection, session_ids: Sequence[str]) -> dict[str, list[PendingTurn]]:
-    """Return undecided turns by session."""
     found: dict[str, list[PendingTurn]] = {}
     for row in db.execute(_FATES, (json.dumps(list(session_ids)),)):
         found.setdefault(row["session_id"], []).append(_fate(row))

@@ -1,9 +1,9 @@
 """The schema of the store of live sessions.
 
-The texts of users and the model are in `contents` alone, and there in overflow pages alone. A row begins with padding
-that fills whatever SQLite keeps of it in the page of its tree, so the rest is in pages of its own. SQLite moves rows
-between the pages of a tree and may leave a copy behind, even with `secure_delete`; it never moves overflow pages, and
-overwrites each with zeros when its row is deleted. The other tables have ids, hashes, numbers and times.
+The texts of users and the model are in overflow pages of `contents` alone: a row begins with padding that fills
+whatever SQLite keeps of it in the page of its tree. SQLite moves rows between the pages of a tree and may leave a copy
+behind, even with `secure_delete`; it never moves overflow pages, and overwrites each with zeros when its row is
+deleted. The other tables have ids, hashes, numbers and times.
 """
 
 from __future__ import annotations

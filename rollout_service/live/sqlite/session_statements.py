@@ -127,7 +127,6 @@ def close(db: sqlite3.Connection, session_id: str, because: ClosedBecause, at: f
 
 
 def expired(db: sqlite3.Connection, now: float, idle: float, age: float) -> list[tuple[str, ClosedBecause]]:
-    """Return open sessions that are idle or old."""
     rows = db.execute(_EXPIRED, {"now": now, "idle": idle, "age": age})
     return [(row["session_id"], ClosedBecause.MAX_AGE if row["too_old"] else ClosedBecause.IDLE) for row in rows]
 

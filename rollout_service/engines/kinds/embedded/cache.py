@@ -1,7 +1,7 @@
 """The prefix cache: a radix tree of token ids whose edges hold the KV of their tokens.
 
-The tree holds copies, so evicting never disturbs a running sequence. It never holds more tokens than its budget; the
-least recently used leaves go first. Matching and inserting are exact to the token, not to a block.
+It holds copies, so evicting never disturbs a running sequence, and never more tokens than its budget; the least
+recently used leaves go first. Matching and inserting are exact to the token, not to a block.
 """
 
 from collections.abc import Iterator, Sequence

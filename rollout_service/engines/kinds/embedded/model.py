@@ -1,9 +1,8 @@
 """The Qwen3 forward pass in float32.
 
-Pre-norm transformer with grouped-query attention, RMS norms on queries and keys, rotary positions, SwiGLU
-(Qwen3 technical report, arXiv 2505.09388). One function serves prefill (one sequence, many positions) and decode
-(many sequences, one position each): sequences occupy neighboring slots of the KV store, so a batch is a view of it and
-nothing is copied.
+Pre-norm transformer with grouped-query attention, RMS norms on queries and keys, rotary positions, SwiGLU (Qwen3
+technical report, arXiv 2505.09388). One function serves prefill (one sequence, many positions) and decode (many
+sequences, one position each): sequences have neighboring slots of the KV store, so a batch is a view of it.
 """
 
 from dataclasses import dataclass
@@ -61,7 +60,6 @@ class KVStore:
         return self.keys[:, slot, :, start:stop].copy(), self.values[:, slot, :, start:stop].copy()
 
     def write(self, slot: int, start: int, keys: Array, values: Array) -> None:
-        """Write keys and values as `read` returns them."""
         stop = start + keys.shape[2]
         self.reserve(stop)
         self.keys[:, slot, :, start:stop] = keys

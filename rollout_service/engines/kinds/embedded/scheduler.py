@@ -1,11 +1,9 @@
 """The embedded engine: one thread that owns the model, the KV and every running request.
 
-Continuous batching: requests join and leave between two steps. A step prefills at most a chunk of waiting prompts
-and then samples one token for every running request at once. Running requests occupy slots 0 to n-1 of the KV store
-without gaps, so a batch is a view; a prompt is prefilled in an extra slot and then moved in.
-
-KV has one budget, in tokens: the largest possible length of each running request is reserved, and the prefix cache gets
-the rest.
+Continuous batching: requests join and leave between two steps. A step prefills at most a chunk of waiting prompts, then
+samples one token for every running request. Running requests have slots 0 to n-1 of the KV store, so a batch is a view;
+a prompt is prefilled in an extra slot and moved in. Of one budget of KV, in tokens, the largest possible length of each
+running request is reserved, and the prefix cache gets the rest.
 """
 
 import queue

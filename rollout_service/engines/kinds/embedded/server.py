@@ -1,8 +1,7 @@
 """The embedded engine over HTTP, with SGLang's routes, bodies and answers.
 
-It is stricter than SGLang in one way: it answers token ids outside the vocabulary with a 400. It streams as SGLang does
-with `--incremental-streaming-output`. It does not support text prompts, batches of prompts, or JSON schemas; asking for
-them is a 400 that says so.
+Unlike SGLang, it answers token ids outside the vocabulary with a 400, and also text prompts, batches of prompts and
+JSON schemas, which it does not support. It streams as SGLang does with `--incremental-streaming-output`.
 """
 
 import asyncio

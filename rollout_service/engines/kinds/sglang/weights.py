@@ -1,7 +1,7 @@
 """Loading weights into an SGLang server, from a folder or over a process group.
 
-An update aborts no request, whatever the server's defaults are. When a load returns, the weights are in place and the
-cache is flushed if that was asked for.
+An update aborts no request, whatever the server's defaults. When it returns, the weights are in place and the cache is
+flushed if that was asked for.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """SGLang's `/generate` as JSON: requests are written, and answers are checked before they are used.
 
-An answer passes only if every sampled id has its own logprob and a version, ids are in the vocabulary, the engine's
-counts agree with the lists and with the prompt, and everything that was asked for is there.
+An answer passes only if every sampled id has its own logprob and a version and is in the vocabulary, the counts agree
+with the lists and the prompt, and everything that was asked for is there.
 """
 
 import math

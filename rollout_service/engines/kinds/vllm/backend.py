@@ -1,9 +1,8 @@
 """The backend for vLLM, through its token-in, token-out route (`--enable-scale-out`).
 
-Logprobs are those of the contract's distribution; a request is refused if the server's logprobs mode does not give
-them. Versions are the server's own, token by token, and weights change only while it is paused: a generation that spans
-an update says where. Weight updates and pauses need the server's development routes (`VLLM_SERVER_DEV_MODE=1`); without
-them it samples, but refuses both.
+A request is refused if the server's logprobs mode does not give those of the contract's distribution. Versions are the
+server's own, token by token, and weights change only while it is paused: a generation that spans an update says where.
+Weight updates and pauses need the server's development routes (`VLLM_SERVER_DEV_MODE=1`), and are refused without them.
 """
 
 from collections.abc import Iterator, Mapping

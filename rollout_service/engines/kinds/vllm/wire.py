@@ -1,8 +1,8 @@
 """vLLM's token-in, token-out route as JSON: requests are written, and answers are checked before they are used.
 
-An answer passes only if every sampled id has its own logprob and version, ids are in the vocabulary, the counts
-agree with the lists, and everything that was asked for is there. vLLM writes -9999.0 for a logprob that it does not
-have; that is refused like a missing one.
+An answer passes only if every sampled id has its own logprob and version and is in the vocabulary, the counts agree
+with the lists, and everything that was asked for is there. The -9999.0 that vLLM writes for a missing logprob is
+refused.
 """
 
 import math

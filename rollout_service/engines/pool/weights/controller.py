@@ -1,7 +1,7 @@
 """Commands to a whole pool: pause, resume, abort, update the weights.
 
-One command runs at a time, and runs to its end once begun, even if the caller hangs up; after `update_weights` every
-backend in service has the pool's weights; a backend that joins gets the pool's weights and pause before any request.
+One runs at a time, and to its end once begun, even if the caller hangs up. After `update_weights` every backend in
+service has the pool's weights. A backend that joins gets the pool's weights and pause before any request.
 """
 
 import time

@@ -1,8 +1,8 @@
 """Process groups for weight broadcasts: which backends are in which group, at which ranks.
 
 A trainer broadcasts its tensors from rank 0 of a torch process group; each accelerator of each backend is a rank. A
-group is used only while every backend in service is in it and none has left service since it joined, because a
-broadcast never ends if one of them does not take part.
+group is used only while exactly the backends in service are in it and none has left service since it joined, because a
+broadcast never ends if one does not take part.
 """
 
 import math
