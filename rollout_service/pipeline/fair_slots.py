@@ -10,23 +10,17 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import anyio
 
 DEFAULT_SUBAGENT_SLOTS = 64
 
 
-@dataclass(slots=True, eq=False)
-class _SlotRequest:
-    granted: anyio.Event = field(default_factory=anyio.Event)
-
-
 class FairSlots:
     def __init__(self, total: int) -> None:
         self.total = total
         self.held = 0
-        self._waiting: OrderedDict[str, deque[_SlotRequest]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[anyio.Event]] = OrderedDict()
         """By episode, in the order in which the episodes are next granted one."""
 
     @property
@@ -47,18 +41,18 @@ class FairSlots:
         if self.held < self.total:
             self.held += 1
             return
-        waiter = _SlotRequest()
+        waiter = anyio.Event()
         self._waiting.setdefault(episode, deque()).append(waiter)
         try:
-            await waiter.granted.wait()
+            await waiter.wait()
         except BaseException:
-            if waiter.granted.is_set():
+            if waiter.is_set():
                 self._release()
             else:
                 self._forget(episode, waiter)
             raise
 
-    def _forget(self, episode: str, waiter: _SlotRequest) -> None:
+    def _forget(self, episode: str, waiter: anyio.Event) -> None:
         waiters = self._waiting[episode]
         waiters.remove(waiter)
         if not waiters:
@@ -72,7 +66,7 @@ class FairSlots:
         waiter = waiters.popleft()
         if waiters:
             self._waiting[episode] = waiters
-        waiter.granted.set()
+        waiter.set()
 
 
 class HeldSlot:

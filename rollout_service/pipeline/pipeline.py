@@ -160,25 +160,22 @@ class Pipeline:
             log.info("pipeline stopped", handed_back=handed_back, finished_meanwhile=self._finished_in_drain)
 
     async def _admit(self, work: TaskGroup) -> None:
-        with self._admission:
-            await self._admit_until_drained(work)
-
-    async def _admit_until_drained(self, work: TaskGroup) -> None:
-        """Lease rollouts for all free places before the init stage."""
+        """Until drained, lease rollouts for all free places before the init stage."""
         places = self._context.stages.init.places
-        while True:
-            taken = await acquire_available(places)
-            leases: list[Lease] = []
-            try:
-                leases = await self._claim(taken)
-            finally:
-                for _ in range(taken - len(leases)):
-                    places.release()
-            for lease in leases:
-                active = self._active[lease.rollout_id] = ActiveRollout(lease)
-                if lease.rollout_id in self._cancelled:
-                    active.scope.cancel()
-                work.start_soon(self._work, active, name=f"rollout {lease.rollout_id}")
+        with self._admission:
+            while True:
+                taken = await acquire_available(places)
+                leases: list[Lease] = []
+                try:
+                    leases = await self._claim(taken)
+                finally:
+                    for _ in range(taken - len(leases)):
+                        places.release()
+                for lease in leases:
+                    active = self._active[lease.rollout_id] = ActiveRollout(lease)
+                    if lease.rollout_id in self._cancelled:
+                        active.scope.cancel()
+                    work.start_soon(self._work, active, name=f"rollout {lease.rollout_id}")
 
     async def _claim(self, limit: int) -> list[Lease]:
         """Wait for work; return nothing if another service takes it first."""

@@ -109,30 +109,25 @@ class SandboxSource:
             )
         )
 
-    async def keep(self, sandbox: Sandbox, spec: EnvironmentSpec, earlier: Artifacts | None) -> Artifacts:
-        """Copy the artifacts out as a checkpoint; `earlier` has those before it, if any."""
-        artifacts = earlier or self._new(spec)
-        try:
-            await self._pack(sandbox, spec, artifacts)
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await artifacts.close()
-            raise
-        artifacts.keep()
-        return artifacts
-
-    def _new(self, spec: EnvironmentSpec) -> Artifacts:
-        return Artifacts(self._budget, min(spec.artifacts_bytes, self._budget.size // 2))
-
-    async def pack(self, sandbox: Sandbox, spec: EnvironmentSpec, earlier: Artifacts | None = None) -> Artifacts:
+    async def pack(
+        self,
+        sandbox: Sandbox,
+        spec: EnvironmentSpec,
+        earlier: Artifacts | None = None,
+        *,
+        is_checkpoint: bool = False,
+    ) -> Artifacts:
         """End the agent's processes and take out its artifacts; skip those that do not exist.
 
-        `earlier` has the checkpoints, if any.
+        `earlier` has the checkpoints before, if any.
         """
-        artifacts = earlier or self._new(spec)
+        artifacts = earlier or Artifacts(self._budget, min(spec.artifacts_bytes, self._budget.size // 2))
         try:
             await self._pack(sandbox, spec, artifacts)
-            await artifacts.settle()
+            if is_checkpoint:
+                artifacts.keep()
+            else:
+                await artifacts.settle()
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await artifacts.close()
@@ -288,7 +283,7 @@ class EpisodeSandboxes:
         if episode.sandbox is not None:
             earlier, self._artifacts = self._artifacts, None
             with waits_for(StepKind.ARTIFACTS, "checkpoint", sandbox=episode.sandbox.id):
-                self._artifacts = await self._source.keep(episode.sandbox, spec, earlier)
+                self._artifacts = await self._source.pack(episode.sandbox, spec, earlier, is_checkpoint=True)
 
     async def snapshot(self, episode: Episode) -> Snapshot:
         """End the sandbox, and return its files for others to start from."""

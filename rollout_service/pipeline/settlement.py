@@ -122,17 +122,15 @@ class Settlement:
             await self.flush_turns()
         else:
             await self.forget_sandbox(attempt.lease)
-
-        async def retry() -> bool:
-            return await self._context.store.retry(
-                attempt.lease,
-                self._context.owner,
-                info,
-                spans=attempt.spans,
-                delay_seconds=delay,
-                keep_turns=keep_turns,
-            )
-
+        retry = partial(
+            self._context.store.retry,
+            attempt.lease,
+            self._context.owner,
+            info,
+            spans=attempt.spans,
+            delay_seconds=delay,
+            keep_turns=keep_turns,
+        )
         note_outcome(state=RolloutState.QUEUED.value, code=info.code)
         await self._settle("queue a rollout again", attempt, retry)
 
@@ -152,10 +150,7 @@ class Settlement:
         if not kept:
             await self.forget_sandbox(lease)
         await attempt.release()
-
-        async def restart() -> bool:
-            return await context.store.restart(lease, context.owner, spans=attempt.spans, kept_turns=kept)
-
+        restart = partial(context.store.restart, lease, context.owner, spans=attempt.spans, kept_turns=kept)
         note_outcome(state=RolloutState.QUEUED.value)
         await self._settle("queue an interrupted rollout anew", attempt, restart)
         outcome = SHORTENED if kept else BEGUN_ANEW
@@ -171,10 +166,7 @@ class Settlement:
 
     async def finish(self, attempt: Attempt, result: Rollout) -> None:
         """Free the resources before the result is written."""
-
-        async def finish() -> bool:
-            return await self._context.store.finish(attempt.lease, self._context.owner, result)
-
+        finish = partial(self._context.store.finish, attempt.lease, self._context.owner, result)
         await self.forget_sandbox(attempt.lease)
         await attempt.release()
         note_outcome(
@@ -211,10 +203,7 @@ class Settlement:
             error=describe(error),
             created_at=lease.created_at,
         )
-
-        async def finish() -> bool:
-            return await self._context.store.finish(lease, self._context.owner, result)
-
+        finish = partial(self._context.store.finish, lease, self._context.owner, result)
         try:
             await retry_until_stored("write a result", finish)
         except Exception:

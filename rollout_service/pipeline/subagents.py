@@ -29,7 +29,7 @@ class EpisodeSubagents:
         policies: PolicyServing,
         request: RolloutRequest,
         spec: EnvironmentSpec,
-        hidden: Collection[str] = (),
+        hidden: Collection[str],
     ) -> None:
         """Secrets of `hidden` are kept from sub-agents, also those added later."""
         self._context = context

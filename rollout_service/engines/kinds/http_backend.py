@@ -348,7 +348,7 @@ def location_of(url: str) -> str:
     return f"{parts.netloc.lower()}{port}{parts.path}"
 
 
-def kv_key(info: ModelInfo, salt: str = "") -> str:
+def kv_key(info: ModelInfo, salt: str) -> str:
     """Return the cache key that separates KV of these weights from that of other versions, and of other salts."""
     return f"weights-{info.weight_version}{f'-{salt}' if salt else ''}"
 

@@ -272,7 +272,7 @@ async def check_backend(backend: Backend, *, seconds: float) -> ModelInfo:
     )
 
 
-async def try_weights(backend: Backend, version: int, source: str = "") -> None:
+async def try_weights(backend: Backend, version: int, source: str) -> None:
     """Sample one token; a backend that is too busy to answer soon passes.
 
     Raises:

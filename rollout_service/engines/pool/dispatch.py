@@ -45,7 +45,7 @@ class Dispatcher:
         router: Router,
         queue: WaitQueue,
         options: PoolOptions,
-        observer: Observer | None = None,
+        observer: Observer | None,
     ) -> None:
         self._registry = registry
         self._health = health

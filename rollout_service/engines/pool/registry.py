@@ -133,13 +133,14 @@ class BackendRegistry:
                     backend_id=backend_id,
                 )
 
-    def refuse_unknown_ids(self, ids: Sequence[int], known: int = 0) -> None:
+    def refuse_unknown_ids(self, ids: Sequence[int], known: int) -> None:
         """Refuse ids outside the engines' vocabulary, on which some engines crash.
 
         The first `known` ids were checked in an earlier turn; they are checked again only if the pool has served more
         than one vocabulary.
         """
-        size = self._vocab_size()
+        sizes = (handle.info.vocab_size for handle in self._handles.values())
+        size = next((each for each in sizes if each is not None), None)
         start = known if len(self._vocabularies) == 1 else 0
         new = ids[start:] if start else ids
         if size is not None and new and not 0 <= min(new) <= max(new) < size:
@@ -149,12 +150,6 @@ class BackendRegistry:
                 f"{self.name!r} serves",
                 hint="Register the backend with its own model's tokenizer.",
             )
-
-    def _vocab_size(self) -> int | None:
-        for handle in self._handles.values():
-            if handle.info.vocab_size is not None:
-                return handle.info.vocab_size
-        return None
 
     def _left(self, handle: BackendHandle) -> None:
         self._on_leave(handle.id)

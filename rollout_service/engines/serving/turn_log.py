@@ -82,31 +82,22 @@ class TurnLog:
         self._branch = earlier[-1] if earlier else None
         self._is_branch_reached = not earlier
         self._earlier = len(earlier[:-1])
-        self._saved = [*earlier[:-1], *saved]
-        self._recorded = 0
+        self.saved = [*earlier[:-1], *saved]
         self._save = save
         self._on_resumed = on_resumed if saved else None
         self._given: list[GivenMessages] = []
-        self._sampled: list[Sequence[int]] = []
+        self.sampled: list[Sequence[int]] = []
         self._replay_scope: anyio.CancelScope | None = None
         self._began = 0.0
 
     @property
     def is_at_branch(self) -> bool:
         """Whether no turn after those of another rollout was recorded yet."""
-        return self._branch is not None and self._recorded <= self._earlier
-
-    @property
-    def saved(self) -> Sequence[SavedTurn]:
-        return self._saved
-
-    @property
-    def sampled(self) -> Sequence[Sequence[int]]:
-        return self._sampled
+        return self._branch is not None and len(self.sampled) <= self._earlier
 
     @property
     def is_replaying(self) -> bool:
-        return self.played < len(self._saved)
+        return self.played < len(self.saved)
 
     def give(self, messages: Sequence[Message], reason: ForkReason | None = None) -> None:
         """Note messages that the agent gave; `reason` is why they replace the whole history, if they do."""
@@ -125,28 +116,28 @@ class TurnLog:
         """
         if self.failed is not None:
             raise CannotResumeError(self.failed)
-        if self._branch is not None and self._recorded == self._earlier:
+        if self._branch is not None and len(self.sampled) == self._earlier:
             if self._branch.context != list(context):
                 raise self._fail(AnewReason.PROMPT_DIFFERS)
             self._is_branch_reached = True
         if not self.is_replaying:
             await self._announce()
             return None
-        turn = self._saved[self.played]
+        turn = self.saved[self.played]
         if turn.given is not None and turn.given != self._given:
             raise self._fail(AnewReason.OUTPUT_DIFFERS)
         if turn.context != list(context):
             raise self._fail(AnewReason.PROMPT_DIFFERS)
         self.played += 1
-        if self.played == len(self._saved):
+        if self.played == len(self.saved):
             self._end_replay()
         return turn.generation
 
     def record(self, context: Sequence[int], generation: Generation) -> None:
-        number, self._recorded = self._recorded, self._recorded + 1
+        number = len(self.sampled)
         given, self._given = self._given, []
-        self._sampled.append(generation.output_ids)
-        if self._save is not None and number >= len(self._saved):
+        self.sampled.append(generation.output_ids)
+        if self._save is not None and number >= len(self.saved):
             self._save(number - self._earlier, SavedTurn(given, list(context), generation, self.clock.seconds))
 
     @contextmanager
@@ -186,7 +177,7 @@ class TurnLog:
             raise self._fail(AnewReason.TOO_SLOW)
 
     def _worked_seconds(self) -> float:
-        return self._saved[-1].worked_seconds if len(self._saved) > self._earlier else 0.0
+        return self.saved[-1].worked_seconds if len(self.saved) > self._earlier else 0.0
 
     def _end_replay(self) -> None:
         self.replay_seconds = anyio.current_time() - self._began

@@ -80,16 +80,12 @@ class PlannedTurn:
         self.messages = messages
         self.compacts = compacts
         self._renderer = renderer
-        self._key = key or secrets.token_hex(8)
+        self.turn_key = key or secrets.token_hex(8)
+        """Names the answer in the client's echo."""
         self._fed = 0
-        prefix = f"call_{self._key}"
+        prefix = f"call_{self.turn_key}"
         self.splitter = Splitter(renderer, prompt.ids, call.tools, call_prefix=prefix, stop=call.stop)
         self._finished = False
-
-    @property
-    def turn_key(self) -> str:
-        """Names the answer in the client's echo."""
-        return self._key
 
     @property
     def prompt_ids(self) -> Sequence[int]:

@@ -55,7 +55,11 @@ class AnswerResponse:
                 readers.enter_context(answer.reading())
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._cancel_on_disconnect, receive, tasks.cancel_scope)
-                self._is_sent = await (self._stream(send) if self._call.stream else self._send_whole(send))
+                if self._call.stream:
+                    await self._stream(send)
+                    self._is_sent = True
+                else:
+                    self._is_sent = await self._send_whole(send)
                 if not self._is_sent:
                     tasks.cancel_scope.cancel()
 
@@ -70,8 +74,7 @@ class AnswerResponse:
         if not self._is_sent:
             scope.cancel()
 
-    async def _stream(self, send: Send) -> bool:
-        """Return whether the response is complete, as it always is."""
+    async def _stream(self, send: Send) -> None:
         answer, stream = self._answers[0], self._codec.open_stream(self._call)
         await send(_head(200, stream.media_type, more=self._headers))
         seen, is_last, is_whole = 0, False, False
@@ -89,7 +92,6 @@ class AnswerResponse:
                 await send(_body(data, more=not is_last))
         if is_whole:
             answer.deliver()
-        return True
 
     async def _send_whole(self, send: Send) -> bool:
         """Return whether the response is complete."""

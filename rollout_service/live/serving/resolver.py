@@ -283,21 +283,15 @@ class ActiveSessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def _turnstile(self, session_id: str) -> _Turnstile:
-        turnstile = self._turnstiles.get(session_id)
-        if turnstile is None:
-            self._turnstiles[session_id] = turnstile = _Turnstile()
-        return turnstile
-
     @asynccontextmanager
     async def held(self, session_id: str) -> AsyncIterator[ActiveSession | None]:
         """Let no other request get the session; yield None if it is not in memory."""
-        turnstile = self._turnstile(session_id)
+        turnstile = self._turnstiles.setdefault(session_id, _Turnstile())
         async with turnstile.lock:
             yield self._sessions.get(session_id)
 
     async def get(self, session_id: str, load: Callable[[], Awaitable[ActiveSession]]) -> ActiveSession:
-        turnstile = self._turnstile(session_id)
+        turnstile = self._turnstiles.setdefault(session_id, _Turnstile())
         async with turnstile.lock:
             session = self._sessions.get(session_id)
             if session is None:

@@ -82,7 +82,7 @@ class EngineCore:
         self.paused = False
         self._model = Qwen3(Path(model_path))
         # As in SGLang, an update changes the weights but not the end-of-sequence ids.
-        self._eos_token_ids = self._model.config.eos_token_ids
+        self.eos_token_ids = self._model.config.eos_token_ids
         self._decode = decode
         self._store = KVStore(self._model.config, self.options.max_running + 1)
         self._cache = PrefixCache(self.options.kv_tokens)
@@ -102,10 +102,6 @@ class EngineCore:
     @property
     def context_length(self) -> int:
         return min(self._model.config.context_length, self.options.kv_tokens)
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self._eos_token_ids
 
     @property
     def is_alive(self) -> bool:
