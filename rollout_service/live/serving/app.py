@@ -170,7 +170,7 @@ class TurnOptions:
 
 
 def read_turn_options(headers: Mapping[str, str], body: bytes) -> tuple[TurnOptions, bytes]:
-    """Take options out of the body before its dialect reads it. Headers go before fields.
+    """Read options, and remove them from the body before its dialect reads it. Headers go before fields.
 
     Raises:
         TurnTypeError: A value is not known.
