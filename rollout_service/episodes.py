@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -72,6 +72,27 @@ class Score:
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
+
+
+def require_score(value: object, environment: str) -> Score:
+    """Return what an environment's `evaluate` returned.
+
+    Raises:
+        EnvironmentFailedError: It is not a score of finite numbers.
+    """
+    if not isinstance(value, Score):
+        raise _no_score(environment, f"{value!r:.100}")
+    for name, number in (("the reward", value.reward), *value.parts.items()):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
+            raise _no_score(environment, f"{number!r:.100} for {name}")
+    return value
+
+
+def _no_score(environment: str, found: str) -> EnvironmentFailedError:
+    return EnvironmentFailedError(
+        f"evaluate of {environment!r} returned {found}",
+        hint='Return Score(reward, parts), for example Score(1.0, {"moves": 3.0}), with finite numbers alone.',
+    )
 
 
 SANDBOX_ENDED_SCORE = Score(0.0, {"sandbox_ended": 1.0})

@@ -32,6 +32,7 @@ from rollout_service.episodes import (
     Policy,
     Score,
     WorkClock,
+    require_score,
 )
 from rollout_service.pipeline.context import EpisodeContext
 from rollout_service.pipeline.sandbox_source import EpisodeSandboxes
@@ -310,7 +311,7 @@ class StageRunner:
                 return SANDBOX_ENDED_SCORE
         secrets.give(episode, spec, "[evaluate]")
         with waits_for(StepKind.GRADER, spec.name) as step:
-            score = mask_score(await environment.evaluate(episode), self.hidden)
+            score = mask_score(require_score(await environment.evaluate(episode), spec.name), self.hidden)
             step.note(reward=score.reward)
         episode.note_ended(score.reward)
         return score

@@ -149,7 +149,11 @@ class FunctionTool(Generic[A]):
             checked = self._arguments.model_validate(arguments)
         except ValidationError as error:
             raise ToolInputError(f"wrong arguments for {self.name}: {explain(error)}") from error
-        result = await self._function(checked, context)
+        result: object = await self._function(checked, context)
+        if not isinstance(result, str | ToolResult):
+            raise EnvironmentFailedError(
+                f"the tool {self.name!r} returned {result!r:.100}", hint="Return a text or a ToolResult."
+            )
         return result if isinstance(result, ToolResult) else ToolResult(result)
 
 

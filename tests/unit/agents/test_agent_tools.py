@@ -19,7 +19,7 @@ from rollout_service.agents.tool_calling.tools import (
     by_name,
     cut_middle,
 )
-from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from sandboxes.errors import SandboxClosedError
 
 TOOLS = by_name(BUILTIN_TOOLS)
@@ -75,6 +75,15 @@ async def test_arguments_are_checked():
     ]:
         with pytest.raises(ToolInputError, match=message):
             await SEARCH(arguments, context)
+
+
+async def test_a_tool_that_returns_no_text_is_a_failure_of_its_environment():
+    async def forgetful(arguments: Search, context: ToolContext) -> None:
+        pass
+
+    tool = FunctionTool("go", "Go on.", Search, forgetful)
+    with pytest.raises(EnvironmentFailedError, match="the tool 'go' returned None"):
+        await tool({"title": "a"}, ToolContext(None, 1.0, 1_000))
 
 
 def test_unknown_and_doubled_names_are_refused():

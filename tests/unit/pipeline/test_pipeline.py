@@ -248,6 +248,29 @@ async def test_the_parts_of_a_reward_say_how_the_work_was_divided():
 
 
 @pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        (Score(float("nan")), "nan for the reward"),
+        (Score("1"), "'1' for the reward"),
+        (Score(True), "True for the reward"),
+        (Score(1.0, {"moves": float("-inf")}), "-inf for moves"),
+        (0.4, "returned 0.4"),
+        ("0" * 500, "'000"),
+    ],
+)
+async def test_a_score_that_is_none_is_a_failure_of_its_environment(returned, named):
+    async def evaluate(_: Episode) -> Any:
+        return returned
+
+    async with bench(Played(evaluate=evaluate)) as b:
+        failed = await b.run()
+        assert (failed.state, failed.error.code, failed.attempt) == (RolloutState.FAILED, "environment_failed", 1)
+        assert "evaluate of 'played' returned" in failed.error.message
+        assert named in failed.error.message
+        assert len(failed.error.message) < 200
+
+
+@pytest.mark.parametrize(
     ("where", "alive", "started"),
     [(EvaluateIn.NONE, 0, 1), (EvaluateIn.SAME, 1, 1), (EvaluateIn.FRESH, 1, 2)],
 )
