@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
 from pydantic import JsonValue
 
@@ -29,6 +30,7 @@ POOLS_HINT = (
     "The server of this command has only the pools that are named: add --pool-model POOL=MODEL or "
     "--pool-script POOL=FILE, or run it on a server that has the pool, with --url."
 )
+LOOK_SECONDS = 0.3
 INSTANCE_HINT = """For example: --instance '{"question": "1+1"}'"""
 
 
@@ -47,6 +49,9 @@ class OwnServer:
         common.err().print("Starting a server")
         async with AsyncExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-env-"))
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            stack.callback(tasks.cancel_scope.cancel)
+            tasks.start_soon(_print_warnings, Path(folder, "server.log"))
             backend = self.backend
             if turns is not None:
                 backend = (await stack.enter_async_context(scripted_engine(turns))).url
@@ -63,7 +68,32 @@ class OwnServer:
             "--model": self.model,
             "--sandbox": self.sandbox,
         }
-        return [str(part) for flag, value in given.items() if value is not None for part in (flag, value)]
+        flags = [str(part) for flag, value in given.items() if value is not None for part in (flag, value)]
+        return [*flags, "--log-level", "warning"]
+
+
+async def _print_warnings(log: Path) -> None:
+    """Print the lines of a server's log as they come: failed attempts, tracebacks, and code that blocks the server."""
+    position = 0
+    try:
+        while True:
+            position += await anyio.to_thread.run_sync(_print_from, log, position)
+            await anyio.sleep(LOOK_SECONDS)
+    finally:
+        _print_from(log, position)
+
+
+def _print_from(log: Path, position: int) -> int:
+    """Print the whole lines after a position, and return how many bytes that were."""
+    if not log.exists():
+        return 0
+    with log.open("rb") as file:
+        file.seek(position)
+        lines = file.read().rpartition(b"\n")[0]
+    if not lines:
+        return 0
+    common.err().print(lines.decode(errors="replace"), soft_wrap=True)
+    return len(lines) + 1
 
 
 async def run_one(

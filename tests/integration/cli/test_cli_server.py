@@ -280,6 +280,16 @@ def test_a_new_environment_rewards_its_own_solution_and_nothing_less(tmp_path):
         assert rollout.stop_reason == "finished"
 
 
+def test_env_run_shows_what_its_server_warns_about(tmp_path):
+    assert invoke("env", "new", "word-count", "--folder", str(tmp_path)).exit_code == 0
+    folder = tmp_path / "word-count"
+    (folder / "grade.py").write_text("raise ValueError('no such file')")
+    result = invoke("env", "run", str(folder), "--script", str(folder / "solution.jsonl"), "--sandbox", "local")
+    assert result.exit_code == 1
+    assert "attempt failed" in result.stderr
+    assert "no such file" in result.stderr
+
+
 def test_submit_survives_a_kill_of_the_server(tmp_path):
     file, output = tasks(tmp_path / "tasks.jsonl", 12), tmp_path / "out.jsonl"
     with serving(tmp_path) as server:
