@@ -1,7 +1,6 @@
 """Sandboxes: places to run untrusted code, with persistent bash and Python sessions.
 
-`make_provider(config, state_dir)` returns a provider, and `await provider.start(SandboxSpec(...))` a sandbox. All names
-that a user of the package needs can be imported from here.
+`make_provider(config, state_dir)` returns a provider, and `await provider.start(SandboxSpec(...))` a sandbox.
 """
 
 from importlib import import_module

@@ -1,40 +1,38 @@
 """Every error of this package, each named for the boundary it crossed.
 
 SandboxError
- |- SandboxConfigError            settings contradict this host or each other
- |- ProviderUnavailableError      the provider cannot run on this host at all
- |- ImageError                    an image cannot be used or built
- |   |- ImageNotFoundError        no image has this name, path or reference
- |   |- ImagePathError            downloaded data names an image by a path of this machine
- |   |- DockerfileError           a Dockerfile cannot be understood, or asks for what cannot be had
- |   `- ImageBuildError           building or pulling an image failed
- |- SandboxStartError             a sandbox did not start                            retryable
- |   |- SandboxQuotaError         the server that starts sandboxes refused one more   retryable
- |   `- NoProcessError            no process left for a program; also a LimitExceededError ("processes")
- |- SandboxClosedError            the sandbox was closed, or ended by itself
- |- SandboxPauseError             a sandbox could not be paused, and runs
- |- SandboxUnsavedError           something in a sandbox is not among what can be saved
- |- SandboxResumeError            a paused sandbox could not be resumed                 retryable
- |- SandboxLostError              the server that ran the sandbox lost it            retryable
- |- SessionDiedError              a bash or Python session ended under a command     retryable
- |- LimitExceededError            memory, processes, disk, lifetime, output or time; see `limit`
- `- SandboxFileError              a file operation inside the sandbox failed
-     |- FileMissingError          no such file or folder
-     |- FileTooLargeError         larger than the caller allows
-     |- FileStalledError          no byte of it moved within the time allowed
-     |- DiskFullError             no room for it; also a LimitExceededError ("disk")
-     `- EditMatchError            the text to replace does not occur exactly once
+ |- SandboxConfigError
+ |- ProviderUnavailableError
+ |- ImageError
+ |   |- ImageNotFoundError
+ |   |- ImagePathError
+ |   |- DockerfileError
+ |   `- ImageBuildError
+ |- SandboxStartError           retryable
+ |   |- SandboxQuotaError       retryable
+ |   `- NoProcessError          retryable; also a LimitExceededError
+ |- SandboxClosedError
+ |- SandboxPauseError
+ |- SandboxUnsavedError
+ |- SandboxResumeError          retryable
+ |- SandboxLostError            retryable
+ |- SessionDiedError            retryable
+ |- LimitExceededError
+ `- SandboxFileError
+     |- FileMissingError
+     |- FileTooLargeError
+     |- FileStalledError
+     |- DiskFullError           also a LimitExceededError
+     `- EditMatchError
 
-The message says what happened, `hint` what to do next, and `retryable` whether the same call may work later.
-A command that fails is not an error; it is a result with an exit code.
+The message says what happened, `hint` what to do next. A command that fails is not an error but a result with an exit
+code.
 """
 
 from typing import ClassVar
 
 
 class SandboxError(Exception):
-    """Base class of the errors of this package."""
-
     code: ClassVar[str] = "sandbox_error"
     """A stable name for logs, metrics and the API."""
 
@@ -49,7 +47,7 @@ class SandboxError(Exception):
 
 
 class SandboxConfigError(SandboxError):
-    """A provider's settings or a sandbox's specification cannot be met."""
+    """Settings or a sandbox's specification cannot be met."""
 
     code = "sandbox_config"
 
@@ -62,14 +60,12 @@ class ProviderUnavailableError(SandboxError):
 
 
 class ImageError(SandboxError):
-    """An image cannot be built, read or used."""
+    """An image cannot be used or built."""
 
     code = "image_error"
 
 
 class ImageNotFoundError(ImageError):
-    """No image has this name, path or reference."""
-
     code = "image_not_found"
     default_hint = "list the images with `rollout-service image list`"
 
@@ -115,7 +111,7 @@ class SandboxStartError(SandboxError):
 
 
 class SandboxQuotaError(SandboxStartError):
-    """A server that starts sandboxes for others refused one more for now, however long its answer was waited for."""
+    """A server that starts sandboxes for others refused one more for now."""
 
     code = "sandbox_quota"
     default_hint = "lower sandboxes.ceiling to what the account allows, or raise the account's limit"
@@ -130,7 +126,7 @@ class SandboxLostError(SandboxError):
 
 
 class SandboxClosedError(SandboxError):
-    """The sandbox was closed, or all of it ended by itself; nothing can run in it any more."""
+    """The sandbox was closed or ended by itself."""
 
     code = "sandbox_closed"
     default_hint = "start a new sandbox"
@@ -157,7 +153,7 @@ class SandboxResumeError(SandboxError):
 
 
 class SessionDiedError(SandboxError):
-    """A session ended during a command. Its variables are lost, files stay, and the next call starts a new session."""
+    """A session ended during a command."""
 
     code = "session_died"
     retryable = True
@@ -200,8 +196,6 @@ class FileMissingError(SandboxFileError):
 
 
 class FileTooLargeError(SandboxFileError):
-    """The file, or the tree, is larger than the caller allows."""
-
     code = "file_too_large"
 
 

@@ -1,4 +1,4 @@
-"""The one factory that turns settings into a provider.
+"""The factory that turns settings into a provider.
 
 A provider's module is imported only when its settings are used, so a service that runs Apptainer never loads Docker's.
 """
@@ -12,9 +12,9 @@ from sandboxes.contract import SandboxProvider
 def make_provider(
     config: ProviderConfig, state_dir: Path | None = None, images_dir: Path | None = None
 ) -> SandboxProvider:
-    """Return the provider that the settings describe, without starting anything.
+    """Make a provider without starting anything.
 
-    `state_dir` is created when it is first used. `images_dir` holds the named images; None is the default folder.
+    `state_dir` is created when it is first used.`images_dir` holds the named images.
 
     Raises:
         ProviderUnavailableError: This host lacks something that the provider needs; the hint says how to install it.

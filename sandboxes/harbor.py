@@ -41,7 +41,7 @@ from sandboxes.limits.cgroups import find_control_groups
 
 MAX_PROCESSES = 1024
 NO_TIMEOUT_SECONDS = 7 * 86_400.0
-"""For commands that Harbor sets no limit: its own limits of the agent and the verifier end them."""
+"""For commands without a limit: Harbor's limits of the agent and the verifier end them."""
 OUTPUT_LIMIT = 16 * 1024 * 1024
 CHUNK_BYTES = 1 << 20
 NAME_CHARS = 40
@@ -85,7 +85,6 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
 
     @classmethod
     def resource_capabilities(cls) -> EnvironmentResourceCapabilities:
-        """Return which limits hold for a whole sandbox on this host."""
         enforced = find_control_groups().enforced
         return EnvironmentResourceCapabilities(
             cpu_limit="cpus" in enforced, memory_limit="memory" in enforced, fractional_cpus=True
@@ -100,8 +99,6 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
                 raise ValueError(
                     f"the mount at {mount['target']} is not a read-only bind, and a sandbox can have no other"
                 )
-
-    # -- start and stop --------------------------------------------------------
 
     async def start(self, force_build: bool) -> None:
         image = await self._image(force_build=force_build)
@@ -175,8 +172,6 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
             self.logger.warning("the task may have a public network, and gets none; --ek public_network says otherwise")
         return self._settings.public_network
 
-    # -- commands --------------------------------------------------------------
-
     async def exec(
         self,
         command: str,
@@ -219,10 +214,7 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
             raise RuntimeError("the environment has not been started, or has been stopped")
         return self._sandbox
 
-    # -- files -----------------------------------------------------------------
-
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        """Copy a file, with its mode."""
         source, target = Path(source_path), PurePosixPath(target_path)
         await self._upload(source, str(target.parent), target.name)
 
@@ -236,11 +228,6 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
             await self._started().import_path(parent, _chunks(packed))
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        """Copy a file from the sandbox.
-
-        Raises:
-            FileNotFoundError: There is none.
-        """
         target = anyio.Path(target_path)
         await target.parent.mkdir(parents=True, exist_ok=True)
         try:

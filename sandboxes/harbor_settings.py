@@ -24,7 +24,7 @@ from sandboxes import (
 
 
 class HarborSandboxSettings(BaseModel):
-    """The settings of all trials of a job; each is an argument `--ek NAME=VALUE`."""
+    """The settings of a job's trials, each an argument `--ek NAME=VALUE`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,11 +43,6 @@ class HarborSandboxSettings(BaseModel):
 
     @classmethod
     def pop_from(cls, arguments: dict[str, Any]) -> Self:
-        """Remove the settings from named arguments, and return them.
-
-        Raises:
-            SandboxConfigError: A value is not valid.
-        """
         given = {name: arguments.pop(name) for name in cls.model_fields if name in arguments}
         try:
             return cls.model_validate(given)
@@ -69,7 +64,6 @@ class SharedProvider:
         self._users = 0
 
     def take(self) -> Self:
-        """Count one more trial, which must `release` it."""
         self._users += 1
         return self
 

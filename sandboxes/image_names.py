@@ -17,7 +17,6 @@ from sandboxes.errors import ImagePathError
 
 MAX_CHARS = 512
 SCHEMES = "docker|oras|library|https"
-"""The schemes of registries."""
 TRANSPORTS = (
     *("containers-storage", "dir", "docker-archive", "docker-daemon", "file", "instance", "localimage"),
     *("oci", "oci-archive", "oci-layout", "oci-sif", "ostree", "sif", "tarball"),
@@ -61,7 +60,6 @@ def find_own_file(folder: Path, name: str) -> Path | None:
 
 
 def _is_below(text: str, folder: str) -> bool:
-    """Return whether a text is a path below a folder that is neither empty nor the root."""
     inside = text.removeprefix(f"{folder}/")
     return bool(folder.strip("/")) and inside != text and "\0" not in text and ".." not in inside.split("/")
 

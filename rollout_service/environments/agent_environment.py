@@ -26,7 +26,7 @@ from rollout_service.tokens import ToolSpec
 from sandboxes.errors import LimitExceededError, SandboxClosedError
 
 RUNS_CODE = frozenset({"bash", "python"})
-"""The tools with which an agent can end a server in its sandbox by itself."""
+"""With these, an agent can end a server in its sandbox."""
 WORKDIR = "."
 """The working folder, among the artifacts of a spec."""
 WHOLE_SYSTEM = frozenset({"/", "/etc"})
@@ -35,7 +35,7 @@ PROGRAMS = (
     *("/environment", "/.singularity.d", "/etc/ld.so.preload", "/etc/ld.so.cache", "/etc/ld.so.conf"),
     *("/etc/ld.so.conf.d", "/etc/profile", "/etc/profile.d", "/etc/bash.bashrc", "/etc/environment"),
 )
-"""A system's programs, and the files that change how they start: never copied from an agent's sandbox."""
+"""Programs, and files that change how they start: never copied from an agent's sandbox."""
 
 
 class AgentEnvironment(Environment):
@@ -47,7 +47,7 @@ class AgentEnvironment(Environment):
     def __init__(
         self, spec: EnvironmentSpec, *, extra_tools: Sequence[Tool] = (), subagent_tools: Sequence[Tool] = ()
     ) -> None:
-        """Those that `spec` names come first: `extra_tools` are the agent's, `subagent_tools` its sub-agents'."""
+        """The tools of `spec` come first."""
         self.spec = spec
         _check_spec(spec)
         if self.replayable == "answer" and spec.evaluate_in is not EvaluateIn.NONE:
@@ -75,7 +75,7 @@ class AgentEnvironment(Environment):
             self.replayable = "never"  # what a program, a server or a sub-agent did is not recorded
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Reject an instance that lacks a field which the prompts use, or whose prompt is empty or cannot be taken."""
+        """Reject an instance that lacks a field of the prompts, or whose prompt is empty or cannot be taken."""
         messages = self.messages(instance)
         if not any(message.content.strip() for message in messages if message.role == "user"):
             raise InvalidFieldError(
@@ -90,11 +90,6 @@ class AgentEnvironment(Environment):
             await self._agent.prepare(episode)
 
     def messages(self, instance: dict[str, JsonValue]) -> list[Message]:
-        """Return the messages that begin the conversation.
-
-        Raises:
-            InvalidFieldError: The instance lacks a field which the prompts use, or one that they write is null.
-        """
         prompt = Message(role="user", content=self._prompt.render(instance))
         if self._system is None:
             return [prompt]

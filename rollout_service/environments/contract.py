@@ -73,7 +73,7 @@ class SecretSource(EnvironmentSettings):
 
 
 Secrets = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], SecretSource]
-"""The sources of secrets, by the names of the variables that commands find them in."""
+"""By the variables that commands find them in."""
 
 Size = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[KMGT]?$")]
 
@@ -105,7 +105,7 @@ class SandboxSettings(EnvironmentSettings):
     @field_validator("network", mode="before")
     @classmethod
     def _network_is_known(cls, network: Any) -> Any:
-        """Report one error for the key instead of one for each form that it may have."""
+        """Report one error instead of one for each form."""
         hosts = isinstance(network, list | tuple) and all(isinstance(host, str) for host in network)
         if not hosts and network not in ("none", "full"):
             raise ValueError('give "none", "full", or a list of hosts')
@@ -130,14 +130,11 @@ DEFAULT_DISK_BYTES = 1 << 30
 
 
 def parse_size(size: str) -> int:
-    """Return the number of bytes in a size such as `2G`."""
     number, suffix = size.rstrip("KMGT"), size[-1]
     return int(float(number) * 1024 ** ("KMGT".find(suffix) + 1))
 
 
 class EvaluateIn(StrEnum):
-    """Where an outcome is scored."""
-
     NONE = "none"
     """Without a sandbox; the agent's is released when the agent ends."""
     SAME = "same"
@@ -153,14 +150,14 @@ Replayable = Literal["answer", "tools", "never"]
 """How a finished rollout can be scored again; see `Environment.replayable`."""
 
 SESSIONS: frozenset[SessionName] = frozenset(get_args(SessionName))
-"""The sandbox sessions; each is used by the built-in tool of the same name."""
+"""Each is used by the built-in tool of the same name."""
 
 
 class RecordedPolicies(Protocol):
     """Policies that were sampled before, such as those of served sessions."""
 
     async def open(self, request: RolloutRequest) -> Policy:
-        """Return the policy of a rollout; the same whenever a rollout is attempted again."""
+        """Return the same policy whenever a rollout is attempted again."""
         ...
 
 
@@ -240,13 +237,12 @@ class EnvironmentSpec(EnvironmentSettings):
 
     @property
     def artifacts_bytes(self) -> int:
-        """`artifacts_size` in bytes, capped so that the grader's sandbox has room for the grader too."""
+        """Capped so that the grader's sandbox has room for the grader too."""
         grader = self.for_grader().sandbox
         room = [grader.memory_bytes, grader.disk_bytes or DEFAULT_DISK_BYTES]
         return min(parse_size(self.artifacts_size), min(room) // 2)
 
     def for_grader(self) -> EnvironmentSpec:
-        """Return the description of the fresh sandbox that scores the outcome."""
         if self.grader_image is None and self.grader_sandbox is None:
             return self
         own = {"image": self.grader_image or self.image, "sandbox": self.grader_sandbox or self.sandbox}
@@ -254,7 +250,7 @@ class EnvironmentSpec(EnvironmentSettings):
 
     @property
     def sessions(self) -> frozenset[SessionName]:
-        """The sessions that the agent's tools use; they are opened before the agent begins."""
+        """Opened before the agent begins."""
         return SESSIONS.intersection(self.tools)
 
 
@@ -286,14 +282,14 @@ class Environment(ABC):
     """Where the policy of each rollout was recorded; None if it is sampled. `Policy.respond` is then not available."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let the failures of a rollout name the calls in this package, unless it is the service's own."""
+        """Let failures of a rollout name calls in the author's package."""
         super().__init_subclass__(**options)
         package = cls.__module__.partition(".")[0]
         if package != __name__.partition(".")[0]:
             ENVIRONMENT_PACKAGES.add(package)
 
     def findings(self) -> list[str]:
-        """Return the mistakes in the environment that can be found without running it."""
+        """Return mistakes that can be found without running the environment."""
         return []
 
     def warnings(self) -> list[str]:
@@ -344,7 +340,7 @@ class Environment(ABC):
         await self.init(episode)
 
     def tool_definitions(self) -> list[ToolSpec]:
-        """Return the definitions of the policy's tools in the OpenAI function format; the same for all of its turns."""
+        """Return the policy's tools in the OpenAI function format, the same for all turns."""
         return []
 
     @abstractmethod
@@ -368,7 +364,7 @@ class Environment(ABC):
         return False
 
     def dockerfiles(self) -> dict[str, Path]:
-        """Return the Dockerfiles of which images are built that tasks need, by the names of these images."""
+        """Return Dockerfiles of images that tasks need, by the images' names."""
         return {}
 
     async def execute(self, episode: Episode) -> None:  # noqa: B027 - a working default: nothing is run
@@ -379,15 +375,14 @@ class Environment(ABC):
         """
 
     def private_texts(self) -> dict[str, str]:
-        """Return the texts that the agent must not see, whatever the instance, by the names of their files."""
+        """Return texts of files, by name, that the agent must not see, whatever the instance."""
         return {}
 
     @abstractmethod
-    async def evaluate(self, episode: Episode) -> Score:
-        """Score the outcome."""
+    async def evaluate(self, episode: Episode) -> Score: ...
 
     def dataset(self) -> list[dict[str, JsonValue]]:
-        """Return the instances that ship with the environment, for demos and checks.
+        """Return instances that ship with the environment, for demos and checks.
 
         Raises:
             ConfigurationError: A library that the environment needs is not installed.

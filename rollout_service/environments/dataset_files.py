@@ -1,4 +1,4 @@
-"""The data set in an environment's folder (JSON Lines, one instance per line), and instances as models.
+"""Data sets in an environment's folder (JSON Lines), and instances as models.
 
 Guarantee: every instance is a JSON object that can be stored; a line that is not is reported by its file and number,
 counted from 1.
@@ -24,11 +24,6 @@ ROW_HINT = 'Each line is one instance, a JSON object in UTF-8, such as {"questio
 
 
 def parse_instance(line: bytes) -> dict[str, JsonValue]:
-    """Return the instance in a line of a data file.
-
-    Raises:
-        ValueError: The line is not an object that can be stored, or is too large.
-    """
     if len(line) > MAX_INSTANCE_BYTES:
         raise ValueError(
             f"an instance of over {MAX_INSTANCE_BYTES / 1e6:.1f} MB, of which every sample would have a copy; put "
@@ -38,7 +33,7 @@ def parse_instance(line: bytes) -> dict[str, JsonValue]:
 
 
 def read_instances(path: Path, split: str | None = None) -> list[dict[str, JsonValue]]:
-    """Read the instances of a file; `split`, if given, becomes theirs.
+    """`split`, if given, becomes that of the instances.
 
     Raises:
         ConfigurationError: The file cannot be read, or a line is not valid.
@@ -76,10 +71,8 @@ def _instance(line: bytes, where: str, split: str | None) -> dict[str, JsonValue
     return instance | {SPLIT: split}
 
 
-# The splits of a data set, such as `train` and `held_out`.
-#
-# An instance belongs to the split named in its field `split`. Guarantee: no instance is in two splits, and a data set
-# with splits is only ever read one split at a time, so nobody trains on held-out tasks by accident.
+# An instance belongs to the split in its field `split`. No instance is in two splits, and a data set with splits is
+# only ever read one split at a time, so nobody trains on held-out tasks by accident.
 
 SPLIT = "split"
 Instance = dict[str, JsonValue]
@@ -91,12 +84,12 @@ def get_split(instance: Instance) -> str | None:
 
 
 def count_splits(dataset: Sequence[Instance]) -> dict[str, int]:
-    """Count the instances of each split, in order of appearance; empty for a data set without splits."""
+    """Count in order of appearance; empty for a data set without splits."""
     return dict(Counter(name for name in map(get_split, dataset) if name is not None))
 
 
 def select_split(dataset: Sequence[Instance], split: str | None, *, field: str) -> list[Instance]:
-    """Return the instances of a split, or all instances of a data set without splits.
+    """Return all instances of a data set without splits.
 
     Raises:
         InvalidFieldError: There is no such split, or one must be named; the path is `field`.
@@ -117,7 +110,7 @@ def select_split(dataset: Sequence[Instance], split: str | None, *, field: str) 
 
 
 class InstanceFields(BaseModel):
-    """The fields of an instance that an environment reads; its prompts may use others."""
+    """The fields that an environment reads; its prompts may use others."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -126,11 +119,6 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def read_instance(model: type[M], instance: dict[str, JsonValue], *, hint: str = "") -> M:
-    """Return an instance as a model.
-
-    Raises:
-        InvalidFieldError: A field is missing or wrong; the paths start at `instance`.
-    """
     try:
         return model.model_validate(instance)
     except ValidationError as error:
@@ -138,7 +126,7 @@ def read_instance(model: type[M], instance: dict[str, JsonValue], *, hint: str =
 
 
 def field_errors(error: ValidationError, *, skip: int = 0) -> list[FieldError]:
-    """Return the errors of an instance's fields, whose paths leave out the first `skip` parts of the model's own."""
+    """Leave out the first `skip` parts of the model's paths."""
     return [
         FieldError(path=".".join(["instance", *map(str, item["loc"][skip:])]), message=item["msg"])
         for item in error.errors(include_url=False, include_input=False)

@@ -26,21 +26,21 @@ from sandboxes.config import default_cache
 INSTALL_SECONDS = 1_800.0
 START_SECONDS = 30.0
 NEWER_MINORS = 3
-"""How many minor versions after the oldest one are looked for: later ones may lack builds of the packages."""
+"""Minor versions that are looked for: later ones may lack builds of the packages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
     name: str
-    """Its name for `rollout-service env install`."""
+    """For `rollout-service env install`."""
     requirements: Path
-    """A lock with the version and the hashes of every package: nothing else is installed."""
+    """A lock with hashes: nothing else is installed."""
     prepare: Callable[[Path], None] | None = None
-    """Called with the folder of the finished environment, before it counts as installed."""
+    """Gets the folder of the environment before it counts as installed."""
     python_version: tuple[int, int] = (3, 11)
-    """The oldest Python that it runs on. Where the service's own is older, another of the machine is looked for."""
+    """The oldest that will do. Where the service's own is older, another of the machine is looked for."""
     prepared_by: tuple[Path, ...] = ()
-    """The files that `prepare` depends on: once they differ, the environment is another."""
+    """`prepare` depends on these files: once they differ, the environment is another."""
 
     @property
     def folder(self) -> Path:
@@ -51,7 +51,7 @@ class Library:
 
     @property
     def packages(self) -> Path:
-        """Where its packages are, once they are installed; compiled ones need a Python of this minor version."""
+        """Compiled packages need a Python of this minor version."""
         own = f"python{sys.version_info[0]}.{sys.version_info[1]}"
         name = next((path.name for path in (self.folder / "lib").glob("python3.*")), own)
         return self.folder / "lib" / name / "site-packages"
@@ -69,11 +69,11 @@ class Library:
         return self.folder / "bin" / "python"
 
     def instances(self, file: str) -> list[dict[str, JsonValue]]:
-        """Return the instances in a file that was made when the library was installed."""
+        """Read a file that was made when the library was installed."""
         return [dict(one) for one in _instances(self.python().parents[1] / file)]
 
     def install(self) -> Path:
-        """Make the environment unless it is there, and return its folder. It takes seconds, so call it in a thread."""
+        """Return the folder. It takes seconds, so call it in a thread."""
         return make_once(self.folder, self._make)
 
     def _make(self, folder: Path) -> None:
@@ -83,7 +83,7 @@ class Library:
             self.prepare(folder)
 
     def _commands(self, folder: Path) -> list[list[str]]:
-        """Return the commands that make the environment, with uv if it is there."""
+        """Use uv if it is there."""
         options = ["--no-deps", "--require-hashes", "--requirement", str(self.requirements)]
         base = find_interpreter(self.name, self.python_version)
         python = str(folder / "bin" / "python")
@@ -100,7 +100,7 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class AddedPackages:
-    """Packages that one environment needs besides a library's, in a folder of their own."""
+    """Packages of one environment besides a library's, in their own folder."""
 
     library: Library
     requirements: tuple[str, ...]
@@ -124,7 +124,7 @@ class AddedPackages:
         return self.folder
 
     def install(self) -> Path:
-        """Install them unless they are there, and return their folder; the library keeps its own versions."""
+        """Return their folder; the library keeps its own versions."""
         self.library.python()
         return make_once(self.folder, self._make)
 
@@ -136,7 +136,7 @@ class AddedPackages:
             _run(command, self.base)
 
     def _commands(self, python: Path, pip: Path, options: list[str]) -> list[list[str]]:
-        """Return the commands that install them, with uv if it is there, or a pip of the library's Python."""
+        """Use uv if it is there, or a pip of the library's Python."""
         if uv := shutil.which("uv"):
             return [[uv, "pip", "install", "--quiet", "--python", str(python), *options]]
         base = find_interpreter(self.library.name, self.library.python_version)
@@ -145,7 +145,7 @@ class AddedPackages:
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Make a folder unless it is there, as a whole or not at all, and return it; beside its draft is other space.
+    """Make a folder, unless it is there, as a whole or not at all; beside its draft is other space.
 
     Raises:
         ConfigurationError: It cannot be put in place.
@@ -170,7 +170,7 @@ def _versions(lock: Path) -> list[str]:
 
 
 def find_interpreter(name: str, oldest: tuple[int, int]) -> str:
-    """Return a Python that a library runs on: the service's own, or the oldest on this machine that will do."""
+    """Return the service's own Python, or the oldest on this machine that will do."""
     if sys.version_info >= oldest:
         return sys.executable
     found = next((path for path in _interpreters(oldest) if _starts(path, oldest)), None)
@@ -184,8 +184,7 @@ def find_interpreter(name: str, oldest: tuple[int, int]) -> str:
 
 
 def _interpreters(oldest: tuple[int, int]) -> Iterator[str]:
-    """Yield the paths that may be a Python: on PATH, installed by pyenv (whose commands on PATH may not work), or known
-    to uv."""
+    """Look on PATH, in pyenv (whose commands on PATH may not work), and ask uv."""
     major, minor = oldest
     folders = os.environ.get("PATH", "").split(os.pathsep)
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
@@ -202,7 +201,7 @@ def _starts(path: str, oldest: tuple[int, int]) -> bool:
 
 
 def _output(command: list[str]) -> str:
-    """Return the output of a command, or nothing if it failed."""
+    """Return nothing if the command failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_SECONDS)
     except (OSError, subprocess.TimeoutExpired):

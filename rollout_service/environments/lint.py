@@ -20,7 +20,6 @@ _CREATES = re.compile(rf"(?:>|\b(?:mkdir|touch|tee)\b[^;|&]*?)\s*{INSIDE}/")
 
 
 def findings(declaration: Declaration, files: Sequence[PackedFile]) -> Iterator[str]:
-    """Yield the mistakes in the commands of a declaration, given the files of its folder."""
     by_path = {file.path: file for file in files}
     yield from _lost(declaration)
     for where, command in _commands(declaration):
@@ -31,7 +30,7 @@ def findings(declaration: Declaration, files: Sequence[PackedFile]) -> Iterator[
 
 
 def _lost(declaration: Declaration) -> Iterator[str]:
-    """Yield what a shared command writes where no other sandbox sees it."""
+    """Find writes of a shared command that no other sandbox sees."""
     if declaration.init is not None and declaration.init.shared:
         for path in sorted(set(_MOUNTED.findall(declaration.init.command))):
             yield f"[init] command writes to {path}, which is not shared: let `each` do so, or set shared = false"
@@ -64,7 +63,7 @@ def _not_runnable(where: str, command: str, files: dict[str, PackedFile]) -> Ite
 
 
 def _programs(command: str) -> Iterator[str]:
-    """Yield the first word of each simple command, as far as that is known without running the shell."""
+    """Yield first words of simple commands, as far as they are known without running the shell."""
     words = shlex.shlex(command, posix=True, punctuation_chars=True)
     words.whitespace_split = True
     begins = True

@@ -40,9 +40,9 @@ from rollout_service.environments.harbor.collection import (
 from rollout_service.settings.pipeline import HarborSettings
 
 GROUP = "rollout_service.environments"
-"""The group of entry points; each is an `Environment`, or a function without arguments that returns one."""
+"""Entry points: each is an `Environment`, or a function without arguments that returns one."""
 FIELD = "environment"
-"""The path of an environment's name in a task; callers prefix it with the task's own path."""
+"""The path in a task; callers prefix it with the task's own."""
 _OBJECT = re.compile(r"[\w-]+(\.\w+)*:\w+(\.\w+)*")
 
 
@@ -50,7 +50,7 @@ class EnvironmentRegistry:
     def __init__(self, environments: Iterable[Environment] = ()) -> None:
         self._environments: dict[str, Environment] = {}
         self.problems: dict[str, ConfigurationError] = {}
-        """The reason for each environment that could not be loaded, by the plug-in's name or the path."""
+        """Of environments that could not be loaded, by the plug-in's name or the path."""
         for environment in environments:
             self.add(environment, environment.spec.name)
 
@@ -62,11 +62,11 @@ class EnvironmentRegistry:
         plugins: Iterable[EntryPoint] | None = None,
         harbor: HarborSettings | None = None,
     ) -> Self:
-        """Load all plug-ins, including the built-in environments, and the environments at the paths.
+        """Load all plug-ins, built-in ones included, and the environments at the paths.
 
         A path is a folder with an `environment.toml`, such a file, an image with `/environment`, or a folder of tasks
-        in Harbor's format, whose tasks the environment `harbor` has too; a Python file; or `module:object`.
-        Call this in a thread: it imports plug-ins and may read images.
+        in Harbor's format, whose tasks the environment `harbor` has too; a Python file; or `module:object`. Call this
+        in a thread: it imports plug-ins and may read images.
         """
         registry = cls()
         for plugin in entry_points(group=GROUP) if plugins is None else plugins:
@@ -79,8 +79,7 @@ class EnvironmentRegistry:
         return registry
 
     def add(self, environment: Environment, source: str) -> None:
-        """Register an environment.
-
+        """
         Raises:
             ConfigurationError: The environment's name is taken.
         """
@@ -95,8 +94,7 @@ class EnvironmentRegistry:
         return name in self._environments
 
     def get(self, name: str) -> Environment:
-        """Return the environment of that name.
-
+        """
         Raises:
             InvalidFieldError: There is no such environment; the hint lists the known names.
             ConfigurationError: The plug-in of that name could not be loaded.
@@ -113,7 +111,7 @@ class EnvironmentRegistry:
         )
 
     def list(self) -> list[Environment]:
-        """Return all environments, sorted by name."""
+        """Sort by name."""
         return [self._environments[name] for name in sorted(self._environments)]
 
     def _try(self, source: str, load: Callable[[], Environment]) -> None:
@@ -150,12 +148,12 @@ def load_path(path: Path, harbor: HarborSettings | None = None) -> Environment:
 
 
 def names_python_object(text: str) -> bool:
-    """Return whether a text is of the form `module:object`, or `file.py:object`."""
+    """Recognize `module:object` and `file.py:object`."""
     return _OBJECT.fullmatch(text) is not None
 
 
 def _load_image(image: Path) -> Environment:
-    """Load the environment in an image; errors name paths in the image, not in the folder that it is copied to."""
+    """Let errors name paths in the image, not in the folder that it is copied to."""
     folder = extract_environment(image)
     if not (folder / FILE_NAME).is_file():
         raise ConfigurationError(
@@ -170,7 +168,7 @@ def _load_image(image: Path) -> Environment:
 
 
 def _object_at(path: Path) -> object:
-    """Return the object `module:object`, whose module is installed or in the folder of the path."""
+    """Load an object of a module that is installed, or in the folder of the path."""
     module, _, name = path.name.partition(":")
     if (file := path.with_name(module)).is_file():
         return _find(name, _import_file(file.resolve()))
@@ -190,7 +188,7 @@ def _find(name: str, module: ModuleType) -> object:
 
 
 def _only_one_in(file: Path) -> Environment | type[Environment]:
-    """Return the object `environment` of a Python file, or else the one class of environments that it defines."""
+    """Return the file's `environment`, or else its one class of environments."""
     module = _import_file(file)
     if isinstance(made := getattr(module, "environment", None), Environment):
         return made
@@ -223,7 +221,7 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _make(load: Callable[[], object], where: str) -> Environment:
-    """Make an environment of a loaded object: an environment, or a class or function that returns one."""
+    """Load an environment, or a class or function that returns one."""
     try:
         loaded = load()
         environment = loaded() if callable(loaded) else loaded
@@ -245,7 +243,7 @@ def _make(load: Callable[[], object], where: str) -> Environment:
 
 
 def explain(error: Exception) -> str:
-    """Return an error of an author's code in a line, with the last line of that code which it passed."""
+    """Describe an error of an author's code in a line, with the place in that code."""
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, ValidationError):
         said = f"{error.title}: {'; '.join(describe_problems(error, EnvironmentSpec))}"
@@ -253,7 +251,6 @@ def explain(error: Exception) -> str:
 
 
 def _place_of(error: Exception) -> str:
-    """Return the last line of an author's code that an error passed, as the end of a text."""
     others = (__file__, "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(others)]
@@ -270,7 +267,7 @@ def _advice(error: Exception) -> str:
     return "Correct the name after the colon."
 
 
-# The kinds of an `environment.toml`: a file with `kind = "swe"` is read by the loader of that kind.
+# An `environment.toml` with `kind = "swe"` is read by the loader of that kind.
 
 _HERE: Final = "rollout_service.environments"
 KINDS: Final = {

@@ -27,9 +27,9 @@ log = structlog.get_logger(__name__)
 class Secret:
     environment: str
     table: str
-    """Where it is declared, such as `[evaluate]`."""
+    """Such as `[evaluate]`."""
     key: str
-    """The variable that commands find it in."""
+    """The commands' variable."""
     source: SecretSource
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ def secrets_of(spec: EnvironmentSpec) -> Iterator[Secret]:
 
 
 class HostSecrets:
-    """The variables and files of this host that environments may have: those that the settings name.
+    """The variables and files of this host that the settings let environments have.
 
     Its methods raise SecretMissingError if a secret is missing, not allowed, or cannot be masked.
     """
@@ -59,12 +59,12 @@ class HostSecrets:
         self._settings = settings or SecretsSettings()
         self._host = host
         self.given: set[str] = set()
-        """The spellings of all values that were read so far."""
+        """The spellings of all values read so far."""
         self.lacking: list[str] = []
         """Why environments could not have a secret when the service started."""
 
     def examine(self, spec: EnvironmentSpec) -> Iterator[tuple[Secret, SecretMissingError | None]]:
-        """Yield each secret that an environment asks for, and why it cannot have it, if so."""
+        """Yield each secret, and why the environment cannot have it, if so."""
         for secret in secrets_of(spec):
             try:
                 self.read(secret)
@@ -74,17 +74,17 @@ class HostSecrets:
                 yield secret, None
 
     def note_lacking(self, specs: Iterable[EnvironmentSpec]) -> None:
-        """Log the secrets that environments ask for and cannot have, and keep them in `lacking`."""
+        """Log secrets that environments cannot have, and keep them in `lacking`."""
         for error in (error for spec in specs for _, error in self.examine(spec) if error is not None):
             log.warning("an environment lacks a secret", why=str(error), hint=error.hint)
             self.lacking.append(f"{error}, as this node started")
 
     def check(self, spec: EnvironmentSpec) -> set[str]:
-        """Return the spellings of all secrets of an environment, which are to be masked."""
+        """Return the spellings to mask."""
         return {text for secret in secrets_of(spec) for text in spellings(self.read(secret))}
 
     def for_sandbox(self, spec: EnvironmentSpec) -> dict[str, str]:
-        """Return the secrets of `[sandbox]`, by their variables."""
+        """Return secrets by their variables."""
         return self._resolve(spec, "[sandbox]")
 
     def give(self, episode: Episode, spec: EnvironmentSpec, table: str) -> None:
@@ -156,7 +156,6 @@ def _given(episode: Episode, environment: Environment, secrets: HostSecrets) -> 
 
 
 async def prepare(environment: Environment, episode: Episode, secrets: HostSecrets) -> None:
-    """Prepare the files that rollouts share, with the secrets of `[init]`."""
     with _given(episode, environment, secrets):
         await environment.prepare(episode)
 

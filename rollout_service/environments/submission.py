@@ -25,7 +25,7 @@ from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStar
 
 MAX_RUNS = 1_000
 MAX_OUTPUT_BYTES = 16 * 1024 * 1024
-"""The limit for the output of all runs together."""
+"""For all runs together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,11 @@ class SubmissionRun:
     """None if it did not exit by itself or was never started."""
     timed_out: bool = False
     truncated: bool = False
-    """Whether the middle of the output is missing."""
+    """The middle of the output is missing."""
 
 
 def read_inputs(table: RunTable, instance: dict[str, JsonValue]) -> list[str]:
-    """Return the input of each run.
-
+    """
     Raises:
         InvalidFieldError: The instance has no usable input.
     """
@@ -58,7 +57,7 @@ def read_inputs(table: RunTable, instance: dict[str, JsonValue]) -> list[str]:
 
 
 async def run_submission(sandbox: Sandbox, table: RunTable, inputs: list[str], seconds: float) -> list[SubmissionRun]:
-    """Run the program on each input; a run that would start after `seconds` counts as timed out."""
+    """Run all inputs; a run that would start after `seconds` counts as timed out."""
     limit = max(1, min(parse_size(table.output_size), MAX_OUTPUT_BYTES // (2 * len(inputs))))
     deadline = anyio.current_time() + seconds
     runs = []

@@ -10,7 +10,7 @@ from rollout_service.episodes import Episode, Score
 
 
 class WrappedEnvironment(Environment):
-    """Sets up and scores as another environment does; what its agent does in between is the subclass's."""
+    """Sets up and scores as another environment does; the subclass says what the agent does."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment

@@ -21,7 +21,7 @@ from sandboxes.factory import make_provider
 
 COLORS = {"holds": "green", "fails": "red", "known failure": "yellow", "holds now": "magenta"}
 UNUSABLE = 2
-"""The exit code if nothing could be checked; 1 means that checks failed."""
+"""If nothing could be checked; 1 means that checks failed."""
 
 
 def main(

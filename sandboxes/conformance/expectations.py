@@ -22,8 +22,7 @@ class ConformanceError(AssertionError):
 
 
 def expect(holds: bool, found: object) -> None:
-    """Fail with `found` unless the condition holds.
-
+    """
     Raises:
         ConformanceError: The condition does not hold.
     """
@@ -32,7 +31,7 @@ def expect(holds: bool, found: object) -> None:
 
 
 async def expect_error(kind: type[SandboxError], call: Awaitable[object]) -> SandboxError:
-    """Await a call that must raise an error of `kind`, and return the error.
+    """Return the error that the call must raise.
 
     Raises:
         ConformanceError: The call does not fail.
@@ -45,7 +44,7 @@ async def expect_error(kind: type[SandboxError], call: Awaitable[object]) -> San
 
 
 async def interrupted(sandbox: Sandbox, session: BashSession | PythonSession, call: Awaitable[T]) -> T:
-    """Interrupt a session's call once it has made the file `running`, and return the call's result."""
+    """Interrupt the call once it has made the file `running`; return its result."""
     async with anyio.create_task_group() as tasks:
 
         async def interrupt_soon() -> None:

@@ -122,7 +122,6 @@ async def _size(sandbox: Sandbox, name: str) -> int:
 
 
 async def exported(sandbox: Sandbox, path: str, limit: int = 64 * MIB) -> list[tarfile.TarInfo]:
-    """Return the entries of a path's archive."""
     packed = b"".join([part async for part in sandbox.export_path(path, limit=limit)])
     with tarfile.open(fileobj=io.BytesIO(packed), encoding="utf-8", errors="surrogateescape") as archive:
         return archive.getmembers()

@@ -9,7 +9,6 @@ from sandboxes.conformance.expectations import Check, expect
 from sandboxes.contract import Sandbox, SandboxProvider
 
 MOST = 4
-"""How many folders a check changes."""
 
 FIND = r"""
 shopt -s nullglob
@@ -21,7 +20,7 @@ for folder in /usr/share/*/; do
   done
 done
 """
-"""Prints the image's folders with a subfolder that holds a file, where code may change all three."""
+"""Prints folders with a subfolder that holds a file, where code may change all three."""
 
 MAKE = r"""
 for name in one two; do mkdir -p "$name/sub/below" && echo text >"$name/sub/file"; done
@@ -85,7 +84,7 @@ async def image_folders_renamed(sandbox: Sandbox, provider: SandboxProvider) -> 
 
 
 async def _folders(sandbox: Sandbox, provider: SandboxProvider) -> list[str]:
-    """Return some folders of the image that code may write, with subfolders; new ones if there is no image.
+    """Return folders of the image that code may write, or new ones if there is no image.
 
     There are none if the image's files belong to another user than the code's, as with Docker.
 

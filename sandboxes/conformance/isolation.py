@@ -105,7 +105,7 @@ async def no_rights(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def _root_of_its_own(sandbox: Sandbox) -> bool:
-    """Return whether code runs as a root that is not the host's: its user namespace maps 0 to another id.
+    """Return whether code is root in a user namespace that maps 0 to another id.
 
     A host whose own root is remapped looks the same, and is as safe.
     """
@@ -124,7 +124,7 @@ async def _status(sandbox: Sandbox) -> dict[bytes, bytes]:
 
 
 async def _attempts_as_root(sandbox: Sandbox) -> None:
-    """Try everything that the host's root could do and this root cannot."""
+    """Try what only the host's root can do."""
     attempts = (
         "mknod disk b 8 0 && cat disk",
         "date -s 2000-01-01",

@@ -19,7 +19,7 @@ DATA = "import hashlib, os; data = os.urandom(20_000_000); hashlib.md5(data).hex
 
 
 async def _can_pause(sandbox: Sandbox, provider: SandboxProvider) -> bool:
-    """Return whether the provider pauses sandboxes; otherwise see that it refuses to, and that the sandbox goes on."""
+    """Return whether pauses work; if not, see that they are refused, and that the sandbox goes on."""
     if provider.pausing != "none":
         return True
     await expect_error(SandboxConfigError, sandbox.pause())

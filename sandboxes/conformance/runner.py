@@ -21,26 +21,24 @@ Verdict = Literal["holds", "fails", "known failure", "holds now"]
 class CheckResult:
     check: str
     promise: str
-    """The check's docstring, which is the contract's promise."""
+    """The check's docstring."""
     verdict: Verdict
     reason: str
-    """The finding, or the reason why the failure is known; empty if the promise holds."""
+    """The finding, or why the failure is known; empty if the promise holds."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """The results of all checks that ran."""
-
     provider: str
     isolates: bool
     enforced: tuple[str, ...]
-    """The limits that hold for a whole sandbox, according to the provider."""
+    """According to the provider."""
     outcomes: tuple[CheckResult, ...]
 
     @property
     def conforms(self) -> bool:
-        """Whether nothing failed except what the provider names."""
+        """Nothing failed except what the provider names."""
         return all(outcome.verdict != "fails" for outcome in self.outcomes)
 
     def as_json(self) -> dict[str, Any]:
@@ -48,12 +46,6 @@ class ConformanceReport:
 
 
 async def run_check(check: Check, provider: SandboxProvider, image: str | None = None) -> None:
-    """Run one check in a fresh sandbox.
-
-    Raises:
-        ConformanceError: The contract is broken, or the check took too long.
-        SandboxError: The provider raised an error that the contract does not allow there.
-    """
     with anyio.move_on_after(CHECK_SECONDS) as scope:
         async with await provider.start(SandboxSpec(image=image, label="conformance")) as sandbox:
             await check(sandbox, provider)
@@ -77,7 +69,7 @@ async def run_checks(
 
 
 async def assess_check(check: Check, provider: SandboxProvider, image: str | None = None) -> CheckResult:
-    """Run one check and return its result. A check that attacks does not run if nothing isolates it."""
+    """Run a check, but no attack if nothing isolates it."""
     known = provider.known_failures.get(check.__name__)
     begun = time.monotonic()
     found = "not run: the check attacks what is outside, and nothing here isolates it"

@@ -39,7 +39,7 @@ kill -USR1 $$; number+=1; echo $number; FIXED=2; echo done
 
 @asynccontextmanager
 async def _saved(sandbox: Sandbox, provider: SandboxProvider) -> AsyncIterator[Path | None]:
-    """Yield a file with what was saved; None, once it is seen to be refused, if the provider cannot save."""
+    """Yield a file with what was saved, or None once a provider that cannot save has refused to."""
     if not await provider.saves(sandbox.spec):
         await expect_error(SandboxConfigError, _save(sandbox))
         yield None
@@ -51,7 +51,7 @@ async def _saved(sandbox: Sandbox, provider: SandboxProvider) -> AsyncIterator[P
 
 
 async def _save(sandbox: Sandbox, path: Path = Path(os.devnull), limit: int = 1 << 30) -> int:
-    """Write what is saved to a file, and return its length."""
+    """Return the length of what is saved."""
     with path.open("wb") as file:
         async with aclosing(sandbox.save(limit=limit)) as parts:
             return sum([file.write(part) async for part in parts])

@@ -36,14 +36,14 @@ grep -e Cap -e NoNewPrivs -e Seccomp: /proc/self/status; cat /proc/self/uid_map 
 awk '{ gsub(/(lowerdir|size|uid)=[^,]*/, "", $4); print $2, $3, $4 }' /proc/mounts | sort
 ls /dev /proc/sys/user; cut -d: -f1 /proc/net/dev; cat /proc/1/comm; stat -c '%A %U %G %n' / /tmp /dev/shm
 """
-"""Prints the walls around code inside, as it sees them."""
+"""Prints the walls around code inside."""
 ATTACKS = "unshare --user true; mount -t tmpfs none /mnt; mknod device c 1 3; kill -0 1\n"
 """Runs into the walls. Without isolation it would change the host."""
 
 
 @asynccontextmanager
 async def _snapshot(sandbox: Sandbox, provider: SandboxProvider) -> AsyncIterator[Snapshot | None]:
-    """Yield a snapshot of the sandbox; None, once it is seen to be refused, if the provider takes none."""
+    """Yield a snapshot, or None once a provider that takes none has refused to."""
     if not await provider.takes_snapshots(sandbox.spec):
         await expect_error(SandboxConfigError, sandbox.snapshot())
         expect((await sandbox.exec(["true"])).exit_code == 0, "the sandbox has ended")

@@ -1,4 +1,4 @@
-"""The contract of a sandbox: the interface that a provider implements, and on which the rest of the service relies.
+"""The contract of a sandbox: what a provider implements and the rest of the service relies on.
 
 Every provider guarantees the following, and `sandboxes.conformance` checks it:
 - a session keeps its state (working folder, variables, imports) between calls, even after a timeout;
@@ -6,8 +6,8 @@ Every provider guarantees the following, and `sandboxes.conformance` checks it:
 - output is bounded: anything over the limit is cut from the middle, and memory use here does not grow with it;
 - `close` is idempotent, may be called at any time, is shielded from cancellation, and leaves nothing behind.
 
-Code inside is hostile: nothing it writes is trusted, and no path it names is ever resolved on the host.
-Times are in seconds and sizes in bytes unless a name says otherwise.
+Code inside is hostile: nothing it writes is trusted, and no path it names is ever resolved on the host. Times are in
+seconds and sizes in bytes unless a name says otherwise.
 """
 
 from sandboxes.contract.sandbox import (

@@ -1,4 +1,4 @@
-"""The contract of a sandbox, its sessions, programs and files, and of a provider, which starts sandboxes here."""
+"""The contract of a sandbox with its programs and files, and of a provider, which starts sandboxes."""
 
 import socket
 from abc import ABC, abstractmethod
@@ -24,16 +24,12 @@ DEFAULT_FILE_LIMIT = 16 * 1024 * 1024
 DEFAULT_TREE_LIMIT = 1024 * 1024 * 1024
 
 
-# A program that runs in a sandbox while its caller speaks with it.
-
-
 class RunningProgram(ABC):
-    """The host's side of a program's three streams. Everything that arrives is untrusted."""
+    """The host's side of the three streams of a program inside. Everything that arrives is untrusted."""
 
     @property
     @abstractmethod
-    def group(self) -> int:
-        """The id of its process group, as code inside sees it."""
+    def group(self) -> int: ...
 
     @abstractmethod
     async def send(self, data: bytes) -> bool:
@@ -43,8 +39,7 @@ class RunningProgram(ABC):
         """
 
     @abstractmethod
-    def close_input(self) -> None:
-        """End its standard input. Idempotent."""
+    def close_input(self) -> None: ...
 
     @abstractmethod
     async def receive(self) -> bytes:
@@ -84,13 +79,11 @@ class Sandbox(ABC):
 
     @property
     @abstractmethod
-    def spec(self) -> SandboxSpec:
-        """The specification it was started with."""
+    def spec(self) -> SandboxSpec: ...
 
     @property
     @abstractmethod
-    def workdir(self) -> str:
-        """The working folder as code inside sees it: `spec.workdir` if the provider isolates files."""
+    def workdir(self) -> str: ...
 
     @property
     def listener(self) -> socket.socket | None:
@@ -114,7 +107,7 @@ class Sandbox(ABC):
 
     @property
     def pid(self) -> int | None:
-        """The process on the host below which everything inside runs; None if there is none to be seen."""
+        """The process on the host below which everything inside runs; None if it cannot be seen."""
         return None
 
     @property
@@ -154,11 +147,10 @@ class Sandbox(ABC):
         timeout: float = DEFAULT_TIMEOUT,
         output_limit: int = DEFAULT_OUTPUT_LIMIT,
     ) -> ExecResult:
-        """Run one program outside the sessions. Several may run at once.
+        """Run a program outside the sessions, several at once if need be.
 
-        A program that does not exist gives exit code 127, as in a shell. At the timeout its process group is
-        ended; background processes of a program that ends by itself go on. `output_limit` applies to each of
-        the two streams.
+        A program that does not exist gives exit code 127, as in a shell. At the timeout its process group is ended;
+        background processes of a program that ends by itself go on. `output_limit` applies to each of the two streams.
 
         Raises:
             ValueError: `argv` is empty, a string contains a NUL character, or a limit is not positive.
@@ -198,7 +190,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def read_file(self, path: str, *, limit: int = DEFAULT_FILE_LIMIT) -> bytes:
-        """Return the contents of a file. A relative path begins at the working folder.
+        """Return the contents. A relative path begins at the working folder.
 
         Raises:
             FileMissingError: There is no such file.

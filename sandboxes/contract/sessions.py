@@ -12,7 +12,7 @@ DEFAULT_OUTPUT_LIMIT = 64 * 1024
 
 
 class BashSession(ABC):
-    """A bash that lives as long as its sandbox. It runs one command at a time: a second `run` waits for the first."""
+    """A bash that lives as long as its sandbox. A second `run` waits for the first."""
 
     @abstractmethod
     async def run(

@@ -25,8 +25,6 @@ SessionName = Literal["bash", "python"]
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A file or folder of the host that the sandbox sees at `target` and cannot change."""
-
     source: str
     target: str
 
@@ -93,7 +91,7 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True)
 class BashResult:
-    """The result of one bash command; standard output and error are one text, in the order written."""
+    """The result of one command; standard output and error are one text, in the order written."""
 
     output: str
     exit_code: int | None
@@ -118,7 +116,7 @@ class PythonErrorInfo:
 
 @dataclass(frozen=True, slots=True)
 class PythonResult:
-    """The result of one cell of a Python session."""
+    """The result of one cell."""
 
     output: str
     """The text that the cell printed to both streams or displayed."""
@@ -137,7 +135,7 @@ class PythonResult:
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """The result of one program that ran outside the sessions."""
+    """The result of a program outside the sessions."""
 
     exit_code: int | None
     """As a shell reports it: 128 + signal for a process that a signal ended; None after a timeout."""
@@ -153,8 +151,6 @@ class ExecResult:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One entry of a folder in a sandbox."""
-
     name: str
     """Bytes that are not UTF-8 are surrogate escapes, as in `os.fsdecode`, so a path with this name finds the file."""
 

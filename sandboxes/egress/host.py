@@ -18,25 +18,25 @@ ANSWER_SECONDS = 20.0
 """Long enough for the process to load before its first answer."""
 GRACE = 2.0
 MOST_SOCKETS = 2
-"""A sandbox may have a socket for its proxy and one for its owner."""
+"""One for the proxy and one for the sandbox's owner."""
 ENV = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LOCALDOMAIN", "RES_OPTIONS")
 """The variables that Python and the resolver use. The process gets no others of the service's, such as its keys."""
 
 
 class ProxyOwner(NamedTuple):
-    """The service and the user that the process of the proxies runs for."""
+    """Whom the process of the proxies runs for."""
 
     service: str
     """The prefix of its sandboxes' ids, by which the guard finds the process if it hangs."""
 
     user: int
-    """The user it switches to if this process is root."""
+    """The process switches to it if this one is root."""
 
     group: int
 
 
 class SocketHandover:
-    """A pair of sockets over which a launcher hands sockets of the sandbox's network to this process."""
+    """A socket pair over which a launcher hands over sockets of the sandbox's network."""
 
     def __init__(self) -> None:
         self._ours, self._theirs = socket.socketpair()
@@ -48,7 +48,7 @@ class SocketHandover:
         return self._theirs.fileno()
 
     def close_remote_end(self) -> None:
-        """Close the launcher's end here, once the launcher has it, so that this process sees the launcher end."""
+        """Close the launcher's end, once it has it, so that this process sees the launcher end."""
         self._theirs.close()
 
     async def receive(self) -> list[socket.socket]:
@@ -66,10 +66,8 @@ class SocketHandover:
 
 
 class EgressHost:
-    """Starts and ends the proxies of sandboxes."""
-
     def __init__(self, lingering: LingeringChildren | None = None) -> None:
-        """Start nothing yet; `lingering` keeps a process that outlives its kill."""
+        """`lingering` keeps a process that outlives its kill."""
         self._lingering = LingeringChildren() if lingering is None else lingering
         self._lock = anyio.Lock()
         self.process: subprocess.Popen[bytes] | None = None
@@ -85,7 +83,7 @@ class EgressHost:
         listening: socket.socket,
         owner: ProxyOwner,
     ) -> None:
-        """Serve a sandbox from a socket that listens in its network. The socket is closed here.
+        """Serve a sandbox from a socket in its network, which is closed here.
 
         Raises:
             SandboxStartError: The process of the proxies does not answer.
@@ -103,7 +101,7 @@ class EgressHost:
                 self._open.add(sandbox)
 
     async def close(self, sandbox: str) -> EgressCounts:
-        """End a sandbox's proxy and its connections; return its counts, which are zero if it had no proxy."""
+        """Return the proxy's counts, which are zero if there was none."""
         async with self._lock:
             if sandbox not in self._open:
                 return EgressCounts()
@@ -113,7 +111,7 @@ class EgressHost:
         return counts
 
     async def counts(self) -> EgressCounts:
-        """Return the counts of all proxies since the service began."""
+        """Count all proxies since the service began."""
         total = EgressCounts()
         async with self._lock:
             total.add(self._ended)
@@ -136,7 +134,7 @@ class EgressHost:
             self.process = _spawn(theirs, owner)
 
     async def _ask(self, request: ProxyRequest, descriptors: list[int] | None = None) -> EgressCounts | None:
-        """Send a request and return its answer, or None if the process has ended. Cancellation cannot separate them."""
+        """Return the answer, or None if the process has ended. Cancellation cannot separate request and answer."""
         packet = b""
         with anyio.move_on_after(ANSWER_SECONDS, shield=True):
             try:

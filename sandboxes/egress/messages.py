@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 PACKET_BYTES = 192 * 1024
-"""Less than an ordinary user's socket takes at once on Linux."""
+"""An ordinary user's socket takes more at once on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyRequest:
-    """A request. `open` carries the listening socket, `close` returns its proxy's counts, `counts` those of all."""
+    """`open` carries the listening socket, `close` returns its proxy's counts, `counts` those of all."""
 
     act: Literal["open", "close", "counts"]
     sandbox: str = ""
@@ -25,12 +25,9 @@ class ProxyRequest:
         return cls(**json.loads(packet))
 
 
-# Counters of what sandboxes send and receive through their allow lists; they only grow.
-
-
 @dataclass(slots=True)
 class EgressCounts:
-    """The counts of one proxy, or of several together."""
+    """What sandboxes send and receive through their allow lists; counts only grow."""
 
     connections: int = 0
     allowed: int = 0
@@ -49,7 +46,6 @@ class EgressCounts:
 
 
 def encode_counts(counts: EgressCounts) -> bytes:
-    """Return the packet that answers a request."""
     return json.dumps(asdict(counts)).encode()
 
 

@@ -42,7 +42,6 @@ class ProxySet:
         self._running: dict[str, RunningProxy] = {}
 
     async def answer(self, request: ProxyRequest, descriptors: list[int]) -> EgressCounts:
-        """Carry out a request; return the counts of the sandbox's proxy, or of all."""
         if request.act == "open":
             proxy = EgressProxy(request.sandbox, AllowList(request.allowed), private=request.private)
             one = self._running[request.sandbox] = RunningProxy(proxy)
@@ -61,7 +60,6 @@ class ProxySet:
 
 
 async def serve(channel: socket.socket, user: int, group: int) -> None:
-    """Run proxies until the service's end of the channel closes."""
     await load_everything()
     drop_root(user, group)
     async with anyio.create_task_group() as tasks:
@@ -94,7 +92,7 @@ async def load_everything() -> None:
 
 
 def drop_root(user: int, group: int) -> None:
-    """Switch to the user and group if this process is root."""
+    """Do nothing if this process is not root."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(group)
@@ -102,7 +100,7 @@ def drop_root(user: int, group: int) -> None:
 
 
 def configure_logging() -> None:
-    """Log as JSON lines to standard error, which is the service's."""
+    """Log to standard error, which is the service's."""
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

@@ -44,7 +44,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 @dataclass(frozen=True, slots=True)
 class ProxyLimits:
-    """Limits of one sandbox's proxy; times in seconds."""
+    """For one sandbox's proxy."""
 
     connections: int = 128
     head_seconds: float = 20.0
@@ -53,8 +53,6 @@ class ProxyLimits:
 
 
 class RefusedError(Exception):
-    """A refused request; `code` is stable, for counters."""
-
     def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
         super().__init__(message)
         self.status = status
@@ -65,12 +63,10 @@ class Target(NamedTuple):
     host: str
     port: int
     path: str | None
-    """The path of a plain request; None for a tunnel."""
 
     @classmethod
     def of(cls, request: h11.Request) -> "Target":
-        """Return the destination of a request.
-
+        """
         Raises:
             RefusedError: The request does not name a host in a form that a proxy serves.
         """
@@ -94,13 +90,13 @@ class Target(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """The value of a Host header: the host, and the port unless it is HTTP's default."""
+        """The value of a Host header, with a port unless it is HTTP's default."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == HTTP_PORT else f"{host}:{self.port}"
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """Return the addresses of a name, from the host's resolver."""
+    """Ask the host's resolver."""
     found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in found]
 
@@ -115,7 +111,7 @@ class EgressProxy:
         limits: ProxyLimits | None = None,
         resolve: Resolve = resolve,
     ) -> None:
-        """Set the proxy up. `label` is the sandbox's id, for the log; `private` allows listed names to be private."""
+        """`label` is the sandbox's id, for the log; `private` allows listed names to be private."""
         self._log = log.bind(sandbox=label)
         self._allowed = allowed
         self._private = private
@@ -191,7 +187,7 @@ class EgressProxy:
         return event
 
     async def _open(self, target: Target) -> SocketStream:
-        """Return a connection to an address that was checked.
+        """Connect to an address that was checked.
 
         Raises:
             RefusedError: The list or the address forbids it, or the host does not answer.
@@ -233,7 +229,7 @@ class EgressProxy:
         return addresses
 
     async def _relay(self, client: SocketStream, server: SocketStream) -> None:
-        """Copy both ways until both end, or nothing has arrived for long. A slow reader holds up its writer."""
+        """Copy both ways until both end, or nothing has arrived for long."""
         async with _idle_limit(self._limits.idle_seconds) as touch:
 
             def sent(size: int) -> None:
@@ -287,7 +283,7 @@ async def _idle_limit(seconds: float) -> AsyncIterator[Callable[[], None]]:
 
 
 def _refusal(wire: h11.Connection, refused: RefusedError) -> bytes:
-    """Return an answer that gives the reason in its status line too, which is all that many clients show."""
+    """Give the reason in the status line too, which is all that many clients show."""
     message = str(refused)
     body = f"{message}\n".encode()
     headers = [
@@ -303,7 +299,7 @@ def _refusal(wire: h11.Connection, refused: RefusedError) -> bytes:
 
 
 def _forwarded(request: h11.Request, target: Target, path: str) -> bytes:
-    """Return the head of a plain request as its server should see it: for one answer and no more."""
+    """Return the head of a plain request as its server should see it."""
     named = {
         name.strip().lower()
         for header, value in request.headers

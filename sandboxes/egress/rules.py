@@ -34,16 +34,16 @@ NEVER = tuple(
         "fec0::/10",  # site-local, which no longer exists
     )
 )
-"""Addresses that no honest name resolves to, although they are registered as public or private."""
+"""No honest name resolves to these, although they are registered as public or private."""
 ISATAP = frozenset({0x0000_5EFE, 0x0200_5EFE})
-"""The 32 bits before the IPv4 address in the address of an ISATAP tunnel."""
+"""The 32 bits before the IPv4 address of an ISATAP tunnel."""
 HINT = 'entries are HOST, *.HOST or an address, each may have :PORT: "example.com", "*.example.org:443", "[fd00::1]:80"'
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_address(text: str) -> Address | None:
-    """Return an address in its usual form, without a zone; None if the text is not one."""
+    """Return None if the text is not an address in its usual form, without a zone."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -54,7 +54,7 @@ def parse_address(text: str) -> Address | None:
 
 
 def normalize_host(text: str) -> str:
-    """Return the normal form of a name or an address, which may be in brackets.
+    """Return the normal form of a name or an address, possibly in brackets.
 
     Raises:
         ValueError: The text is neither a name nor an address.
@@ -94,17 +94,12 @@ def split_port(text: str) -> tuple[str, int | None]:
 class HostRule:
     host: str
     subdomains: bool
-    """Whether it matches the subdomains of `host`, and not `host` itself."""
+    """It then does not match `host` itself."""
     port: int | None
     """None means `DEFAULT_PORTS`."""
 
     @classmethod
     def parse(cls, entry: str) -> "HostRule":
-        """Return the rule of an entry.
-
-        Raises:
-            SandboxConfigError: The entry is not valid; the message names it.
-        """
         try:
             host, port = split_port(entry)
             subdomains = host.startswith("*.")
@@ -116,7 +111,7 @@ class HostRule:
         return cls(name, subdomains, port)
 
     def has_host(self, host: str) -> bool:
-        """Return whether it matches this host, at any port."""
+        """Ignore the port."""
         if self.subdomains:
             return host.endswith(f".{self.host}")
         return host == self.host
@@ -130,14 +125,7 @@ def _invalid_entry(entry: str, why: str) -> SandboxConfigError:
 
 
 class AllowList:
-    """The hosts and ports that one sandbox may reach."""
-
     def __init__(self, entries: Iterable[str]) -> None:
-        """Parse the entries.
-
-        Raises:
-            SandboxConfigError: An entry is not valid, or there are too many.
-        """
         self.entries = tuple(entries)
         if len(self.entries) > MAX_ENTRIES:
             raise SandboxConfigError(
@@ -147,11 +135,10 @@ class AllowList:
         self._rules = tuple(HostRule.parse(entry) for entry in self.entries)
 
     def has_host(self, host: str) -> bool:
-        """Return whether the host, in its normal form, is listed with any port."""
+        """`host` is in its normal form."""
         return any(rule.has_host(host) for rule in self._rules)
 
     def allows(self, host: str, port: int) -> bool:
-        """Return whether the host, in its normal form, is listed with this port."""
         return any(rule.has_host(host) and rule.has_port(port) for rule in self._rules)
 
     def accepts_address(self, address: Address, port: int, *, private: bool) -> bool:

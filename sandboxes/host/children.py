@@ -99,7 +99,7 @@ class ForkedChild:
 
 
 async def wait_exit(process: ChildProcess, timeout: float) -> bool:
-    """Wait for a child and collect it; return False if it still runs after `timeout` seconds."""
+    """Wait for a child; return False if it still runs after `timeout` seconds."""
     if process.poll() is not None:
         return True
     fd = os.pidfd_open(process.pid)
@@ -127,13 +127,11 @@ class _Kept(NamedTuple):
 
 
 class LingeringChildren:
-    """The children that were killed and have not ended yet."""
-
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
 
     def __len__(self) -> int:
-        """Return their number, including those that ended since the last `collect`."""
+        """Include those that ended since the last `collect`."""
         return len(self._kept)
 
     def keep(self, process: ChildProcess, finish: Callable[[], None] | None = None) -> None:
@@ -150,7 +148,6 @@ class LingeringChildren:
                 await anyio.to_thread.run_sync(kept.finish)
 
     async def wait(self, seconds: float) -> None:
-        """Wait until all have been collected, but at most `seconds`."""
         with anyio.move_on_after(seconds):
             await self.collect()
             while self._kept:

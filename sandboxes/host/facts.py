@@ -1,7 +1,7 @@
 """Facts about this machine: where Apptainer is, and what the kernel allows.
 
-Reading them changes nothing. Only `find_apptainer` raises: a fact that cannot be read is reported as
-the poorer one (`None`, `False`), so a caller never relies on something that was not seen.
+Only `find_apptainer` raises: a fact that cannot be read is reported as the poorer one (`None`, `False`), so a caller
+ never relies on something that was not seen.
 """
 
 import os
@@ -29,16 +29,14 @@ VERSION_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """One reading of the host, which `rollout-service doctor` prints and from which the provider picks its flags."""
+    """Facts that `rollout-service doctor` prints and from which the provider picks its flags."""
 
     apptainer: Path | None
-    """The binary, or None if it is not installed."""
 
     apptainer_version: str | None
     """A version such as "1.4.5"; None if there is no binary or it does not run."""
 
     is_root: bool
-    """Whether the effective user is 0."""
 
     fuse: bool
     """Whether /dev/fuse opens for reading and writing; an ordinary user mounts images through it."""
@@ -62,7 +60,7 @@ class HostFacts:
     """Whether CAP_SYS_ADMIN is permitted. Root cannot mount images without it, as in a plain container."""
 
     max_open_files: int | None
-    """The size of the host's table of open files (fs.file-max), or None where it cannot be read."""
+    """The size of the host's table of open files (fs.file-max), if readable."""
 
     @property
     def mounts_images(self) -> bool:
@@ -70,11 +68,6 @@ class HostFacts:
         return self.sys_admin if self.is_root else self.fuse
 
     def require_apptainer(self) -> Path:
-        """Return the binary.
-
-        Raises:
-            ProviderUnavailableError: Apptainer is not installed.
-        """
         if self.apptainer is None:
             raise ProviderUnavailableError("Apptainer is not installed", hint=INSTALL_HINT)
         return self.apptainer

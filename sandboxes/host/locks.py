@@ -9,7 +9,6 @@ from pathlib import Path
 
 
 def try_lock(handle: int) -> bool:
-    """Lock an open file or folder; return False if another process holds the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

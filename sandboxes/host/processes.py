@@ -1,4 +1,4 @@
-"""Finds the processes of sandboxes on this host, and ends them.
+"""Find the processes of sandboxes on this host, and end them.
 
 A process belongs to a sandbox if its environment names the sandbox, or if its mounts show the sandbox's folder. The
 launcher is given the first; a process inside cannot be without the second. Nothing here finds a process by its name.
@@ -53,7 +53,7 @@ def sandbox_of(pid: int) -> str | None:
 
 
 def _find_mark(pid: int) -> tuple[str | None, bool]:
-    """Return the sandbox of a process, if any, and whether that is certain: we may not be able to look."""
+    """Return the sandbox of a process, if any, and whether that is certain."""
     try:
         environment = b"\0" + _read(f"/proc/{pid}/environ")
     except OSError:
@@ -63,7 +63,7 @@ def _find_mark(pid: int) -> tuple[str | None, bool]:
 
 
 def _mounted_in(pid: int) -> tuple[str | None, bool]:
-    """Return the same by the folders that a process has mounted, which works if its environment cannot be read."""
+    """Do the same by the folders that a process has mounted, where its environment cannot be read."""
     with suppress(OSError):
         if os.geteuid() in (0, _user_of(pid)):
             found = FOLDERS.search(_read(f"/proc/{pid}/mountinfo"))
@@ -95,10 +95,8 @@ class _Marks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[tuple[int, int], str | None] = {}
-        """The sandbox of each process, by pid and inode."""
 
     def scan(self) -> list[tuple[int, str | None]]:
-        """Return each process with its sandbox, if any."""
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         found = []
         with self._lock, os.scandir("/proc") as entries:
@@ -144,14 +142,12 @@ def kill_processes(belongs: Callable[[str], bool], spared: int | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class FirstProcess:
-    """Process 1 of a sandbox and its parent, as the host numbers them."""
-
     pid: int
     parent: int
 
 
 def find_first_process(launcher: int) -> FirstProcess | None:
-    """Return the first process of the process namespace that a launcher created; None if it has ended.
+    """Return process 1 of the namespace that a launcher created; None if it has ended.
 
     It is the one nearest to the launcher: namespaces that code inside created are further down.
     """
@@ -165,7 +161,7 @@ def find_first_process(launcher: int) -> FirstProcess | None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process and of its threads, including zombies."""
+    """Include children of its threads, and zombies."""
     found: list[int] = []
     with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -183,7 +179,7 @@ def descendants_of(pid: int, limit: int) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Return the command line of a process as it gives it, with spaces; empty for a zombie and one that has ended."""
+    """Return a process's command line with spaces; empty for a zombie or one that has ended."""
     with suppress(OSError):
         return _read(f"/proc/{pid}/cmdline").rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
     return ""

@@ -18,7 +18,6 @@ class SubordinateIds(NamedTuple):
     """One line of a file: a range of ids and the user it was given to."""
 
     owner: str
-    """A user's name or number."""
 
     ids: range
 
@@ -27,7 +26,7 @@ class SubordinateIds(NamedTuple):
 
 
 def read_subordinate_ids(file: Path) -> list[SubordinateIds]:
-    """Return all ranges of a file; none if it cannot be read. Lines that are not a range are left out."""
+    """Return the ranges of a file, without lines that are not one; none if it cannot be read."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -50,7 +49,7 @@ def subordinate_ids_of(user: int, file: Path) -> list[SubordinateIds]:
 
 
 def has_subordinate_ids(user: int, files: tuple[Path, ...] = ID_FILES) -> bool:
-    """Return whether the user has a range in every file, and so may map ids into a user namespace."""
+    """Return whether the user has a range in every file."""
     return all(subordinate_ids_of(user, file) for file in files)
 
 
@@ -67,9 +66,6 @@ def subordinate_ids_command(user: int | None = None, files: tuple[Path, ...] = I
     first = -(-max([FIRST_ID, *given]) // ID_COUNT) * ID_COUNT
     ids = f"{first}-{first + ID_COUNT - 1}"
     return f"sudo usermod --add-subuids {ids} --add-subgids {ids} {name}"
-
-
-# The user that sandboxes run as on this host.
 
 
 def resolve_user(name: str) -> tuple[int, int]:

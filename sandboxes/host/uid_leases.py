@@ -1,4 +1,4 @@
-"""Leases a host user to each sandbox: no two live sandboxes share one, whichever service of the host started them.
+"""Lease a host user to each sandbox: no two live sandboxes share one, whichever service of the host started them.
 
 The kernel then counts for each sandbox alone the resources that it counts by user (descriptors in flight, epoll
 watches, inotify instances, pipes, keys, signals). A service that is root holds a block of ids by a lock on a file,
@@ -35,8 +35,6 @@ ATTEMPTS = 64
 
 @dataclass(frozen=True, slots=True)
 class UserLease:
-    """A user id that one sandbox holds."""
-
     number: int
     release: Callable[[], None]
     """Give it back once no process of the sandbox is left."""
@@ -58,7 +56,7 @@ class HostUsers:
 
     @property
     def available(self) -> bool:
-        """Whether there are any. The first use takes a block, and logs a warning if none is free."""
+        """The first use takes a block, and logs a warning if none is free."""
         with self._lock:
             if not self._tried:
                 self._tried = True
@@ -66,7 +64,7 @@ class HostUsers:
             return self._handle is not None
 
     def lease(self) -> UserLease | None:
-        """Lease an id that nobody else has; return None if none is left."""
+        """Return None if no id is left."""
         if not self.available:
             return None
         with self._lock:
@@ -116,7 +114,6 @@ class HostUsers:
         )
 
     def _remove_stale(self) -> None:
-        """Remove the files of services that were killed."""
         for path in self._folder.iterdir():
             with suppress(OSError):
                 handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -163,7 +160,6 @@ def is_taken(block: range) -> bool:
 
 
 def users_in_file(path: Path = Path("/etc/passwd")) -> set[int]:
-    """Return the ids of this machine's own users."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -186,7 +182,7 @@ def users_of_processes() -> set[int]:
 
 
 def covered_by_this_namespace(numbers: range) -> bool:
-    """Return whether this process's user namespace has all of these ids; a container's may have fewer."""
+    """Return whether this user namespace has all of these ids; a container's may have fewer."""
     try:
         lines = Path("/proc/self/uid_map").read_text().split("\n")
     except OSError:

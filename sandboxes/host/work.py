@@ -1,7 +1,7 @@
 """How much work the processes of sandboxes have done, as the kernel counts it.
 
 A process that ends takes its counts along, unless its parent collects them. So only a change of the counts means
-something, and not their direction.
+something, not its direction.
 """
 
 import os
@@ -16,8 +16,6 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class WorkDone:
-    """The work of a process and everything below it."""
-
     cpu_seconds: float = 0.0
     """The processor time, with that of collected children."""
     bytes: int = 0
@@ -25,7 +23,7 @@ class WorkDone:
 
 
 def work_below(pids: Iterable[int]) -> dict[int, WorkDone]:
-    """Return the work of each of these processes with its descendants. It reads all of /proc: call it in a thread."""
+    """Return the work of each process with its descendants. It reads all of /proc: call it in a thread."""
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = defaultdict(list)
     for entry in os.scandir("/proc"):
@@ -44,7 +42,6 @@ def work_below(pids: Iterable[int]) -> dict[int, WorkDone]:
 
 
 def _stat(name: str) -> tuple[int, int] | None:
-    """Return a process's parent and its ticks on the processor."""
     with suppress(OSError, ValueError):
         text = Path(f"/proc/{name}/stat").read_bytes()
         fields = text[text.rindex(b")") + 2 :].split()

@@ -19,7 +19,6 @@ from sandboxes.errors import ImageError, ImageNotFoundError
 INDEX, LAYOUT, MANIFEST, REPOSITORIES = "index.json", "oci-layout", "manifest.json", "repositories"
 REF_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 BROKEN = (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError, ValueError)
-"""The exceptions that reading a broken archive raises."""
 
 DOCUMENT_LIMIT = 8 * 1024 * 1024
 
@@ -32,7 +31,7 @@ class ImageArchive:
     """The tags of each image, in the archive's order; none for an image without a tag."""
 
     plain: bool
-    """Whether Apptainer can read it as it is, if it has only one image."""
+    """Whether Apptainer can read it as it is."""
 
     @property
     def tags(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Builds images with Apptainer; `store.py` decides where they are kept.
+"""Build images with Apptainer; `store.py` decides where they are kept.
 
 A build either leaves a complete image at its target, or raises and leaves nothing there.
 """
@@ -28,7 +28,6 @@ from sandboxes.images.sources import ArchiveSource, Definition, DockerfileSource
 from sandboxes.images.squashfs import COMPRESSION, offset
 
 Progress = Callable[[str], None]
-"""A function that is called with one line at a time, in the thread that builds."""
 
 TEMPORARY = "set APPTAINER_TMPDIR to another folder"
 PASSWORDS = ("APPTAINER_DOCKER_PASSWORD", "SINGULARITY_DOCKER_PASSWORD", "DOCKER_PASSWORD")
@@ -79,11 +78,11 @@ HINTS = (
         "an image that another user has built: set ROLLOUT_IMAGES_DIR to its folder",
     ),
 )
-"""Hints for the most common causes, by the output of Apptainer and the definitions."""
+"""Hints, by signs in the output of Apptainer and the definitions."""
 
 
 class ApptainerBuilder:
-    """Builds with the host's Apptainer, which is looked up at each build. Its methods block: call them in a thread."""
+    """Builds with the host's Apptainer, found anew for each build. Its methods block."""
 
     version = f"apptainer:{COMPRESSION}"
     """Changes when the same source would give another image."""
@@ -95,7 +94,6 @@ class ApptainerBuilder:
 
     @property
     def layers(self) -> LayerStore:
-        """The layers that builds of Dockerfiles use again."""
         return LayerStore(self._layers_dir or default_layers_dir(), self.namespace)
 
     def build(self, source: Source, target: Path, progress: Progress) -> None:
@@ -139,14 +137,13 @@ class ApptainerBuilder:
 
 
 def _begin(source: Source, apptainer: Path) -> dict[str, str]:
-    """Return the variables that tell a definition's %setup with which image's files it may begin."""
+    """Return the variables that name, for a definition's %setup, the image that it may begin with."""
     if not isinstance(source, Definition) or source.begin is None:
         return {}
     return {"ROLLOUT_BEGIN": str(source.begin), "ROLLOUT_BEGIN_OFFSET": offset(apptainer, source.begin)}
 
 
 def default_layers_dir() -> Path:
-    """Return the folder `layers` of the cache, beside that of images."""
     return default_cache() / "layers"
 
 
@@ -167,7 +164,7 @@ def _scratch() -> SharedFolder:
 
 
 def _run(command: Sequence[str], what: str, progress: Progress, variables: Mapping[str, str]) -> None:
-    """Run a command to its end and pass on its lines; a failure is an error that quotes the last of them."""
+    """Run a command and pass on its lines; an error quotes the last of them."""
     # A definition that installs Python packages uses this Python's pip if the Python on PATH has none.
     given = {"ROLLOUT_PYTHON": os.environ.get("ROLLOUT_PYTHON", sys.executable), "PATH": _path(), **variables}
     last: deque[str] = deque(maxlen=LAST_LINES)
@@ -184,7 +181,7 @@ def _run(command: Sequence[str], what: str, progress: Progress, variables: Mappi
 
 
 def _path() -> str:
-    """Return PATH with the folders of administrators' programs, such as chroot, which users often lack."""
+    """Add the folders of administrators' programs, such as chroot, which users' PATH often lacks."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
@@ -203,7 +200,6 @@ def _without_passwords(line: str) -> str:
 
 
 def hint_for(output: str) -> str:
-    """Return advice on a failure, given the builder's output."""
     for signs, hint in HINTS:
         if any(sign.lower() in output.lower() for sign in signs):
             return hint.format(give_ids=subordinate_ids_command())

@@ -1,4 +1,4 @@
-"""Dockerfiles as sources of the image store: finds their bases, and builds many of them at once.
+"""Dockerfiles as sources of the image store: their bases, and builds of many at once.
 
 A base is looked for among the given ones, then among the store's images, and last in a registry.
 """
@@ -40,7 +40,7 @@ class BuildOutcome:
 
 
 def dockerfile_at(path: Path, context: Path | None = None) -> DockerfileSource:
-    """Return the source of a Dockerfile, or of the Dockerfile of a folder; its own folder is its context by default.
+    """Return the source of a Dockerfile, or of a folder's; the file's folder is the default context.
 
     Raises:
         ImageNotFoundError: There is no such file.
@@ -61,8 +61,6 @@ def find_bases(
     """Return the source with the image of each of its bases; those of a registry are pulled now.
 
     Args:
-        store: where images are.
-        source: the Dockerfile.
         given: for names of bases, a path, or a reference to a file such as oci-archive:FILE.
         progress: called with each line of a pull.
 
@@ -96,7 +94,7 @@ def _find_base(store: ImageStore, base: str, given: Mapping[str, str], progress:
 
 
 def find_or_pull(store: ImageStore, image: str, progress: Progress = lambda _line: None) -> Path:
-    """Return the file of an image that a Dockerfile or a task names as Docker does; one that is not here is pulled.
+    """Return the file of an image that is named as Docker does; one that is not here is pulled.
 
     Raises:
         ImagePathError: It is a path of this machine.
@@ -124,23 +122,20 @@ async def build_many(
     progress: Callable[[str, str], None] = lambda _name, _line: None,
     done: Callable[[BuildOutcome], None] = lambda _outcome: None,
 ) -> Sequence[BuildOutcome]:
-    """Build images, a few at a time; one that fails stops no other. Those that are unchanged are look-ups.
+    """Build images, a few at a time, and return the outcomes in the order of `sources`. One that fails stops no other.
 
-    If this is cancelled, the steps that run are ended. Layers that were made by then are used next time, so a second
-    call goes on where the first one ended.
+    Images that are unchanged are look-ups. If this is cancelled, the steps that run are ended; a second call goes on
+    from the layers that were made by then.
 
     Args:
         store: where the images go; a cancellation ends the steps of its builder.
-        sources: Dockerfiles and others by the names of their images; that of a reference follows from itself.
+        sources: by the names of their images; that of a reference follows from itself.
         given: bases, as in `find_bases`.
         jobs: how many builds run at once; by default, half as many as there are CPUs, and at least one.
         force: build images that are unchanged, too.
         before: called before each build, in another thread; a SandboxError that it raises becomes the outcome.
         progress: called with an image's name and a line, in another thread.
         done: called with each outcome, in the order in which they end.
-
-    Returns:
-        The outcomes, in the order of `sources`.
     """
     outcomes: dict[str, BuildOutcome] = {}
     pending, workers = iter(sources.items()), jobs or max(1, (os.cpu_count() or 1) // 2)

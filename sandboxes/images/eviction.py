@@ -9,22 +9,19 @@ from sandboxes.images.shared_folder import SharedFolder
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidate:
-    """An item that takes space."""
-
     kind: Literal["image", "unpacked", "layer"]
     name: str
     size_bytes: int
     last_used: float
-    """Unix time."""
 
     of: str = ""
     """The source it was made from."""
 
     rank: int = 0
-    """Items of a lower rank go first, whenever they were used."""
+    """Lower ranks go first, whenever they were used."""
 
     useless: bool = False
-    """Whether nothing can use it any more: it goes first, and whatever the budget."""
+    """Nothing can use it any more: it goes first, whatever the budget."""
 
     kept: str = ""
     """Why it must stay; empty if it may be evicted."""
@@ -33,12 +30,12 @@ class EvictionCandidate:
 
 
 def why_recent(age: float, grace_seconds: float) -> str:
-    """Return why an item that was used `age` seconds ago must stay; empty if that is long enough ago."""
+    """Return why an item that was used `age` seconds ago must stay, if it must."""
     return f"used {age:.0f} s ago" if age < grace_seconds else ""
 
 
 def choose_evictions(candidates: Iterable[EvictionCandidate], budget_bytes: int | None) -> list[EvictionCandidate]:
-    """Return all candidates in the order of eviction, with `evicted` set for as few as the budget requires.
+    """Return candidates in the order of eviction, with `evicted` set for as few as the budget requires.
 
     Items that must stay count too, so the budget may be exceeded. Without a budget (None) only useless items are
     evicted.
@@ -64,7 +61,7 @@ def evict(
 ) -> Sequence[EvictionCandidate]:
     """Remove items of a shared folder until all fit the budget, and always the leftovers of dead makers.
 
-    Candidates are looked at, and removed by their names, while the folder is locked; with `dry_run` none is removed.
+    The folder is locked meanwhile.
     """
     if not shared.root.is_dir():
         return ()

@@ -1,4 +1,4 @@
-"""Reads an image's features for the service from its files; nothing of it is started.
+"""The features of an image, read from its files; nothing of it is started.
 
 Sessions need bash; file operations need the core utilities and tar. The Python tool needs a python3 with ipykernel. The
 image's own is used if its files show that it can run here; otherwise the toolkit takes its place.
@@ -18,7 +18,6 @@ from sandboxes.images.tree import ImageTree
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NEEDED_TOOLS = ("cat", "chmod", "cp", "head", "mkdir", "mv", "realpath", "rm", "stat", "tar")
-"""The programs that the service's own scripts call inside."""
 
 BASH_VERSION = re.compile(rb"Bash version (\d[\w.()-]*)")
 PYTHON_NAME = re.compile(r"python(3\.\d+)")
@@ -33,55 +32,49 @@ UNKNOWN = "of an unknown version"
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """One reading of an image; None for anything it does not have."""
-
     system: str | None = None
-    """Its name in /etc/os-release."""
+    """From /etc/os-release."""
 
     architecture: str | None = None
-    """The architecture of its bash, as `uname -m` prints it."""
+    """That of its bash, as `uname -m` prints it."""
 
     libc: str | None = None
     bash: str | None = None
-    """The version."""
 
     python: str | None = None
-    """The path of its python3."""
 
     python_version: str | None = None
     ipykernel: str | None = None
-    """The version that this python3 imports."""
 
     python_problem: str = ""
-    """Why its python3 cannot run; empty if its files show that it can."""
+    """Empty if its files show that its python3 can run."""
 
     missing_tools: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    """The variables that it declares, except those whose names suggest secrets."""
+    """Declared variables, except those whose names suggest secrets."""
 
     workdir: str | None = None
-    """The working folder that it names (WORKDIR), if that is not the root."""
+    """Its WORKDIR, if that is not the root."""
 
     user: str | None = None
-    """The user that it names (USER), if that is not root."""
+    """Its USER, if that is not root."""
 
     home: str | None = None
-    """That user's home in its /etc/passwd."""
+    """The user's home in its /etc/passwd."""
 
     size_bytes: int = 0
-    """The size of its files, unpacked."""
+    """Unpacked."""
 
     @property
     def user_env(self) -> dict[str, str]:
-        """The variables by which programs know the user that the image names; none for root."""
+        """The variables by which programs know the image's user; none for root."""
         if self.user is None:
             return {}
         return {"HOME": self.home or "/", "USER": self.user, "LOGNAME": self.user}
 
     @property
     def needs_toolkit(self) -> bool:
-        """Whether the Python tool takes its interpreter from the toolkit."""
         return self.ipykernel is None or bool(self.python_problem)
 
     @property
@@ -91,7 +84,6 @@ class ImageFacts:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Advice on each thing that it lacks, one sentence each."""
         return tuple(_advice(self))
 
     def as_json(self) -> dict[str, Any]:
@@ -99,8 +91,7 @@ class ImageFacts:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the facts of an `as_json`.
-
+        """
         Raises:
             TypeError: The values are not those of `as_json`.
         """
@@ -108,11 +99,8 @@ class ImageFacts:
 
 
 def read_facts(root: Path, descriptor: Mapping[str, Any] | None = None) -> ImageFacts:
-    """Read an unpacked image. It reads every file's size, so call it in a thread.
-
-    Args:
-        root: the folder of its files.
-        descriptor: what an image file says besides them, see `squashfs.read_descriptor`.
+    """Read an unpacked image, and what `squashfs.read_descriptor` said of it. This reads every file's size: call it in
+    a thread.
     """
     tree = ImageTree(root)
     environment = read_environment(tree)
@@ -149,7 +137,7 @@ def _workdir(text: str) -> str | None:
 
 
 def _user(tree: ImageTree, text: str) -> tuple[str, str | None] | None:
-    """Return the name and the home of a user, given by name or number, if it is not root."""
+    """Return the name and home of a user, given by name or number, unless that is root."""
     wanted = text.partition(":")[0]
     if wanted in {"", "0", "root"} or not wanted.isprintable():
         return None
@@ -242,7 +230,7 @@ def _ipykernel(tree: ImageTree, python: str) -> str | None:
 
 
 def _libraries(tree: ImageTree, python: str, version: str) -> list[str]:
-    """Return where an interpreter looks for modules: below its prefix, as called and as linked, and Debian's places."""
+    """Return where an interpreter looks for modules: below its prefix, as called and linked, and Debian's places."""
     called, linked = (posixpath.dirname(posixpath.dirname(path)) for path in (python, tree.find(python) or ""))
     prefixes = dict.fromkeys((called, linked, f"{linked}/local"))
     return [f"{prefix}/lib/python{found}" for prefix in prefixes for found in (version, "3")]
@@ -257,7 +245,7 @@ def read_labels(tree: ImageTree) -> dict[str, str]:
 
 
 def read_environment(tree: ImageTree) -> dict[str, str]:
-    """Return the variables that the image declares, by plain assignments in the scripts that Apptainer sources."""
+    """Read plain assignments in the scripts that Apptainer sources."""
     found: dict[str, str] = {}
     for name in ("10-docker2singularity.sh", "90-environment.sh"):
         text = (tree.read(f"/.singularity.d/env/{name}", 256 * 1024) or b"").decode(errors="replace")

@@ -29,17 +29,16 @@ from sandboxes.reclaim.rmtree import remove_tree
 HEARTBEAT_SECONDS = 30.0
 SILENT_SECONDS = 15 * 60.0
 STAMP_SECONDS = 60.0
-"""Least time between two stamps of one item."""
 
 NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 DRAFT = re.compile(r".+~(?P<machine>\w+-\d+)-(?P<pid>\d+)-(?P<start>\d+)-\w+")
 
 
 class SharedFolder:
-    """Drafts, locks and stamps below `root`, next to the owner's own files. Its methods block."""
+    """Its methods block."""
 
     def __init__(self, root: Path, *, remove: Callable[[Path], object] = remove_tree) -> None:
-        """`remove` removes a folder, for owners whose files this user cannot remove."""
+        """`remove` removes a folder whose files this user could not."""
         self.root = root
         self._remove = remove
         self.drafts = root / "drafts"
@@ -51,7 +50,7 @@ class SharedFolder:
 
     @contextmanager
     def draft(self, name: str) -> Iterator[Path]:
-        """Create an empty folder that shows signs of life while the block runs, and remove it at the end."""
+        """Create an empty folder that shows signs of life, and remove it after the block."""
         # A pid may be reused; with its start time it is unique for as long as the machine is up.
         mine = f"{_machine()}-{os.getpid()}-{start_time(os.getpid())}-{secrets.token_hex(4)}"
         folder = self.drafts / f"{name}~{mine}"
@@ -67,7 +66,7 @@ class SharedFolder:
             self._remove(folder)
 
     def remove_dead_drafts(self) -> list[Path]:
-        """Remove the drafts of dead makers; return the removed items."""
+        """Return the removed drafts."""
         dead = [path for path in self.drafts.glob("*~*") if self._dead(path)]
         for path in dead:
             self._remove(path)
@@ -104,7 +103,7 @@ class SharedFolder:
             yield
 
     def stamp(self, name: str) -> None:
-        """Record that this node uses an item now; do nothing if the folder cannot be written to."""
+        """Record that this node uses an item now, if the folder can be written to."""
         now = time.monotonic()
         if now - self._stamped.get(name, -STAMP_SECONDS) < STAMP_SECONDS:
             return
@@ -118,18 +117,16 @@ class SharedFolder:
         return max((modified(path) for path in stamps), default=0.0)
 
     def discard(self, name: str) -> None:
-        """Remove an item: move it away by one rename, so nobody finds half of it, and remove it there."""
+        """Move an item away by one rename, so nobody finds half of it, and remove it there."""
         with self.draft(name) as draft:
             (self.root / name).rename(draft / "item")
         self.forget_uses(name)
 
     def forget_uses(self, name: str) -> None:
-        """Remove the stamps of an item that has been removed."""
         self._stamped.pop(name, None)
         shutil.rmtree(self._uses / name, ignore_errors=True)
 
     def now(self) -> float:
-        """Return the time by the clock of the file system."""
         clock = self._uses / f".clock-{_node()}"
         _touch(clock)
         return clock.stat().st_mtime

@@ -1,6 +1,6 @@
 """Sources of images: a definition, a Dockerfile, a reference to an image made elsewhere, or a root file system.
 
-A source knows its identity, which makes a second build of it a look-up, and its flags for Apptainer.
+Its identity makes a second build a look-up.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from sandboxes.images.dockerfile.parser import parse
 from sandboxes.images.dockerfile.plan import BuildPlan, copied_sources, make_plan
 
 DEFINITIONS = Path(str(files("sandboxes") / "definitions"))
-"""The definitions of this package; a file's stem is the image's name."""
+"""A file's stem is the image's name."""
 
 REFERENCE = re.compile(rf"(?:({SCHEMES})://|(oci|oci-archive|docker-archive):)(\S+)")
 CREDENTIALS = re.compile(r"\w+://[^/@]*:[^/@]*@(?!sha\d+:)")
@@ -34,14 +34,14 @@ class Definition:
     path: Path
     arguments: Mapping[str, str] = field(default_factory=dict)
     begin: Path | None = field(default=None, compare=False)
-    """An image of the same definition without arguments, with whose files the definition may begin."""
+    """An image of the same definition without arguments, to begin with."""
     kind: ClassVar[str] = "definition"
 
     def __str__(self) -> str:
         return str(self.path)
 
     def identity(self) -> tuple[str, ...]:
-        """Return the text and the arguments; files that the definition copies in are not read.
+        """Leave out files that the definition copies in.
 
         Raises:
             ImageNotFoundError: The definition cannot be read.
@@ -59,7 +59,6 @@ class Reference:
 
     text: str
     https: bool = True
-    """Whether the registry must be reached with encryption."""
     kind: ClassVar[str] = "reference"
 
     def __str__(self) -> str:
@@ -67,12 +66,11 @@ class Reference:
 
     @property
     def local(self) -> Path | None:
-        """The file or folder of a reference that needs no registry, else None."""
         found = REFERENCE.fullmatch(self.text)
         return Path(found[3]) if found and found[2] else None
 
     def identity(self) -> tuple[str, ...]:
-        """Return the reference and, for a file, its state. A tag that changes in a registry is not noticed.
+        """Return a file's state, too. A tag that changes in a registry is not noticed.
 
         Raises:
             ImageError: The text is not a reference, or has a password in it.
@@ -105,8 +103,6 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveSource:
-    """One image of an archive, see `archives.py`."""
-
     path: Path
     tag: str | None = None
     kind: ClassVar[str] = "archive"
@@ -115,8 +111,7 @@ class ArchiveSource:
         return f"{self.path}" + (f" ({self.tag})" if self.tag else "")
 
     def identity(self) -> tuple[str, ...]:
-        """Return the archive's path and state, and which of its images it is.
-
+        """
         Raises:
             ImageNotFoundError: There is no such file, or no such image in it.
             ImageError: It is not an archive of images.
@@ -128,8 +123,6 @@ class ArchiveSource:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A folder with a root file system, such as debootstrap creates."""
-
     path: Path
     kind: ClassVar[str] = "tree"
 
@@ -137,7 +130,7 @@ class Tree:
         return str(self.path)
 
     def identity(self) -> tuple[str, ...]:
-        """Return a hash of the names, sizes, modes and times of all files, but not of their contents.
+        """Hash names, sizes, modes and times, but no contents.
 
         Raises:
             ImageNotFoundError: The path is not a folder.
@@ -165,22 +158,20 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class DockerfileSource:
-    """A Dockerfile, with everything that its build depends on; `dockerfiles.find_bases` finds the bases."""
+    """Everything that a build depends on; `dockerfiles.find_bases` finds the bases."""
 
     path: Path
     context: Path
     bases: Mapping[str, Path] = field(default_factory=dict)
-    """The image file or folder of each base that it names."""
+    """An image file or folder for each base."""
 
     arguments: Mapping[str, str] = field(default_factory=dict)
     target: str | None = None
-    """The stage that becomes the image; None is the last."""
 
     network: Literal["host", "none"] = "host"
-    """The network of its steps."""
 
     max_bytes: int | None = None
-    """The most that all files of the image may take on disk."""
+    """Limits the image's disk use."""
 
     cached: bool = True
     """Whether layers of earlier builds may be used."""
@@ -190,8 +181,7 @@ class DockerfileSource:
         return str(self.path)
 
     def plan(self) -> BuildPlan:
-        """Parse and check the file.
-
+        """
         Raises:
             ImageNotFoundError: The file cannot be read.
             DockerfileError: It asks for something unsupported.
@@ -200,7 +190,7 @@ class DockerfileSource:
         return make_plan(parse(text, self.path.name), self.arguments, self.target)
 
     def identity(self) -> tuple[str, ...]:
-        """Return the text, the arguments, the states of the bases, and a hash of the files that it copies.
+        """Include the states of the bases, and a hash of the files that it copies.
 
         Raises:
             ImageNotFoundError: The file, the context, a base, or a file that is copied does not exist.
@@ -226,7 +216,6 @@ def _read(path: Path, what: str, *, hint: str) -> str:
 
 
 def _state(path: Path) -> str:
-    """Return a text that changes when a base does."""
     try:
         found = path.resolve().stat()
     except OSError as error:
@@ -238,7 +227,7 @@ Source = Definition | Reference | ArchiveSource | Tree | DockerfileSource
 
 
 def source_of_reference(text: str, *, https: bool = True) -> Reference:
-    """Return a reference; the path of a file in it is made absolute."""
+    """Make the path of a file absolute."""
     found = REFERENCE.fullmatch(text)
     if found and found[2]:
         text = f"{found[2]}:{Path(found[3]).expanduser().absolute()}"
@@ -246,8 +235,7 @@ def source_of_reference(text: str, *, https: bool = True) -> Reference:
 
 
 def packaged(name: str, arguments: Mapping[str, str] | None = None) -> Definition:
-    """Return the definition that this package has for `name`.
-
+    """
     Raises:
         ImageNotFoundError: The package has no such definition.
     """
@@ -261,12 +249,11 @@ def packaged(name: str, arguments: Mapping[str, str] | None = None) -> Definitio
 
 
 def packaged_names() -> list[str]:
-    """Return the names of the images that this package can build."""
     return sorted(path.stem for path in DEFINITIONS.glob("*.def"))
 
 
 def name_of_reference(text: str) -> str:
-    """Return a valid name for a reference: "docker://ghcr.io/org/python:3.12" becomes "ghcr.io-org-python-3.12"."""
+    """Turn "docker://ghcr.io/org/python:3.12" into "ghcr.io-org-python-3.12"."""
     found = REFERENCE.fullmatch(text)
     rest = text if found is None else Path(found[3]).stem if found[2] else found[3]
     name = re.sub(r"[^a-z0-9._]+", "-", rest.lower())

@@ -1,4 +1,4 @@
-"""Unpacks the file system of an image file with squashfs-tools; nothing of the image is run or mounted."""
+"""Unpack image files with squashfs-tools; nothing of the image is run or mounted."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def unpack(apptainer: Path, image: Path, target: Path, *, only: Sequence[str] = 
 
 
 def read_descriptor(apptainer: Path, image: Path) -> dict[str, Any]:
-    """Return the configuration that an image file from an OCI source has besides its files; empty if it has none.
+    """Return the configuration that an image from an OCI source has besides its files, if any.
 
     Raises:
         ImageError: The file is not an image.
@@ -44,7 +44,7 @@ def read_descriptor(apptainer: Path, image: Path) -> dict[str, Any]:
             found = json.loads(run([str(apptainer), "sif", "dump", number, str(image)]))
         except ValueError:
             continue
-        if isinstance(found, dict) and "data" not in found:  # "data" is what Apptainer itself says of an image
+        if isinstance(found, dict) and "data" not in found:  # else Apptainer's own words
             return found
     return {}
 
@@ -63,8 +63,7 @@ def offset(apptainer: Path, image: Path) -> str:
 
 
 def run(command: list[str]) -> str:
-    """Run a program and return its output.
-
+    """
     Raises:
         ImageError: The program failed.
     """

@@ -7,8 +7,7 @@ Guarantees:
 - No file is removed that another node has used within the grace period: it may have it mounted.
 
 In the root, `NAME.sif` is a link to `blobs/KEY.sif`. `blobs/KEY.json` says where that came from, and `uses/` which node
-used which image and when. A file that no name links to is removed. Names are removed only by `remove`, or by `prune`
-if all images together exceed a budget.
+used which image and when. Names are removed only by `remove`, or by `prune` if all images together exceed a budget.
 """
 
 import hashlib
@@ -41,7 +40,7 @@ from sandboxes.images.sources import (
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 SUFFIX = ".sif"
 GRACE_SECONDS = 24 * 3600.0
-"""How long after its last use an image may still be mounted somewhere; longer than sandboxes live."""
+"""An image may be mounted somewhere for so long after its last use; sandboxes live less."""
 
 ATTEMPTS = 20
 """Attempts to give a name that another process keeps removing; all but the first are quick."""
@@ -54,25 +53,22 @@ class StoredImage:
     path: Path
     size_bytes: int
     built_at: float
-    """Seconds since the epoch."""
 
     key: str
     """A hash of its inputs: equal keys are equal images. It is "" for a file that was put there by hand."""
 
     source: str
-    """The definition, reference or folder; "" if it is not known."""
+    """"" if it is not known."""
 
     pulled: bool
-    """Whether it is a copy of an image that is stored elsewhere."""
 
 
 def default_root() -> Path:
-    """Return `$ROLLOUT_IMAGES_DIR`, by default a folder of the cache."""
     return Path(os.environ.get("ROLLOUT_IMAGES_DIR") or default_cache() / "images")
 
 
 class ImageStore:
-    """The images of one folder. Its methods block: call them in a thread."""
+    """Its methods block: call them in a thread."""
 
     def __init__(self, root: Path | None = None, builder: ApptainerBuilder | None = None) -> None:
         self.root = (root or default_root()).expanduser().absolute()
@@ -83,8 +79,8 @@ class ImageStore:
     def resolve(self, image: str | os.PathLike[str]) -> Path:
         """Return the file (or unpacked folder) of a name, a path, or a reference that has been pulled.
 
-        A text with a slash or the suffix ".sif" is a path. Nothing is built or pulled, which could take minutes. The
-        use by this node is recorded, at most once a minute.
+        A text with a slash or the suffix ".sif" is a path. Nothing is built or pulled. The use by this node is
+        recorded.
 
         Raises:
             ImageNotFoundError: There is no such image; the hint names the command that makes it.
@@ -98,7 +94,7 @@ class ImageStore:
         raise ImageNotFoundError(f"there is no image {text!r}; images here: {names}", hint=hint)
 
     def find(self, image: str | os.PathLike[str]) -> Path | None:
-        """Return the path as `resolve` does, or None if there is no such image.
+        """Do as `resolve`, but return None if there is no such image.
 
         Raises:
             ImageError: The text cannot be an image's, or is a reference with a password in it.
@@ -111,7 +107,7 @@ class ImageStore:
         return path
 
     def _find(self, text: str) -> tuple[Path | None, str]:
-        """Return the path where the image would be, and advice if it is not there."""
+        """Return where the image would be, and advice if it is not there."""
         if REFERENCE.fullmatch(text):
             return self._pulled(text), f"rollout-service image pull {text}"
         if "/" in text or text.endswith(SUFFIX):
@@ -126,11 +122,11 @@ class ImageStore:
         force: bool = False,
         progress: Progress | None = None,
     ) -> StoredImage:
-        """Make the image and give it the name. It returns at once if one was made from the same source before.
+        """Make the image and give it the name, at once if one was made from the same source before.
 
         Args:
-            source: what to make it from; `sources.packaged` finds the definitions of this package.
-            name: its name; by default it follows from the source.
+            source: `sources.packaged` finds the definitions of this package.
+            name: by default it follows from the source.
             force: make it even if it exists, for example to get newer packages.
             progress: called in this thread with each line of the builder.
 
@@ -180,7 +176,7 @@ class ImageStore:
         )
 
     def list(self) -> list[StoredImage]:
-        """Return all named images, sorted by name."""
+        """Return named images, sorted by name."""
         found = (self._stored(link) for link in sorted(self.root.glob(f"*{SUFFIX}")))
         return [stored for stored in found if stored is not None]
 
@@ -205,10 +201,11 @@ class ImageStore:
         grace_seconds: float = GRACE_SECONDS,
         dry_run: bool = False,
     ) -> Sequence[EvictionCandidate]:
-        """Remove names until all images fit the budget: pulled images first, then the rest, by last use.
+        """Remove names, pulled images first, then by last use, until all fit the budget; return all names with the
+        decisions.
 
-        Images in `keep`, and those that any node used within the grace period, are kept. Leftovers of dead builders
-        and files without a name are always removed.
+        Images in `keep`, and those that any node used within the grace period, are kept. Leftovers of dead builders and
+        files without a name are always removed.
 
         Returns:
             Every name, with the decision about it; with `dry_run` nothing has been removed.
@@ -248,7 +245,6 @@ class ImageStore:
             seen.add(stem)
 
     def _key_or_none(self, image: str) -> str | None:
-        """Return the stem of the file behind an environment's image, if it is one of the store's."""
         try:
             path, _ = self._find(image)
         except ImageNotFoundError:
@@ -256,7 +252,7 @@ class ImageStore:
         return _stem(path) if path is not None else None
 
     def _begun(self, source: Source) -> Source:
-        """Let a definition with arguments begin with the image of the same one without, if that has been made."""
+        """Let a definition begin with its image without arguments, if that has been made."""
         if not isinstance(source, Definition) or not source.arguments:
             return source
         plain = self._blob(self._key(replace(source, arguments={})))
@@ -265,14 +261,14 @@ class ImageStore:
         return replace(source, begin=plain)
 
     def _make(self, source: Source, key: str, say: Progress, *, another: bool) -> Path:
-        """Make the file. No file is ever overwritten, because another node may have it mounted."""
+        """Overwrite no file, because another node may have it mounted."""
         blob = self._blobs / (f"{key}-{secrets.token_hex(4)}{SUFFIX}" if another else f"{key}{SUFFIX}")
         with self._shared.draft(key) as draft:
             made = draft / blob.name
             self.builder.build(source, made, say)
             about = {"source": str(source), "kind": KINDS.get(type(source), "pull")}
             (draft / "about").write_text(json.dumps(about))
-            # The stamp tells whoever finds a new file without a name that it is about to get one.
+            # The stamp says that the new file is about to get a name.
             self._shared.stamp(blob.stem)
             (draft / "about").replace(blob.with_suffix(".json"))
             try:
@@ -319,7 +315,7 @@ class ImageStore:
                 self._shared.forget_uses(stem)
 
     def _blob(self, key: str) -> Path | None:
-        """Return the newest file that was made from this source."""
+        """Return the newest file of this source."""
         found = [*self._blobs.glob(f"{key}{SUFFIX}"), *self._blobs.glob(f"{key}-*{SUFFIX}")]
         return max(found, key=modified, default=None)
 
@@ -333,7 +329,6 @@ class ImageStore:
         return _hash(KINDS.get(type(source), "pull"), self.builder.version, *source.identity())
 
     def _stored(self, link: Path) -> StoredImage | None:
-        """Return the image of a name; None if the name was removed or links to nothing."""
         try:
             status, blob = link.stat(), link.resolve()
         except FileNotFoundError:
@@ -367,7 +362,7 @@ class ImageStore:
 
 
 def _stem(link: Path) -> str | None:
-    """Return the stem of the file that a name links to; None if the name is being removed."""
+    """Return None if the name is being removed."""
     with suppress(FileNotFoundError):
         return link.resolve().stem
     return None
@@ -383,12 +378,11 @@ def _name_of(source: Source) -> str:
     return name_of_reference(source.text)
 
 
-def _silent(_line: str) -> None:
-    """Discard a line of progress."""
+def _silent(_line: str) -> None: ...
 
 
 def _hash(*parts: str) -> str:
-    """Return a hash that is unique to these parts: each is preceded by its length."""
+    """Put its length before each part, so that no two lists have one hash."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode(errors="surrogateescape")

@@ -21,7 +21,7 @@ from sandboxes.images.facts import ImageFacts
 from sandboxes.images.tree import ImageTree
 
 RECIPE = "1"
-"""A version that changes when `assemble` makes something else of the same image."""
+"""Changes when `assemble` makes something else of the same image."""
 
 INSIDE = "/run/rollout/python"
 PYTHON = f"{INSIDE}/bin/python3"
@@ -66,7 +66,6 @@ def assemble(root: Path, facts: ImageFacts, target: Path) -> None:
 
 
 def _link_libraries(tree: ImageTree, loader: str, target: Path) -> None:
-    """Link every shared library next to the image's loader, under each of its names."""
     target.mkdir()
     folders = dict.fromkeys((posixpath.dirname(loader), f"/usr/lib/{platform.machine()}-linux-gnu"))
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Reads the files of an unpacked image from the host; all of them may be hostile.
+"""Read the files of an unpacked image, which may be hostile, from the host.
 
 A path means what it would mean inside: links are followed within the tree, and none leads out of it. Only plain files
 are read, each up to a bound. Nothing of the image is run.
@@ -21,23 +21,19 @@ PT_INTERP = 3
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The parts of a program's ELF header that matter here."""
-
     machine: str
-    """The architecture as `uname -m` prints it, or the number in the header."""
+    """As `uname -m` prints it, or the number in the header."""
 
     loader: str | None
-    """The path of the program that loads its libraries; None if it needs none."""
+    """Loads its libraries, if any."""
 
 
 class ImageTree:
-    """The files below one folder."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def find(self, path: str) -> str | None:
-        """Return the path inside after following every link in it; None if it leads nowhere."""
+        """Follow every link in the path; return None if it leads nowhere."""
         todo, done, links = deque(_parts(path)), "/", 0
         while todo:
             part = todo.popleft()
@@ -61,7 +57,6 @@ class ImageTree:
         return done
 
     def host(self, found: str) -> Path:
-        """Return the host's path of a path that `find` returned."""
         return self.root / found.lstrip("/")
 
     def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
@@ -78,7 +73,7 @@ class ImageTree:
             return None
 
     def names(self, path: str) -> list[str]:
-        """Return the sorted names in a folder; none if there is no folder."""
+        """Return sorted names; none if there is no folder."""
         found = self.find(path)
         try:
             return sorted(path.name for path in self.host(found).iterdir()) if found is not None else []
@@ -86,7 +81,7 @@ class ImageTree:
             return []
 
     def executable(self, path: str) -> str | None:
-        """Return where the path leads if that is an executable plain file, else None."""
+        """Return where the path leads if that is an executable plain file."""
         found = self.find(path)
         if found is None:
             return None
@@ -94,7 +89,7 @@ class ImageTree:
         return found if stat.S_ISREG(mode) and mode & 0o111 else None
 
     def program(self, path: str) -> Program | None:
-        """Return the header of a 64-bit little-endian ELF program; None for anything else, such as a script."""
+        """Read a 64-bit little-endian ELF program; None for anything else, such as a script."""
         data = self.read(path, 64 * 1024)
         if data is None or data[:6] != b"\x7fELF\x02\x01":
             return None
@@ -108,7 +103,7 @@ class ImageTree:
         return Program(ELF_MACHINES.get(machine, str(machine)), loader)
 
     def size_bytes(self) -> int:
-        """Return the total size of all files, counting each inode once."""
+        """Count each inode once."""
         seen: set[int] = set()
         total = 0
         for folder, _, names in os.walk(self.root):
@@ -121,7 +116,7 @@ class ImageTree:
 
 
 def _loader(data: bytes, table: int, size: int, count: int) -> str | None:
-    """Return the interpreter that a program header names. Offsets are those of the 64-bit structures in elf.h."""
+    """Find the interpreter in program headers. Offsets are those of the 64-bit structures in elf.h."""
     for number in range(count):
         entry = table + number * size
         (kind,) = struct.unpack_from("<I", data, entry)

@@ -35,7 +35,7 @@ GRACE_SECONDS = 600.0
 HEAD_BYTES = 4096
 NAME = re.compile(r"[0-9a-f]{24}")
 FORMAT = "5"
-"""A version that changes with the facts that are read from an image."""
+"""Changes with the facts that are read from an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Unpacked:
 
 
 class UnpackedImages:
-    """A folder of unpacked images that several services of one user may share. Its methods block."""
+    """Several services of one user may share the folder. Its methods block."""
 
     def __init__(self, apptainer: Path, root: Path, user: int, group: int, budget_bytes: int | None = None) -> None:
         self._apptainer = apptainer
@@ -57,7 +57,7 @@ class UnpackedImages:
         self._seen: dict[str, ImageFacts] = {}
 
     def provide(self, image: Path) -> Unpacked:
-        """Return an image's folder, unpacking the image file if needed, which takes seconds for each 100 MB.
+        """Unpack an image file if needed, which takes seconds for each 100 MB.
 
         An image that is a folder is used as it is.
 
@@ -76,7 +76,7 @@ class UnpackedImages:
         return Unpacked(folder, self._facts(name, folder, str(image)))
 
     def facts(self, image: Path) -> ImageFacts:
-        """Return an image's facts. An image file that is not unpacked is unpacked temporarily.
+        """Unpack an image file temporarily if it is not unpacked.
 
         Raises:
             ImageError: The image cannot be unpacked.
@@ -91,7 +91,7 @@ class UnpackedImages:
             return self._facts(name, draft / "root", str(image))
 
     def toolkit(self, base: Path) -> Path:
-        """Return the folder of the Python toolkit of this image, making it if needed; see `toolkit.py`.
+        """Return the folder of this image's Python toolkit; see `toolkit.py`.
 
         Raises:
             ImageError: No toolkit can be made from this image.
@@ -112,7 +112,7 @@ class UnpackedImages:
     def prune(
         self, budget_bytes: int | None, *, grace_seconds: float | None = None, dry_run: bool = False
     ) -> Sequence[EvictionCandidate]:
-        """Remove folders until all fit the budget, least recently used first.
+        """Remove folders, least recently used first, until all fit the budget; return all with the decisions.
 
         Leftovers of dead services, and folders of images that are no longer there, are always removed.
 
@@ -150,7 +150,7 @@ class UnpackedImages:
             made.rename(self.root / name)
 
     def _make_room(self, image: str) -> bool:
-        """Remove every folder that may be removed, since the disk is full; return whether there was one."""
+        """Remove every folder that may be removed; return whether there was one."""
         removed = [one for one in self.prune(0) if one.evicted]
         logger.warning("the disk was full while %s was unpacked: removed %d unpacked images", image, len(removed))
         return bool(removed)
@@ -164,7 +164,6 @@ class UnpackedImages:
             squashfs.run(["chown", "-hR", "{}:{}".format(*self._owner), str(folder)])
 
     def _facts(self, name: str, folder: Path, image: str) -> ImageFacts:
-        """Return the facts, from the last reading if there was one."""
         if name not in self._seen:
             file = self._facts_file(name)
             try:
@@ -176,20 +175,20 @@ class UnpackedImages:
         return self._seen[name]
 
     def _identity(self, image: str) -> list[str | int]:
-        """Return the identity of an image file, which no file that replaces it has; nothing if it is not there."""
+        """Return what no file that replaces the image has; nothing if the image is gone."""
         try:
             return list(identity_of(Path(image)))
         except OSError:
             return []
 
     def _descriptor(self, image: str) -> Mapping[str, object]:
-        """Return the descriptor of an image file; nothing for other things that are unpacked."""
+        """Return nothing for things that are not image files."""
         if not Path(image).is_file():
             return {}
         return squashfs.read_descriptor(self._apptainer, Path(image))
 
     def _private(self) -> None:
-        """Create the root, which no other user may enter: the folders in it belong to the user of sandboxes."""
+        """Let no other user enter the root: folders in it belong to the user of sandboxes."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def _facts_file(self, name: str) -> Path:
@@ -215,7 +214,7 @@ class UnpackedImages:
             yield EvictionCandidate("unpacked", folder.name, size, used, image, useless=gone, kept=reason)
 
     def _image_of(self, name: str) -> tuple[str, bool]:
-        """Return a folder's image, and whether that is an image file that is gone or was replaced."""
+        """Return a folder's image, and whether that file is gone or was replaced."""
         try:
             known = json.loads(self._facts_file(name).read_text())
         except (OSError, ValueError):
@@ -232,7 +231,7 @@ class UnpackedImages:
         self._seen.pop(name, None)
 
     def _name(self, kind: str, image: Path) -> str:
-        """Return a name from the file's path, size and time, which identify it, and the user it is unpacked for."""
+        """Name it by path, size and time, which identify the file, and by the user it is unpacked for."""
         try:
             found = identity_of(image)
         except OSError as error:
@@ -241,7 +240,7 @@ class UnpackedImages:
 
 
 def identity_of(image: Path) -> tuple[str, int, int]:
-    """Return the path, size and modification time of an image file, behind links.
+    """Follow links.
 
     Raises:
         OSError: It cannot be read.
@@ -252,7 +251,7 @@ def identity_of(image: Path) -> tuple[str, int, int]:
 
 
 def portable_identity(image: Path) -> str:
-    """Return a text that is the same on all hosts with this image file: its head has its id, or its date and sizes.
+    """Return the same on all hosts with this image file: its head has its id, or its date and sizes.
 
     Raises:
         OSError: It cannot be read.

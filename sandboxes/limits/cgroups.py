@@ -23,21 +23,21 @@ gets back the memory that caches files. "memory": it gets back all of the memory
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000
 LAUNCHER_PROCESSES = 64
-"""Processes above the sandbox's limit that a group allows during the start: the launcher's threads and helpers."""
+"""Allowed above the sandbox's limit during the start, for the launcher's threads and helpers."""
 SPARE_PROCESSES = 16
-"""Processes above the limit after the start, with which the control shell can fork despite a fork bomb."""
+"""Allowed above the limit after the start, so that the control shell can fork despite a fork bomb."""
 REMOVE_SECONDS = 2.0
 READ_SIZE = 4096
 SWAPS = Path("/proc/swaps")
 RECLAIMS = ("memory.reclaim", "memory.force_empty")
-"""The files that take memory from a group: in version 2 as much as is written to it, in version 1 all they can."""
+"""Take memory from a group: in version 2 as much as is written to the file, in version 1 all they can."""
 RECLAIM_BYTES = 64 << 20
-"""How much is taken at once; in between, the sandbox may be used again."""
+"""Taken at once; in between, the sandbox may be used again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceLimits:
-    """The limits of one sandbox; None means no limit."""
+    """None means no limit."""
 
     memory_bytes: int | None
     max_processes: int | None
@@ -50,19 +50,12 @@ class ControlGroup:
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self.folders = folders
-        """The folders by controller; in version 2 the same for all."""
 
     @property
     def paths(self) -> list[Path]:
-        """Each folder once."""
         return list(dict.fromkeys(self.folders.values()))
 
     def apply(self, limits: ResourceLimits) -> None:
-        """Write the limits.
-
-        Raises:
-            OSError: The kernel refuses a limit.
-        """
         if limits.memory_bytes is not None and (memory := self.folders.get("memory")):
             swap = "memory.swap.max" if (memory / "memory.max").exists() else "memory.memsw.limit_in_bytes"
             _write(_first_existing(memory, "memory.max", "memory.limit_in_bytes"), limits.memory_bytes)
@@ -87,7 +80,7 @@ class ControlGroup:
             _write(path / "cgroup.procs", pid)
 
     def settle(self, max_processes: int | None) -> int:
-        """Count the launcher's tasks once the sandbox is ready, and apply the process limit to the inside only.
+        """Count the launcher's tasks once the sandbox is ready, so that the process limit applies to the inside only.
 
         Raises:
             OSError: The group is gone.
@@ -100,7 +93,7 @@ class ControlGroup:
         return launcher
 
     def yield_processor(self, yields: bool) -> None:
-        """Make the processes inside run only when nothing else wants to, or, with False, like all others.
+        """Let the processes inside run only when nothing else wants to.
 
         Raises:
             OSError: The kernel does not support this (before 5.15), or the group is gone.
@@ -132,7 +125,7 @@ class ControlGroup:
         return max(0, before - int(usage.read_text()))
 
     def file(self, controller: str, *names: str) -> "ControlGroupFile | None":
-        """Open the first of a controller's files that exists, for repeated reading; None if there is none."""
+        """Open the first of a controller's files that exists, if any."""
         folder = self.folders.get(controller)
         if folder is not None:
             for name in names:
@@ -141,16 +134,15 @@ class ControlGroup:
         return None
 
     def processes(self) -> list[int]:
-        """Return the processes in the group, by their pids on the host."""
         return sorted(set().union(*map(group_members, self.paths)))
 
     def remove(self) -> bool:
-        """Remove the folders and return whether all are gone. Blocks for at most `REMOVE_SECONDS`."""
+        """Return whether all folders are gone. Blocks for at most `REMOVE_SECONDS`."""
         return remove_groups(self.paths, REMOVE_SECONDS)
 
 
 class ControlGroupFile:
-    """A kernel file that is read often, with one system call per reading."""
+    """Takes one system call per reading."""
 
     __slots__ = ("_fd",)
 
@@ -162,9 +154,8 @@ class ControlGroupFile:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def number(self, key: str | None = None) -> int:
-        """Return the file's only number, or that of the line starting with `key`.
-
-        Return 0 if the group is gone, or if the value is "max".
+        """Return the file's only number, or that of the line starting with `key`; 0 if the group is gone or the value
+        is "max".
         """
         try:
             text = os.pread(self._fd, READ_SIZE, 0).decode("ascii", "replace")
@@ -177,7 +168,6 @@ class ControlGroupFile:
         return 0
 
     def close(self) -> None:
-        """Close the file. Called once."""
         os.close(self._fd)
 
 
@@ -187,20 +177,18 @@ class ControlGroups:
     def __init__(self, parents: dict[str, Path], pausing: Pausing = "none") -> None:
         self._parents = parents
         self.pausing = pausing
-        """How far a sandbox in a group made here can be paused."""
+        """How far a sandbox in such a group can be paused."""
 
     @property
     def enforced(self) -> frozenset[str]:
-        """The limits that a group made here enforces: a subset of "memory", "processes" and "cpus"."""
         names = {"memory": "memory", "pids": "processes", "cpu": "cpus"}
         return frozenset(name for controller, name in names.items() if controller in self._parents)
 
     def paths_of(self, name: str) -> dict[str, Path]:
-        """Return the folders that a group of this name has or would have, by controller."""
         return {controller: parent / f"rollout-{name}" for controller, parent in self._parents.items()}
 
     def create(self, name: str, limits: ResourceLimits) -> ControlGroup | None:
-        """Make a group with these limits; return None if this host allows none.
+        """Return None if this host allows no groups.
 
         Raises:
             SandboxStartError: The kernel refuses the group or a limit.
@@ -240,7 +228,7 @@ def find_control_groups(root: Path = CGROUPS, own: str | None = None) -> Control
 
 
 def _with_freezer(parents: dict[str, Path], beside: Path | None) -> ControlGroups:
-    """Return the places with that of the freezer of version 2, beside version 1 if that has the others.
+    """Add the freezer of version 2, beside version 1 if that has the other controllers.
 
     What the freezer of version 1 has stopped cannot be killed.
     """
@@ -256,7 +244,7 @@ def _with_freezer(parents: dict[str, Path], beside: Path | None) -> ControlGroup
 
 
 def _unified_parents(own: Path) -> dict[str, Path]:
-    """Return the parents in version 2, which gives controllers only to children of a group without processes.
+    """Find parents in version 2, which gives controllers only to children of a group without processes.
 
     Often that group is our parent.
     """
@@ -283,7 +271,7 @@ def _can_make(folder: Path) -> bool:
 
 
 def _files_of_group(parent: Path) -> frozenset[str] | None:
-    """Return the names of the kernel's files in a group below this one; None if none can be made."""
+    """Return None if no group can be made below this one."""
     probe = parent / f"rollout-probe-{time.monotonic_ns()}"
     try:
         probe.mkdir()
@@ -309,15 +297,10 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-# The folders of control groups: who is in one, and its removal.
-#
-# Only the standard library is used here, because the guard starts without anything else.
-
 PAUSE = 0.02
 
 
 def group_members(path: Path) -> set[int]:
-    """Return the processes in a control group; none if it is gone."""
     try:
         return {int(line) for line in (path / "cgroup.procs").read_text().split()}
     except OSError:
@@ -327,7 +310,7 @@ def group_members(path: Path) -> set[int]:
 def remove_groups(paths: Iterable[Path], seconds: float) -> bool:
     """Remove control groups, waiting for the kernel to release their last processes; return whether all are gone.
 
-    It blocks for `seconds` at most.
+    It blocks for `seconds` at most. Only the standard library is used, because the guard starts without anything else.
     """
     deadline = time.monotonic() + seconds
     left = list(paths)

@@ -16,11 +16,11 @@ from sandboxes.errors import SandboxConfigError, SandboxPauseError, SandboxResum
 from sandboxes.limits.cgroups import ControlGroup
 
 FREEZE_SECONDS = 2.0
-"""How long the kernel may take to stop everything; it waits for calls that nothing interrupts, as of a lost disk."""
+"""The kernel waits for calls that nothing interrupts, as of a lost disk."""
 
 
 class Freezer:
-    """A context for each use of a sandbox, in which it runs; any number may overlap."""
+    """A context for each use of a sandbox; any number may overlap."""
 
     def __init__(self, group: ControlGroup | None) -> None:
         """Without a group that can be frozen, every `freeze` is refused."""
@@ -67,7 +67,7 @@ class Freezer:
             return self.frozen
 
     async def reclaim(self) -> int:
-        """Give back memory for as long as it is stopped; return how many bytes."""
+        """Give back memory while it is stopped; return how many bytes."""
         if self._group is None or not self.frozen or "memory" not in self._group.folders:
             return 0
         take = partial(self._group.reclaim, lambda: self.frozen)
@@ -76,8 +76,7 @@ class Freezer:
         return 0
 
     def _thaw(self) -> None:
-        """Let it run.
-
+        """
         Raises:
             SandboxResumeError: The kernel refuses.
         """
@@ -103,7 +102,7 @@ class Freezer:
 
 
 async def _wait_until_frozen(events: Path) -> None:
-    """Wait until everything in a group has stopped. The event loop can wait for an epoll, but not for such a file."""
+    """Wait by an epoll, since the event loop can wait for it, but not for such a file."""
     with events.open("rb", buffering=0) as file, select.epoll() as changes:
         changes.register(file, select.EPOLLPRI)
         while b"frozen 1" not in file.read():

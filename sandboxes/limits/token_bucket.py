@@ -6,7 +6,7 @@ import anyio
 
 
 class TokenBucket:
-    """A token bucket for one caller at a time.
+    """For one caller at a time.
 
     It starts full with `capacity` tokens and regains one every `interval` seconds.
     """
@@ -20,7 +20,7 @@ class TokenBucket:
         self._updated_at = time.monotonic()
 
     async def take(self) -> None:
-        """Acquire a token, waiting for one if there is none. A caller that is cancelled has acquired none."""
+        """Wait for a token. A caller that is cancelled has acquired none."""
         self._refill()
         if self._tokens < 1:
             await anyio.sleep((1 - self._tokens) * self._interval)

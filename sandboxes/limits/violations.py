@@ -20,7 +20,7 @@ from sandboxes.errors import LimitExceededError
 from sandboxes.limits.cgroups import ControlGroup, ControlGroupFile, ResourceLimits
 
 WHOLE = ("memory", "processes", "disk", "watches")
-"""The limits that all code in a sandbox shares; the others are those of a call, or of the sandbox's time."""
+"""Limits that all code in a sandbox shares; others are those of a call, or of the sandbox's time."""
 UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
@@ -35,13 +35,9 @@ class LimitMonitor:
         space: Path | None,
         tally: Counter[str],
     ) -> None:
-        """
-        Args:
-            limits: the sandbox's limits.
-            group: its control group, if there is one.
-            launcher: the launcher's pid.
-            space: the folder with the sandbox's files, as the launcher sees it; it may have mounts of its own.
-            tally: the counts of all sandboxes of the provider.
+        """`tally` has the counts of all sandboxes of the provider.
+
+        `space` is the folder with the sandbox's files, as the launcher sees it; it may have mounts of its own.
         """
         self.tally = tally
         self.limits = limits
@@ -51,19 +47,18 @@ class LimitMonitor:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._at: dict[str, bool] = {}
-        """Whether a limit was reached at the last look."""
+        """At the last look."""
         self._kills = 0
         self._oom_kills = group.file("memory", "memory.oom_control", "memory.events") if group else None
         self._peak = group.file("pids", "pids.peak") if group else None
         self._tasks = group.file("pids", "pids.current") if group else None
         self._space = _open_space(launcher, space)
         self.launcher_tasks = _settle(group, limits) if group else 0
-        """The launcher's processes and threads. They share the limit of the inside, so it is raised by as many."""
+        """Processes and threads. They share the limit of the inside, so it is raised by as many."""
         if self.launcher_tasks == 0 and launcher is not None:
             self.launcher_tasks = _count_threads(launcher)
 
     def read_counts(self) -> Mapping[str, int]:
-        """Return how often each limit has been reached so far."""
         with self._lock:
             if not self.closed:
                 self._refresh()
@@ -73,7 +68,7 @@ class LimitMonitor:
         return self._at.get(limit, False)
 
     def record(self, limit: str) -> None:
-        """Count a violation that another part has found."""
+        """Count a violation that was found elsewhere."""
         with self._lock:
             self._add(limit)
 
@@ -82,7 +77,7 @@ class LimitMonitor:
         self.tally[limit] += times
 
     def make_errors(self) -> tuple[LimitExceededError, ...]:
-        """Return an error for each limit of the whole sandbox that has been reached so far."""
+        """Return an error for each limit in `WHOLE` that has been reached."""
         counts = self.read_counts()
         return tuple(self.make_error(limit) for limit in WHOLE if counts.get(limit))
 
@@ -109,7 +104,7 @@ class LimitMonitor:
                 return LimitExceededError(f"the sandbox reached its limit: {limit}", limit=limit)
 
     def close(self) -> None:
-        """Close the files; while they are open the sandbox's file system cannot end. Idempotent."""
+        """Close the files; while they are open, the sandbox's file system cannot end. Idempotent."""
         with self._lock:
             if self.closed:
                 return
@@ -153,14 +148,12 @@ class LimitMonitor:
 
 
 class LimitViolations:
-    """The violations that one session, or one program, has not reported yet."""
-
     def __init__(self, monitor: LimitMonitor) -> None:
         self._monitor = monitor
         self._seen = monitor.read_counts()
 
     def drain(self) -> tuple[LimitExceededError, ...]:
-        """Return the limits that were reached since the last call, each once."""
+        """Return what was reached since the last call, each limit once."""
         counts, before = self._monitor.read_counts(), self._seen
         if counts == before:
             return ()
@@ -168,7 +161,7 @@ class LimitViolations:
         return tuple(self._monitor.make_error(limit) for limit in counts if counts[limit] > before.get(limit, 0))
 
     def drain_with_call(self, timeout: float | None, output_limit: int | None) -> tuple[LimitExceededError, ...]:
-        """Return the errors of `drain`, and those of the call's own limits: its timeout and its output limit."""
+        """Add the call's own limits, where they were reached, to the errors of `drain`."""
         found = self.drain()
         if timeout is not None:
             self._monitor.tally["time"] += 1
@@ -181,7 +174,7 @@ class LimitViolations:
 
 
 def _open_space(launcher: int | None, space: Path | None) -> int | None:
-    """Open the file system that the sandbox writes to, if it has its own: its free space shows when it is full."""
+    """Open the sandbox's file system, if it has its own: its free space shows when it is full."""
     if launcher is None or space is None:
         return None
     with suppress(OSError):
@@ -205,7 +198,6 @@ def _count_threads(pid: int) -> int:
 
 
 def _format_size(count: int | None) -> str:
-    """Return a number of bytes in a readable form, in parentheses."""
     if count is None:
         return ""
     for unit, size in UNITS:

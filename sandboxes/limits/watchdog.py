@@ -35,21 +35,17 @@ from sandboxes.limits.violations import LimitMonitor
 log = structlog.get_logger(__name__)
 
 INTERVAL = 0.5
-"""The least seconds between two looks."""
 SHARE = 0.01
-"""The share of one processor that looks may take."""
 HOG = 0.5
-"""The share of one processor above which a sandbox is busy."""
+"""A sandbox that uses more of one processor is busy."""
 PATIENCE = 2
-"""How many busy looks in a row make a sandbox yield."""
+"""So many busy looks in a row make a sandbox yield."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 STAT_SIZE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The fields of /proc/PID/stat that the watchdog uses."""
-
     pid: int
     parent: int
     threads: int
@@ -74,7 +70,7 @@ class Processes:
         return found
 
     def inside(self, launcher: int) -> list[Process]:
-        """Return the processes in a launcher's sandbox, control shell first; none if that has ended."""
+        """Return the control shell and all below it; none if that has ended."""
         first = next((process for process in self.descendants(launcher) if _is_first(process.pid)), None)
         return [] if first is None else [first, *self.descendants(first.pid)]
 
@@ -106,7 +102,7 @@ def _is_first(pid: int) -> bool:
 
 
 def _proportional_size(process: Process) -> int:
-    """Return a process's memory in bytes with its part of shared pages, or all of them if the kernel gives no PSS."""
+    """Return its memory in bytes with its part of shared pages, or all of them if the kernel gives no PSS."""
     with suppress(OSError):
         for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -115,7 +111,7 @@ def _proportional_size(process: Process) -> int:
 
 
 def _kill(process: Process) -> None:
-    """Send SIGKILL to a process, unless its pid belongs to another one by now."""
+    """Kill a process, unless its pid belongs to another one by now."""
     with suppress(OSError):
         fd = os.pidfd_open(process.pid)
         try:
@@ -132,7 +128,7 @@ def _slack(limit: int) -> int:
 
 
 class ProcessorYield:
-    """Makes one sandbox yield the processor while it never rests."""
+    """Makes a sandbox yield the processor while it never rests."""
 
     def __init__(self, group: ControlGroup) -> None:
         self._group = group
@@ -146,7 +142,7 @@ class ProcessorYield:
         self._yields = False
 
     def check(self, now: float) -> None:
-        """Compare the processor time used with that of the last look. `now` is from the monotonic clock."""
+        """`now` is from the monotonic clock."""
         if self._file is None:
             return
         used = self._file.number(self._key) * self._unit
@@ -178,18 +174,17 @@ class WatchedSandbox:
 
     @property
     def needs_scan(self) -> bool:
-        """Whether the processes must be scanned, since no group enforces their limits."""
+        """Whether no group enforces the limits of its processes."""
         limits = (self._memory or self._processes) is not None
         return self.monitor.launcher is not None and (limits or self._shares_user)
 
     def check(self, now: float) -> None:
-        """Check the group's counters."""
         self.monitor.read_counts()  # notices what is over before the end of a call
         if self._yielding is not None:
             self._yielding.check(now)
 
     def check_processes(self, processes: Processes, watches: int | None) -> None:
-        """Check the processes; `watches` is how many epoll watches one sandbox may have."""
+        """`watches` is how many epoll watches one sandbox may have."""
         inside = processes.inside(self.monitor.launcher or 0)
         if self._processes is not None:
             crowded = sum(process.threads for process in inside) >= self._processes - _slack(self._processes)
@@ -223,7 +218,7 @@ class WatchedSandbox:
 
 
 class Watchdog:
-    """The thread that looks at sandboxes; it runs while there are any."""
+    """Its thread runs while there are sandboxes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -231,7 +226,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self.cost = 0.0
-        """The processor seconds that the last look took."""
+        """Processor seconds of the last look."""
 
     def add(self, monitor: LimitMonitor, *, shares_user: bool = False) -> None:
         """Watch a sandbox until its monitor is closed."""
@@ -280,16 +275,15 @@ class Watchdog:
         self.cost = time.thread_time() - begun
 
 
-# Bound the epoll watches of sandboxes that share a user of the host, since the kernel counts them together.
-#
-# If they run out, every program that needs one more fails, including the service's event loop. Counting watches one
-# by one takes as long as making them. Instead, a process is taken to have as many as it can: its epoll instances
-# times its descriptors. Nothing legitimate comes near a sandbox's share by this measure.
+# The kernel counts the epoll watches of all sandboxes that share a user. If they run out, every program that needs one
+# more fails, including the service's event loop. Counting watches one by one takes as long as making them. Instead, a
+# process is taken to have as many as it can: its epoll instances times its descriptors. Nothing legitimate comes near a
+# sandbox's share by this measure.
 
 MOST = Path("/proc/sys/fs/epoll/max_user_watches")
 EPOLL = "anon_inode:[eventpoll]"
 FEW = 128
-"""The largest descriptor table to ignore: even hundreds of such processes have too few watches to matter."""
+"""Smaller descriptor tables are ignored: even hundreds have too few watches to matter."""
 
 
 def watches_per_sandbox(sandboxes: int) -> int | None:
@@ -300,7 +294,7 @@ def watches_per_sandbox(sandboxes: int) -> int | None:
 
 
 def exceeds(pids: Iterable[int], limit: int) -> bool:
-    """Return whether the processes together may have more watches than `limit`."""
+    """Return whether together they may have more watches than `limit`."""
     tables = [(pid, _count_descriptors(pid)) for pid in pids]
     if sum((size // 2) ** 2 for _, size in tables) <= limit:
         return False  # not even if half of the descriptors were epoll instances
@@ -313,7 +307,7 @@ def exceeds(pids: Iterable[int], limit: int) -> bool:
 
 
 def _count_descriptors(pid: int) -> int:
-    """Return how many descriptors a process has, or the size of its table if they are not visible; 0 for few."""
+    """Return the size of its table if descriptors are not visible; 0 for few."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
@@ -331,7 +325,6 @@ def _count_descriptors(pid: int) -> int:
 
 
 def _max_watches(pid: int, size: int) -> int:
-    """Return the product of a process's epoll instances and descriptors."""
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
             return size * sum(_is_epoll(pid, entry.name) for entry in entries)

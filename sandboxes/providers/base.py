@@ -1,4 +1,4 @@
-"""The common base of providers on this host: folders, the guard, limits, the launch, and cleanup if a step fails."""
+"""The base of providers on this host: folders, the guard, limits, the launch, and cleanup if a step fails."""
 
 import os
 import socket
@@ -45,7 +45,7 @@ from sandboxes.sessions.kernel import KernelPaths
 from sandboxes.sessions.kernel_wire import make_context
 
 PIPES, SOCKETS = "/run/rollout/pipes", "/run/rollout/sockets"
-"""Where a sandbox that has its own file system finds its pipes and the sockets of its kernels."""
+"""Where a sandbox with its own file system finds its pipes and its kernels' sockets."""
 
 BASH, HIDDEN_BASH = "/bin/bash", "/dev/shm/.control"  # noqa: S108  in the sandbox, where nothing else runs yet
 HIDE = (
@@ -58,33 +58,29 @@ The kernel then lets no process inside look into it, trace it, or take its descr
 
 OWNER_BACKLOG = 64
 LINGER_SECONDS = 2.0
-"""How long `close` waits for processes that were killed and have not ended yet."""
+"""`close` waits so long for processes that were killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EgressPlan:
-    """The access of a sandbox to a list of hosts."""
-
     allowed: AllowList
     port: int
-    """The port on the loopback inside."""
+    """On the loopback inside."""
     private: bool
-    """Whether names on the list may resolve to private addresses."""
+    """Listed names may resolve to private addresses."""
     user: int
     group: int
-    """The user and group that all sandboxes' proxies run as."""
+    """All sandboxes' proxies run as this user and group."""
 
 
 ListenIn = Literal["sandbox", "host"]
-"""The network in which a sandbox's owner listens: its own, which the launcher makes, or the host's."""
+"""A sandbox's owner listens in the sandbox's network, or in the host's."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How to launch the control shell of one sandbox."""
-
     argv: list[str]
-    """The command, as `HostProvider.spawn` starts it."""
+    """As `HostProvider.spawn` starts it."""
     env: dict[str, str]
     """The launcher's whole environment."""
     image: str
@@ -95,27 +91,26 @@ class LaunchPlan:
     sockets_inside: str
     workdir: str
     own_space: bool = False
-    """Whether the launcher makes the folder of the sockets itself, in a file system that may be its own."""
+    """The launcher makes the folder of the sockets, in a file system that may be its own."""
     session_env: dict[str, str] = field(default_factory=dict)
     python: str = "python3"
     egress: EgressPlan | None = None
-    """The network access that the launcher opens, if there is any."""
     listens: ListenIn | None = None
-    """The network of the socket for the sandbox's owner, if it has one."""
+    """The network of the owner's socket, if there is one."""
     prefix: tuple[str, ...] = ()
-    """The command that starts every program inside."""
+    """Starts every program inside."""
     lease: UserLease | None = None
-    """The lease of `user`, if no other sandbox uses it."""
+    """Of `user`, if no other sandbox uses it."""
     layers: tuple[FileLayer, ...] = ()
-    """The files that the sandbox starts from besides its image, the newest first."""
+    """Files besides the image, the newest first."""
     make_snapshot: Callable[[LauncherResources], Snapshot] | None = None
-    """Makes a snapshot of the sandbox while its launcher is alive; None if it cannot be made here."""
+    """Called while the launcher is alive; None if no snapshot can be made here."""
     save_command: Callable[[int, int], list[str]] | None = None
-    """Returns the program that writes the files, for its launcher and a limit; None if they cannot be saved."""
+    """The program that writes the files, for a launcher and a limit; None if they cannot be saved."""
     on_ready: Callable[[], None] | None = None
-    """Called once the control shell answers, and nothing else has run inside."""
+    """Called once the control shell answers, before anything else runs inside."""
     answers: bool = False
-    """Whether the control shell answers on a separate pipe, because its standard input is one-way."""
+    """The control shell answers on a separate pipe, because its standard input is one-way."""
 
 
 class Gate:
@@ -136,7 +131,7 @@ class Gate:
         os.close(self.descriptor)
 
     async def admit(self, launcher: int) -> None:
-        """Move the launcher into its control groups, and let it go on.
+        """Let the launcher go on in its control groups.
 
         Raises:
             OSError: It cannot be moved.
@@ -146,8 +141,6 @@ class Gate:
 
 
 class HostProvider(SandboxProvider):
-    """Launches control shells on this host; a subclass plans the launch."""
-
     def __init__(self, state_dir: Path, run_dir: Path | None, start_timeout: float) -> None:
         self._service_resources = ServiceResources(state_dir, run_dir)
         self._start_timeout = start_timeout
@@ -163,7 +156,7 @@ class HostProvider(SandboxProvider):
 
     @abstractmethod
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
-        """Plan the launch of a sandbox, before anything has been made.
+        """Plan a launch before anything has been made.
 
         Raises:
             SandboxError: The sandbox cannot be started, as in `SandboxProvider.start`.
@@ -233,7 +226,7 @@ class HostProvider(SandboxProvider):
         handover: SocketHandover | None,
         resources: LauncherResources,
     ) -> ControlShell:
-        """Start the launcher with one end of a socket pair as its standard input; `resources` owns it at once."""
+        """Start a launcher whose input is one end of a socket pair; `resources` owns it at once."""
         env = {**plan.env, MARKER: folder.id}
         kept = [descriptor for layer in plan.layers for descriptor in layer.descriptors]
         if handover is not None:
@@ -260,7 +253,7 @@ class HostProvider(SandboxProvider):
     async def spawn(
         self, argv: Sequence[str], env: Mapping[str, str], channel: int, output: int, kept: Sequence[int]
     ) -> ChildProcess:
-        """Start a launcher that reads from one descriptor, writes to another, and keeps some by their numbers.
+        """Start a launcher that reads from `channel`, writes to `output`, and keeps other descriptors by their numbers.
 
         Raises:
             OSError: No process can be started.
@@ -284,7 +277,7 @@ class HostProvider(SandboxProvider):
         resources: LauncherResources,
         handover: SocketHandover | None,
     ) -> socket.socket | None:
-        """Serve the sandbox's proxy, and return the socket for its owner, if it has these.
+        """Serve the sandbox's proxy, and return the owner's socket, if there are any.
 
         If the launcher ends instead of handing them over, `_wait_until_ready` reports why.
         """
@@ -377,15 +370,14 @@ class HostProvider(SandboxProvider):
         return resources
 
     def make_resources(self, folder: RunFolder, group: ControlGroup | None) -> LauncherResources:
-        """Return the host's resources of a sandbox that is being started."""
+        """Return the resources of a sandbox that is being started."""
         return LauncherResources(folder, group, self._leftovers, self.lingering_children)
 
     def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> ControlledSandbox:
-        """Return the sandbox of a control shell that is ready."""
         return ControlledSandbox(launched, spec, self.forget)
 
     def forget(self, sandbox_id: str) -> None:
-        """Remove a sandbox that has been closed from `live`."""
+        """Remove it from `live`."""
         self._live.pop(sandbox_id, None)
 
     async def sweep(self) -> SweepReport:
@@ -415,6 +407,6 @@ def _refuse_saved(plan: LaunchPlan, spec: SandboxSpec) -> None:
 
 
 def _ports(plan: LaunchPlan) -> list[int]:
-    """Return the ports on which the launcher listens: that of the proxy, and that of the sandbox's owner."""
+    """Return the proxy's port, then the owner's."""
     proxy = [plan.egress.port] if plan.egress is not None else []
     return [*proxy, LISTENER_ADDRESS[1]] if plan.listens == "sandbox" else proxy

@@ -50,37 +50,34 @@ HINT = "start the daemon, name one in DOCKER_HOST or sandbox.host, or install it
 REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 NO_IMAGE = ("No such image", "No such object")
 ENDED_BY_ITSELF = (0, 1)
-"""The exit codes of a control shell whose input closed, as `docker run` returns them; others may leave a container."""
+"""Exit codes of a control shell whose input closed; others may leave a container."""
 OVERHEAD_PROCESSES = 16
-"""The control shell's own processes, on top of the limit for those it starts."""
+"""The control shell's own, on top of the limit."""
 OWN_IMAGES = "rollout-service"
-"""The repository prefix of the images of this package that `scripts/docker-image` imports."""
+"""The repository prefix that `scripts/docker-image` gives images of this package."""
 SHM_BYTES = 64 * 1024 * 1024
 KNOWN_FAILURES = {"reachable_owner": "the daemon makes the container's network, and hands no socket of it out"}
 INSIDE = FirstProcess(1, 0)
-"""The first process as seen by a container that joins the process namespace."""
+"""As a container that joins the process namespace sees it."""
 
-
-# Query Docker's client: which limits hold, and our containers, their removal and their control groups.
 
 ASK_SECONDS = 30.0
 
 
 class Containers:
-    """One daemon, through its client."""
+    """A daemon, through its client. It tells which limits hold, and has our containers."""
 
     SANDBOX = "rollout-service.sandbox"
-    """The label that names a container's sandbox."""
+    """The label with a container's sandbox."""
     SERVICE = "rollout-service.folder"
-    """The label that names the folder that a container's service keeps locked while it lives (see `reaper`)."""
+    """The label with the folder that a container's service locks while it lives (see `reaper`)."""
 
     def __init__(self, binary: str, env: Mapping[str, str]) -> None:
         self._binary = binary
         self.env = dict(env)
-        """The client's environment."""
 
     async def ask(self, *arguments: str) -> tuple[int, str]:
-        """Run the client; return its exit code and output. A client that hangs is killed."""
+        """Return exit code and output. A client that hangs is killed."""
         return await anyio.to_thread.run_sync(self._ask, arguments)
 
     def _ask(self, arguments: tuple[str, ...]) -> tuple[int, str]:
@@ -99,7 +96,7 @@ class Containers:
         return done.returncode, said.decode("utf-8", errors="replace")
 
     def find_limits(self) -> frozenset[str]:
-        """Return the limits that the daemon can enforce here, or none if it does not answer. Blocks."""
+        """Return none if the daemon does not answer. Blocks."""
         code, said = self._ask(("info", "--format", "{{json .}}"))
         try:
             info = json.loads(said) if code == 0 else {}
@@ -110,13 +107,12 @@ class Containers:
         return frozenset(found for name, found in names.items() if info.get(name))
 
     async def remove_sandbox(self, sandbox_id: str) -> None:
-        """Remove the containers of one sandbox; the next sweep tries again if that fails."""
+        """Remove its containers; if that fails, the next sweep tries again."""
         for container, _ in await self._labeled(f"{self.SANDBOX}={sandbox_id}"):
             await self.ask("rm", "--force", "--volumes", container)
 
     async def count_processes(self, sandbox_id: str) -> int:
-        """Count the processes of a sandbox's container.
-
+        """
         Raises:
             SandboxClosedError: The container no longer exists.
         """
@@ -126,7 +122,7 @@ class Containers:
         return len(said.split()) - 1  # without the heading
 
     async def make_reader(self, sandbox_id: str, image: str, command: Sequence[str]) -> list[str]:
-        """Return the command that runs the file reader in a second container.
+        """Run the file reader in a second container.
 
         That container sees the sandbox's processes, and its files through them. It has no network, and no rights except
         to read and inspect. The reader's script is bound from the host.
@@ -151,7 +147,7 @@ class Containers:
         return found[0][0]
 
     async def sweep(self) -> tuple[int, tuple[str, ...]]:
-        """Remove the containers of dead services; return how many, and why others could not be removed."""
+        """Return how many containers of dead services were removed, and why others were not."""
         removed, failures = 0, []
         for container, folder in await self._labeled(self.SERVICE):
             if await anyio.to_thread.run_sync(is_dead, Path(folder)):
@@ -162,7 +158,7 @@ class Containers:
         return removed, tuple(failures)
 
     async def _labeled(self, label: str) -> list[tuple[str, str]]:
-        """Return the containers with a label, and the folders of their services."""
+        """Return containers and the folders of their services."""
         shown = '{{.ID}} {{.Label "' + self.SERVICE + '"}}'
         code, said = await self.ask("ps", "--all", "--no-trunc", "--filter", f"label={label}", "--format", shown)
         lines = said.splitlines() if code == 0 else []
@@ -170,7 +166,7 @@ class Containers:
 
 
 def container_group(sandbox_id: str) -> ControlGroup | None:
-    """Return the group that counts a container's memory, or None if its process is not visible on this host.
+    """Return None if the container's process is not visible on this host.
 
     Reads all of /proc: call it in a thread.
     """
@@ -182,7 +178,7 @@ def container_group(sandbox_id: str) -> ControlGroup | None:
 
 
 def _memory_folder(pid: str) -> Path | None:
-    """Return the folder that counts a process's memory, in either version of control groups."""
+    """Return the folder that counts it, in either version of control groups."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -194,7 +190,7 @@ def _memory_folder(pid: str) -> Path | None:
 
 
 class ContainerResources(LauncherResources):
-    """Makes sure that the container has gone where its `docker run` did not see it end."""
+    """Removes the container if its `docker run` did not see it end."""
 
     def __init__(
         self,
@@ -218,7 +214,7 @@ class ContainerResources(LauncherResources):
 
 
 class DockerSandbox(ControlledSandbox):
-    """Asks the daemon for facts that only it can see, since a service that is not root may not look into containers."""
+    """Asks the daemon, since a service that is not root may not look into containers."""
 
     def __init__(
         self,
@@ -244,8 +240,6 @@ class DockerSandbox(ControlledSandbox):
 
 
 class DockerProvider(HostProvider):
-    """Starts sandboxes with Docker's command line client."""
-
     name = "docker"
     isolates = True
     known_failures = KNOWN_FAILURES
@@ -284,7 +278,7 @@ class DockerProvider(HostProvider):
         return await self._image_id(spec.image or self._config.image)
 
     async def _image_id(self, name: str) -> str:
-        """Return the id of the image that the name refers to now.
+        """Return the id that the name refers to now.
 
         Raises:
             ImageNotFoundError: The daemon does not have the image; it is never pulled here.
@@ -308,7 +302,7 @@ class DockerProvider(HostProvider):
         raise ProviderUnavailableError(f"{self._config.binary} does not answer: {said.strip()}", hint=HINT)
 
     def _resolve_name(self, name: str) -> str:
-        """Return the daemon's name for an image of this package, or the name without the scheme of registries."""
+        """Add the prefix of this package's images, or remove the scheme of registries."""
         return f"{OWN_IMAGES}/{name}" if name in packaged_names() else name.removeprefix("docker://")
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
@@ -378,7 +372,7 @@ class DockerProvider(HostProvider):
         return found
 
     def _memory_limit(self, spec: SandboxSpec) -> int | None:
-        """Return the memory limit in bytes, or None if the daemon enforces none."""
+        """Return bytes, or None if the daemon enforces no limit."""
         held = "memory" in self.enforced
         return spec.memory_bytes or self._config.limits.memory_bytes if held else None
 
@@ -402,7 +396,7 @@ class DockerProvider(HostProvider):
 
 
 def _client_env(host: str | None) -> dict[str, str]:
-    """Return the variables that the client needs to find its daemon, and no others of the service's."""
+    """Return only what the client needs to find its daemon."""
     names = (
         "PATH",
         "HOME",
@@ -417,8 +411,7 @@ def _client_env(host: str | None) -> dict[str, str]:
 
 
 def _require_mountable(path: str) -> str:
-    """Return the path if it can be part of a mount flag.
-
+    """
     Raises:
         SandboxConfigError: The path cannot be part of a mount flag.
     """

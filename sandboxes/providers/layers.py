@@ -21,17 +21,17 @@ from sandboxes.reclaim.rmtree import remove_tree
 from sandboxes.reclaim.run_folders import RunFolder
 
 MAX_LAYERS = 32
-"""The most snapshots that one is made from in turn; the kernel allows 500, and each start mounts all of them."""
+"""Snapshots that one is made from in turn; the kernel allows 500, and each start mounts all."""
 REMOVE_SECONDS = 30.0
 INODE_BYTES = 2_000
-"""The kernel's memory for a file and its name, about."""
+"""About the kernel's memory for a file and its name."""
 
 
 class FileLayer:
-    """The files that one sandbox wrote. They are freed once no snapshot and no sandbox uses them."""
+    """Its files are freed once no snapshot and no sandbox uses them."""
 
     def __init__(self, folder: RunFolder, launcher: int, owner: int, *, has_users: bool) -> None:
-        """`owner` is the user of the host that the files belong to; `launcher` is the process that mounted them.
+        """`owner` is the files' user on the host; `launcher` is the process that mounted them.
 
         `has_users` tells whether it has a user namespace of its own.
 
@@ -44,7 +44,7 @@ class FileLayer:
         space = os.statvfs(f"/proc/{launcher}/root{folder.overlay}")
         self.size_bytes = (space.f_blocks - space.f_bfree) * space.f_frsize
         self.size_bytes += (space.f_files - space.f_ffree) * INODE_BYTES
-        """The memory that the files take up."""
+        """In memory."""
         self._namespaces: list[int] = []
         try:
             for name in ("mnt", "user") if has_users else ("mnt",):
@@ -55,17 +55,16 @@ class FileLayer:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors that a launcher needs for `instruction`."""
+        """A launcher needs them for `instruction`."""
         return list(self._namespaces)
 
     @property
     def instruction(self) -> str:
-        """The line that describes the layer to a launcher."""
+        """Describes the layer to a launcher."""
         mounts, users = (*self._namespaces, -1)[:2]
         return f"{mounts} {users} {self._owner} {self._folder.overlay}"
 
     def hold(self) -> None:
-        """Count one more use."""
         self._uses += 1
 
     async def release(self) -> None:
@@ -75,7 +74,7 @@ class FileLayer:
             await anyio.to_thread.run_sync(self._free)
 
     def _free(self) -> None:
-        """Free the files. Closing the last descriptor takes seconds if there are many files."""
+        """Free the files. Closing the last descriptor takes seconds if there are many."""
         self._close()
         remove_tree(self._folder.path, time.monotonic() + REMOVE_SECONDS)
 
@@ -85,10 +84,10 @@ class FileLayer:
 
 
 class LayeredSnapshot(Snapshot):
-    """The layers that a sandbox had above its image."""
+    """A sandbox's layers above its image."""
 
     def __init__(self, image: Path, layers: Sequence[FileLayer]) -> None:
-        """`layers` are the newest first, above this image on the host; at most `MAX_LAYERS`."""
+        """The newest of at most `MAX_LAYERS` layers comes first."""
         self._image, self._layers, self._closed = image, tuple(layers), False
         for layer in self._layers:
             layer.hold()
@@ -98,7 +97,7 @@ class LayeredSnapshot(Snapshot):
         return sum(layer.size_bytes for layer in self._layers)
 
     def layers_on(self, image: Path) -> tuple[FileLayer, ...]:
-        """Return the layers for a sandbox of an image, the newest first.
+        """Return the newest layer first.
 
         Raises:
             SandboxClosedError: The snapshot is closed.

@@ -38,8 +38,6 @@ log = structlog.get_logger(__name__)
 
 
 class LocalProvider(HostProvider):
-    """Starts `control.sh` as a child of this process."""
-
     name = "local"
     isolates = False
     known_failures = KNOWN_FAILURES
@@ -76,7 +74,7 @@ class LocalProvider(HostProvider):
 
 
 class LocalSandbox(ControlledSandbox):
-    """Maps paths below `spec.workdir`, as callers write them, to the working folder in file operations."""
+    """Maps paths below `spec.workdir` to the working folder in file operations."""
 
     def resolve(self, path: str) -> str:
         given = posixpath.normpath(posixpath.join(self.workdir, path))
@@ -90,7 +88,7 @@ class LocalSandbox(ControlledSandbox):
         return self._as_shown(pids, self.info.pid or 0)
 
     async def _has_processes_left(self) -> bool:
-        """End processes that left the control shell's session; they are found by the mark they inherited.
+        """End processes that left the control shell's session, found by the mark they inherited.
 
         A process that removed the mark is not found.
         """

@@ -65,23 +65,23 @@ from sandboxes.sessions.python import PROGRAM_INSIDE, KernelSession
 
 SAVE_HINT = "this needs Apptainer without fakeroot, unpacked images, and a kernel and a user that may mount overlays"
 DRAIN_SECONDS = 3.0
-"""How long `close` waits for calls under way to notice that everything inside has ended."""
+"""`close` waits so long for calls under way to notice the end."""
 END_SECONDS = 25.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.02
-"""How long to wait between two looks at what is ending: mostly it has ended at the second."""
+"""Between two looks at what is ending: mostly it has ended at the second."""
 SHELL, KERNEL = " ".join(ARGV), f"/{PROGRAM_INSIDE} "
-"""The end of the command line of a bash session, and a part of that of a Python session."""
+"""The end of a bash session's command line, and a part of a Python session's."""
 LOOKS = 10
-"""How often to look whether the shell has more descriptors."""
+"""At whether the shell has more descriptors."""
 MAX_LOOKED_AT = 64
-"""How many processes `list_running` looks at: it takes the host about 50 us for each."""
+"""For `list_running`, which takes the host about 50 us for each process."""
 MAX_RUNNING, RUNNING_CHARS = 10, 80
-"""How many command lines `list_running` returns, and how much of each: a note for people is to stay short."""
+"""Of the result of `list_running`: a note for people is to stay short."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedSandbox:
-    """A running control shell, and the facts about its environment that sessions need."""
+    """A running control shell, and facts that sessions need."""
 
     id: str
     provider: str
@@ -96,20 +96,17 @@ class LaunchedSandbox:
     python: str
     start_timeout: float
     listener: socket.socket | None = None
-    """The socket for the sandbox's owner."""
     make_snapshot: Callable[[], Snapshot] | None = None
-    """Makes the files a snapshot, while the sandbox runs; None if this is not possible here."""
+    """Called while the sandbox runs; None if no snapshot can be made here."""
     save_command: Callable[[int, int], list[str]] | None = None
-    """Returns the program that writes the files, for its launcher and a limit; None if they cannot be saved."""
+    """See `LaunchPlan.save_command`."""
     shell_state: bytes = b""
-    """The script with which its bash begins."""
+    """Its bash begins with this script."""
 
 
 class ControlledSandbox(Sandbox):
-    """Implements the contract with messages to a control shell."""
-
     def __init__(self, launched: LaunchedSandbox, spec: SandboxSpec, forget: Callable[[str], None]) -> None:
-        """`forget` is called once, with the id, after the sandbox has been closed."""
+        """`forget` gets the id once, after the sandbox has been closed."""
         self._launched = launched
         self._spec = spec
         self._forget = forget
@@ -197,7 +194,7 @@ class ControlledSandbox(Sandbox):
         return False
 
     def resolve(self, path: str) -> str:
-        """Return the absolute path as code inside would write it, without looking at files."""
+        """Return the absolute path inside, without looking at files."""
         return posixpath.normpath(posixpath.join(self.workdir, path))
 
     async def bash(self) -> ShellSession:
@@ -252,7 +249,7 @@ class ControlledSandbox(Sandbox):
                 yield program
 
     def _entries(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> Mapping[str, str]:
-        """Check a program's strings, and return its variables."""
+        """Check a program's strings; return its variables."""
         entries = {**self._env, **(env or {})}
         if not argv or any("\0" in text for text in (*argv, *entries, *entries.values(), cwd or "")):
             raise ValueError("argv must not be empty, and no string may contain NUL characters")
@@ -263,7 +260,7 @@ class ControlledSandbox(Sandbox):
         return [] if first is None else self._as_shown(descendants_of(first.pid, MAX_LOOKED_AT), first.pid)
 
     def _as_shown(self, pids: Iterable[int], control: int) -> list[str]:
-        """Return the command lines of processes without the sessions' and those of the control shell's copies."""
+        """Leave out sessions and copies of the control shell."""
         copies, leaders = ("", command_line(control)), children_of(control)
         found: dict[str, None] = {}
         for pid in pids:
@@ -287,7 +284,7 @@ class ControlledSandbox(Sandbox):
         raise SandboxClosedError(f"the processes of sandbox {self.id} did not end")
 
     async def _has_processes_left(self) -> bool:
-        """Return whether the host sees any process inside except the first one."""
+        """Return whether the host sees any but the first process."""
         first = await self._first_process()
         return bool(children_of(first.pid))
 
@@ -393,7 +390,7 @@ class ControlledSandbox(Sandbox):
                 self._closed.set()
 
     async def _drain(self) -> None:
-        """Let calls under way notice the end, then close anything they left open."""
+        """Let calls under way notice the end, then close what they left open."""
         with anyio.move_on_after(DRAIN_SECONDS):
             await self._shell.wait_until_idle()
             await self._kernel.wait_until_idle()
@@ -423,7 +420,7 @@ class ControlledSandbox(Sandbox):
             self._at_rest.set()
 
     def begin_lifetime(self) -> None:
-        """Start `spec.lifetime_seconds` now, also for a sandbox that was started ahead of its use.
+        """Start `spec.lifetime_seconds` anew, for a sandbox that was started ahead of its use.
 
         When it is over, everything inside ends. Folders and groups are removed when the sandbox is closed.
         """
@@ -453,7 +450,7 @@ class ControlledSandbox(Sandbox):
         return SandboxClosedError(f"sandbox {self.id} {how}")
 
     async def _explain(self, violations: LimitViolations, error: SessionDiedError) -> SandboxError:
-        """Return why a session died, as far as the sandbox knows."""
+        """Return why a session died, if the sandbox knows."""
         if self._closing or not self._launched.control.alive:
             return self._make_ended_error()
         for violation in violations.drain():
@@ -481,7 +478,7 @@ class ControlledSandbox(Sandbox):
 
 
 async def _wait_for_own_files(control: int) -> list[int]:
-    """Return the descriptors that the session's shell has besides its own, once it has reported its last command."""
+    """Return descriptors besides the shell's own, once it has reported its last command."""
     for pause in islice(_pauses(), LOOKS):
         if not (found := _open_files_of_shell(control)):
             break
@@ -490,7 +487,6 @@ async def _wait_for_own_files(control: int) -> list[int]:
 
 
 def _pauses() -> Iterator[float]:
-    """Yield the seconds between looks, without end."""
     pause = FIRST_PAUSE
     while True:
         yield pause

@@ -30,10 +30,8 @@ GOODBYE_SECONDS = 5.0
 
 
 class Guard:
-    """The guard's process and this service's end of its pipe."""
-
     def __init__(self, folder: Path, groups: list[str]) -> None:
-        """Start a guard for the service's folder, which takes a millisecond or two.
+        """Start a guard, in a millisecond or two.
 
         Raises:
             OSError: No process can be started.
@@ -70,7 +68,7 @@ class Guard:
         return self.process.poll() is None
 
     def dismiss(self, *, clean: bool) -> None:
-        """Close the pipe, with a goodbye if nothing is left to do, and collect a guard that ends at once.
+        """Close the pipe, with a goodbye if nothing is left to do.
 
         Call it once. Without the goodbye the guard sweeps as much as it can, even after this process has ended.
         """

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 EXIT_GRACE = 2.0
 KILL_WAIT = 4.0
 COLLECT_SECONDS = 2.0
-"""How long to wait for a launcher once its control groups have been killed too."""
+"""The wait for a launcher once its control groups have been killed too."""
 GROUP_SECONDS = 2.0
 REMOVE_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
@@ -45,7 +45,7 @@ class ServiceResources:
         self._closed = False
 
     async def new_folder(self, groups: ControlGroups) -> RunFolder:
-        """Return the folder of a new sandbox, which is not created yet; from now on a guard runs.
+        """Return a folder that is not created yet; from now on a guard runs.
 
         Raises:
             OSError: The folder or the guard cannot be created.
@@ -60,7 +60,7 @@ class ServiceResources:
             return self._held[-1][0].new()
 
     def _watch(self, groups: ControlGroups) -> None:
-        """Make sure there is a folder, a new one if the last was removed, and a live guard."""
+        """Make a folder if there is none in its place, and start a guard if none lives."""
         if not self._held or not self._held[-1][0].intact:
             base = run_base(self._run_dir)
             remember(self._state_dir, base)
@@ -77,7 +77,7 @@ class ServiceResources:
 
     @property
     def guards(self) -> list[int]:
-        """The pids of this service's guards: one, unless a folder was removed under it."""
+        """Pids: one, unless a folder was removed under it."""
         return [guard.process.pid for guard in self._guards if guard.alive]
 
     async def sweep(self, groups: ControlGroups) -> reaper.ReclaimResult:
@@ -136,8 +136,6 @@ class LeftoverProcesses:
 
 
 class LauncherResources:
-    """The launcher, the folder and the control groups of one sandbox."""
-
     def __init__(
         self,
         folder: RunFolder,
@@ -145,30 +143,29 @@ class LauncherResources:
         leftovers: LeftoverProcesses,
         lingering: LingeringChildren,
     ) -> None:
-        """Store the parts; `lingering` keeps a launcher that outlives its release."""
+        """`lingering` keeps a launcher that outlives its release."""
         self._folder = folder
         self._group = group
         self._leftovers = leftovers
         self._lingering = lingering
         self.process: ChildProcess | None = None
         self.lease: UserLease | None = None
-        """The lease of the host user that only this sandbox runs as."""
+        """Its host user."""
         self.keeps_files = False
-        """Whether the folder stays, since a snapshot of the sandbox has become its owner."""
+        """A snapshot of the sandbox owns the folder now."""
         self.before_release = AsyncExitStack()
-        """Parts of the sandbox that must end before the launcher is waited for."""
+        """Parts that must end before the launcher is waited for."""
 
     @property
     def pid(self) -> int | None:
-        """The launcher's process on the host."""
         return self.process.pid if self.process else None
 
     async def first_process(self) -> FirstProcess | None:
-        """Return process 1 inside, which is the control shell; None if it has ended."""
+        """Return the control shell; None if it has ended."""
         return find_first_process(self.process.pid) if self.process and self.process.poll() is None else None
 
     async def watched_group(self) -> ControlGroup | None:
-        """Return the control groups whose counters tell which limits the sandbox reaches, once it is ready."""
+        """Return the groups whose counters tell which limits the sandbox reaches, once it is ready."""
         return self._group
 
     async def release(self) -> None:
@@ -198,7 +195,7 @@ class LauncherResources:
         return self._group.paths if self._group else []
 
     def _remove(self) -> None:
-        """Remove the sandbox's resources, after its launcher has been collected."""
+        """Call it after the launcher has been collected."""
         paths = self._paths
         reaper.kill_groups(paths)
         if remove_groups(paths, GROUP_SECONDS):

@@ -1,9 +1,9 @@
-"""Ends the processes and removes the files that dead services left on this host.
+"""End the processes and remove the files that dead services left on this host.
 
 Every service has one folder (`run_folders.ServiceFolder`), created before anything else and removed last. Sandbox ids,
 process marks and control groups begin with the folder's name. The service holds a lock on the folder, which the kernel
-releases when the service ends and for no other reason: not while it is stopped, and not because its pid is reused.
-A process that gets the lock knows that the service is dead, and alone removes its leftovers. So any number of services
+releases when the service ends and for no other reason: not while it is stopped, and not because its pid is reused. A
+process that gets the lock knows that the service is dead, and alone removes its leftovers. So any number of services
 and guards may sweep at once.
 
 Folders of other users, of other hosts and with other names are not touched.
@@ -32,12 +32,12 @@ NAME = re.compile("[0-9a-f]{8}")
 CGROUPS = "/sys/fs/cgroup/"
 RECLAIM_SECONDS = 30.0
 QUIET_ROUNDS = 2
-"""How often nothing must be found: a process may have been too young to be seen when /proc was read."""
+"""Looks that must find nothing: a process may have been too young to be seen when /proc was read."""
 PAUSE = 0.02
 
 
 class ReclaimResult(NamedTuple):
-    """Counts of the removed items, and each failure with its reason."""
+    """Counts of removed items, and failures with their reasons."""
 
     sandboxes: int = 0
     processes: int = 0
@@ -54,13 +54,13 @@ class ReclaimResult(NamedTuple):
 
 
 def write_owner(folder: Path, groups: Iterable[str]) -> None:
-    """Write whose folder it is; `groups` are the prefixes of the paths of its control groups."""
+    """Write whose folder it is; `groups` are path prefixes of control groups."""
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "groups": list(groups)}
     (folder / OWNER).write_text(json.dumps(owner))
 
 
 def sweep(base: Path, groups: Iterable[str] = ()) -> ReclaimResult:
-    """Reclaim the remains of dead services below a folder. It blocks for as long as the kernel needs.
+    """Reclaim the remains below a folder. It blocks for as long as the kernel needs.
 
     `groups` are the parents of control groups, for folders that do not say where theirs are.
     """
@@ -99,7 +99,7 @@ def claim(folder: Path) -> Iterator[dict[str, object] | None]:
 
 
 def is_dead(folder: Path) -> bool:
-    """Return whether nobody holds a service's folder, so the service has ended or never ran on this host."""
+    """Return whether nobody holds a service's folder."""
     with claim(folder) as owner:
         return owner is not None
 
@@ -130,7 +130,6 @@ def reclaim(
 
 
 def kill_groups(paths: Iterable[Path]) -> int:
-    """Kill the processes in control groups; return their number."""
     killed = 0
     for path in paths:
         killed += sum(kill_if(pid, _is_member(path)) for pid in group_members(path))
@@ -144,7 +143,7 @@ def _is_member(path: Path) -> Callable[[int], bool]:
 
 
 def _groups_like(group: str) -> list[Path]:
-    """Return the control groups of one controller whose path begins with `group`; none outside the control groups."""
+    """Return control groups whose path begins with `group`; nothing else."""
     path = Path(group)
     if not group.startswith(CGROUPS) or ".." in path.parts or not NAME.search(path.name):
         return []
@@ -157,7 +156,7 @@ def _groups_of(owner: dict[str, object]) -> list[str]:
 
 
 def _read_owner(folder: Path) -> dict[str, object] | None:
-    """Return the owner file, `{}` if it is missing or damaged, or None if the owner is on another host."""
+    """Return `{}` if the file is missing or damaged, and None if the owner is on another host."""
     try:
         found = json.loads((folder / OWNER).read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Removes a folder that hostile code has filled, such as the files that a sandbox wrote.
+"""Remove a folder that hostile code has filled, such as the files that a sandbox wrote.
 
 It never leaves the folder through a link or a mount. However deep the folders are nested, it needs no recursion and
 three descriptors. It opens folders whose modes forbid it. It raises nothing: failures to remove are reported.
@@ -20,7 +20,7 @@ PASSES = 3
 
 
 def remove_tree(path: Path, deadline: float = float("inf")) -> str | None:
-    """Remove a folder and everything in it; return None, or why something is left.
+    """Return None, or why something is left.
 
     It blocks until `deadline` (monotonic) at most.
     """
@@ -42,7 +42,7 @@ def remove_tree(path: Path, deadline: float = float("inf")) -> str | None:
 
 
 class _Removal:
-    """One removal, which remembers the first problem and goes on."""
+    """Remembers the first problem and goes on."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
@@ -118,7 +118,7 @@ class _Removal:
 
 
 def _open_folder(parent: int, name: str) -> int:
-    """Open a folder with the right to change it. A link is not a folder."""
+    """Get the right to change the folder. A link is not a folder."""
     handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=parent)
     try:
         itself = f"/proc/self/fd/{handle}"  # chmod has no form that follows no links
@@ -130,7 +130,7 @@ def _open_folder(parent: int, name: str) -> int:
 
 
 def _still_mounted(path: Path) -> str | None:
-    """Unmount everything at or below a folder, inner mounts first; return a mount that is left, or None."""
+    """Unmount at and below a folder, inner mounts first; return a mount that is left, if any."""
     found = mounts_below(path)
     for point in reversed(found):
         command = ["umount", "--lazy", "--no-canonicalize", "--", point]
@@ -139,7 +139,6 @@ def _still_mounted(path: Path) -> str | None:
 
 
 def mounts_below(path: Path) -> list[str]:
-    """Return the mount points at or below a path, in the order of mounting."""
     real = str(path.parent.resolve() / path.name)
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     points = [_unescape(line.split(" ", 5)[4]) for line in lines if line]

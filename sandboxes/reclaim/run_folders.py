@@ -37,42 +37,37 @@ class RunFolder:
 
     @property
     def id(self) -> str:
-        """The sandbox's id: the name of its service's folder, and its number there."""
+        """The name of the service's folder, and a number."""
         return f"{self.path.parent.name}-{self.path.name}"
 
     @property
     def pipes(self) -> Path:
-        """Named pipes of processes."""
         return self.path / "pipes"
 
     @property
     def sockets(self) -> Path:
-        """The kernel's sockets."""
         return self.path / "sockets"
 
     @property
     def overlay(self) -> Path:
-        """The files that the sandbox writes."""
         return self.path / "overlay"
 
     @property
     def image(self) -> Path:
-        """The image, as the launcher sees it."""
         return self.path / "image"
 
     @property
     def log(self) -> Path:
-        """The launcher's output."""
         return self.path / "log"
 
     def log_tail(self, limit: int = 4096) -> str:
-        """Return the end of the launcher's output, for an error message."""
+        """Return the end of the launcher's output."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - limit))
             return file.read().decode("utf-8", errors="replace").strip() or "nothing"
 
     def create(self, user: int, group: int) -> None:
-        """Create the folders. Those that the sandbox may write belong to its user.
+        """Create the folders; those that the sandbox may write belong to its user.
 
         Raises:
             OSError: The host has no space left, or this user lacks a right.
@@ -87,7 +82,7 @@ class RunFolder:
 
 
 class ServiceFolder:
-    """The folder of one service, whose lock shows that the service is alive."""
+    """Its lock shows that the service is alive."""
 
     def __init__(self, base: Path) -> None:
         """
@@ -104,20 +99,20 @@ class ServiceFolder:
 
     @property
     def name(self) -> str:
-        """The prefix of the ids of its sandboxes."""
+        """The prefix of its sandboxes' ids."""
         return self.path.name
 
     def describe(self, groups: Iterable[str]) -> None:
-        """Record the path prefixes of its sandboxes' control groups for a later sweep."""
+        """Record path prefixes of control groups for a later sweep."""
         write_owner(self.path, groups)
 
     @property
     def intact(self) -> bool:
-        """Whether the folder is still in its place: somebody may have emptied /tmp."""
+        """Somebody may have emptied /tmp."""
         return is_still_at(self._handle, self.path)
 
     def new(self) -> RunFolder:
-        """Return the folder of a new sandbox, which is not created yet."""
+        """Return a folder that is not created yet."""
         return RunFolder(self.path / str(next(self._numbers)))
 
     def close(self) -> None:
@@ -126,7 +121,7 @@ class ServiceFolder:
 
 
 def _make_locked(path: Path) -> int | None:
-    """Create a folder and lock it; return None if the name is taken, or if a sweep was faster than the lock."""
+    """Return None if the name is taken, or if a sweep was faster than the lock."""
     try:
         _make_enterable(path)
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -154,7 +149,7 @@ def _make_enterable(path: Path) -> None:
 
 
 def run_base(configured: Path | None) -> Path:
-    """Return the folder of all services of this user, creating it if it is missing.
+    """Return the folder of this user's services, and create it if needed.
 
     It is the configured one, or below XDG_RUNTIME_DIR, or in /tmp.
 
@@ -192,7 +187,7 @@ def remember(state_dir: Path, base: Path) -> None:
 
 
 def run_bases(configured: Path | None, state_dir: Path) -> list[Path]:
-    """Return where services of this user may have left something: where they run, ran, or would run by default."""
+    """Return where services of this user run, ran, or would run by default."""
     notes = state_dir / NOTES
     noted = [note.readlink() for note in notes.iterdir() if note.is_symlink()] if notes.is_dir() else []
     found = dict.fromkeys([*_choices(configured), *noted])
@@ -200,7 +195,6 @@ def run_bases(configured: Path | None, state_dir: Path) -> list[Path]:
 
 
 def _choices(configured: Path | None) -> list[Path]:
-    """Return where this user's services may run, best first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     usable = runtime is not None and os.access(runtime, os.W_OK)
     return [

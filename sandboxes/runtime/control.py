@@ -20,24 +20,22 @@ from sandboxes.runtime.pipes import INPUT, OUTPUT, Pipes, StatusLines
 SCRIPT = Path(__file__).with_name("control.sh")
 ANSWERS = "answers"
 SPAWN_TIMEOUT = 30.0
-"""The shell inside retries a failed fork for 15 s."""
+"""The shell retries a failed fork for 15 s."""
 END_TIMEOUT = 20.0
 REST_TIMEOUT = 20.0
 SEND_TIMEOUT = 30.0
-"""A shell that accepts nothing for this long is considered lost."""
+"""A shell that accepts nothing for so long is lost."""
 KILLED = 128 + 9
 TICKS = 100
-"""The ticks per second of /proc's start times: USER_HZ of every Linux that Python and Apptainer run on."""
+"""Per second: USER_HZ of every Linux that Python and Apptainer run on."""
 
 
 def ticks_now() -> int:
-    """Return the current time in the units of /proc/PID/stat's start times."""
+    """Return the time in the units of /proc/PID/stat's start times."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS)
 
 
 class ControlShell:
-    """Sends whole messages to the control shell, one at a time."""
-
     def __init__(
         self,
         channel: socket.socket,
@@ -50,7 +48,7 @@ class ControlShell:
             channel: the host's end of the socket pair.
             pipes: the folder for pipes, as the host sees it.
             answers: where the shell answers, if not on the channel.
-            prefix: the command that starts every program, such as one that drops rights.
+            prefix: begins every program's command, for example to drop rights.
         """
         channel.setblocking(False)
         self._channel = channel
@@ -65,11 +63,11 @@ class ControlShell:
 
     @property
     def alive(self) -> bool:
-        """Whether the shell can take a message."""
+        """Can take a message."""
         return not self._other_end.ended
 
     async def wait_until_ready(self) -> bool:
-        """Wait for the shell to start; return False if it ended instead."""
+        """Return False if the shell ended instead."""
         ready = await self._next_reply() == "ready"
         if self._answers is not None:
             self._answers.unlink()
@@ -85,13 +83,13 @@ class ControlShell:
         return line
 
     async def _end_with_channel(self) -> None:
-        """Close the answers when the channel ends; with separate answers, nothing else arrives on it."""
+        """Close the answers when the channel ends: nothing else arrives on it."""
         while await self._other_end.next() is not None:
             pass
         self._replies.close()
 
     async def spawn(self, mode: str, argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> "Child":
-        """Start a process inside. Mode "run" reports its exit code; mode "session" leaves it the status pipe.
+        """Start a process. Mode "run" reports its exit code; mode "session" leaves it the status pipe.
 
         Raises:
             SandboxClosedError: The sandbox has ended.
@@ -120,7 +118,6 @@ class ControlShell:
         return child
 
     async def signal(self, group: int, name: str) -> None:
-        """Send a signal to a process group inside."""
         await self.send("signal", str(group), name)
 
     async def stop(self, group: int, name: str, since: int, kept: Sequence[int], tries: int = 1) -> None:
@@ -136,7 +133,7 @@ class ControlShell:
         await self.send("interrupt", str(leader))
 
     async def end_all(self) -> None:
-        """End every process inside except the control shell.
+        """End every process except the control shell.
 
         Raises:
             SandboxClosedError: The sandbox has ended, or does not answer.
@@ -154,7 +151,7 @@ class ControlShell:
             raise SandboxClosedError("the sandbox does not answer")
 
     async def _ask(self, question: str, timeout: float) -> bool:
-        """Ask the shell to do something; return whether it has. Answers to cancelled callers are skipped."""
+        """Return whether the shell has done it. Answers to cancelled callers are skipped."""
         token = secrets.token_hex(8)
         async with self._asking:
             await self.send(question, token)
@@ -185,7 +182,7 @@ class ControlShell:
                     raise SandboxClosedError("the sandbox has ended") from error
 
     async def _wait_for_room(self, *, begun: bool) -> None:
-        """Wait for room. If a message was begun its rest must follow, or the next would be read as part of it."""
+        """Wait for room. The rest of a begun message must follow, or the next would be read as part of it."""
         with anyio.move_on_after(SEND_TIMEOUT, shield=begun) as scope:
             await anyio.wait_writable(self._channel)
         if scope.cancelled_caught:
@@ -193,7 +190,7 @@ class ControlShell:
             raise SandboxClosedError("the sandbox accepted no more messages and was ended")
 
     def send_now(self, *fields: str) -> None:
-        """Send a short message without waiting, for example from a cancelled task; lost if the sandbox has ended."""
+        """Send a short message without waiting; it is lost if the sandbox has ended."""
         message = _encode(fields)
         if self.alive and not self._lock.locked():
             try:
@@ -213,7 +210,6 @@ class ControlShell:
 
 
 def _encode(fields: Sequence[str]) -> bytes:
-    """Return a message in the form that the shell reads."""
     message = "".join(f"{field}\0" for field in (str(len(fields)), *fields)).encode("utf-8", "surrogateescape")
     if message.count(b"\0") != len(fields) + 1:
         raise ValueError("a program's arguments, variables and folder must not contain NUL characters")
@@ -237,28 +233,26 @@ class Answers:
         self.fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def unlink(self) -> None:
-        """Remove the name. Idempotent."""
+        """Idempotent."""
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the host's end. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class Child:
-    """A process inside the sandbox that the control shell started, and the leader of its process group."""
+    """A process that the control shell started, and the leader of its process group."""
 
     def __init__(self, control: ControlShell, pipes: Pipes) -> None:
         self._control = control
         self.pipes = pipes
         self.status = StatusLines(pipes.fds["st"])
         self.group = 0
-        """The process id inside, which is also that of its group."""
+        """The process id inside, also that of its group."""
 
     async def wait_until_started(self) -> None:
-        """Wait until the process has opened its pipes."""
         line: str | None = None
         with anyio.move_on_after(SPAWN_TIMEOUT):
             line = await self.status.next()
@@ -270,12 +264,12 @@ class Child:
         self.pipes.mark_opened()
 
     async def wait_for_exit(self) -> int | None:
-        """Wait for the end of a process of mode "run"; return its exit code, or None if its parent was killed too."""
+        """Return the exit code of mode "run", or None if the process's parent was killed too."""
         line = await self.status.next()
         return int(line) if line is not None and line.isdigit() else None
 
     def shell_exit_code(self, code: int | None) -> int:
-        """Return the exit code as a shell reports it, even of a process that was killed with its whole group.
+        """Return the code as a shell reports it, even of a process that was killed with its whole group.
 
         Raises:
             SandboxClosedError: The sandbox has ended, and the process with it.
@@ -286,11 +280,10 @@ class Child:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is known to have ended: one of mode "run" writes nothing else after its start."""
+        """A process of mode "run" writes nothing else after its start."""
         return self.status.ended or self.status.waiting
 
     async def signal(self, name: str) -> None:
-        """Send a signal to the process group."""
         await self._control.signal(self.group, name)
 
     def discard(self) -> None:
@@ -307,10 +300,8 @@ class Child:
 
     @property
     def stdin(self) -> int | None:
-        """The descriptor that writes to its standard input; None if it has been closed."""
         return self.pipes.fds.get(INPUT)
 
     @property
     def stdout(self) -> int:
-        """The descriptor that reads its standard output."""
         return self.pipes.fds[OUTPUT]

@@ -1,4 +1,4 @@
-"""Run one program inside a sandbox, with its output collected or streamed, or speak with it over its pipes."""
+"""Run a program in a sandbox: collect its output, stream it, or speak with it over its pipes."""
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -22,10 +22,10 @@ from sandboxes.runtime.pipes import (
 )
 
 GRACE = 1.0
-"""Seconds between SIGTERM and SIGKILL for a program at its timeout."""
+"""Seconds between SIGTERM and SIGKILL at the timeout."""
 MESSAGE_LIMIT = 4096
 STALL_SECONDS = 30.0
-"""How long the sandbox's side of a stream may stall; its programs may be hostile."""
+"""The sandbox's side of a stream may stall for so long; its programs may be hostile."""
 
 
 async def run_collected(
@@ -39,11 +39,6 @@ async def run_collected(
     output_limit: int,
     violations: LimitViolations,
 ) -> ExecResult:
-    """Run a program to its end or its timeout.
-
-    Raises:
-        SandboxClosedError, ValueError: The program cannot be run, as in `Sandbox.exec`.
-    """
     out, err = OutputBuffer(output_limit), OutputBuffer(output_limit)
     code: int | None = None
     with anyio.move_on_after(timeout) as scope:
@@ -60,7 +55,7 @@ async def run_collected(
                 reader.stop()
             if code is None:
                 child.discard()
-            else:  # the program has ended by itself, and what it has left in the background goes on
+            else:  # it has ended by itself, and its background processes go on
                 child.release()
     timed_out, truncated = scope.cancelled_caught, out.truncated or err.truncated
     return ExecResult(
@@ -92,14 +87,14 @@ async def _feed(child: Child, stdin: bytes) -> int | None:
 
 
 async def _terminate(child: Child) -> None:
-    """End the process group of a program that has timed out; its last output is kept."""
+    """End a program that has timed out, and keep its last output."""
     with anyio.CancelScope(shield=True), anyio.move_on_after(GRACE):
         await child.signal("TERM")
         await child.wait_for_exit()
 
 
 class ProgramFailedError(Exception):
-    """A program with streamed input or output failed; the caller decides what that means."""
+    """The caller decides what it means."""
 
     def __init__(self, exit_code: int, said: str) -> None:
         super().__init__(f"ended with {exit_code}: {said}")
@@ -116,7 +111,7 @@ async def stream_out(
     limit: int | None,
     mode: str = "run",
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the standard output of a program that starts in `/`, as fast as the caller takes it.
+    """Yield the output of a program that starts in `/`, as fast as the caller takes it.
 
     Raises:
         FileTooLargeError: The output is longer than `limit`.
@@ -151,7 +146,7 @@ async def stream_in(
     cwd: str,
     env: Mapping[str, str],
 ) -> int:
-    """Feed a stream to a program's standard input; return how many bytes it took.
+    """Return how many bytes the program took.
 
     Raises:
         FileStalledError: The program took nothing for `STALL_SECONDS`.
@@ -190,7 +185,7 @@ async def _read_some(fd: int) -> bytes:
 
 
 async def _write_piece(child: Child, part: bytes) -> bool:
-    """Write all of a piece, a little at a time; return False if the program takes no more."""
+    """Return False if the program takes no more."""
     for at in range(0, len(part), READ_SIZE):
         with _stall_limit():
             await anyio.lowlevel.checkpoint()
@@ -217,7 +212,7 @@ ERRORS_LIMIT = 16 * 1024
 
 
 class ProgramPipes(RunningProgram):
-    """Implements the contract with the pipes of a child of the control shell."""
+    """A program by the pipes of a child of the control shell."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -264,7 +259,7 @@ class ProgramPipes(RunningProgram):
         self._leaves_group = True
 
     def close(self) -> None:
-        """Kill the program, unless its group is left alone, and close the pipes. Idempotent."""
+        """Kill the program, unless its group is left alone. Idempotent."""
         self._reader.close()
         if self._leaves_group:
             self._child.release()
@@ -284,8 +279,7 @@ async def _receive(fd: int) -> bytes:
 async def running(
     control: ControlShell, argv: Sequence[str], *, cwd: str, env: Mapping[str, str]
 ) -> AsyncIterator[RunningProgram]:
-    """Start a program, and end it with the block.
-
+    """
     Raises:
         SandboxClosedError, SandboxStartError: The program cannot be started, as in `Sandbox.program`.
     """

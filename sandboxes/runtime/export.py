@@ -20,13 +20,13 @@ from sandboxes.runtime.tree_reader import ENDED, MISSING, TOO_LARGE
 SCRIPT = Path(__file__).with_name("tree_reader.py")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
 STALL_SECONDS = 120.0
-"""How long the reader may produce nothing."""
+"""The reader may produce nothing for so long."""
 PART_BYTES = 256 * 1024
 MESSAGE_BYTES = 4096
 
 
 def reader_command(path: str, limit: int, first: FirstProcess | None = None) -> list[str]:
-    """Return the command that reads an absolute path of a sandbox, or of the host if there is no first process."""
+    """Read an absolute path of a sandbox, or of the host if there is no first process."""
     numbers = [str(first.pid), str(first.parent)] if first is not None else []
     return [sys.executable, "-I", "-S", str(SCRIPT), path, str(limit), *numbers]
 
@@ -34,7 +34,7 @@ def reader_command(path: str, limit: int, first: FirstProcess | None = None) -> 
 async def export_tree(
     path: str, command: Sequence[str], env: Mapping[str, str] = ENVIRONMENT
 ) -> AsyncGenerator[bytes, None]:
-    """Yield a file or folder as a tar archive, from a command that runs the reader.
+    """Yield a tar archive from a command that runs the reader.
 
     Raises:
         FileMissingError: The path does not exist.
@@ -67,7 +67,6 @@ def _descriptor(pipe: IO[bytes] | None) -> int:
 
 
 async def _next_part(path: str, pipe: int) -> bytes:
-    """Return the next bytes from the reader; none at the end."""
     try:
         with anyio.fail_after(STALL_SECONDS):
             await anyio.wait_readable(pipe)
@@ -77,7 +76,6 @@ async def _next_part(path: str, pipe: int) -> bytes:
 
 
 async def _require_success(path: str, process: subprocess.Popen[bytes]) -> None:
-    """Raise the error that the reader's exit code stands for, if any."""
     said = b""
     while part := await _next_part(path, _descriptor(process.stderr)):
         said = (said + part)[-MESSAGE_BYTES:]
@@ -87,7 +85,7 @@ async def _require_success(path: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def raise_for_exit(path: str, code: int, message: str) -> None:
-    """Raise the error that the reader's exit code stands for, if any; `message` is what it said."""
+    """Raise the error that the reader's exit code stands for, if any."""
     if code == MISSING:
         raise FileMissingError(f"{path}: no such file or folder")
     if code == TOO_LARGE:

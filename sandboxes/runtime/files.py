@@ -1,7 +1,6 @@
 """Read, write, list and edit a sandbox's files, by programs that run inside it.
 
-These functions serve the agent, and the agent may have replaced the programs. For grading, `export` reads the files
-instead.
+They serve the agent, who may have replaced the programs. For grading, `export` reads the files instead.
 
 - A path means what it means inside: a link that the agent made leads nowhere else.
 - Everything that comes back is untrusted, so it is bounded and checked.
@@ -34,9 +33,8 @@ FILE_TIMEOUT = 120.0
 DROP_SECONDS = 5.0
 LIST_LIMIT = 4 * 1024 * 1024
 MISSING, TOO_LARGE, SHRUNK = 44, 45, 46
-"""The scripts' exit codes for these findings."""
 FILE_SIZE_SIGNAL = 128 + 25
-"""The exit code for SIGXFSZ: the file reached the limit on file sizes."""
+"""SIGXFSZ: the file reached the limit on file sizes."""
 FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 
 # The file is opened once, and only as many bytes as it has then are read, so a growing log comes to an end.
@@ -96,7 +94,7 @@ KIND_MASK = 0o170000
 
 
 class ScriptRunner(Protocol):
-    """Runs a program inside, like `Sandbox.exec`, from a folder that always exists."""
+    """Like `Sandbox.exec`, from a folder that always exists."""
 
     def __call__(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float, output_limit: int
@@ -104,7 +102,6 @@ class ScriptRunner(Protocol):
 
 
 def bash_argv(text: str, *arguments: str) -> list[str]:
-    """Return the argument list for a bash script with positional parameters, which need no quoting."""
     return ["bash", "--norc", "-c", text, "files", *arguments]
 
 
@@ -119,7 +116,7 @@ class Files:
         """
         Args:
             run: runs a program inside and collects its output.
-            stream: yields a program's output in pieces, up to a number of bytes; raises `ProgramFailedError`.
+            stream: yields a program's output, up to a number of bytes; raises `ProgramFailedError`.
             feed: feeds a stream to a program, and returns how many bytes it took; raises `ProgramFailedError`.
             resolve: makes a path absolute, as the sandbox sees it, without looking at files.
         """
@@ -157,7 +154,7 @@ class Files:
     async def _feed_script(
         self, path: str, text: str, token: str, data: AsyncIterable[bytes], *, size: int | None = None
     ) -> int:
-        """Feed bytes to one of the scripts for writing; return how many it took."""
+        """Return how many bytes the script took."""
         arguments = [self._resolve(path), token, *([] if size is None else [str(size)])]
         try:
             return await self._feed(bash_argv(text, *arguments), data)
@@ -165,7 +162,7 @@ class Files:
             raise _make_error(path, error.exit_code, error.said) from error
 
     async def _remove_draft(self, path: str, token: str) -> None:
-        """Remove the draft of a write that failed or was cancelled; a closed sandbox has none left."""
+        """Remove the draft of a failed write; a closed sandbox has none left."""
         with anyio.CancelScope(shield=True):
             try:
                 await self._run(bash_argv(DROP, self._resolve(path), token), timeout=DROP_SECONDS, output_limit=4096)
@@ -197,7 +194,6 @@ class Files:
         return sorted(entries, key=lambda entry: entry.name)
 
     async def import_(self, parent: str, tar: AsyncIterable[bytes]) -> None:
-        """See `Sandbox.import_path`."""
         try:
             await self._feed(bash_argv(IMPORT, self._resolve(parent)), tar)
         except ProgramFailedError as error:
@@ -210,7 +206,7 @@ async def _as_stream(data: bytes) -> AsyncIterator[bytes]:
 
 
 def _make_error(path: str, code: int | None, said: str) -> SandboxFileError:
-    """Return the error that a script's exit code and last words stand for."""
+    """Return the error that a script's exit code and last words mean."""
     said = said.strip()
     if code == MISSING:
         return FileMissingError(f"{path}: no such file or folder")
@@ -224,8 +220,7 @@ def _make_error(path: str, code: int | None, said: str) -> SandboxFileError:
 
 
 def _parse_entry(path: str, part: bytes) -> FileEntry:
-    """Parse one entry of `LIST`.
-
+    """
     Raises:
         SandboxFileError: The entry is invalid, because a program inside replaced the one that lists.
     """

@@ -1,5 +1,4 @@
-"""The host's ends of the pipes of one sandboxed process, read by the event loop without threads or polling,
-and its output in bounded memory.
+"""The host's ends of the pipes of one sandboxed process, read by the event loop, and its output in bounded memory.
 
 They are named pipes in a folder that only the host writes to, unlinked as soon as the process has opened them: nothing
 else inside can find them. A flood from inside is read at a bounded rate. The buffer that takes it bounds the memory;
@@ -22,13 +21,13 @@ import anyio
 
 READ_SIZE = 64 * 1024
 FLOOD_BYTES = 256 * 1024
-"""The reader pauses after this many bytes, so a flood costs the service a small part of a processor."""
+"""The reader pauses after so many bytes, so a flood costs the service a small part of a processor."""
 FLOOD_PAUSE = 0.004
 LONG_FLOOD_BYTES = 16 * 1024 * 1024
-"""Output beyond this is cut out of a command's result, so there is no hurry to read it."""
+"""Output beyond this is cut from a result, so there is no hurry to read it."""
 LONG_FLOOD_PAUSE = 0.016
 FIRST_LOOK = 0.002
-"""Seconds before the first reading. A pipe holds 64 KiB until then, and most programs have ended by then."""
+"""Seconds before the first reading: a pipe holds 64 KiB, and most programs have ended by then."""
 STATUS_LIMIT = 4096
 
 INPUT, OUTPUT, ERROR, STATUS = "in", "out", "err", "st"
@@ -36,12 +35,12 @@ NAMES = (INPUT, OUTPUT, ERROR, STATUS)
 
 
 class Pipes:
-    """The four pipes of one process: standard input, output and error, and a status pipe."""
+    """Standard input, output and error, and a status pipe."""
 
     __slots__ = ("_paths", "fds")
 
     def __init__(self, base: Path) -> None:
-        """Make the pipes `base`.in, .out, .err and .st, and open the host's ends.
+        """Make `base`.in, .out, .err and .st, and open the host's ends.
 
         Raises:
             OSError: The host has no descriptors or no space left.
@@ -61,7 +60,7 @@ class Pipes:
             raise
 
     def mark_opened(self) -> None:
-        """Note that the process has opened its ends: unlink them, and keep the input write-only to see it close."""
+        """Unlink the pipes, which the process has opened, and keep the input write-only to see it close."""
         self.unlink()
         both = self.fds.pop(INPUT)
         try:
@@ -85,14 +84,13 @@ class Pipes:
 
 
 def count_pending(fd: int) -> int:
-    """Return how many bytes can be read at once."""
     count = array.array("i", [0])
     fcntl.ioctl(fd, termios.FIONREAD, count)
     return count[0]
 
 
 def read_some(fd: int, size: int = READ_SIZE) -> bytes | None:
-    """Read up to `size` bytes; return b"" at the end of the stream, and None if nothing has arrived yet."""
+    """Return b"" at the end of the stream, and None if nothing has arrived yet."""
     try:
         return os.read(fd, size)
     except BlockingIOError:
@@ -102,7 +100,7 @@ def read_some(fd: int, size: int = READ_SIZE) -> bytes | None:
 
 
 async def write_all(fd: int, data: bytes, until: float = math.inf) -> bool:
-    """Write everything, waiting for room; return False if the reader has gone.
+    """Wait for room; return False if the reader has gone.
 
     Raises:
         TimeoutError: There was not enough room by `until`, on the event loop's clock.
@@ -120,7 +118,7 @@ async def write_all(fd: int, data: bytes, until: float = math.inf) -> bool:
 
 
 class Reader:
-    """Passes the data that arrives on a pipe to `sink`, from the event loop, while it is started.
+    """Passes data from a pipe to `sink`, from the event loop, while it is started.
 
     It does not wake before `FIRST_LOOK` is over: the output of a short program waits in the pipe, and `stop` takes it.
     """
@@ -142,7 +140,7 @@ class Reader:
             self._timer = self._loop.call_later(FIRST_LOOK, self._resume)
 
     def stop(self) -> None:
-        """Pass on the data now in the pipe, and no more; a writer that never pauses cannot prolong it."""
+        """Pass on what is in the pipe now; a writer that never pauses cannot prolong it."""
         if self._sink is None:
             return
         self._stop_watching()
@@ -153,13 +151,12 @@ class Reader:
         self._sink = None
 
     def close(self) -> None:
-        """Stop at once, leaving any data in the pipe. Idempotent, even after the pipe has been closed."""
+        """Stop at once, and leave data in the pipe. Idempotent, even after the pipe has been closed."""
         if self._sink is not None:
             self._sink = None
             self._stop_watching()
 
     def _stop_watching(self) -> None:
-        """Stop waking for this pipe."""
         if self._timer is None:
             self._loop.remove_reader(self._fd)
         else:
@@ -189,7 +186,7 @@ class Reader:
 
 
 class StatusLines:
-    """The lines of a status pipe, one at a time. A line that is too long, a sign of tampering, ends the stream."""
+    """A line that is too long, a sign of tampering, ends the stream."""
 
     __slots__ = ("_buffer", "_fd", "_lines", "_loop", "_waiter", "ended")
 
@@ -204,7 +201,6 @@ class StatusLines:
 
     @property
     def waiting(self) -> bool:
-        """Whether a line has arrived that nobody has taken."""
         return bool(self._lines)
 
     def close(self) -> None:
@@ -215,7 +211,7 @@ class StatusLines:
         self._wake()
 
     async def next(self, until: float | None = None) -> str | None:
-        """Return the next line without its end, or None at the end of the stream.
+        """Return None at the end of the stream.
 
         Raises:
             TimeoutError: No line has arrived by `until`, on the event loop's clock, or `expire` was called.
@@ -259,11 +255,11 @@ class StatusLines:
 
 
 CONTINUATION, FIRST_BYTE, FIRST_OF_THREE, FIRST_OF_FOUR = 0x80, 0xC0, 0xE0, 0xF0
-"""The lowest continuation byte of UTF-8, and the lowest first byte of a character with 2, 3 and 4 bytes."""
+"""The lowest continuation byte of UTF-8, and lowest first bytes of characters with 2, 3 and 4 bytes."""
 
 
 class OutputBuffer:
-    """Keeps at most `limit` bytes (plus one read) of a stream, half from its start and half from its end."""
+    """Keeps at most `limit` bytes (plus one read), half from the start and half from the end."""
 
     __slots__ = ("_head", "_head_limit", "_tail", "_tail_limit", "_tail_size", "limit", "total")
 
@@ -275,7 +271,6 @@ class OutputBuffer:
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
         self.total = 0
-        """All bytes seen, including those not kept."""
 
     def add(self, data: bytes) -> None:
         self.total += len(data)
@@ -292,18 +287,17 @@ class OutputBuffer:
 
     @property
     def truncated(self) -> bool:
-        """Whether the stream was longer than the limit."""
         return self.total > self._head_limit + self._tail_limit
 
     def bytes(self) -> bytes:
-        """Return the bytes kept, with a note in place of those left out."""
+        """Put a note in place of bytes that were left out."""
         head, tail = bytes(self._head), b"".join(self._tail)
         if not self.truncated:
             return head + tail
         return _join_with_note(head, tail[-self._tail_limit :] if self._tail_limit else b"", self.total)
 
     def text(self) -> str:
-        """Return the same as text. Invalid UTF-8 becomes U+FFFD; a character divided by the cut is left out."""
+        """Replace invalid UTF-8 by U+FFFD; leave out a character that the cut divides."""
         if not self.truncated:
             return self.bytes().decode("utf-8", errors="replace")
         tail = b"".join(self._tail)[-self._tail_limit :] if self._tail_limit else b""
@@ -312,13 +306,12 @@ class OutputBuffer:
 
 
 def _join_with_note(head: bytes, tail: bytes, total: int) -> bytes:
-    """Join both ends of a stream of `total` bytes with a note of how many are missing between them."""
     left_out = total - len(head) - len(tail)
     return head + f"\n[... {left_out} bytes left out ...]\n".encode() + tail
 
 
 def _drop_partial_end(data: bytes) -> bytes:
-    """Drop the beginning of a character that is cut off at the end."""
+    """Drop the beginning of a character at the end."""
     for length in range(1, min(len(data), 3) + 1):
         first = data[-length]
         if first >= FIRST_BYTE:
@@ -330,7 +323,7 @@ def _drop_partial_end(data: bytes) -> bytes:
 
 
 def _drop_partial_start(data: bytes) -> bytes:
-    """Drop the end of a character that is cut off at the start."""
+    """Drop the end of a character at the start."""
     at = 0
     while at < min(len(data), 3) and CONTINUATION <= data[at] < FIRST_BYTE:
         at += 1

@@ -7,7 +7,7 @@ from sandboxes.contract import RunningProgram
 
 
 class ProgramStream(ByteStream):
-    """Reads a program's standard output, and writes to its standard input; the program ends with its own block."""
+    """The program ends with its own block, not with the stream."""
 
     def __init__(self, program: RunningProgram) -> None:
         self._program = program

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 MISSING, TOO_LARGE, ENDED = 44, 45, 46
-"""The exit codes for these findings, which `export` interprets."""
+"""Exit codes, which `export` interprets."""
 # From linux/openat2.h, linux/prctl.h and linux/capability.h.
 SYS_OPENAT2, RESOLVE_NO_MAGICLINKS, RESOLVE_IN_ROOT = 437, 0x02, 0x10
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS, CLONE_NEWUSER = 4, 8, 0x10000000
@@ -59,7 +59,7 @@ class OpenHow(ctypes.Structure):
 
 
 def check(result: int, name: str) -> int:
-    """Return the result of a C library function, or raise OSError from errno if it is negative."""
+    """Raise OSError from errno if the result of a C library function is negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -67,14 +67,14 @@ def check(result: int, name: str) -> int:
 
 
 def stop(code: int, message: str = "") -> "NoReturn":
-    """Exit with a code and a line on standard error."""
+    """Exit with a line on standard error."""
     sys.stderr.write(message)
     sys.stderr.flush()
     os._exit(code)
 
 
 def enter_user_namespace(pid: int) -> None:
-    """Enter the sandbox's user namespace as one of its users, with every right to its files and none to the host's."""
+    """Become one of its users, with every right to its files and none to the host's."""
     ours, theirs = os.stat("/proc/self/ns/user"), os.stat(f"/proc/{pid}/ns/user")
     if ours.st_ino == theirs.st_ino:
         return
@@ -97,8 +97,7 @@ def enter_user_namespace(pid: int) -> None:
 
 
 def open_root(pid: int, launcher: int) -> int:
-    """Open the root of a sandbox.
-
+    """
     Raises:
         FileNotFoundError, ProcessLookupError: The sandbox's first process has ended.
     """
@@ -114,7 +113,7 @@ def open_root(pid: int, launcher: int) -> int:
 
 
 def open_below(root: int, path: str, flags: int) -> int:
-    """Open a path as the sandbox would see it, below `root`, without following links of /proc."""
+    """Open a path as the sandbox would see it, without following links of /proc."""
     how = OpenHow(flags | os.O_CLOEXEC, 0, RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)
     name = ctypes.c_char_p(os.fsencode(path))
     return check(libc.syscall(SYS_OPENAT2, root, name, ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how))), path)
@@ -135,19 +134,18 @@ def stays_within(target: str, below: "list[str]", top: str) -> bool:
 
 
 def pad(data: bytes) -> bytes:
-    """Return the data, padded to the end of its last block."""
     return data + bytes(-len(data) % BLOCK)
 
 
 def encode_number(value: int, width: int) -> bytes:
-    """Encode a number as octal digits, or as plain bytes if it needs too many digits."""
+    """Use octal digits, or plain bytes if there would be too many digits."""
     if value < 8 ** (width - 1):
         return b"%0*o\0" % (width - 1, value)
     return b"\x80" + value.to_bytes(width - 1, "big")
 
 
 def make_header(name: bytes, kind: bytes, mode: int, size: int, mtime: int, link: bytes) -> bytes:
-    """Return the header block of an entry, with its names cut to fit."""
+    """Cut names to fit."""
     start = name[:NAME_SIZE].ljust(NAME_SIZE, b"\0") + encode_number(mode, 8) + encode_number(0, 8) * 2
     start += encode_number(size, 12) + encode_number(mtime, 12)
     end = (kind + link[:NAME_SIZE].ljust(NAME_SIZE, b"\0") + b"ustar  ").ljust(BLOCK - len(start) - 8, b"\0")
@@ -156,7 +154,7 @@ def make_header(name: bytes, kind: bytes, mode: int, size: int, mtime: int, link
 
 
 class Entry:
-    """A member of the archive, before its content."""
+    """A member, without its content."""
 
     def __init__(self, name: str, found: os.stat_result, now: int) -> None:
         self.name = os.fsencode(name)
@@ -167,7 +165,7 @@ class Entry:
         self.link = b""
 
     def header(self) -> bytes:
-        """Return everything before the content; long names are separate members."""
+        """Make separate members of long names."""
         found = b""
         name = self.name + b"/" if self.kind == FOLDER else self.name
         for kind, text in ((LONG_LINK, self.link), (LONG_NAME, name)):
@@ -177,7 +175,7 @@ class Entry:
 
 
 class Archive:
-    """Writes entries as they are found, and counts the space they would take."""
+    """Writes entries, and counts the space they would take."""
 
     def __init__(self, limit: int, top: str, kernel: "set[int]") -> None:
         """`kernel` has the devices of file systems to leave out."""
@@ -195,7 +193,7 @@ class Archive:
         self._out.close()
 
     def add(self, parent: int, name: str, below: "list[str]") -> None:
-        """Add an entry of a folder and everything below it; `below` are the names that lead to the folder."""
+        """Add everything below the entry too; `below` are the names that lead to its folder."""
         found = os.lstat(name, dir_fd=parent)
         if found.st_dev in self._kernel:
             return
@@ -211,7 +209,7 @@ class Archive:
                 self._begin(entry)
 
     def _begin(self, entry: Entry) -> None:
-        """Count an entry and write its header. One without content counts as a page: it takes kernel memory too."""
+        """Count an entry without content as a page: it takes kernel memory too."""
         if self._above + len(entry.name) > MAX_PATH:
             stop(TOO_LARGE, f"a path in it is longer than {MAX_PATH} bytes")
         self._left -= max(PAGE, -(-entry.size // PAGE) * PAGE) + len(entry.name) + len(entry.link)
@@ -275,7 +273,7 @@ class Archive:
 
 
 def find_kernel_devices(root: int) -> "set[int]":
-    """Return the devices of the kernel's own file systems, whose files are nobody's work."""
+    """Find the kernel's own file systems, whose files are nobody's work."""
     devices = set()
     for name in ("proc", "sys"):
         try:
@@ -286,7 +284,6 @@ def find_kernel_devices(root: int) -> "set[int]":
 
 
 def main(path: str, limit: int, pid: int, launcher: int) -> None:
-    """Find the path and write the archive."""
     try:
         root = open_root(pid, launcher) if pid else os.open("/", os.O_PATH | os.O_CLOEXEC)
         if pid:

@@ -1,9 +1,9 @@
-"""Decide who may start a sandbox, and when: never more than the ceiling, and no more than the host can bear.
+"""Decide who may start a sandbox, and when: no more than the ceiling, and than the host can bear.
 
 Guarantees:
 - The sandboxes in use never exceed the ceiling. After it is lowered, nobody is admitted until they fit below it.
-- The last place is reserved for graders, so finished work can always be scored. This rules out deadlock: a rollout
-  that holds a sandbox may wait for a grader, and the grader never waits for such a rollout.
+- The last place is reserved for graders, so finished work can always be scored. This rules out deadlock: a rollout that
+  holds a sandbox may wait for a grader, and the grader never waits for such a rollout.
 - Graders come before agents; within each, first come, first served.
 - Guests, which belong to no rollout, come last: they never wait, and get a place only if nobody else wants one.
 - The first agent and the first grader are admitted under any pressure, so work always goes on.
@@ -31,7 +31,7 @@ GRADER_PLACES = 1
 
 
 class Purpose(StrEnum):
-    """The purposes of a sandbox, by descending priority."""
+    """By descending priority."""
 
     GRADER = "grader"
     AGENT = "agent"
@@ -59,7 +59,7 @@ class _QueuedStart:
 
 
 class AdmissionController:
-    """Admits sandboxes. It follows the host's pressure within `running`; outside, the first target stays."""
+    """Follows the host's pressure within `running`; outside, the first target stays."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class AdmissionController:
         Args:
             controller: sets the target; it has the same ceiling.
             read: reads the host's metrics; called in a thread.
-            ceiling: the most sandboxes that may be alive; at least two.
+            ceiling: at least two.
             on_held_back: called with each resource for which a start has to wait.
             period: seconds between two readings.
         """
@@ -89,16 +89,14 @@ class AdmissionController:
         self._queues: dict[Purpose, deque[_QueuedStart]] = {purpose: deque() for purpose in Purpose}
         self._changed = anyio.Event()
         self.host_metrics: HostMetrics | None = None
-        """The last reading."""
 
     @property
     def target(self) -> int:
-        """How many sandboxes there may be now."""
+        """The sandboxes that there may be now."""
         return self._controller.decision.target
 
     @property
     def used(self) -> int:
-        """How many have been admitted and have not ended."""
         return sum(self._used.values())
 
     @property
@@ -107,11 +105,9 @@ class AdmissionController:
 
     @property
     def pressure_reasons(self) -> tuple[HoldReason, ...]:
-        """The host's resources that are under too much pressure."""
         return self._controller.decision.hold_reasons
 
     async def wait_until_short(self, resource: Resource) -> None:
-        """Wait until a resource of the host is under too much pressure."""
         while not any(hold.resource == resource for hold in self.pressure_reasons):
             await self._changed.wait()
 
@@ -129,7 +125,7 @@ class AdmissionController:
         self._admit_waiting()
 
     def headroom(self, alive: int) -> int:
-        """Return how many more sandboxes may be started ahead; negative if warm ones should give way.
+        """Return how many more may be started ahead; negative if warm ones should give way.
 
         `alive` is the number of sandboxes alive, including warm ones.
         """
@@ -137,7 +133,7 @@ class AdmissionController:
         return min(headroom, 0) if self.pressure_reasons or self.waiting else headroom
 
     async def admit(self, purpose: Purpose) -> Ticket:
-        """Wait until a sandbox may start, and return the ticket for it."""
+        """Wait until a sandbox may start."""
         if not self.waiting and self._may_admit(purpose):
             self._used[purpose] += 1
             return Ticket(self, purpose)
@@ -157,7 +153,7 @@ class AdmissionController:
         return Ticket(self, purpose)
 
     def admit_guest(self, most: int) -> Ticket | None:
-        """Return a ticket for a sandbox of no rollout, or None if rollouts or the host need the place.
+        """Return None if rollouts or the host need the place.
 
         At most `most` guests are admitted, and always one place fewer than agents could have.
         """
@@ -169,13 +165,12 @@ class AdmissionController:
         return Ticket(self, Purpose.GUEST)
 
     def release(self, purpose: Purpose) -> None:
-        """Free the place of a sandbox that has ended; called by `Ticket.release`."""
+        """Only `Ticket.release` calls it."""
         self._used[purpose] -= 1
         self._admit_waiting()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Follow the host's pressure until the block exits."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow, name="admission")
             try:
@@ -196,7 +191,7 @@ class AdmissionController:
             await anyio.sleep(self._period)
 
     def observe(self, host_metrics: HostMetrics) -> None:
-        """Update the target from a reading, and admit as many as it allows."""
+        """Update the target, and admit as many as it allows."""
         before = {hold.resource for hold in self.pressure_reasons}
         self.host_metrics = host_metrics
         decision = self._controller.update(host_metrics, used=self.used, waiting=self.waiting)

@@ -19,10 +19,10 @@ KIB = 1024
 
 
 class HostReader:
-    """Reads the metrics of this host. Blocks while the disks report how full they are."""
+    """Blocks while the disks report how full they are."""
 
     def __init__(self, folders: Sequence[Path] = (), *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
-        """`folders` are the absolute paths of sandboxes and state; they need not exist yet."""
+        """`folders` are absolute paths of sandboxes and state that need not exist yet."""
         there = [next(path for path in (it, *it.parents) if path.exists()) for it in folders]
         self._folders = list({path.stat().st_dev: path for path in there}.values())  # one for each file system
         self._proc = proc
@@ -49,12 +49,12 @@ class HostReader:
         return float(fields[0]) if fields else None
 
     def _read_stall(self, name: str, kind: str) -> float | None:
-        """Return the worst stall of the host and our control groups."""
+        """Return the worst of the host and our control groups."""
         files = [f"{self._proc}/pressure/{name}", *(f"{group}/{name}.pressure" for group in self._groups)]
         return max((value for file in files for value in _read_averages(file, kind)), default=None)
 
     def _read_memory(self) -> tuple[int | None, int | None]:
-        """Return the available and total memory of the host or control group that has the least left."""
+        """Return available and total memory of the host or control group that has the least left."""
         lines = _read_text(f"{self._proc}/meminfo")
         available, total = (_find_kib(name, lines) for name in ("MemAvailable", "MemTotal"))
         found = [(available, total)] if available is not None and total is not None else []
@@ -63,7 +63,7 @@ class HostReader:
         return min(found, default=(None, None))
 
     def _read_processes_free(self) -> int | None:
-        """Return how many more processes the kernel and our control groups allow, whichever is fewer."""
+        """Return the fewer of those that the kernel and our control groups allow."""
         running = _read_text(f"{self._proc}/loadavg").split()
         threads = int(running[3].split("/")[1]) if len(running) > 3 else 0
         limits = [_read_number(f"{self._proc}/sys/kernel/{name}") for name in ("pid_max", "threads-max")]
@@ -76,7 +76,7 @@ class HostReader:
 
 
 def _find_own_groups(proc: Path, cgroups: Path) -> list[Path]:
-    """Return this process's control groups and their ancestors, as far as they are visible."""
+    """Return our groups and their ancestors, as far as they are visible."""
     found: list[Path] = []
     for line in _read_text(f"{proc}/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -88,7 +88,7 @@ def _find_own_groups(proc: Path, cgroups: Path) -> list[Path]:
 
 
 def _read_group_memory(group: Path, total: int | None) -> Iterator[tuple[int, int]]:
-    """Yield a control group's free memory, cached files included, and its memory limit."""
+    """Yield free memory, cached files included, and its limit."""
     for most, current, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -113,7 +113,7 @@ def _read_averages(file: str, kind: str) -> Iterator[float]:
 
 
 def _read_space(folder: Path) -> DiskSpace | None:
-    """Return the space on a folder's disk, or on its parent's if it was removed; None if the disk fails."""
+    """Use a parent if the folder was removed; return None if the disk fails."""
     for place in (folder, *folder.parents):
         try:
             found = os.statvfs(place)
@@ -126,7 +126,7 @@ def _read_space(folder: Path) -> DiskSpace | None:
 
 
 def _read_descriptors_free() -> int:
-    """Return about how many descriptors are left: the lowest free number is roughly how many are in use."""
+    """Estimate it: the lowest free number is roughly how many are in use."""
     try:
         probe = os.open("/", os.O_PATH | os.O_CLOEXEC)
     except OSError:  # none is left for this process, or on the host
@@ -141,7 +141,7 @@ def _read_number(file: str) -> int | None:
 
 
 def _read_text(file: str) -> str:
-    """Return the content of a file, or "" if the kernel does not have it or denies access."""
+    """Return "" if the kernel does not have the file or denies access."""
     # Some dozens of files each second; a Path and a decoder for each would cost twice as much.
     with suppress(OSError), open(file, "rb", buffering=0) as opened:  # noqa: PTH123
         return opened.readall().decode()

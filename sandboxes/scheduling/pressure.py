@@ -22,9 +22,9 @@ from sandboxes.config import GIB, PressureConfig
 Resource = Literal["cpu", "memory", "io", "disk", "descriptors", "processes"]
 
 RELEASE = 0.8
-"""The share of its threshold that a resource must fall below to stop throttling."""
+"""A resource must fall below this share of its threshold to stop throttling."""
 PATIENCE = 5
-"""Readings between two cuts: the time a cut takes to show in averages over 10 s."""
+"""Readings between two cuts: a cut takes as long to show in averages over 10 s."""
 DECREASE = 0.75
 FIRST_PER_CPU = 8
 STEP_PER_CPU = 2
@@ -37,8 +37,6 @@ SLOW: frozenset[Resource] = frozenset({"cpu", "io"})
 
 @dataclass(frozen=True, slots=True)
 class DiskSpace:
-    """The space on the file system of one folder."""
-
     path: str
     free_bytes: int
     total_bytes: int
@@ -46,16 +44,16 @@ class DiskSpace:
 
 @dataclass(frozen=True, slots=True)
 class HostMetrics:
-    """A host's metrics at one moment. None means the host does not report it; stalls are percentages of 10 s."""
+    """None means the host does not report it; stalls are percentages of 10 s."""
 
     cpus: int
     load: float | None = None
-    """The load average over one minute."""
+    """Over one minute."""
     cpu_stall: float | None = None
     memory_stall: float | None = None
     io_stall: float | None = None
     memory_available: int | None = None
-    """Bytes usable without swapping: the host's, or those of the service's control group if fewer."""
+    """Bytes usable without swapping on the host, or in the service's control group if fewer."""
     memory_total: int | None = None
     disks: tuple[DiskSpace, ...] = ()
     descriptors_free: int | None = None
@@ -69,22 +67,19 @@ class ResourcePressure:
     resource: Resource
     ratio: float
     text: str
-    """The message for a resource above its threshold."""
+    """For a resource above its threshold."""
     easing: str
-    """The message for a resource below its threshold again, but not far enough."""
+    """For one below its threshold again, but not far enough."""
 
     @property
     def hold_reason(self) -> "HoldReason":
-        """Why this resource throttles starts."""
         return HoldReason(self.resource, self.text if self.ratio >= 1.0 else self.easing)
 
 
 @dataclass(frozen=True, slots=True)
 class HoldReason:
-    """Why no further sandbox may start."""
-
     resource: str
-    """A resource of the host, "ceiling", or "growth" while the target still rises toward the demand."""
+    """A resource, "ceiling", or "growth" while the target still rises toward the demand."""
     text: str
 
 
@@ -97,8 +92,6 @@ class ConcurrencyDecision:
 
 
 class PressureController:
-    """Turns host metrics into decisions."""
-
     def __init__(self, config: PressureConfig, ceiling: int, cpus: int) -> None:
         """`ceiling` is at least one."""
         self._config = config
@@ -112,14 +105,13 @@ class PressureController:
         self.decision = ConcurrencyDecision(first)
 
     def resize(self, ceiling: int) -> None:
-        """Change the ceiling. The target grows into a larger one on demand."""
+        """Change the ceiling; the target grows into a larger one on demand."""
         self._ceiling = ceiling
         self._floor = min(ceiling, FLOOR_PER_CPU * self._cpus)
         target = min(self.decision.target, ceiling) if self._config.enabled else ceiling
         self.decision = ConcurrencyDecision(target, self.decision.hold_reasons)
 
     def update(self, metrics: HostMetrics, *, used: int, waiting: int) -> ConcurrencyDecision:
-        """Decide from a reading, with `used` sandboxes in use and `waiting` more requested."""
         if not self._config.enabled:
             return self.decision
         pressures = measure_pressure(metrics, self._config)
@@ -165,7 +157,7 @@ def measure_pressure(metrics: HostMetrics, config: PressureConfig) -> list[Resou
 
 
 def memory_reserve(total: int | None) -> int:
-    """Return the bytes of memory to keep free if nothing is configured."""
+    """Return the bytes to keep free if nothing is configured."""
     return MEMORY_MOST if total is None else min(MEMORY_MOST, int(total * MEMORY_SHARE))
 
 

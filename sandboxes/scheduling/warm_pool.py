@@ -33,40 +33,27 @@ from sandboxes.sessions.serial_session import open_sessions
 log = structlog.get_logger(__name__)
 
 LOOK_SECONDS = 1.0
-"""How often the pool checks for headroom and for sandboxes that have been idle too long."""
 RETRY_SECONDS = 1.0
 RETRY_LIMIT = 60.0
 
 Kind = Hashable
-"""Everything in which two sandboxes must agree to be interchangeable."""
+"""Interchangeable sandboxes have the same."""
 
 
 class WarmPoolObserver(Protocol):
-    """Receives the pool's events, for metrics."""
+    def acquired(self, *, warm: bool, seconds: float) -> None: ...
 
-    def acquired(self, *, warm: bool, seconds: float) -> None:
-        """Record that a sandbox was handed out."""
-        ...
-
-    def refill_failed(self) -> None:
-        """Record that a sandbox could not be started ahead."""
-        ...
+    def refill_failed(self) -> None: ...
 
 
 class SilentWarmPoolObserver:
-    """Ignores the events."""
+    def acquired(self, *, warm: bool, seconds: float) -> None: ...
 
-    def acquired(self, *, warm: bool, seconds: float) -> None:
-        """See `WarmPoolObserver`."""
-
-    def refill_failed(self) -> None:
-        """See `WarmPoolObserver`."""
+    def refill_failed(self) -> None: ...
 
 
 @dataclass(slots=True)
 class _Demand:
-    """A kind that was requested, and the state of its refills."""
-
     spec: SandboxSpec
     wanted_at: float
     failures: int = 0
@@ -80,7 +67,7 @@ class _Warm:
 
 
 class WarmPool(SandboxProvider):
-    """Starts sandboxes of another provider ahead of demand. It refills itself only within `running`."""
+    """Refills itself only within `running`."""
 
     def __init__(
         self,
@@ -95,14 +82,14 @@ class WarmPool(SandboxProvider):
     ) -> None:
         """
         Args:
-            provider: starts the sandboxes; all of them count toward the ceiling.
+            provider: all of its sandboxes count toward the ceiling.
             config: how many sandboxes of each kind to keep; by default one.
             ceiling: the most sandboxes that may be alive at once.
-            headroom: returns, for the number alive, how many more may be started ahead now; if negative, that many
-                warm ones are ended. By default only the ceiling decides.
+            headroom: returns, for the number alive, how many more may be started ahead now; if negative, that many warm
+                ones are ended. By default only the ceiling decides.
             promised: returns how many sandboxes callers are entitled to, which may exceed a ceiling that was lowered.
             observer: receives the pool's events.
-            clock: a monotonic clock, in seconds.
+            clock: monotonic, in seconds.
         """
         self.name, self.isolates = provider.name, provider.isolates
         self._provider = provider
@@ -122,7 +109,7 @@ class WarmPool(SandboxProvider):
         self._changed = anyio.Event()
 
     def resize(self, ceiling: int) -> None:
-        """Change the ceiling. Warm sandboxes above it are ended; those in use stay."""
+        """End warm sandboxes above the ceiling; those in use stay."""
         self._ceiling = ceiling
         self._notify()
 
@@ -151,7 +138,6 @@ class WarmPool(SandboxProvider):
 
     @property
     def warm(self) -> int:
-        """How many sandboxes are ready to be handed out."""
         return len(self._warm)
 
     @asynccontextmanager
@@ -238,7 +224,7 @@ class WarmPool(SandboxProvider):
         return kind
 
     def _take(self, kind: Kind, spec: SandboxSpec) -> Sandbox | None:
-        """Return a healthy warm sandbox that is now the caller's, or None. `_keep` ends the others."""
+        """Return a healthy warm sandbox that is now the caller's, if there is one. `_keep` ends the others."""
         for kept in self._warm:
             if kept.kind == kind and kept.sandbox.healthy:
                 self._warm.remove(kept)
@@ -247,7 +233,7 @@ class WarmPool(SandboxProvider):
         return None
 
     async def _start_cold(self, kind: Kind, spec: SandboxSpec) -> tuple[Sandbox, bool]:
-        """Start a sandbox; return it and whether it is warm, since one may become ready during the wait for a place."""
+        """Return whether the sandbox is warm, since one may become ready during the wait for a place."""
         self._cold += 1
         try:
             while self._count_alive() >= max(self._ceiling, self._promised()):
@@ -300,7 +286,7 @@ class WarmPool(SandboxProvider):
         self._changed = anyio.Event()
 
     async def _keep(self, tasks: TaskGroup) -> None:
-        """Refill the pool and end unwanted sandboxes at each change, and once a second."""
+        """Refill the pool and end unwanted sandboxes at each change and each second."""
         while True:
             moved = self._changed
             for kept in self._find_unwanted():
@@ -314,7 +300,7 @@ class WarmPool(SandboxProvider):
                 await moved.wait()
 
     def _find_unwanted(self) -> list[_Warm]:
-        """Return the warm sandboxes to end: surplus, no longer requested, or unhealthy."""
+        """Return surplus, no longer requested and unhealthy ones."""
         oldest = self._clock() - self._config.idle_seconds
         self._demands = {kind: it for kind, it in self._demands.items() if it.wanted_at >= oldest}
         found = [kept for kept in self._warm if kept.kind not in self._demands or not kept.sandbox.healthy]
@@ -324,7 +310,7 @@ class WarmPool(SandboxProvider):
         return found
 
     def _next_refill(self) -> Kind | None:
-        """Return the kind to start ahead next, most recently requested first, or None if none may start."""
+        """Prefer the most recently requested kind; return None if none may start."""
         alive = self._count_alive()
         if self._cold or alive >= self._ceiling or self._refills.total() >= self._config.starts:
             return None
@@ -338,7 +324,7 @@ class WarmPool(SandboxProvider):
         return None
 
     async def _refill(self, kind: Kind, spec: SandboxSpec) -> None:
-        """Start a sandbox ahead; `_starting` already counts it."""
+        """`_starting` already counts it."""
         try:
             sandbox = await self._start_ready(spec)
         except Exception as error:  # noqa: BLE001 - counted and logged; a cold start reports it to the caller
@@ -376,7 +362,7 @@ class WarmPool(SandboxProvider):
 
 
 def _make_kind(spec: SandboxSpec, identity: str) -> Kind:
-    """Return a key that is equal for equivalent specifications, whatever the types of their collections."""
+    """Make equal kinds of equivalent specifications, whatever the types of their collections."""
     return identity, *(_freeze(getattr(spec, entry.name)) for entry in fields(spec))
 
 

@@ -31,13 +31,11 @@ from sandboxes.sessions.serial_session import SerialSession
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 DESCRIPTORS = frozenset({0, 1, 2, 8, 9, 255})
-"""Those that a session's shell has between two commands."""
+"""Open in a session's shell between two commands."""
 ENV = {"PS1": "", "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
 
 
 class _Shell:
-    """One bash process, with the parts that talk to it."""
-
     __slots__ = ("child", "interrupter", "reader")
 
     def __init__(self, control: ControlShell, child: Child) -> None:
@@ -47,7 +45,7 @@ class _Shell:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the shell is known to have ended."""
+        """As far as is known."""
         return self.child.status.ended
 
     def discard(self) -> None:
@@ -56,76 +54,71 @@ class _Shell:
         self.child.discard()
 
 
-# How a command in a persistent bash is interrupted, and how its shell is kept.
-#
-# A shell is in one of five states:
-#
-# - *idle*: no command runs. A command makes it *running*; an interrupt does nothing. - *running*: the host waits for
-# the report of the command's end. The report makes it *idle*; a request to interrupt or the command's timeout makes
-# it *interrupting*; the end of the shell makes it *dead*. - *interrupting*: signals go to the command, one step of
-# `InterruptTiming` after another, until its report comes. The report makes it *settling*. If a requested interrupt
-# goes through all its steps (10 s) without a report, the command keeps running until its timeout. If the steps of the
-# timeout (4 s) bring no report either, the shell is *dead*. - *settling*: the report has come, but a signal may still
-# be on its way and would end the next command. The shell is asked, up to `questions` times, to report once more. Its
-# answer makes it *idle*; no answer makes it *dead*. - *dead*: the session discards the shell, and the next command
-# starts another.
-#
-# Why signals are sent more than once, and to whom:
-#
-# - SIGINT is lost on a process that the shell has forked and that is not its program yet. So each step sends it
-# again. - A shell drops SIGINT while it waits for a program that ends by itself, so a loop over short programs would
-# hardly ever end. So the shell alone gets SIGINT every `nudge_pause` seconds; one whose program takes longer ignores
-# it. - A nudge may end the report itself. So every other nudge is a question instead: the shell reports once more. -
-# A shell that is interrupted while it reads its command would take the rest for another command. So nothing is sent
-# before the shell has read all of it, or `looks` looks are over. - The control shell spares the jobs of the last
-# report and everything older than the command: they run in the background. `control.sh` describes how it finds the
-# rest.
-
 JOBS_LIMIT = 1024
 PID_DIGITS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class InterruptTiming:
-    """The signals of an interrupt, and how long each part of it may take."""
-
     interrupt_steps: Sequence[tuple[str, float]] = (("INT", 1.0),) * 10
-    """The signals of a requested interrupt, each with the seconds that the command has to react to it."""
+    """For a requested interrupt, each with the seconds that the command has to react."""
 
     timeout_steps: Sequence[tuple[str, float]] = (("INT", 1.0), ("INT", 1.0), ("TERM", 1.0), ("KILL", 1.0))
-    """The same for a command at its timeout."""
+    """For a command at its timeout."""
 
     nudge_pause: float = 0.03
-    """Seconds between two signals to the shell alone within a step."""
+    """Seconds between two signals to the shell alone."""
 
     tries: int = 20
-    """How often the control shell looks for a running program after the first step, for example in a loop."""
+    """How often the control shell looks for a running program after the first step, as in a loop."""
 
     questions: int = 10
-    """How often an interrupted shell is asked whether it is ready."""
+    """Put to an interrupted shell, until it is ready."""
 
     question_pause: float = 1.0
-    """Seconds that the shell has to answer each question."""
+    """Seconds to answer a question."""
 
     looks: int = 50
-    """The most looks, `FIRST_LOOK` seconds apart, at whether the shell still reads its command."""
+    """Looks, `FIRST_LOOK` seconds apart, at whether the shell still reads its command."""
 
     @property
     def interrupt_seconds(self) -> float:
-        """The longest that a requested interrupt may take."""
         return sum(seconds for _, seconds in self.interrupt_steps)
 
 
 class ShellCommand(NamedTuple):
     nonce: str
-    """Marks the report of its end."""
+    """Marks its report."""
 
     since: int
-    """When it began, in ticks since boot."""
+    """In ticks since boot."""
 
 
 class Interrupter:
-    """Reads the reports of one shell, and interrupts its commands."""
+    """Reads the reports of one shell, and interrupts its commands. A shell is in one of five states:
+
+    - *idle*: no command runs. A command makes it *running*; an interrupt does nothing.
+    - *running*: the host waits for the report of the command's end, which makes it *idle*. A requested interrupt or the
+      timeout makes it *interrupting*; the end of the shell makes it *dead*.
+    - *interrupting*: signals go to the command, one step of `InterruptTiming` after another, until its report makes the
+      shell *settling*. After all steps of a requested interrupt (10 s), the command keeps running until its timeout;
+      after those of the timeout (4 s), the shell is *dead*.
+    - *settling*: a signal may still be on its way and would end the next command. The shell is asked, up to `questions`
+      times, to report once more. Its answer makes it *idle*; no answer makes it *dead*.
+    - *dead*: the session discards the shell, and the next command starts another.
+
+    Signals are sent more than once, for these reasons:
+
+    - SIGINT is lost on a process that the shell has forked and that is not its program yet, so each step sends it
+      again.
+    - A shell drops SIGINT while it waits for a program that ends by itself, so a loop over short programs would hardly
+      ever end. So the shell alone gets SIGINT every `nudge_pause` seconds; one whose program takes longer ignores it.
+    - A nudge may end the report itself, so every other nudge is a question instead: the shell reports once more.
+    - A shell that is interrupted while it reads its command would take the rest for another command. So nothing is sent
+      before the shell has read all of it, or `looks` looks are over.
+    - The control shell spares the jobs of the last report and everything older than the command: they run in the
+      background. `control.sh` describes how it finds the rest.
+    """
 
     def __init__(self, control: ControlShell, child: Child, timing: InterruptTiming | None = None) -> None:
         self.timing = timing or InterruptTiming()
@@ -134,41 +127,40 @@ class Interrupter:
         self._control = control
         self._child = child
         self._jobs: list[int] = []
-        """The processes in the background when the current command began."""
+        """In the background when the current command began."""
 
         self._requested: anyio.Event | None = None
-        """Set at the end of the current command, if an interrupt of it was requested."""
+        """Set at the end of a command whose interrupt was requested."""
 
     @property
     def is_requested(self) -> bool:
         return self._requested is not None
 
     def begin(self) -> ShellCommand:
-        """Begin a command: idle becomes running."""
+        """Idle becomes running."""
         self.running = ShellCommand(os.urandom(8).hex(), ticks_now())
         self._jobs = []
         return self.running
 
     def end(self) -> None:
-        """End the command, and wake those who requested an interrupt of it."""
         self.running = None
         if self._requested is not None:
             self._requested.set()
             self._requested = None
 
     async def request(self) -> None:
-        """Request an interrupt of the running command, and wait for its end or for `interrupt_seconds`."""
+        """Wait for the end of the command, or for `interrupt_seconds`."""
         requested = self._requested = self._requested or anyio.Event()
         self._child.status.expire()
         with anyio.move_on_after(self.timing.interrupt_seconds):
             await requested.wait()
 
     async def read_report(self, nonce: str, until: float | None = None, *, stops_at_request: bool = False) -> int:
-        """Wait for the report with this nonce, and return the exit code; the report before it has named the jobs.
+        """Return the exit code of the report with this nonce; the report before it has named the jobs.
 
         Raises:
-            TimeoutError: The report has not come by `until`, or an interrupt was requested and
-                `stops_at_request` is set.
+            TimeoutError: The report has not come by `until`, or an interrupt was requested and `stops_at_request` is
+                set.
             SessionDiedError: The shell has ended.
         """
         while not (stops_at_request and self.is_requested):
@@ -183,11 +175,11 @@ class Interrupter:
         raise TimeoutError
 
     async def interrupt(self, command: ShellCommand, until: float) -> int | None:
-        """Go through the steps of a requested interrupt; return the exit code, or None if the command goes on."""
+        """Return the exit code, or None if the command goes on."""
         return await self._stop(command, self.timing.interrupt_steps, until)
 
     async def end_overdue(self, command: ShellCommand) -> int | None:
-        """Go through the steps of a timeout; return the exit code, or None if the command goes on."""
+        """Return the exit code, or None if the command goes on."""
         return await self._stop(command, self.timing.timeout_steps)
 
     async def _stop(
@@ -229,18 +221,17 @@ class Interrupter:
         raise SessionDiedError("the shell did not settle after it was interrupted")
 
     def _ask(self, nonce: str) -> None:
-        """Ask the shell to report once more, if it still reads."""
         if self._child.stdin is not None:
             with suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._child.stdin, frame_report(nonce))
 
 
 class ShellSession(SerialSession[_Shell], BashSession):
-    """A bash inside a sandbox, started at its first command and again after it has died."""
+    """Started at its first command and again after it has died."""
 
     _death_message = "the shell ended after its last command"
     state: bytes = b""
-    """A script that the first shell runs before anything else: what `describe` returned for another one."""
+    """Run by the first shell before anything else: what `describe` returned for another one."""
 
     async def _start(self) -> None:
         child = await self._control.spawn("session", ARGV, cwd=self._cwd, env={**self._env, **ENV})
@@ -250,7 +241,7 @@ class ShellSession(SerialSession[_Shell], BashSession):
         await write_all(child.pipes.fds[INPUT], SETUP + (frame_state(state) if state else b""))
 
     async def describe(self) -> bytes:
-        """Return a script that gives another shell the state of this one; empty if no shell was started.
+        """Return a script that gives another shell the state; empty if no shell was started.
 
         Raises:
             SandboxUnsavedError: It has something that no script gives to another, or has ended.
@@ -309,7 +300,7 @@ class ShellSession(SerialSession[_Shell], BashSession):
 
     @staticmethod
     async def _run_to_code(shell: _Shell, running: ShellCommand, command: str, until: float) -> int | None:
-        """Run the command; return its exit code, or None if its timeout ended it."""
+        """Return None if the timeout ended the command."""
         interrupter = shell.interrupter
         with suppress(TimeoutError):
             await write_all(shell.child.pipes.fds[INPUT], frame_command(command, running.nonce), until)
@@ -330,13 +321,9 @@ class ShellSession(SerialSession[_Shell], BashSession):
             await self._process.interrupter.request()
 
 
-# The lines written to a session's bash: a command, and a request to report its end.
-#
-# Guarantees: - A report comes once nothing of its command runs any more. An interrupt does not skip it. - A report
-# leaves `$?` as the command did, and works with options that end the shell at errors. - If an interrupt arrives while
-# a report is half read, the rest of the report is harmless.
-#
-# The shell writes the output of commands to descriptor 8, and reports to descriptor 9.
+# The shell writes the output of commands to descriptor 8, and reports to descriptor 9. A report comes once nothing of
+# its command runs any more, which an interrupt does not skip. It leaves `$?` as the command did, and works with options
+# that end the shell at errors. The rest of a report that an interrupt has cut is harmless.
 
 REPORT, CODE = "__rollout_report", "__rollout_code"
 INTERRUPTED = 128 + 2
@@ -353,7 +340,7 @@ SETUP = (
     f'{REPORT}() {{ \\builtin printf \'%s %s\\n\' "$1" "${{{CODE}-{INTERRUPTED}}}" >&9; \\builtin jobs -p >&9; '
     f'\\builtin set -- "${{{CODE}-{INTERRUPTED}}}"; \\builtin unset {CODE}; \\builtin return "$1"; }}\n'
 ).encode()
-"""Define the report: the exit code, and then, while the host goes on, the jobs. It leaves `$?` unchanged."""
+"""Define the report: the exit code, and then, while the host goes on, the jobs."""
 
 
 def frame_command(command: str, nonce: str) -> bytes:
@@ -367,7 +354,7 @@ def frame_command(command: str, nonce: str) -> bytes:
 
 
 def frame_state(script: bytes) -> bytes:
-    """Return the line that runs a description of another shell's state, unheard and unreported."""
+    """Run another shell's state, unheard and unreported."""
     return (
         b"eval "
         + shlex.quote(script.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")

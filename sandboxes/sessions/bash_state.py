@@ -13,7 +13,7 @@ from secrets import token_hex
 from sandboxes.errors import SandboxUnsavedError
 
 MEMBER = "bash"
-"""The first member of the archive of a sandbox."""
+"""The first member of a sandbox's archive."""
 MAX_BYTES = 1 << 20
 """A shell reads its input byte by byte, so a longer script would take it a second."""
 DUMP_SECONDS = 10.0
@@ -24,7 +24,7 @@ _OWN = (
     "BASH|BASHOPTS|BASHPID|BASH_*|COMP_*|DIRSTACK|EPOCH*|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|OLDPWD|OPTIND|PIPESTATUS|"
     "PPID|PWD|RANDOM|SECONDS|SHELLOPTS|SHLVL|SRANDOM|UID|_|__rollout_*"
 )
-"""The variables that each shell has for itself."""
+"""Variables that each shell has for itself."""
 _OPTIONS = (
     "allexport braceexpand errexit errtrace functrace hashall histexpand ignoreeof interactive-comments keyword "
     "noclobber noglob nolog notify nounset physical pipefail posix verbose xtrace"
@@ -67,14 +67,13 @@ _FIXED = frozenset("p")
 
 
 def make_dump() -> tuple[str, str]:
-    """Return a command that describes its shell and leaves it as it was, and the nonce for `parse_dump`."""
+    """Return a command that describes its shell, and the nonce for `parse_dump`."""
     nonce = token_hex(8)
     return _DUMP.replace("NONCE", nonce), nonce
 
 
 def parse_dump(output: str, nonce: str) -> bytes:
-    """Return the script from the output of a dump.
-
+    """
     Raises:
         SandboxUnsavedError: The shell has something that no script gives to another.
     """
@@ -88,15 +87,14 @@ def parse_dump(output: str, nonce: str) -> bytes:
 
 
 def archive_state(script: bytes) -> bytes:
-    """Return a script as the first member of an archive, which goes on."""
+    """Return a script as the first member of an archive."""
     member = tarfile.TarInfo(MEMBER)
     member.size = len(script)
     return member.tobuf() + script + bytes(-len(script) % tarfile.BLOCKSIZE)
 
 
 def read_state(archive: Path) -> bytes:
-    """Return the script that an archive begins with.
-
+    """
     Raises:
         OSError: The archive cannot be read.
     """

@@ -25,9 +25,8 @@ from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, OutputBuffer, Reader
 from sandboxes.sessions.kernel_wire import Wire, as_mapping, make_session
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
-"""Jupyter's channels, in the order of our port numbers, which begin at 1."""
+"""In the order of our port numbers, which begin at 1."""
 HOST_CHANNELS = ("shell", "iopub")
-"""The channels that the host uses; signals replace the others."""
 
 PROGRAM = Path(__file__).with_name("kernel_program.py")
 READY = b"ready"
@@ -36,13 +35,13 @@ LOG_LIMIT = 4096
 POLL = 0.02
 PROBE = 0.5
 SILENCE = 4.0
-"""The longest pause of the output after the reply. Only code that changes how the kernel sends can lose "idle"."""
+"""Longest pause of output after the reply. Only code that changes how the kernel sends can lose "idle"."""
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 def make_connection_info(prefix: str) -> dict[str, object]:
-    """Return the content of Jupyter's connection file for the Unix sockets PREFIX-1 to PREFIX-5.
+    """Return Jupyter's connection file for the Unix sockets PREFIX-1 to PREFIX-5.
 
     It has no key: anyone who can reach the sockets could read the key too.
     """
@@ -52,14 +51,14 @@ def make_connection_info(prefix: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class KernelPaths:
-    """The locations of the kernel's files, inside and on the host."""
+    """Where the kernel's files are."""
 
     sockets_inside: str
     sockets: Path
-    """The same folder on the host; code inside can write to it."""
+    """On the host; code inside can write to it."""
     files_inside: str
     files: Path
-    """The same folder on the host; only the host can write to it."""
+    """On the host, which alone can write to it."""
 
 
 class Cell:
@@ -68,11 +67,11 @@ class Cell:
         self.result: str | None = None
         self.error: PythonErrorInfo | None = None
         self.truncated = False
-        """Whether the result or the error was cut; `output` knows whether it was."""
+        """The result or the error was cut; `output` knows whether it was."""
         self.replied = anyio.Event()
         self.idle = anyio.Event()
         self.taken = 0
-        """The number of messages so far."""
+        """Messages so far."""
         self._limit = limit
 
     def add_message(self, kind: str, content: Mapping[str, Any]) -> None:
@@ -102,8 +101,6 @@ class Cell:
 
 
 class Kernel:
-    """One kernel process and the sockets connected to it."""
-
     def __init__(self, child: Child, context: zmq.Context[zmq.Socket[bytes]], paths: KernelPaths, token: str) -> None:
         self.child = child
         self.ready = False
@@ -118,7 +115,6 @@ class Kernel:
             reader.start(self._add_log)
         self._wire: Wire | None = None
         self._held: list[int] = []
-        """Handles on the sockets that the host uses."""
 
     def _add_log(self, data: bytes) -> None:
         self._log.add(data)
@@ -126,7 +122,6 @@ class Kernel:
             self._announced.set()
 
     def log_tail(self) -> str:
-        """Return the output of the process itself, for an error message."""
         return f"its output: {self._log.text().strip() or 'none'}"
 
     async def connect(self) -> None:
@@ -160,14 +155,14 @@ class Kernel:
         scope.cancel()
 
     async def _hold(self, channel: str) -> None:
-        """Open a socket, and wait for it if something inside announced it too early."""
+        """Wait for the socket if something inside announced it too early."""
         path = self._paths.sockets / f"{self._token}-{CHANNELS.index(channel) + 1}"
         while (held := _open_socket(path)) is None:  # noqa: ASYNC110  there is no event to wait for
             await anyio.sleep(POLL)
         self._held.append(held)
 
     async def _probe(self, wire: Wire) -> bool:
-        """Run an empty cell; return False if the output channel was not connected in time to show it."""
+        """Run an empty cell; return False if the output channel was not connected in time."""
         cell = Cell(LOG_LIMIT)
         wire.listen(wire.execute("", silent=True), cell.add_message)
         try:
@@ -179,7 +174,7 @@ class Kernel:
             wire.stop()
 
     def send_cell(self, code: str) -> str:
-        """Send a cell, and return the id of its message.
+        """Return the id of the message.
 
         Raises:
             SessionDiedError: The cell cannot be sent.
@@ -195,8 +190,7 @@ class Kernel:
         return self._wire
 
     async def collect(self, request: str, cell: Cell) -> None:
-        """Collect the messages of a request until it is done.
-
+        """
         Raises:
             SessionDiedError: The kernel ended.
         """
@@ -218,7 +212,7 @@ class Kernel:
             raise SessionDiedError("the Python kernel sent too much at once, and its output was lost")
 
     async def _wait_until_idle(self, cell: Cell) -> None:
-        """Wait for the rest of the output, which uses its own channel, as long as it keeps coming."""
+        """Wait for the rest of the output, which has its own channel, while it keeps coming."""
         seen = -1
         while not cell.idle.is_set() and cell.taken != seen:
             seen = cell.taken
@@ -227,11 +221,11 @@ class Kernel:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is known to have ended."""
+        """As far as is known."""
         return self.child.has_ended
 
     def discard(self) -> None:
-        """Kill the process group, disconnect, and close the handles on the sockets. Idempotent."""
+        """Idempotent."""
         for reader in self._readers:
             reader.close()
         if self._wire is not None:

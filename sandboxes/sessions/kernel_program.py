@@ -1,13 +1,13 @@
 """Run ipykernel without the parts that no cell here uses, and with bounds on the messages it sends.
 
-The program is written into each sandbox as text and never imported. It leaves out Jupyter's client side, garbage
-collection while modules load, the heartbeat thread, and waits for output that does not exist. It changes nothing that
-code computes:
+It is written into each sandbox as text and never imported. It leaves out Jupyter's client side, garbage collection
+while modules load, the heartbeat thread, and waits for output that does not exist. It changes nothing that code
+computes:
 
-- Long prints go out in several messages. Long results and exceptions are cut in the middle. The host refuses no
-  message for its size.
-- Code that prints faster than the host reads has to wait, as at the end of a pipe. Nothing is dropped, and at a
-  timeout little is left to read.
+- Long prints go out in several messages. Long results and exceptions are cut in the middle. The host refuses no message
+  for its size.
+- Code that prints faster than the host reads has to wait, as at the end of a pipe. Nothing is dropped, and at a timeout
+  little is left to read.
 - Values are shown as plain text only, and IPython's second copy of everything printed is not kept.
 - `exit()` ends its cell, as it ends a script, and not the session.
 
@@ -33,26 +33,26 @@ from importlib import import_module
 from typing import Any
 
 LIMIT = 256 * 1024
-"""The most characters in one message, and the most printed before a message goes out."""
+"""Characters in one message, and those printed before a message goes out."""
 BACKLOG = 8
-"""How many messages may wait in this process, and again in ZeroMQ, before the sender has to wait."""
+"""Messages that may wait in this process, and again in ZeroMQ, before the sender has to wait."""
 BACKLOG_PAUSE = 0.005
 SETTINGS = {
     "HistoryManager": {"enabled": False},
     "InteractiveShell": {"colors": "nocolor", "cache_size": 100},
     "IPKernelApp": {"log_level": "ERROR"},
 }
-"""Settings that override a configuration in the image."""
+"""These override a configuration in the image."""
 TAKING = threading.Lock()
 """Held from reading a descriptor until the data is in its stream."""
 
 
 class UnsupportedKernelError(Exception):
-    """The installed ipykernel lacks a part that this program replaces or reads."""
+    pass
 
 
 def main() -> None:
-    """Run the kernel for the connection file that is the only argument."""
+    """Run the kernel for the connection file in the only argument."""
     gc.disable()
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):  # noqa: PTH100, PTH120
         del sys.path[0]  # this file's folder holds no modules
@@ -73,8 +73,7 @@ def main() -> None:
 
 
 def require_parts() -> None:
-    """Require the parts of ipykernel that this program replaces or reads.
-
+    """
     Raises:
         UnsupportedKernelError: A part is missing; the message names it.
     """
@@ -102,7 +101,7 @@ def require_parts() -> None:
 
 
 def names_in_methods(owner: Any) -> set[str]:
-    """Return the names that the methods of a class use, among them the attributes they set."""
+    """Include the attributes that the methods set."""
     codes = (getattr(method, "__code__", None) for method in vars(owner).values())
     return {name for code in codes if code is not None for name in code.co_names}
 
@@ -127,7 +126,7 @@ def load_at_first_use(name: str, part: str) -> None:
 
 
 def make_app(connection_file: str) -> Any:
-    """Return a kernel with bound sockets, ready to start."""
+    """Return a kernel with bound sockets."""
     import traitlets
     import zmq
     from ipykernel import kernelapp
@@ -139,7 +138,6 @@ def make_app(connection_file: str) -> Any:
         blocking_class = traitlets.Any()  # the inherited one would load the client side
 
         def parse_command_line(self, argv: object = None) -> None:  # noqa: ARG002
-            """Use the settings of this program."""
             self.update_config(Config(SETTINGS))
             self.connection_file = connection_file
 
@@ -163,7 +161,7 @@ def make_app(connection_file: str) -> Any:
 
 
 def cut(text: Any) -> Any:
-    """Return the text, cut in the middle if it is too long."""
+    """Cut too long text in the middle."""
     if not isinstance(text, str) or len(text) <= LIMIT:
         return text
     half, left_out = LIMIT // 2, len(text) - LIMIT
@@ -218,7 +216,7 @@ def bound_sending() -> None:
 
 
 def watch_pipe(stream: Any) -> None:
-    """Read data written to a stream's descriptor, for example by child processes, as it comes. Runs in a thread."""
+    """Read what others, such as child processes, write to a stream's descriptor. Runs in a thread."""
     if stream._fid is None:
         return
     os.set_blocking(stream._fid, False)
@@ -229,7 +227,7 @@ def watch_pipe(stream: Any) -> None:
 
 
 def take_written(stream: Any) -> bool:
-    """Read the data that is available; return False at the end of the stream.
+    """Read what is available; return False at the end of the stream.
 
     Also called at the end of a cell, so that its output is complete by then.
     """

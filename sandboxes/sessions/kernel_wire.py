@@ -21,22 +21,21 @@ if TYPE_CHECKING:
     from jupyter_client.session import Session
 
 DELIM = b"<IDS|MSG>"
-"""Separates the addresses of a Jupyter message from its parts."""
+"""Separates addresses from the parts of a Jupyter message."""
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
-"""The exceptions that `Session` raises for a malformed message."""
 MESSAGE_LIMIT = 4 * 1024 * 1024
 QUEUE_LIMIT = 16
 FLOOD_BYTES = 256 * 1024
-"""A reader pauses after this many bytes or `FLOOD_MESSAGES`, so a flood takes a small part of a processor."""
+"""A reader pauses after so many bytes or `FLOOD_MESSAGES`, so a flood takes a small part of a processor."""
 FLOOD_MESSAGES = 64
 FLOOD_PAUSE = 0.001
 
 Sink = Callable[[str, Mapping[str, Any]], None]
-"""Receives the type and the content of each message that answers the request."""
+"""Gets the type and the content of each message."""
 
 
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Return a provider's ZeroMQ context, which bounds how much any kernel can make the host hold."""
+    """Bound how much any kernel can make the host hold."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
     context.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
@@ -45,10 +44,8 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 class Wire:
-    """A kernel's request and output sockets."""
-
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], shell: Path, iopub: Path, session: Session) -> None:
-        """Connect to the Unix sockets of the two channels, without waiting."""
+        """Connect without waiting."""
         self._session = session
         self._sockets = [context.socket(zmq.DEALER), context.socket(zmq.SUB)]
         self._sockets[1].setsockopt(zmq.SUBSCRIBE, b"")
@@ -57,7 +54,7 @@ class Wire:
         self._streams = [_Stream(socket) for socket in self._sockets]
 
     def execute(self, code: str, *, silent: bool = False) -> str:
-        """Send a cell, and return the id of its message.
+        """Return the id of the message.
 
         Raises:
             BlockingIOError: The kernel takes no more requests.
@@ -81,7 +78,7 @@ class Wire:
         return str(message["msg_id"])
 
     def listen(self, request: str, sink: Sink) -> None:
-        """Pass the messages that answer a request to `sink`, until `stop`."""
+        """Pass messages that answer a request to `sink`, until `stop`."""
 
         def take(frames: Sequence[bytes]) -> None:
             message = decode(self._session, frames, request)
@@ -104,7 +101,7 @@ class Wire:
 
 
 class _Stream:
-    """Reads one socket. ZeroMQ's descriptor signals only changes, so each time the socket is read until empty."""
+    """ZeroMQ's descriptor signals only changes, so each time the socket is read until empty."""
 
     __slots__ = ("_fd", "_loop", "_resumption", "_sink", "_socket")
 
@@ -116,7 +113,7 @@ class _Stream:
         self._resumption: asyncio.Handle | None = None
 
     def start(self, sink: Callable[[Sequence[bytes]], None]) -> None:
-        """Start reading, beginning with the messages that have already arrived."""
+        """Begin with messages that have already arrived."""
         self._sink = sink
         self._loop.add_reader(self._fd, self._ready)
         self._resumption = self._loop.call_soon(self._resume)
@@ -152,7 +149,7 @@ class _Stream:
 
 
 def make_session() -> Session:
-    """Return a session that writes and reads messages, without signatures.
+    """Return a session without signatures.
 
     Call this in a thread: the first call imports jupyter_client, which takes too long for the event loop.
     """
@@ -164,7 +161,7 @@ def make_session() -> Session:
 
 
 def decode(session: Session, frames: Sequence[bytes], request: str) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the type and content of a message, or None if it answers another request or is malformed."""
+    """Return the type and content, or None if the message answers another request or is malformed."""
     try:
         parts = list(frames[frames.index(DELIM) + 1 :])
         if request.encode() not in parts[2]:
@@ -178,7 +175,6 @@ def decode(session: Session, frames: Sequence[bytes], request: str) -> tuple[str
 
 
 def as_mapping(value: object) -> Mapping[str, Any]:
-    """Return the value if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 

@@ -25,7 +25,7 @@ INTERRUPT_GRACE = 5.0
 
 
 class KernelSession(SerialSession[Kernel], PythonSession):
-    """An IPython kernel inside a sandbox, started at its first cell and again after it has died."""
+    """Started at its first cell and again after it has died."""
 
     _death_message = "the Python kernel ended after its last cell"
 
@@ -49,10 +49,10 @@ class KernelSession(SerialSession[Kernel], PythonSession):
         self._context = context
         self._start_timeout = start_timeout
         self._has_run = False
-        """Whether a kernel has run before; code inside may then keep the next one from starting."""
+        """Code inside may have kept the next kernel from starting."""
         self._running = False
         self.has_run_code = False
-        """Whether any cell was run, so that the kernel differs from a new one."""
+        """The kernel then differs from a new one."""
 
     async def _start(self) -> None:
         env = {**self._env, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
@@ -65,7 +65,7 @@ class KernelSession(SerialSession[Kernel], PythonSession):
             (self._paths.files / f"{token}.json").unlink()
 
     async def _wait_until_ready(self, kernel: Kernel) -> Kernel:
-        """Wait until a kernel is ready. After the first one, a failure is blamed on code inside."""
+        """Blame code inside if a kernel after the first one does not start."""
         try:
             await self._connect(kernel)
         except SandboxStartError as error:
@@ -88,7 +88,7 @@ class KernelSession(SerialSession[Kernel], PythonSession):
                 kernel.discard()
 
     def _write_connection(self, token: str) -> str:
-        """Write the program and its connection file; return the latter's path inside."""
+        """Write the program too; return the connection file's path inside."""
         name = f"{token}.json"
         info = json.dumps(make_connection_info(f"{self._paths.sockets_inside}/{token}"))
         for path, text in ((name, info), (PROGRAM_INSIDE, PROGRAM.read_text())):
@@ -147,7 +147,7 @@ class KernelSession(SerialSession[Kernel], PythonSession):
 
 
 async def _stop(kernel: Kernel, request: str, cell: Cell) -> None:
-    """Interrupt the running cell, and keep the kernel if possible."""
+    """Keep the kernel if possible."""
     await kernel.child.signal("INT")
     with anyio.move_on_after(INTERRUPT_GRACE):
         await kernel.collect(request, cell)

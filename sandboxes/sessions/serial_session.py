@@ -1,7 +1,7 @@
-"""The base of both kinds of sessions: one process, started when it is needed, and one call at a time;
-and how to open sessions ahead of their first use.
+"""The base of both kinds of sessions, and how to open sessions ahead of their first use.
 
-The death of a process is raised once, with its cause if the sandbox knows one. The next call starts another process.
+A session has one process, started when it is needed, and one call at a time. The death of a process is raised once,
+with its cause if the sandbox knows one. The next call starts another process.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from sandboxes.task_groups import open_task_group
 class SessionProcess(Protocol):
     @property
     def has_ended(self) -> bool:
-        """Whether the process is known to have ended."""
+        """As far as is known."""
 
     def discard(self) -> None:
         """Kill the process group, without waiting. Idempotent."""
@@ -32,10 +32,9 @@ P = TypeVar("P", bound=SessionProcess)
 
 
 class SerialSession(ABC, Generic[P]):
-    """A session that owns at most one process, and whose calls wait for each other."""
+    """Has at most one process; calls wait for each other."""
 
     _death_message: ClassVar[str]
-    """The message for a process that ended after its last call."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class SerialSession(ABC, Generic[P]):
 
     @abstractmethod
     async def _start(self) -> None:
-        """Start the process, and set `_process`."""
+        """Set `_process`."""
 
     async def open(self) -> None:
         """Start the process if there is none. The caller holds the lock.
@@ -79,7 +78,7 @@ class SerialSession(ABC, Generic[P]):
         await self._start()
 
     async def ensure_open(self) -> None:
-        """Start the process at the first call; a later command or cell reports one that has ended."""
+        """Start the process at the first call; a later command or cell reports its end."""
         if self._process is None:
             async with self._lock:
                 if self._process is None:
@@ -87,21 +86,19 @@ class SerialSession(ABC, Generic[P]):
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a process, which may have ended."""
+        """The process may have ended."""
         return self._process is not None
 
     @property
     def healthy(self) -> bool:
-        """Whether the process runs, or has not been started."""
+        """The process runs, or has not been started."""
         return self._process is None or not self._process.has_ended
 
     async def wait_until_idle(self) -> None:
-        """Wait until no call is under way."""
         async with self._lock:
             pass
 
     async def restart(self) -> None:
-        """End the process and everything it started, then start a new one."""
         with self._freezer:
             async with self._lock:
                 self.discard()
@@ -114,20 +111,17 @@ class SerialSession(ABC, Generic[P]):
             self._process = None
 
 
-# Bounds how often a session is restarted, so that code that keeps killing its session costs little.
-#
-# A few starts are free, for an agent that types `exit` or runs out of memory. After those, a session starts once
-# every `PERIOD` seconds, and the caller waits. Starting a kernel takes a quarter of a second of processor time, which
-# neighboring sandboxes would notice.
+# Restarts are bounded, so that code that keeps killing its session costs little: a kernel takes a quarter of a second
+# of processor time to start, which neighboring sandboxes would notice.
 
 FREE = 5
-"""Starts without a wait, including the first."""
+"""Starts without a wait, for an agent that types `exit` or runs out of memory."""
 PERIOD = 5.0
 """Seconds in which one more start becomes free."""
 
 
 async def open_sessions(sandbox: Sandbox, names: Iterable[SessionName]) -> None:
-    """Open the named sessions concurrently. Sessions that are open stay as they are.
+    """Open sessions concurrently; those that are open stay as they are.
 
     Raises:
         SandboxStartError: A session did not start.
@@ -146,7 +140,7 @@ async def _open(sandbox: Sandbox, name: SessionName) -> None:
 
 
 async def return_to_workdir(sandbox: Sandbox, names: Iterable[SessionName]) -> None:
-    """Make these sessions enter the working folder again, in case it was replaced after they were opened.
+    """Enter the working folder again, in case it was replaced after the sessions were opened.
 
     Raises:
         FileMissingError: The folder no longer exists.

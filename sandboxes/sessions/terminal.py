@@ -18,20 +18,20 @@ PROGRAM = Path(__file__).with_name("terminal_program.py")
 
 
 class SandboxTerminal:
-    """The host's side of a terminal."""
+    """The host's side."""
 
     def __init__(self, program: RunningProgram, shown: bytes) -> None:
-        """Control the terminal of a program that has already printed `shown`."""
+        """The program has already printed `shown`."""
         self.program = program
         self._shown = shown
         self._lock = anyio.Lock()
 
     async def type(self, keys: bytes) -> bool:
-        """Type keys; return False if the command takes no more."""
+        """Return False if the command takes no more."""
         return await self._send(0, 0, keys)
 
     async def resize(self, lines: int, columns: int) -> bool:
-        """Change the size of the window; return False if the command has ended."""
+        """Return False if the command has ended."""
         return await self._send(lines, columns, b"")
 
     async def _send(self, lines: int, columns: int, keys: bytes) -> bool:
@@ -39,12 +39,12 @@ class SandboxTerminal:
             return await self.program.send(FRAME.pack(lines, columns, len(keys)) + keys)
 
     async def receive(self) -> bytes:
-        """Return the next bytes that the terminal shows; b"" at the end. For one caller at a time."""
+        """Return b"" at the end. For one caller at a time."""
         shown, self._shown = self._shown, b""
         return shown or await self.program.receive()
 
     async def wait(self) -> int:
-        """Wait for the end of the command, and return its exit code as a shell reports it.
+        """Return the exit code as a shell reports it.
 
         Raises:
             SandboxClosedError: The sandbox has ended, and the command with it.

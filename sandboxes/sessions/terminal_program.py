@@ -19,12 +19,12 @@ READY = b"\0"
 """Written first, once there is a terminal."""
 READ_SIZE = 65536
 MOST_PENDING = 65536
-"""Keys that wait for the command before no more are read."""
+"""No more keys are read while so many wait for the command."""
 NOT_FOUND = 127
 
 
 def main() -> None:
-    """Run the command that follows the lines and the columns in the arguments, and end with its exit code."""
+    """Run the command that follows lines and columns in the arguments, and end with its exit code."""
     lines, columns, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     ended = watch_children()
     child, master = pty.fork()
@@ -80,7 +80,7 @@ def relay(master: int, ended: int) -> None:
 
 
 def take_frames(data: bytes, master: int) -> "tuple[bytes, bytes]":
-    """Obey all whole frames; return their keys, and the data after them."""
+    """Obey whole frames; return their keys, and the data after them."""
     keys = b""
     while len(data) >= FRAME.size:
         lines, columns, length = FRAME.unpack_from(data)
@@ -100,7 +100,6 @@ def set_size(terminal: int, lines: int, columns: int) -> None:
 
 
 def write_all(target: int, data: bytes) -> None:
-    """Write everything, waiting for room."""
     while data:
         data = data[os.write(target, data) :]
 

@@ -43,7 +43,7 @@ from rollout_service.tokens import tool_spec
 class ResetArguments(InstanceFields):
     seed: int | None = None
     options: dict[str, JsonValue] = {}
-    """More arguments of the environment's `reset`."""
+    """More arguments of `reset`."""
 
     @field_validator("options")
     @classmethod
@@ -57,8 +57,6 @@ class ResetArguments(InstanceFields):
 
 
 class OpenEnv(Environment):
-    """Instances: arguments of a reset."""
-
     def __init__(
         self,
         declaration: OpenEnvDeclaration,
@@ -81,7 +79,7 @@ class OpenEnv(Environment):
         self._messages(instance, "")
 
     async def run(self, episode: Episode) -> StopReason:
-        """Open a session, and let the policy act in it. Nothing is open before, so nothing has to be closed later."""
+        """No session is open before, so none has to be closed later."""
         arguments = read_instance(ResetArguments, episode.instance).for_reset()
         async with self._sessions, self._server.session() as session:
             actor = OpenEnvActor(session, episode.limits, self._declaration)
@@ -119,9 +117,7 @@ def load_openenv(folder: Path) -> OpenEnv:
     return OpenEnv(declaration, read_files(files), find_empty(files))
 
 
-# The keys of an `environment.toml` with `kind = "openenv"`.
-#
-# Guarantee: the address is the operator's. Nothing in a task's instance can lead to another one.
+# The address is the operator's: nothing in a task's instance can lead to another one.
 
 
 class OpenEnvDeclaration(EnvironmentSettings):
@@ -156,22 +152,17 @@ class OpenEnvDeclaration(EnvironmentSettings):
         return tool
 
 
-# How a policy acts in an environment of OpenEnv, and what it sees of it.
-#
-# Guarantees: an action that the server refuses is explained to the policy; an episode that ends without any reward is
-# a failure, never a zero.
+# An action that the server refuses is explained to the policy; an episode that ends without any reward is a failure,
+# never a zero.
 
 METADATA: Final = "metadata"
-"""The field of every action and observation that is for programs."""
+"""A field of actions and observations that is for programs."""
 SCHEMA_BYTES: Final = 64 * 1024
 DESCRIPTION_CHARS: Final = 4_096
 
 
 class OpenEnvActor:
-    """The other side of an episode: takes actions to the server.
-
-    Its methods raise EnvironmentFailedError if the environment failed, or ended before it began or without a reward.
-    """
+    """Its methods raise EnvironmentFailedError if the environment failed, or ended early or without a reward."""
 
     def __init__(self, session: OpenEnvSession, limits: EpisodeLimits, declaration: OpenEnvDeclaration) -> None:
         self._session = session
@@ -225,7 +216,7 @@ class OpenEnvActor:
 
 
 class ActTool:
-    """The tool whose arguments are an action; implements `tool_calling.tools.Tool`."""
+    """Its arguments are an action. Implements `tool_calling.tools.Tool`."""
 
     parallel = False
 

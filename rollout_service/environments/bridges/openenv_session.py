@@ -24,7 +24,7 @@ from sandboxes.task_groups import open_task_group
 
 CONNECT_SECONDS: Final = 15.0
 CLOSE_SECONDS: Final = 5.0
-"""How long a server may take to end a session; it is then left to find out by itself."""
+"""A server that takes longer to end a session is left to find out by itself."""
 MESSAGE_BYTES: Final = 4 * 1024 * 1024
 ERROR_CHARS: Final = 1_000
 SHOWN_ERRORS: Final = 8
@@ -40,13 +40,11 @@ class OpenEnvServerError(ServiceError):
 
 
 class InvalidActionError(Exception):
-    """The server refused an action as written; the session lives on, and the message is for the policy."""
+    """The server refused an action; the session lives on, and the message is for the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The server's answer to a reset or a step."""
-
     observation: dict[str, Any]
     reward: float | None
     done: bool
@@ -54,10 +52,8 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class OpenEnvServer:
-    """A server's address, and the headers of every request to it.
-
-    Its methods, and those of its sessions, raise OpenEnvServerError if it cannot be reached, has no free session or was
-    lost, and EnvironmentFailedError for any other mistake of the server or its environment.
+    """Its methods, and those of its sessions, raise OpenEnvServerError if it cannot be reached, has no free session or
+    was lost, and EnvironmentFailedError for any other mistake of the server or its environment.
     """
 
     url: str
@@ -120,7 +116,7 @@ class OpenEnvServer:
 
 @dataclass(eq=False)
 class OpenEnvSession:
-    """An open session; `OpenEnvServer.session` makes one."""
+    """`OpenEnvServer.session` opens one."""
 
     url: str
     socket: aiohttp.ClientWebSocketResponse
@@ -136,10 +132,9 @@ class OpenEnvSession:
             ) from error
 
     async def step(self, action: Mapping[str, Any], seconds: float) -> Observed:
-        """Play an action.
-
+        """
         Raises:
-            InvalidActionError: The server refused it as written.
+            InvalidActionError: The server refused the action as written.
         """
         return await self._ask("step", action, seconds)
 
@@ -222,7 +217,7 @@ async def _read_all(response: aiohttp.ClientResponse) -> bytes:
 
 
 async def _read(socket: aiohttp.ClientWebSocketResponse, arrived: MemoryObjectSendStream[str]) -> None:
-    """Pass texts on until the socket closes; reading also answers the server's pings."""
+    """Reading also answers the server's pings."""
     with arrived:
         while (message := await socket.receive()).type is aiohttp.WSMsgType.TEXT:
             await arrived.send(message.data)

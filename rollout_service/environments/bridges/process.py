@@ -32,11 +32,11 @@ _LOST: Final = (
     *(anyio.BrokenResourceError, anyio.ClosedResourceError),
     *(anyio.IncompleteRead, anyio.DelimiterNotFound, OSError),
 )
-"""The exceptions of reading from or writing to a process that has ended, or that sends no line."""
+"""The process has ended, or sent no line."""
 
 
 class LibraryProcess:
-    """A running process; `library_process` and `library_in_sandbox` start one."""
+    """`library_process` and `library_in_sandbox` start one."""
 
     def __init__(
         self,
@@ -53,11 +53,10 @@ class LibraryProcess:
         self._end = end
         self._last_words = last_words
         self._owed = 0
-        """Replies that have not been read yet, those to cancelled requests among them."""
+        """Replies not read yet, those to cancelled requests among them."""
 
     async def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Send a request and return the reply.
-
+        """
         Raises:
             EnvironmentFailedError: The library failed, took too long, or ended; only after the first can it go on.
         """
@@ -93,7 +92,7 @@ class LibraryProcess:
 
 @asynccontextmanager
 async def library_process(command: Sequence[str | Path], name: str) -> AsyncIterator[LibraryProcess]:
-    """Run a library's process on this host within the block; its standard error is the service's."""
+    """Run it on this host within the block; its standard error is the service's."""
     process = await start_process(
         [str(part) for part in command],
         stdin=subprocess.PIPE,
@@ -117,8 +116,7 @@ async def library_process(command: Sequence[str | Path], name: str) -> AsyncIter
 
 
 def run_while_installing(work: Callable[[], Awaitable[T]], problem: str) -> T:
-    """Run what a library has to do while it is installed, and return its result.
-
+    """
     Raises:
         ConfigurationError: The library failed; the message begins with the `problem` that this is.
     """
@@ -132,7 +130,7 @@ def run_while_installing(work: Callable[[], Awaitable[T]], problem: str) -> T:
 async def library_in_sandbox(
     sandbox: Sandbox, command: Sequence[str], name: str, *, env: Mapping[str, str] | None = None
 ) -> AsyncIterator[LibraryProcess]:
-    """Run a library's process in a sandbox within the block: the place for a library that reads an agent's texts."""
+    """Run a library that reads an agent's texts within the block."""
     async with sandbox.program(command, env=env) as program:
         stream = ProgramStream(program)
         yield LibraryProcess(
@@ -146,7 +144,7 @@ async def library_in_sandbox(
 
 @cache
 def source_of(worker: Path) -> str:
-    """Return the text of a program that runs where its file is not."""
+    """Return a program's text, to run it where its file is not."""
     return worker.read_text()
 
 

@@ -19,29 +19,28 @@ from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.episodes import Episode, Score
 
 REWARDS: Final = "turn_rewards"
-"""The key of the rewards in an episode's state."""
+"""In an episode's state."""
 MAX_PARTS: Final = 64
-"""How many turns are shown with a reward of their own."""
+"""Turns that are shown with a reward of their own."""
 
 
 class Consequence(BaseModel):
-    """The other side's answer to an action."""
+    """The other side's answer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     text: str
     reward: float = 0.0
     done: bool = False
-    """Whether the episode has ended."""
     parts: dict[str, float] = {}
-    """More numbers for people, shown with the reward."""
+    """Shown to people with the reward."""
 
 
 class Partner(Protocol):
     """The other side of an episode."""
 
     async def step(self, action: str) -> Consequence:
-        """Play the policy's whole text as an action.
+        """Play the policy's whole text.
 
         Raises:
             EnvironmentFailedError: The other side failed, and not because of the action.
@@ -63,7 +62,7 @@ class Earned:
 
 
 async def take_turns(episode: Episode, messages: Sequence[Message], partner: Partner) -> StopReason:
-    """Let the policy act until the episode ends or a limit is reached; `messages` begin the conversation."""
+    """Let the policy act until a limit is reached; `messages` begin the conversation."""
     earned = episode.state[REWARDS] = Earned()
     with episode.clock.limit(episode.limits.agent_seconds):
         return await _take_turns(episode, list(messages), partner, earned)
@@ -86,7 +85,7 @@ async def _take_turns(episode: Episode, messages: list[Message], partner: Partne
 
 
 async def take_actions(episode: Episode, actions: Sequence[str], partner: Partner) -> StopReason:
-    """Play actions that are known before, such as a solution's, in place of the policy.
+    """Play known actions, such as a solution's, in place of the policy.
 
     Raises:
         EnvironmentFailedError: They did not end the episode.
@@ -103,7 +102,7 @@ async def take_actions(episode: Episode, actions: Sequence[str], partner: Partne
 
 
 def score_turns(episode: Episode) -> Score:
-    """Return the sum of the rewards, with that of each turn which has one."""
+    """Add the rewards up, and show each."""
     earned: Earned = episode.state.get(REWARDS) or Earned()
     turns = {
         f"turn_{number}": reward

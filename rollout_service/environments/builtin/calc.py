@@ -23,7 +23,7 @@ INTEGER = re.compile(r"-?\d{1,1000}", re.ASCII)
 DATASET_SEED = 20_260
 HELD_OUT_PROBLEMS = 128
 TRAINING_PROBLEMS = 4_096
-"""Enough that a policy trained for minutes sees no problem twice and memorizes none."""
+"""A policy trained for minutes sees no problem twice."""
 
 SPEC = EnvironmentSpec(
     name="calc",
@@ -66,10 +66,8 @@ class Calc(AgentEnvironment):
         ]
 
 
-# Arithmetic questions for the environment `calc`, split for training.
-#
-# Guarantee: an expression's own hash decides whether it is held out, so the sides need no list of questions, and the
-# shipped policies never saw a held-out expression.
+# An expression's own hash decides whether it is held out, so the sides need no list of questions, and the shipped
+# policies never saw a held-out expression.
 
 MAX_DIGITS: Final = 4
 HELD_OUT_SHARE: Final = 16  # one expression in this many is held out
@@ -102,7 +100,7 @@ _OPERATORS: Final = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: ope
 
 
 class CalcProblem(TypedDict):
-    """A question, its expression without spaces, and the answer as decimal digits."""
+    """The expression has no spaces; the answer has decimal digits."""
 
     question: str
     expression: str
@@ -110,7 +108,7 @@ class CalcProblem(TypedDict):
 
 
 def make_problem(rng: random.Random) -> CalcProblem:
-    """Make a question with one to three of `+ - *` over numbers of up to four digits; some have spaces."""
+    """Use one to three of `+ - *` over numbers of up to four digits; some questions have spaces."""
     expression = _number(rng)
     for _ in range(rng.choices((1, 2, 3), weights=(4, 3, 2))[0]):
         expression += rng.choice("+-*") + _number(rng)
@@ -120,12 +118,12 @@ def make_problem(rng: random.Random) -> CalcProblem:
 
 
 def is_held_out(expression: str) -> bool:
-    """Return whether an expression (without spaces) is held out from training."""
+    """`expression` has no spaces."""
     return zlib.crc32(expression.encode()) % HELD_OUT_SHARE == 0
 
 
 def sample_problems(seed: int, n: int, held_out: bool) -> list[CalcProblem]:
-    """Return `n` problems, all held out or none; the same seed gives the same problems."""
+    """Return problems of one side; the same seed gives the same problems."""
     rng = random.Random(seed)  # noqa: S311 - questions, not secrets
     problems: list[CalcProblem] = []
     while len(problems) < n:
@@ -181,8 +179,7 @@ def _splits() -> dict[str, list[CalcProblem]]:
 
 
 def expected_integer(instance: dict[str, JsonValue]) -> int:
-    """Return the right answer.
-
+    """
     Raises:
         InvalidFieldError: The instance has no integer as its answer.
     """

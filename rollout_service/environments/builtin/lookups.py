@@ -55,7 +55,7 @@ PARALLEL: Final = ParallelSettings(
     result_chars=256,
     subagent=SubagentSettings(max_turns=10, max_tokens=256, max_turn_tokens=48),
 )
-"""The limits of a task: too tight for an agent that works alone on any but the smallest tasks."""
+"""Too tight for an agent that works alone on any but the smallest tasks."""
 
 Name = Annotated[str, Field(min_length=1, max_length=32)]
 
@@ -63,9 +63,9 @@ Name = Annotated[str, Field(min_length=1, max_length=32)]
 class LookupInstance(InstanceFields):
     question: str
     names: Annotated[list[Name], Field(min_length=1, max_length=64)]
-    """The names of the cells to add."""
+    """The cells to add."""
     cells: Annotated[dict[Name, Name], Field(max_length=1_024)]
-    """The content of each cell, by its name: a number of up to nine digits, or another name."""
+    """Each has a number of up to nine digits, or another name."""
 
 
 class LookupProblem(TypedDict):
@@ -94,7 +94,7 @@ READ: Final = FunctionTool("read", "Read what a key holds.", CellKey, _read, par
 
 
 def score_sum(episode: Episode, expected: int) -> Score:
-    """Return 1 for the right sum within the budget of steps, else 0.
+    """Give 1 for the right sum within the budget of steps, else 0.
 
     Raises:
         EnvironmentFailedError: It is not known how many steps the agent took.
@@ -113,15 +113,14 @@ def score_sum(episode: Episode, expected: int) -> Score:
 
 
 def written_sum(answer: str | None) -> int | None:
-    """Return the value of an answer such as `37+12`, or None if it is not a sum of whole numbers."""
+    """Return the value of a text such as `37+12`; None if it is not a sum of whole numbers."""
     if answer is None or SUM.fullmatch(answer) is None:
         return None
     return sum(map(int, answer.split("+")))
 
 
 def add_numbers(texts: list[str], problem: str) -> int:
-    """Return the sum of the cells' contents.
-
+    """
     Raises:
         InvalidFieldError: One is not a number, which is the `problem` of the cells.
     """
@@ -145,13 +144,13 @@ def value(rng: random.Random) -> str:
 
 
 def is_held_out(problem: LookupProblem) -> bool:
-    """Return whether a task is held out from training; the order of its cells does not matter."""
+    """The order of cells does not matter."""
     text = " ".join(f"{name}={held}" for name, held in sorted(problem["cells"].items()))
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
 def sample_problems(make: Make, sizes: Sequence[int], seed: int, n: int, held_out: bool) -> list[LookupProblem]:
-    """Return `n` tasks, all held out or none, of each size in turn; the same seed gives the same tasks."""
+    """Make each size in turn, all held out or none; the same seed gives the same tasks."""
     rng = random.Random(seed)  # noqa: S311 - tasks, not secrets
     problems: list[LookupProblem] = []
     while len(problems) < n:
@@ -177,9 +176,6 @@ def instances(make: Make, sizes: Sequence[int], seed: int) -> list[dict[str, Jso
     return [as_instance(problem) | {"split": split} for split, problems in splits.items() for problem in problems]
 
 
-# Shared by the environments `pointers` and `split`: a sum as the answer, scored within a budget of steps.
-
-
 class LookupEnvironment(AgentEnvironment):
     """Gives the agent and its sub-agents the tool `read`, and the agent `tools` besides."""
 
@@ -194,7 +190,7 @@ class LookupEnvironment(AgentEnvironment):
         *,
         tools: Sequence[Tool] = (),
     ) -> None:
-        """`make` makes a task of a size; `seed` is that of the data set."""
+        """`seed` is that of the data set."""
         super().__init__(spec, extra_tools=[*tools, READ], subagent_tools=[READ])
         self._make = make
         self._sizes = sizes
@@ -202,8 +198,7 @@ class LookupEnvironment(AgentEnvironment):
 
     @abstractmethod
     def expected(self, instance: dict[str, JsonValue]) -> int:
-        """Return the right sum.
-
+        """
         Raises:
             InvalidFieldError: The instance cannot be used.
         """

@@ -45,12 +45,10 @@ class Pointers(LookupEnvironment):
         return lookups.add_numbers(cells, "must hold, for each of `names`, a name that holds a number")
 
 
-# Tasks of `pointers`: keys, each of which holds a pointer to its value.
-#
-# Guarantee: all keys, pointers and orders are random in each task, so nothing but reading finds a value.
+# All keys, pointers and orders are random in each task, so nothing but reading finds a value.
 
 SIZES: Final = (2, 3, 4)
-"""How many values a task asks for."""
+"""Values of a task."""
 
 
 def make_problem(rng: random.Random, size: int) -> LookupProblem:

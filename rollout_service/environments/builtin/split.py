@@ -37,7 +37,7 @@ SPEC = EnvironmentSpec(
 
 
 class Nothing(Arguments):
-    """The arguments of `index`."""
+    pass
 
 
 async def _index(arguments: Nothing, context: ToolContext) -> str:  # noqa: ARG001 - it has none
@@ -61,12 +61,10 @@ class Split(LookupEnvironment):
         return lookups.add_numbers(cells, "must hold a number for each of `names`")
 
 
-# Tasks of `split`: an index that names items, each of which holds a value.
-#
-# Guarantee: all names and orders are random in each task, so nothing can be read before the index.
+# All names and orders are random in each task, so nothing can be read before the index.
 
 SIZES: Final = (4, 6, 8)
-"""How many items a task has."""
+"""Items of a task."""
 QUESTION: Final = "Add all."
 
 

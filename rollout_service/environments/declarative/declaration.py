@@ -41,7 +41,7 @@ TEXT_HINT = "Put the file there, saved as text in UTF-8."
 TOML_HINT = "Correct that line: texts and dates need quotes at both ends, lists and tables their closing brackets."
 VALUES_HINT = "docs/reference/environment-toml.md says what each key takes."
 INSIDE = "/environment"
-"""The path at which commands find the environment's folder."""
+"""Commands find the environment's folder here."""
 
 
 class InitTable(EnvironmentSettings):
@@ -140,7 +140,6 @@ class DatasetTable(EnvironmentSettings):
 
 
 def dataset_files(table: DatasetTable | None, folder: Path) -> list[tuple[Path, str | None]]:
-    """Return the files of a data set, each with its split, if any."""
     return [] if table is None else table.files(folder)
 
 
@@ -185,7 +184,7 @@ class Declaration(EnvironmentSettings):
         return table if image is None else {**table, "image": image}
 
     def spec(self, folder: Path) -> EnvironmentSpec:
-        """Return the environment's description; an image that is a file in the folder becomes its absolute path."""
+        """Make an image that is a file in the folder an absolute path."""
         fresh = self.evaluate.sandbox is EvaluateIn.FRESH
         return spec_from(
             self,
@@ -202,13 +201,13 @@ class Declaration(EnvironmentSettings):
 
 
 def spec_from(declaration: EnvironmentSettings, **own: Any) -> EnvironmentSpec:
-    """Return the description that has a declaration's keys of the same names, and `own`."""
+    """Use a declaration's keys of the same names, and `own`."""
     shared = {key: value for key, value in declaration if key in EnvironmentSpec.model_fields}
     return EnvironmentSpec(**{**shared, **own})
 
 
 def load_table(model: type[M], folder: Path) -> M:
-    """Read the `environment.toml` of a folder as the declaration of a kind."""
+    """Read the `environment.toml` of a folder."""
     path = folder / FILE_NAME
     return read_table(model, parse_toml(read_text(path), where=str(path)), where=str(path))
 
@@ -221,7 +220,7 @@ def read_text(path: Path) -> str:
 
 
 def read_declaration(text: str, *, where: str, image: str | None = None) -> Declaration:
-    """Read the text of an `environment.toml`; `image` is the image that it was found in, and replaces the key."""
+    """`image` is the image that the file was found in, and replaces the key."""
     table = parse_toml(text, where=where) | ({} if image is None else {"image": image})
     return read_table(Declaration, table, where=where)
 
@@ -257,7 +256,7 @@ def _explain(model: type[BaseModel], item: Any) -> str:
 
 
 def _keys_there_are(model: type[BaseModel], items: Sequence[Any]) -> str:
-    """Return the keys of each table that has an unknown or a missing one; empty if only values are wrong."""
+    """Name the keys of tables with an unknown or a missing one; empty if only values are wrong."""
     places = [item["loc"][:-1] for item in items if item["type"] in ("extra_forbidden", "missing")]
     tables = dict.fromkeys(tuple(map(str, place)) for place in places)
     return " ".join(f"{_name_of(table)} takes {', '.join(sorted(known_fields(model, [*table])))}." for table in tables)
@@ -272,7 +271,7 @@ def _name_of(table: tuple[str, ...]) -> str:
 
 
 def resolve_image(image: str, folder: Path) -> str:
-    """Return an image's name; one that is a file in the environment's folder becomes its absolute path."""
+    """Make an image that is a file in the environment's folder an absolute path."""
     path = folder / image
     if path.exists():
         return str(path.resolve())

@@ -47,11 +47,11 @@ from sandboxes.sessions.serial_session import return_to_workdir
 RUNS = "runs.json"
 SECRETS = "secrets.sh"
 _WITH_SECRETS = '. "$0" && rm -f -- "$0" && exec "$@"'
-"""Runs a command with the secrets of a file, which is gone when the command begins."""
+"""The file with the secrets is gone when the command begins."""
 DOCKERFILE, DEFINITION = "Dockerfile", ".def"
-"""Names of files that images are built from: Docker's, and the suffix of Apptainer's."""
+"""Files that images are built from: Docker's name, and Apptainer's suffix."""
 CHMOD_SECONDS = 10.0
-"""The limit for `chmod`, which takes milliseconds unless the agent has replaced it with another program."""
+"""`chmod` takes milliseconds unless the agent has replaced it."""
 MAX_RESULT_BYTES = 64 * 1024
 EXIT_TEXT_CHARS = 2_000
 RESULT_HINT = 'Write {"reward": NUMBER, "parts": {"name": NUMBER}} to the file that $ROLLOUT_RESULT names.'
@@ -59,7 +59,7 @@ _FOLDER = re.compile(rf"(?<![\w./-]){INSIDE}(?![\w.-])")
 
 
 class _Result(BaseModel):
-    """The result that a grader writes; booleans, strings and non-finite numbers are rejected."""
+    """Booleans, strings and non-finite numbers are rejected."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -68,7 +68,7 @@ class _Result(BaseModel):
 
 
 class DeclarativeEnvironment(AgentEnvironment):
-    """Runs the commands of a declaration; `load_folder` makes one."""
+    """`load_folder` makes one."""
 
     def __init__(
         self, declaration: Declaration, folder: Path, *, in_image: bool = False, warnings: Sequence[str] = ()
@@ -176,18 +176,18 @@ class DeclarativeEnvironment(AgentEnvironment):
 
 @dataclass(frozen=True, slots=True)
 class SecretFolder:
-    """A folder in a sandbox at an unguessable path, with the files that one command needs."""
+    """A folder at an unguessable path, with the files that one command needs."""
 
     sandbox: Sandbox
     path: str
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The variables of the one command that `run` runs."""
+    """Variables of the one command that `run` runs."""
     hidden: Collection[str] = field(default=(), repr=False)
-    """The texts that are masked in its output."""
+    """Texts that are masked in its output."""
 
     @classmethod
     async def make(cls, sandbox: Sandbox, files: list[PackedFile], episode: Episode | None = None) -> SecretFolder:
-        """Copy the files to a new folder, with the episode's secrets for the command that runs there.
+        """Copy files to a new folder; the command that runs there gets the episode's secrets.
 
         Raises:
             FileStalledError: A program in the sandbox hangs.
@@ -209,7 +209,7 @@ class SecretFolder:
         return cls(sandbox, path, secrets, hidden)
 
     async def run(self, command: str, *, cwd: str, seconds: float) -> ExecResult:
-        """Run a command of the environment; its variables say where everything is. Secrets in its output are masked."""
+        """Run a command whose variables say where everything is; secrets in its output are masked."""
         argv = self.command(command)
         if self.secrets:
             argv = ["bash", "-c", _WITH_SECRETS, f"{self.path}/{SECRETS}", *argv]
@@ -237,8 +237,7 @@ class SecretFolder:
         return f"{self.path}/environment"
 
     async def result(self, run: ExecResult) -> bytes:
-        """Return the result that the command wrote.
-
+        """
         Raises:
             EnvironmentFailedError: The command wrote no result; the message has its output.
         """
@@ -260,7 +259,7 @@ class SecretFolder:
 
 
 def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnvironment:
-    """Load the environment in a folder; `image` is the image that the folder was extracted from, if any."""
+    """`image` is the image that the folder was extracted from, if any."""
     path = folder / FILE_NAME
     text = read_text(path)
     if image is None:
@@ -281,7 +280,7 @@ def _make(
     in_image: bool = False,
     warnings: Sequence[str] = (),
 ) -> DeclarativeEnvironment:
-    """Make the environment of a declaration; errors name its file, `where`, unless they name one themselves."""
+    """Let errors name the file, `where`, unless they name one themselves."""
     try:
         return DeclarativeEnvironment(declaration, folder, in_image=in_image, warnings=warnings)
     except ConfigurationError as error:
@@ -290,7 +289,7 @@ def _make(
 
 
 def _require_no_path_of_the_host(declaration: Declaration, folder: Path, where: str) -> None:
-    """Refuse paths that lead out of the folder of an environment in an image, which is downloaded data."""
+    """Refuse paths that lead out of the folder: an image is downloaded data."""
     outside = [
         f"{where}: dataset: {path} is not a file in {INSIDE}"
         for path, _ in dataset_files(declaration.dataset, folder)
@@ -304,7 +303,7 @@ def _require_no_path_of_the_host(declaration: Declaration, folder: Path, where: 
 
 
 def parse_score(data: bytes, run: ExecResult | None = None) -> Score:
-    """Parse the score that a grader wrote: `{"reward": NUMBER, "parts": {NAME: NUMBER, ...}}`.
+    """Parse `{"reward": NUMBER, "parts": {NAME: NUMBER, ...}}`.
 
     Raises:
         EnvironmentFailedError: The data has another form; the message has the output of `run`, if given.
@@ -324,7 +323,7 @@ def parse_score(data: bytes, run: ExecResult | None = None) -> Score:
 
 
 async def _enter_again(sandbox: Sandbox, sessions: frozenset[SessionName], command: str) -> None:
-    """Return the sessions to the working folder: the init command may have replaced it since they were opened."""
+    """Return to the working folder, which the init command may have replaced since sessions were opened."""
     try:
         await return_to_workdir(sandbox, sessions)
     except FileMissingError as error:
@@ -335,7 +334,7 @@ async def _enter_again(sandbox: Sandbox, sessions: frozenset[SessionName], comma
 
 
 def require_success(stage: str, command: str, result: ExecResult) -> None:
-    """Raise EnvironmentFailedError, with a command's output, unless it succeeded."""
+    """Raise EnvironmentFailedError, with the output, unless the command succeeded."""
     if result.exit_code == 0:
         return
     how = "did not end in time" if result.timed_out else f"ended with exit code {result.exit_code}"
@@ -359,7 +358,7 @@ def _printed(result: ExecResult) -> str:
 
 
 def _secrets_file(secrets: Mapping[str, str]) -> PackedFile:
-    """Return the file that sets a command's secrets. The control shell, which the agent meets, never has them."""
+    """Set the secrets by a file: the control shell, which the agent meets, never has them."""
     lines = [f"export {name}={shlex.quote(value)}\n" for name, value in secrets.items()]
     return PackedFile(SECRETS, "".join(lines).encode())
 
@@ -369,7 +368,6 @@ def instance_file(instance: dict[str, JsonValue]) -> PackedFile:
 
 
 def below(files: tuple[PackedFile, ...]) -> list[PackedFile]:
-    """Return the files as they are in a `SecretFolder`."""
     return [PackedFile(f"environment/{file.path}", file.data, file.executable) for file in files]
 
 

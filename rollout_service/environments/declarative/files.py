@@ -15,15 +15,15 @@ from sandboxes import Sandbox
 from sandboxes.errors import FileMissingError, FileTooLargeError
 
 MAX_BYTES = 32 * 1024 * 1024
-"""The limit for all files of an environment; larger files belong in its image."""
+"""Of all files of an environment; larger files belong in its image."""
 CHUNK_BYTES = 256 * 1024
 ENTRY_BYTES = 4096
-"""The minimum size that each entry counts as (see `Sandbox.export_path`)."""
+"""Each entry counts as at least this (see `Sandbox.export_path`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A file and its path below the folder in which it is unpacked."""
+    """`path` is below the folder in which it is unpacked."""
 
     path: str
     data: bytes
@@ -54,7 +54,7 @@ def read_folder(folder: Path, *, without: Iterable[Path] = ()) -> tuple[PackedFi
 
 
 async def archive(files: Iterable[PackedFile]) -> AsyncIterator[bytes]:
-    """Yield the files as a tar archive, in chunks."""
+    """Yield a tar archive in chunks."""
     packed = await anyio.to_thread.run_sync(_pack, tuple(files))
     for start in range(0, len(packed), CHUNK_BYTES):
         yield packed[start : start + CHUNK_BYTES]

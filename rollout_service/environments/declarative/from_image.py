@@ -19,7 +19,7 @@ from sandboxes.images.tree import ImageTree
 
 
 def extract_environment(image: Path, cache: Path | None = None) -> Path:
-    """Copy the regular files below `/environment` out of an image, once per version of it; return the folder.
+    """Copy regular files below `/environment` out of an image, once per version of it.
 
     The image is read but not started. This blocks for about a second, so call it in a thread. `cache` is the folder of
     the copies.
@@ -44,7 +44,7 @@ def extract_environment(image: Path, cache: Path | None = None) -> Path:
 
 
 def _tree(image: Path, draft: Path) -> ImageTree:
-    """Return the files of an image; of an image file, only `/environment` is unpacked."""
+    """Unpack only `/environment` of an image file."""
     if image.is_dir():
         return ImageTree(image)
     unpack(find_apptainer(), image, draft, only=[INSIDE])
@@ -62,7 +62,7 @@ def _environment_of(tree: ImageTree, image: Path) -> str:
 
 
 def _copy(tree: ImageTree, path: str, target: Path) -> None:
-    """Copy the regular files and folders in a folder; every link must lead to a file."""
+    """Copy regular files and folders; every link must lead to a file."""
     target.mkdir()
     for name in tree.names(path):
         inside = f"{path}/{name}"
@@ -80,7 +80,7 @@ def _copy(tree: ImageTree, path: str, target: Path) -> None:
 
 
 def empty_folder() -> Path:
-    """Return an empty folder, to be shown in place of one that nobody inside a sandbox should see.
+    """Return a folder to show in place of one that nobody in a sandbox should see.
 
     It is below the system's temporary folder, where every user that runs sandboxes can reach it.
     """

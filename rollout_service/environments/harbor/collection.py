@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from rollout_service.environments.harbor.environment import HarborTaskEnvironment
 
 ALL = "harbor"
-"""The environment that has the tasks of all folders."""
+"""Has the tasks of all folders."""
 KEY = "task"
 DEPTH = 3
-"""How far below a folder tasks are looked for."""
+"""Tasks are looked for so far below a folder."""
 
 
 class HarborEnvironment(Environment):
-    """Tasks by their names: their folders' paths below the collection's folder."""
+    """A task's name is its folder's path below the collection's folder."""
 
     has_solution = True
 
@@ -112,7 +112,7 @@ def load_harbor(folder: Path, settings: HarborSettings) -> HarborEnvironment:
 
 
 def _load_task(folder: Path, task: str, collection: str, settings: HarborSettings) -> HarborTaskEnvironment:
-    # The models of a task's files are imported with the first task, since most services have none in this format.
+    # Imported with the first task, since most services have none in this format.
     from rollout_service.environments.harbor.environment import HarborTaskEnvironment
     from rollout_service.environments.harbor.task_folder import load_task
 
@@ -120,7 +120,7 @@ def _load_task(folder: Path, task: str, collection: str, settings: HarborSetting
 
 
 def join(collections: Sequence[HarborEnvironment]) -> HarborEnvironment:
-    """Return the tasks of several collections as one; a name that several have is given with its collection's."""
+    """Return the tasks of all collections; a name that several have is given with its collection's."""
     names = [name for one in collections for name in (*one.tasks, *one.problems)]
     twice = {name for name in names if names.count(name) > 1}
 
@@ -135,7 +135,7 @@ def join(collections: Sequence[HarborEnvironment]) -> HarborEnvironment:
 
 
 def _find(folder: Path, depth: int = DEPTH) -> Iterable[Path]:
-    """Yield the folders of tasks below a folder, in order; links are not followed."""
+    """Follow no links."""
     if (folder / FILE_NAME).is_file():
         yield folder
     elif depth and folder.is_dir():

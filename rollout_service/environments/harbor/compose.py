@@ -23,18 +23,18 @@ from rollout_service.environments.harbor.task_toml import HealthcheckTable, Task
 
 FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 MAIN = "main"
-"""Harbor's name for the service that the agent works in: the sandbox itself."""
+"""The service that the agent works in: the sandbox itself."""
 MAX_BYTES, MAX_DEPTH, MAX_SERVICES, MAX_ENTRIES = 64 * 1024, 12, 16, 64
 MAX_SECONDS = 600.0
-"""The limit of a time in a health check, since a rollout waits for it."""
+"""Bounds times in a health check, since a rollout waits for it."""
 LOOK_SECONDS, MIN_LOOK_SECONDS = 1.0, 0.1
-"""The most, and the least, between two runs of a health check while a rollout waits for its service."""
+"""The most, and the least, between two health checks."""
 HARBORS = {
     "CONTEXT_DIR": ".",
     "MAIN_IMAGE_NAME": MAIN,
     "TEST_DIR": "/tests",
 }
-"""The variables that Harbor sets for Compose files and that have a meaning here."""
+"""Harbor's variables for Compose files that have a meaning here."""
 INSTEAD = {
     **dict.fromkeys(("networks", "network_mode", "links"), "remove it: services share the sandbox's network"),
     **dict.fromkeys(("deploy", "mem_limit", "cpus"), "set the limits in [environment] of task.toml"),
@@ -51,7 +51,7 @@ _PORT = re.compile(r"(?:[\d.]+:)?(?:\d+:)?(\d{1,5})(?:/(?:tcp|udp))?")
 REFERENCE = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}")
 _DOLLAR = re.compile(rf"\$\$|{REFERENCE.pattern}|\$")
 _IDLE = (("sleep", "infinity"), ("sh", "-c", "sleep infinity"), ("tail", "-f", "/dev/null"))
-"""Commands that only keep a container alive."""
+"""They only keep a container alive."""
 
 
 def _words(given: Any) -> Any:
@@ -113,7 +113,7 @@ class HealthcheckKeys(TaskSection):
         return ["CMD-SHELL", test] if isinstance(test, str) else test
 
     def table(self) -> HealthcheckTable | None:
-        """Return the check with the same time in all, but with a look at least every second; None if there is none."""
+        """Allow the same time in all, but look at least every second; None if there is no check."""
         kind, *words = self.test
         if kind == "NONE":
             return None
@@ -162,7 +162,7 @@ class ComposeService(TaskSection):
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The program and its arguments; empty for one that only keeps a container alive."""
+        """Empty for a program that only keeps a container alive."""
         argv = self.entrypoint + self.command
         return () if argv in _IDLE else argv
 
@@ -184,7 +184,7 @@ class Compose(TaskSection):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """Yield the problems of running all services in one sandbox; each begins with its path."""
+        """Yield problems of running all services in one sandbox; each begins with its path."""
         ports: dict[int, str] = {}
         mounts: dict[str, str] = {}
         for name, service in self.services.items():
@@ -213,12 +213,12 @@ class Compose(TaskSection):
                 yield f"{where}: the agent's own service is ready last: wait for service_started"
 
     def order(self) -> list[str]:
-        """Return the services in the order in which they start; `main`, which services may name, is last."""
+        """Return services in the order in which they start; `main`, which services may name, is last."""
         graph = {name: {*one.depends_on} - {MAIN} for name, one in self.services.items() if name != MAIN}
         return [*graphlib.TopologicalSorter(graph).static_order(), *({MAIN} & self.services.keys())]
 
     def is_awaited(self, name: str) -> bool:
-        """Return whether another service waits until this one has completed."""
+        """Return whether another service waits for this one's end."""
         return any(one.depends_on.get(name) == "service_completed_successfully" for one in self.services.values())
 
     @property
@@ -227,13 +227,13 @@ class Compose(TaskSection):
 
     @property
     def seconds(self) -> float:
-        """How long the services may take to become healthy, one after another."""
+        """For all services to become healthy, one after another."""
         checks = [check for one in self.services.values() if (check := one.health)]
         return sum(check.start_period_sec + check.timeout_sec for check in checks)
 
 
 def read_compose(path: Path, *, images: Callable[[], Collection[str]], allowed: Container[str]) -> Compose:
-    """Read a Compose file; `images` returns the names that mean the task's image, or one that it was built from."""
+    """Read a Compose file; `images` returns names that mean the task's image, or one that it was built from."""
     try:
         compose = Compose.model_validate(_replaced(_tree(path) or {}, "", allowed))
     except ValidationError as error:
@@ -254,7 +254,7 @@ def read_compose(path: Path, *, images: Callable[[], Collection[str]], allowed: 
 
 
 def _tree(path: Path) -> Any:
-    """Return the file's tables, lists and texts, with numbers as texts: `22:22` is not a number."""
+    """Read numbers as texts: `22:22` is not a number."""
     with path.open("rb") as file:
         text = file.read(MAX_BYTES + 1)
     if len(text) > MAX_BYTES:
@@ -300,20 +300,19 @@ def _explain(item: Any) -> str:
     return f"{path}: {message}" if path else message
 
 
-# Values of `task.toml` that stand for variables of the host: `${NAME}` and `${NAME:-DEFAULT}`.
-#
-# Guarantee: a task gets no variable of the host but those that the operator has named, since its sandbox is hostile.
+# `${NAME}` and `${NAME:-DEFAULT}` stand for variables of the host. A task gets only those that the operator has named,
+# since its sandbox is hostile.
 
 
 def resolve(table: Mapping[str, str], allowed: Container[str], host: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the values with their references replaced; a reference without a value becomes empty."""
+    """Replace references in the values; one without a value becomes empty."""
     return {key: REFERENCE.sub(lambda match: _value(match, allowed, host) or "", value) for key, value in table.items()}
 
 
 def missing(
     table: Mapping[str, str], path: str, allowed: Container[str], host: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """Yield a sentence for each reference that has neither a value nor a default; `path` is that of the table."""
+    """Report references that have neither a value nor a default; `path` is that of the table."""
     for key, value in table.items():
         for match in REFERENCE.finditer(value):
             if _value(match, allowed, host) is None:

@@ -40,20 +40,15 @@ from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxError
 
 GRADED = "harbor_rewards"
-"""The key of the rewards of steps that were graded, in an episode's state."""
+"""Rewards of graded steps, in an episode's state."""
 OVER = frozenset({StopReason.SANDBOX_ENDED, StopReason.CONTEXT_FULL, StopReason.MAX_TOKENS})
-"""The reasons for which an agent cannot go on with the next step."""
+"""An agent cannot go on with the next step."""
 SETUP_SECONDS = 120.0
 
 
-# Starts the services of a task's Compose file as processes of its sandbox.
-#
-# Guarantee: when `start_services` returns, each service has started in its order, is healthy if it has a check, and
-# has not failed; each is reached by its name.
-
 LOGS = "/logs/services"
 COMPLETE_SECONDS = 600.0
-"""The limit for a service that others wait for until it has completed; the deadline of `init` is usually nearer."""
+"""For a service that others wait for until it has completed; the deadline of `init` is usually nearer."""
 _RUN = f"""
 log={LOGS}/$1; shift
 "$@" >"$log" 2>&1 </dev/null
@@ -73,7 +68,8 @@ Check = Callable[[Sandbox, HealthcheckTable], Awaitable[None]]
 
 
 async def start_services(sandbox: Sandbox, compose: Compose, require_healthy: Check) -> None:
-    """Start all services but the agent's own, which is the sandbox, in the order of their dependencies.
+    """Start all services but the agent's own as processes of the sandbox, in the order of their dependencies. When it
+    returns, each is healthy if it has a check, has not failed, and is reached by its name.
 
     Raises:
         HealthcheckFailedError: One did not become healthy, or failed.
@@ -130,16 +126,14 @@ async def _last_output(sandbox: Sandbox, log: str) -> str:
 
 PRINTED_CHARS = 2_000
 PRINTED = "/logs/agent/oracle.txt"
-"""The output of a solution, in Harbor's place for it."""
+"""A solution's output, in Harbor's place for it."""
 
 Work = Callable[[Episode, TaskStep, list[Message]], Awaitable[StopReason]]
 
 
 class HarborTaskEnvironment(AgentEnvironment):
-    """Runs the agent on each step of a task, and grades its work with the task's tests."""
-
     def __init__(self, task: HarborTask, name: str, settings: HarborSettings) -> None:
-        """`name` is the environment that the task belongs to."""
+        """`name` is the environment's."""
         super().__init__(spec_of(task, name, settings))
         self.task = task
         self.has_solution = task.has_solution
@@ -192,7 +186,7 @@ class HarborTaskEnvironment(AgentEnvironment):
         return await self._run_steps(episode, self._solve)
 
     async def _run_steps(self, episode: Episode, work: Work) -> StopReason:
-        """Do the steps in order; the outcome of each but the last becomes a checkpoint."""
+        """Make the outcome of each step but the last a checkpoint."""
         reason, steps = StopReason.FINISHED, self.task.steps
         for number, step in enumerate(steps):
             if reason not in OVER:
@@ -250,7 +244,7 @@ class HarborTaskEnvironment(AgentEnvironment):
         return StopReason.AGENT_TIMEOUT if done.timed_out else StopReason.FINISHED
 
     async def _begin(self, sandbox: Sandbox, step: TaskStep) -> None:
-        """Bring a step's files into the working folder, and wait until the sandbox is healthy."""
+        """Copy a step's files into the working folder, and wait until the sandbox is healthy."""
         if files := await anyio.to_thread.run_sync(step.workdir):
             await sandbox.import_path(sandbox.workdir, archive(files))
         if any(file.path == SETUP for file in files):
@@ -262,7 +256,7 @@ class HarborTaskEnvironment(AgentEnvironment):
             await _require_healthy(sandbox, step.healthcheck)
 
     async def _collect(self, sandbox: Sandbox) -> None:
-        """Run the commands that gather the files for a separate verifier; they are the agent's to break."""
+        """Gather files for a separate verifier; the agent may break the commands."""
         for command in self.task.toml.verifier.collect:
             await sandbox.exec(["bash", "-c", command.command], cwd=sandbox.workdir, timeout=command.timeout_sec)
 
@@ -313,7 +307,7 @@ def _prompt(step: TaskStep) -> Message:
 
 
 def _unanswered(episode: Episode) -> list[Message]:
-    """Return results of the calls with which the last step ended, since every call must have one."""
+    """Answer the calls with which the last step ended, since every call must have a result."""
     last = episode.policy.messages[-1] if episode.policy.messages else None
     if last is None or last.role != "assistant":
         return []
@@ -324,7 +318,7 @@ def _unanswered(episode: Episode) -> list[Message]:
 
 
 async def _require_healthy(sandbox: Sandbox, check: HealthcheckTable) -> None:
-    """Run a health check until it succeeds; those that fail in the start period do not count."""
+    """Repeat a health check until it succeeds; failures in the start period do not count."""
     starting_until = anyio.current_time() + check.start_period_sec
     failures = 0
     while True:

@@ -24,14 +24,14 @@ TOOLS = ["bash", "read", "write", "edit", "finish"]
 LOGS = "/logs/artifacts"
 DEFAULT_AGENT_SECONDS = 900.0
 GRACE_SECONDS = 120.0
-"""The seconds that a stage has beyond the limits of a task: for the sandbox, files, and the last turn."""
+"""Beyond a task's limits: for the sandbox, files, and the last turn."""
 MAX_TURNS = 100
 MAX_TOKENS = 131_072
 MAX_PROCESSES = 1024
 
 
 def spec_of(task: HarborTask, name: str, settings: HarborSettings) -> EnvironmentSpec:
-    """Return the description of a task's environment; `name` is its name in tasks.
+    """Describe a task's environment; `name` is its name in tasks.
 
     Raises:
         ConfigurationError: A value cannot be had here; the message has its path.
@@ -113,7 +113,7 @@ def _network(keys: NetworkKeys, settings: HarborSettings) -> str | tuple[str, ..
 
 
 def _grader(task: HarborTask, settings: HarborSettings) -> SandboxSettings:
-    """Return the sandbox of the verifier, which may have resources and a network of its own."""
+    """Give the verifier its own resources and network, if it has any."""
     table, where = task.toml.environment, f"{task.folder / FILE_NAME}: environment"
     if task.toml.verifier.is_separate and task.toml.verifier.environment is not None:
         table, where = task.toml.verifier.environment, f"{task.folder / FILE_NAME}: verifier.environment"

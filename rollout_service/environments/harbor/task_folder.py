@@ -38,25 +38,25 @@ SOLUTION = "solve.sh"
 SETUP = "setup.sh"
 VERIFIER = "verifier.environment"
 NAME_CHARS = 40
-"""The part of an image's name that is the task's; a digest follows."""
+"""Of a task's name in that of an image; a digest follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskStep:
-    """One prompt of a task, and how its outcome is graded."""
+    """A prompt of a task, and how its outcome is graded."""
 
     name: str
-    """Empty for the only step of a task without steps."""
+    """Empty for the step of a task without steps."""
     instruction: str
     agent: AgentTable
     verifier: VerifierTable
     min_reward: float | dict[str, float] | None
     healthcheck: HealthcheckTable | None
     folders: tuple[Path, ...]
-    """The task's folder, and the step's, whose files win."""
+    """The task's, and the step's, whose files win."""
 
     def tests(self) -> tuple[PackedFile, ...]:
-        """Read the tests; as all files of a step, this blocks."""
+        """Read the tests. As for all files of a step, this blocks."""
         return self._read("tests")
 
     def solution(self) -> tuple[PackedFile, ...]:
@@ -82,33 +82,33 @@ class HarborTask:
     toml: TaskToml
     steps: tuple[TaskStep, ...]
     image: str
-    """A name that contains a digest of `environment`, or the value of `docker_image`."""
+    """A name with a digest of `environment`, or the value of `docker_image`."""
     verifier_image: str | None
-    """The image of a separate verifier that has one of its own."""
+    """Of a separate verifier with its own image."""
     compose: Compose | None
-    """The services that run beside the agent, if any."""
+    """Services beside the agent."""
     warnings: tuple[str, ...]
-    """Keys that have no effect here."""
+    """Keys without effect here."""
 
     @property
     def has_solution(self) -> bool:
         return all(any((folder / "solution" / SOLUTION).is_file() for folder in step.folders) for step in self.steps)
 
     def empty_instructions(self) -> Iterator[str]:
-        """Yield the instructions without a word, with which the agent would not know what to do."""
+        """Report instructions without a word."""
         for step in self.steps:
             if not step.instruction.strip():
                 name = f"steps/{step.name}/instruction.md" if step.name else "instruction.md"
                 yield f"{name}: it is empty; write what the agent has to do"
 
     def unusable_scripts(self) -> Iterator[str]:
-        """Yield the scripts with Windows line endings, which no shell can run; this blocks."""
+        """Report Windows line endings, which no shell can read; this blocks."""
         for path, file in self._scripts():
             if file.data.partition(b"\n")[0].endswith(b"\r"):
                 yield f"{path}: it has Windows line endings, which shells cannot read; convert it with `dos2unix`"
 
     def _scripts(self) -> Iterator[tuple[str, PackedFile]]:
-        """Yield the files that a task runs, each once, with their paths in the task's folder."""
+        """Yield each file that a task runs once, with its path in the task's folder."""
         folders = dict.fromkeys(folder for step in self.steps for folder in step.folders)
         for folder in folders:
             for place in ("tests", "solution", "workdir"):
@@ -127,7 +127,7 @@ class HarborTask:
 
 
 def load_task(folder: Path, name: str, allowed: Container[str] = ()) -> HarborTask:
-    """Load the task in a folder; its Compose file may read the `allowed` variables of this machine."""
+    """Load a task, whose Compose file may read the `allowed` variables of this machine."""
     where = folder / FILE_NAME
     _require_inside(folder)
     toml = read_task_toml(read_text(where), where=str(where))
@@ -244,7 +244,7 @@ def _artifacts(toml: TaskToml) -> Iterator[tuple[str, str | ArtifactTable]]:
 
 
 def artifact_paths(toml: TaskToml) -> list[str]:
-    """Return the absolute paths that the task lists as artifacts, of all steps."""
+    """Include those of all steps."""
     paths = [entry if isinstance(entry, str) else entry.source for _, entry in _artifacts(toml)]
     return list(dict.fromkeys(paths))
 
@@ -301,7 +301,7 @@ def _dockerfile(context: Path) -> Path | None:
 
 
 def _name_by_digest(context: Path, name: str) -> str:
-    """Return an image's name that changes with every file that its build may read."""
+    """Name an image so that the name changes with every file that its build may read."""
     digest = hashlib.sha256()
     for path in sorted(context.rglob("*")):
         if path.is_file():
@@ -312,7 +312,7 @@ def _name_by_digest(context: Path, name: str) -> str:
 
 
 def _require_inside(folder: Path) -> None:
-    """Refuse links that lead out of a task's folder: their targets would be copied into a sandbox."""
+    """Refuse links that lead out: their targets would be copied into a sandbox."""
     root = folder.resolve()
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):

@@ -208,8 +208,7 @@ class TaskToml(TaskSection):
 
 
 def read_task_toml(text: str, *, where: str) -> TaskToml:
-    """Read the text of a `task.toml`.
-
+    """
     Raises:
         ConfigurationError: The text is not valid; the message has a line for every key at fault, after `where`.
     """
@@ -222,7 +221,7 @@ def read_task_toml(text: str, *, where: str) -> TaskToml:
 
 
 def _put(table: dict[str, Any], old: str, new: str, value: Any) -> None:
-    """Replace an old key by the one that means the same now."""
+    """Replace an old key."""
     del table[old]
     if new in table:
         raise ValueError(f"`{old}` is the old name of `{new}`: give one of them")

@@ -32,14 +32,6 @@ from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import FileMissingError
 
 # The failures of a verifier, which leave a rollout without a reward.
-#
-# EnvironmentFailedError
-#  |- HealthcheckFailedError     the sandbox did not become healthy
-#  |- TestsNeverRanError         the verifier could not run its tests
-#  |- VerifierTimeoutError       the verifier did not end in time
-#  |- RewardMissingError         it wrote neither reward.json nor reward.txt
-#  |- RewardEmptyError           the file has nothing in it
-#  `- RewardInvalidError         the file has something else than finite numbers
 
 
 class HealthcheckFailedError(EnvironmentFailedError):
@@ -70,7 +62,7 @@ class RewardInvalidError(EnvironmentFailedError):
 TESTS = "/tests"
 LOGS = "/logs/verifier"
 REPORT = "ctrf.json"
-"""The report of Terminal-Bench's tests, which is missing if they never ran."""
+"""Terminal-Bench's tests write it, if they run."""
 MAX_REWARD_BYTES = 64 * 1024
 MAX_REPORT_BYTES = 16 * 1024 * 1024
 PRINTED_CHARS = 2_000
@@ -82,16 +74,14 @@ _NOT_FOUND = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """Grades one step in a sandbox."""
-
     step: TaskStep
     env: Mapping[str, str]
-    """The task's own variables for its tests."""
+    """The task's variables for its tests."""
     untrusted: Sequence[str] = ()
-    """The folders that hold the agent's work."""
+    """Folders with the agent's work."""
 
     async def run(self, sandbox: Sandbox) -> tuple[Rewards, str]:
-        """Return the rewards of the sandbox's contents, and the end of the tests' output.
+        """Return the rewards, and the end of the tests' output.
 
         Raises:
             EnvironmentFailedError: There is none; its type says why.
@@ -111,14 +101,14 @@ class Verifier:
         return await _read_rewards(sandbox, done, tests), _output(done)
 
     async def _place(self, sandbox: Sandbox, tests: Sequence[PackedFile]) -> None:
-        """Copy the tests in, and make the folder of their results, with nothing of the agent in either."""
+        """Leave nothing of the agent in the folders of tests and results."""
         places = shlex.join([TESTS, LOGS])
         await sandbox.exec(["bash", "-c", f"rm -rf -- {places}; mkdir -p -- {places} /logs/artifacts"], cwd="/")
         files = [PackedFile(one.path, one.data, one.executable or one.path == TEST) for one in tests]
         await sandbox.import_path(TESTS, archive(files))
 
     async def _path(self, sandbox: Sandbox) -> dict[str, str]:
-        """Return `PATH` with the agent's folders behind the others."""
+        """Put the agent's folders behind the others."""
         if not self.untrusted:
             return {}
         found = await sandbox.exec(["bash", "-c", 'printf %s "$PATH"'], cwd="/")
@@ -157,7 +147,7 @@ async def _require_report(sandbox: Sandbox, done: ExecResult) -> None:
 
 
 async def _read_rewards(sandbox: Sandbox, done: ExecResult, tests: Sequence[PackedFile]) -> Rewards:
-    """Read `reward.json` before `reward.txt`, unless the tests speak of the latter alone: then that is the result."""
+    """Read `reward.json` before `reward.txt`, unless the tests name only the latter."""
     kinds = {"reward.json": parse_json, "reward.txt": parse_text}
     if not any(b"reward.json" in one.data for one in tests) and any(b"reward.txt" in one.data for one in tests):
         kinds = {"reward.txt": parse_text}
@@ -188,12 +178,10 @@ def _output(done: ExecResult) -> str:
     return (done.stdout + done.stderr).decode(errors="replace").strip()[-PRINTED_CHARS:]
 
 
-# Rewards that verifiers write: how they are read, and how those of several steps become one.
-#
-# Guarantee: what is missing, empty, or no finite number is an error, never a zero.
+# A reward that is missing, empty, or not a finite number is an error, never a zero.
 
 REWARD = "reward"
-"""The key that is the reward, where a verifier writes several numbers."""
+"""The reward, where a verifier writes several numbers."""
 
 Rewards = dict[str, float]
 
@@ -201,7 +189,7 @@ _FLAT = TypeAdapter(dict[str, float])
 
 
 def parse_json(data: bytes) -> Rewards:
-    """Return the numbers of a `reward.json`, a flat object."""
+    """Read a `reward.json`, a flat object."""
     _require_content(data, "reward.json")
     try:
         rewards = _FLAT.validate_json(data, strict=True)
@@ -217,7 +205,7 @@ def parse_json(data: bytes) -> Rewards:
 
 
 def parse_text(data: bytes) -> Rewards:
-    """Return the number of a `reward.txt`, as the only reward."""
+    """Read a `reward.txt`, which has the only reward."""
     text = _require_content(data, "reward.txt")
     try:
         value = float(text)
@@ -228,14 +216,14 @@ def parse_text(data: bytes) -> Rewards:
 
 
 def main_reward(rewards: Rewards) -> float:
-    """Return the number that is the reward: that of the key `reward`, or the mean of all where there is none."""
+    """Return the value of the key `reward`, or the mean of all where there is none."""
     if REWARD in rewards:
         return rewards[REWARD]
     return math.fsum(rewards.values()) / len(rewards)
 
 
 def is_below(rewards: Rewards, least: float | Mapping[str, float] | None) -> bool:
-    """Return whether a step's rewards are too small for the task to go on; a key that is missing is too small."""
+    """Return whether a step's rewards are too small to go on; a missing key is too small."""
     if least is None:
         return False
     needed = least if isinstance(least, Mapping) else {REWARD: least}
@@ -243,7 +231,7 @@ def is_below(rewards: Rewards, least: float | Mapping[str, float] | None) -> boo
 
 
 def combine(steps: Sequence[tuple[str, Rewards]], strategy: Literal["mean", "final"]) -> Score:
-    """Return the score of a task from the rewards of its graded steps, by their names, if any; at least one.
+    """Score a task by its graded steps, at least one, with their names, if any.
 
     `mean` is that of each key over the graded steps, in which a missing key counts as 0; `final` is the last step's.
     """

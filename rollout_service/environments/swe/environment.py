@@ -81,7 +81,7 @@ class SweEnvironment(AgentEnvironment):
         return read_task(instance, self._declaration.family, image=self._image_of(instance))
 
     def _image_of(self, instance: dict[str, JsonValue]) -> str:
-        """Return the image that the settings name for a task; "" if they leave it to the instance."""
+        """Return "" if the settings leave it to the instance."""
         if self._image is None:
             return ""
         image, template = self._image.render(instance), self._declaration.image or ""
@@ -113,7 +113,7 @@ class SweTaskEnvironment(AgentEnvironment):
     init_leaves_files = True
 
     def __init__(self, declaration: SweDeclaration, task: SweTask, proven: set[str]) -> None:
-        """`proven` has the tasks whose tests are known to run; it grows."""
+        """`proven` has tasks whose tests are known to run; it grows."""
         super().__init__(declaration.spec(task.image))
         self._task = task
         self._proven = proven
@@ -174,7 +174,7 @@ def environment() -> SweEnvironment:
     return SweEnvironment(SweDeclaration())
 
 
-# The keys of an `environment.toml` with `kind = "swe"`: a set of tasks of SWE-bench's family.
+# An `environment.toml` with `kind = "swe"` has these keys.
 
 KIND = "swe"
 
@@ -213,5 +213,5 @@ class SweDeclaration(EnvironmentSettings):
     """Files with one instance per line. They are kept in memory: give large ones to a run as a file."""
 
     def spec(self, image: str | None = None) -> EnvironmentSpec:
-        """Return the description of a task that has the image, or without one what all tasks share."""
+        """Describe a task that has the image, or what all tasks share."""
         return spec_from(self, image=image, evaluate_in=EvaluateIn.FRESH)

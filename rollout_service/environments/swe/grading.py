@@ -1,4 +1,5 @@
-"""The verdict on a log of tests: by the package swebench in a process of its own, or by the statuses that are expected.
+"""Scores a patch in a fresh sandbox, by the log of its tests: the package swebench judges it in a process of its own,
+or the expected statuses do.
 
 Guarantee: a log is hostile text; reading it ends within `GRADING_SECONDS`, and no reading of it is a failure of the
 service.
@@ -47,17 +48,17 @@ class TestVerdict:
 
     resolved: bool
     ran: bool
-    """Whether the log has the results of tests."""
+    """The log has results of tests."""
     fail_to_pass: float
-    """The share of the tests that should pass now and do; 1 if there are none."""
+    """The share of tests that should pass now and do; 1 if there are none."""
     pass_to_pass: float
-    """The share of the tests that should still pass and do; 1 if there are none."""
+    """The share of tests that should still pass and do; 1 if there are none."""
     statuses: Mapping[str, str]
-    """The status of each test, such as PASSED, by its id."""
+    """Such as PASSED, by the test's id."""
 
 
 async def judge_log(task: SweTask, log: str, canary: str = "") -> TestVerdict:
-    """Return the verdict on the output of a task's tests; `canary` is a part of the id of a test that it does not know.
+    """Judge a log; `canary` is a part of the id of a test that the task does not know.
 
     Raises:
         ConfigurationError: The package swebench is not installed, or has no such parser.
@@ -114,7 +115,7 @@ def _share(tests: dict[str, list[str]] | None, named: tuple[str, ...]) -> float:
 
 
 def _compare(expected: Mapping[str, str], log: str, canary: str) -> TestVerdict:
-    """Judge as R2E-Gym does: every test must have the status that is expected, and there must be no others."""
+    """Require, as R2E-Gym does, that every test has its expected status, and that there are no others."""
     named = {test_name(name): status for name, status in _summary(log)}
     statuses = {name: status for name, status in named.items() if not canary or canary not in name}
     right = sum(statuses.get(name) == status for name, status in expected.items())
@@ -133,15 +134,13 @@ def _summary(log: str) -> list[tuple[str, str]]:
 
 
 def test_name(node: str) -> str:
-    """Return the name of a test as R2E-Gym writes it: pytest's id without the file, joined by dots."""
+    """Name a test as R2E-Gym does: pytest's id without the file, joined by dots."""
     name = node.split(" - ")[0]
     return ".".join(name.split("::")[1:]) or name
 
 
 test_name.__test__ = False  # type: ignore[attr-defined]
 
-
-# Scores a patch in a fresh sandbox: proves that the tests run, applies the patch, runs them, and judges the report.
 
 LOG_BYTES = 16 * 1024 * 1024
 SHOWN_CHARS = 1_500
@@ -150,36 +149,33 @@ SHOWN_PATHS = 5
 
 @dataclass(frozen=True, slots=True)
 class SweOutcome:
-    """A score, and notes on it for people."""
-
     score: Score
     notes: list[str] = field(default_factory=list)
     is_proven: bool = False
-    """Whether the task's tests are known to run."""
+    """The task's tests are known to run."""
     log: str = ""
-    """The output of the tests; empty if they were not run."""
+    """Empty if the tests were not run."""
     verdict: TestVerdict | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SweEvaluation:
-    """One evaluation of a task, in a sandbox that nothing of the agent has touched."""
+    """The sandbox is one that nothing of the agent has touched."""
 
     task: SweTask
     sandbox: Sandbox
     seconds: float
-    """The limit for one run of the tests."""
+    """For one run of the tests."""
 
     async def run(
         self, patch: bytes, *, is_proven: bool = False, run_empty: bool = False, checks_task: bool = False
     ) -> SweOutcome:
-        """Score a patch in git's format.
+        """Score a patch in git's format, the agent's changes.
 
         Args:
-            patch: the agent's changes.
-            is_proven: whether the task's tests are known to run, which spares a run of the canary alone.
-            run_empty: whether to run the tests for an empty patch too; its reward is 0 without.
-            checks_task: whether to run the tests without the patch first, which must not get the reward.
+            is_proven: the task's tests are known to run, which spares a run of the canary alone.
+            run_empty: run the tests for an empty patch too; without it, its reward is 0.
+            checks_task: run the tests without the patch first, which must not get the reward.
 
         Raises:
             EnvironmentFailedError: The task cannot be judged, or its tests did not end in time.
@@ -225,7 +221,7 @@ class SweEvaluation:
             )
 
     async def _run(self, script: str) -> str:
-        """Run a script and return its output, both streams as one."""
+        """Return both streams as one."""
         path = f"/tmp/.rollout-{secrets.token_hex(16)}"  # noqa: S108
         await self.sandbox.write_file(path, script.encode(errors="surrogateescape"))
         result = await self.sandbox.exec(

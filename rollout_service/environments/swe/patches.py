@@ -22,17 +22,17 @@ CONFIGURATION = frozenset(
         *(".coveragerc", "run_tests.sh"),
     }
 )
-"""Names of files that decide how tests run or are reported. A repair does not need them."""
+"""They decide how tests run or are reported. A repair does not need them."""
 RUNNERS = frozenset({"pytest", "_pytest", "pluggy", "iniconfig", "py", "unittest", "django", "nose", "tox"})
-"""Modules of test runners; a new one at the top of a repository would be imported in their place."""
+"""Test runners; a new module at the top of a repository would be imported in their place."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
     paths: frozenset[str]
-    """Its path before and after, which differ if it was renamed."""
+    """Before and after, which differ if the file was renamed."""
     data: bytes
-    """The lines of the patch, with the header."""
+    """With the header."""
 
     @property
     def adds(self) -> bool:
@@ -48,7 +48,7 @@ class FileChange:
 
 
 def split_patch(patch: bytes) -> list[FileChange]:
-    """Return the parts of a patch in git's format; text before the first header belongs to no part."""
+    """Split a patch in git's format; text before the first header belongs to no part."""
     starts = [found.start() for found in _HEADER.finditer(patch)]
     ends = [*starts[1:], len(patch)]
     parts = [patch[start:end] for start, end in zip(starts, ends, strict=False)]
@@ -60,7 +60,7 @@ def changed_paths(patch: bytes) -> frozenset[str]:
 
 
 def separate_forbidden(patch: bytes, tests: Collection[str], gold: bytes) -> tuple[bytes, list[str]]:
-    """Return the patch without changes that could falsify a report of tests, and the paths that were left out.
+    """Leave out changes that could falsify a report of tests; return their paths too.
 
     `tests` are the files that the evaluation puts in place itself; whatever else the reference patch `gold` changes may
     be changed.
@@ -99,7 +99,7 @@ _RENAME = re.compile(rb"^(rename|copy) (from|to) ")
 
 
 def _both(header: bytes) -> list[bytes]:
-    """Return the two paths of `a/X b/X` without `a/` and `b/`; both are X unless the file was renamed."""
+    """Read `a/X b/X`; both paths are X unless the file was renamed."""
     if header.startswith(b'"'):
         return [b'"' + found[2:] + b'"' for found in _QUOTED.findall(header)]
     half = (len(header) - 1) // 2
@@ -111,7 +111,7 @@ def _both(header: bytes) -> list[bytes]:
 
 
 def _text(name: bytes) -> str:
-    """Return a path; git writes one with unusual characters as a string of C."""
+    """Read a path, which git writes as a string of C if it has unusual characters."""
     if name.startswith(b'"'):
         name = _ESCAPE.sub(_unescape, name[1:-1])
     return name.decode(errors="surrogateescape")

@@ -21,10 +21,11 @@ GIT_SECONDS = 300.0
 PATCH_BYTES = 8 * 1024 * 1024
 """A longer patch counts as none."""
 NEW_BYTES = PATCH_BYTES // 2
-"""The most bytes of new files in a patch that would be too long; the largest are left out. Binary files take a
-quarter more as a patch, and changes of the repository's own files need room too."""
+"""Of new files in a patch that would be too long; the largest are left out. Binary files take a quarter more as a
+patch, and changes of the repository's own files need room too.
+"""
 LEFT_OUT = "left out: "
-"""Begins the line that says which new files are not in a patch."""
+"""Begins the line on new files that are not in a patch."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/miniconda3/bin"
 
 PRELUDE = r"""
@@ -177,15 +178,13 @@ GIT_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class StartState:
-    """The repository's files before the agent."""
-
     tree: str
     objects: str
-    """The folder of the repository's objects."""
+    """The folder of objects."""
 
 
 async def make_ready(sandbox: Sandbox, task: SweTask) -> StartState:
-    """Put the repository at the task's start, and remove its future and the files that the agent must not see."""
+    """Remove the repository's future, and files that the agent must not see."""
     result = await _start(sandbox, task, START + FORGET, hide=True)
     tree, objects = result.stdout.decode().split()[-2:]
     return StartState(tree, objects)
@@ -196,14 +195,14 @@ async def go_to_start(sandbox: Sandbox, task: SweTask) -> None:
 
 
 async def take_snapshot(sandbox: Sandbox, task: SweTask) -> str:
-    """Return the id of the tree of the repository's files; those that git ignores are left out."""
+    """Return a tree's id. Files that git ignores are left out."""
     result = await _run(sandbox, SNAPSHOT, task.folder)
     _require_success(result, f"the files of {task.instance_id} cannot be read")
     return result.stdout.decode().strip()
 
 
 async def restore_snapshot(sandbox: Sandbox, task: SweTask, tree: str) -> None:
-    """Make the repository's files those of a tree; those that git ignores stay."""
+    """Restore the files of a tree; those that git ignores stay."""
     result = await _run(sandbox, RESTORE, task.folder, tree)
     _require_success(result, f"the files of {task.instance_id} cannot be put back")
 
@@ -232,7 +231,7 @@ async def _has_branch(sandbox: Sandbox, task: SweTask) -> bool:
 
 
 async def read_changes(sandbox: Sandbox, task: SweTask, start: StartState) -> tuple[bytes, str]:
-    """Return a patch of the agent's changes, and a note for people if not all of it counts.
+    """Return a patch of the agent's changes, and a note for people if not all of them count.
 
     Call it after the agent's processes have ended. A patch is in git's format, with binary files and modes.
     """
@@ -250,7 +249,7 @@ async def read_changes(sandbox: Sandbox, task: SweTask, start: StartState) -> tu
 
 
 async def apply_patch(sandbox: Sandbox, task: SweTask, patch: bytes, *, reverse: bool = False) -> str:
-    """Apply a patch to the repository; return "", or why it does not apply."""
+    """Return "", or why the patch does not apply."""
     path = f"/tmp/.rollout-{secrets.token_hex(16)}"  # noqa: S108
     await sandbox.write_file(path, patch)
     result = await _run(sandbox, APPLY, task.folder, path, "--reverse" if reverse else "")

@@ -44,7 +44,7 @@ def make_script(
     test_patch: str = "",
     restore: bool = False,
 ) -> str:
-    """Return a script that puts the tests in place, runs them, and takes them away again.
+    """Put the tests in place, run them, and take them away again.
 
     `files` are the arguments of `command`. The `test_patch` changes the tests of the commit `base`; with `restore`, the
     tests are those of the repository's last commit that has them.
@@ -65,22 +65,20 @@ def make_script(
 
 @dataclass(frozen=True, slots=True)
 class PlantedScript:
-    """A script with a canary among its tests."""
-
     text: str
     control: str
-    """The same script with the canary alone, which tells whether tests can be run here at all."""
+    """With the canary alone, which tells whether tests can be run at all."""
     canary: str
-    """A part of the canary's id that is in no other; "" if none could be planted."""
+    """A unique part of the canary's id; "" if none could be planted."""
 
     def status(self, statuses: Mapping[str, str]) -> str | None:
-        """Return the status of the canary among those of all tests; None if it was not reported."""
+        """Return None if the canary was not reported."""
         found = (status for name, status in statuses.items() if self.canary and self.canary in name)
         return next(found, None)
 
 
 def plant_canary(script: str, tests: Collection[str], folder: str) -> PlantedScript:
-    """Add a canary to the tests that a script of swebench's form runs, and have it print their exit code.
+    """Add a canary to the tests of a script of swebench's form, and print their exit code.
 
     The control leaves the files `tests` out; `folder` is the repository.
     """
@@ -113,7 +111,7 @@ def _with_exit_code(marker: str) -> list[str]:
 
 
 def _canary(line: str, tests: Collection[str], folder: str, token: str) -> tuple[str, str]:
-    """Return a line that writes a canary, and the argument that makes the command run it."""
+    """Return a line that writes a canary, and the argument that runs it."""
     one, other = secrets.randbelow(10**6), secrets.randbelow(10**6) + 10**6
     if _DJANGO.search(line):
         module = f"{folder}/tests/case_{token}"
@@ -140,7 +138,7 @@ def _writing(files: dict[str, str]) -> str:
 
 
 def _append(line: str, argument: str) -> str:
-    """Add an argument to the command that runs tests, before its redirections."""
+    """Put the argument before redirections."""
     runner = next(found for kind in (_PYTEST, _DJANGO, _FOLDER_OF_R2E) if (found := kind.search(line)))
     cut = _END_OF_COMMAND.search(line, runner.end())
     at = cut.start() if cut else len(line)

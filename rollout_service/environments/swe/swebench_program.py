@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def grade(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the status of each test in a log, and swebench's report.
+    """Return statuses of tests, and swebench's report.
 
     The request has the fields of `swebench.types.TestSpec`, and `log`, the output of the evaluation.
     """
@@ -50,7 +50,7 @@ def grade(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _import_only_what_grades() -> None:
-    """Keep the package's harness from importing docker, modal and datasets, which its grading does not use."""
+    """Keep the harness from importing docker, modal and datasets, which grading does not use."""
     found = importlib.util.find_spec("swebench")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("swebench is not installed here")

@@ -34,7 +34,7 @@ COMMIT = r"^[0-9a-f]{7,64}$"
 
 
 class SweFamily(StrEnum):
-    """A set of instances that share their conventions."""
+    """Instances of a set share their conventions."""
 
     SWE_BENCH = "swe-bench"
     SWE_GYM = "swe-gym"
@@ -45,42 +45,40 @@ class SweFamily(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SweTask:
-    """A task, as a rollout and its evaluation need it."""
-
     instance_id: str
     family: SweFamily
     repo: str
     version: str
     image: str
-    """The image that the settings or the instance name, or that the set publishes."""
+    """Named by the settings or the instance, or published by the set."""
     folder: str
-    """Where the repository is in the image."""
+    """The repository in the image."""
     gold: bytes
-    """The reference repair; empty if the instance has none."""
+    """The reference repair, if there is one."""
     tests: frozenset[str]
-    """The files of tests, which the evaluation puts in place itself."""
+    """Files that the evaluation puts in place itself."""
     script: str
-    """The script of bash that puts the tests in place and runs them."""
+    """A bash script that puts the tests in place and runs them."""
     eval_type: str
     log_parser: str = ""
     fail_to_pass: tuple[str, ...] = ()
     pass_to_pass: tuple[str, ...] = ()
     base_commit: str = ""
-    """The commit before the repair; "" means that of the image."""
+    """Before the repair; "" means the image's."""
     branch: str = ""
-    """The branch or commit to start from where the image has others too; "" means that of the image."""
+    """Where the image has others too; "" means the image's."""
     bug: bytes = b""
-    """A patch that makes the bug, for images without it and without its branch."""
+    """A patch for images without the bug and without its branch."""
     reverse_gold: bool = False
-    """Whether the repair is made by undoing the patch."""
+    """The repair undoes the patch."""
     hidden: tuple[str, ...] = ()
     """Paths that the agent must not see."""
     expected: Mapping[str, str] | None = None
-    """The status of each test, where all of them are compared; None otherwise."""
+    """By test, where all statuses are compared."""
 
 
 def _from_json(value: Any) -> Any:
-    """Return a value that some sets write as JSON in a string."""
+    """Decode JSON, which some sets write in a string."""
     if isinstance(value, str) and value[:1] in ("[", "{"):
         return json.loads(value)
     return [] if value == "" else value
@@ -125,7 +123,7 @@ class _SweInstance(InstanceFields):
 
 
 def read_task(instance: dict[str, JsonValue], family: SweFamily | None = None, *, image: str = "") -> SweTask:
-    """Read an instance. Its fields show which set it is from, unless `family` names it; `image` replaces its own.
+    """Read an instance of the set that its fields show, unless `family` names one; `image` replaces its own.
 
     Raises:
         InvalidFieldError: A field is wrong, or the evaluation lacks one.
@@ -146,7 +144,7 @@ def _family_of(read: _SweInstance) -> SweFamily:
 
 
 def _image_of(read: _SweInstance, published: str) -> str:
-    """Return the image that the instance names, or that its set publishes for it; it is never a path."""
+    """Return the image that the instance names, or its set publishes; it is never a path."""
     field = next((name for name in _IMAGES if getattr(read, name)), "")
     try:
         return read_image_name(getattr(read, field) if field else published)
@@ -192,7 +190,7 @@ def _swe_bench(read: _SweInstance, family: SweFamily = SweFamily.SWE_BENCH, publ
 
 
 def _swe_smith(read: _SweInstance) -> SweTask:
-    """Read an instance whose patch is the bug. Its tests are those of the commit before the instance's branch."""
+    """Read an instance whose patch is the bug. Its tests are those of the commit before its branch."""
     owner, _, rest = read.repo.removeprefix("swesmith/").partition("__")
     name, _, commit = rest.rpartition(".")
     named = read.FAIL_TO_PASS + read.PASS_TO_PASS
@@ -220,7 +218,7 @@ def _swe_smith(read: _SweInstance) -> SweTask:
 
 
 def _r2e_gym(read: _SweInstance) -> SweTask:
-    """Read an instance whose image has the tests, and whose tests must all have the status that is expected."""
+    """Read an instance whose image has the tests, which must all have their expected status."""
     _require(
         read,
         {"docker_image": read.docker_image or read.image, "expected_output_json": read.expected_output_json},
@@ -271,7 +269,7 @@ def _require(read: _SweInstance, fields: Mapping[str, object]) -> None:
 
 
 def _runnable(test_patch: str) -> list[str]:
-    """Return the files to pass to a test runner: modules of tests, not their data or helpers."""
+    """Leave out the tests' data and helpers."""
     changes = split_patch(test_patch.encode(errors="surrogateescape"))
     paths = {path for change in changes if not change.deletes for path in change.paths}
     return sorted(path for path in paths if _TEST_MODULE.search(PurePosixPath(path).name))

@@ -1,8 +1,7 @@
 """The files that a build may copy: those of one folder, without the paths that its .dockerignore excludes.
 
-Paths mean what they mean within the folder: a link in it never leads out. Files are sent as an archive for `step`,
-always in the same order, and their digest, which decides whether a layer can be used again, counts names, modes, links
-and contents, but no times and no owners.
+A link in it never leads out. Files are sent as an archive for `step`, always in the same order, and their digest, which
+decides whether a layer can be used again, counts names, modes, links and contents, but no times and no owners.
 """
 
 import hashlib
@@ -42,10 +41,10 @@ class IgnoreRules:
         lines = (line.strip() for line in text.removeprefix("\ufeff").splitlines() if not line.startswith("#"))
         self._rules = [(not line.startswith("!"), _compile(line.removeprefix("!").strip())) for line in lines if line]
         self.has_exceptions = any(not ignored for ignored, _ in self._rules)
-        """Whether something below an ignored folder may be wanted all the same."""
+        """So something below an ignored folder may be wanted."""
 
     def ignores(self, path: str) -> bool:
-        """Return whether a path, relative to the context, is left out."""
+        """`path` is relative to the context."""
         parts = path.split("/")
         prefixes = ["/".join(parts[: count + 1]) for count in range(len(parts))]
         decided = False
@@ -56,8 +55,6 @@ class IgnoreRules:
 
 
 class BuildContext:
-    """The files below one folder."""
-
     def __init__(self, root: Path, dockerfile: Path | None = None) -> None:
         """The rules are those beside the Dockerfile (`NAME.dockerignore`) if there are any, else those of the folder.
 
@@ -108,7 +105,7 @@ class BuildContext:
                 yield from self._matches(path, parts[1:])
 
     def _files(self, path: str, *, unpack: bool) -> Iterator[ContextFile]:
-        """Yield a file, or everything below a folder; a link that is named itself is followed."""
+        """Yield a file, or everything below a folder. A link is followed only if it is named itself."""
         inside = self._tree.find(f"/{path}") or "/"
         real, relative = self._tree.host(inside), inside.lstrip("/")
         if not real.is_dir():
@@ -130,7 +127,7 @@ class BuildContext:
 
 
 def digest(files: Iterable[ContextFile]) -> str:
-    """Return a hash of the bytes that would be sent.
+    """Hash all that is sent.
 
     Raises:
         ImageError: A file cannot be read.
@@ -147,7 +144,7 @@ def digest(files: Iterable[ContextFile]) -> str:
 
 
 def send(files: Iterable[ContextFile], pipe: IO[bytes]) -> None:
-    """Write an archive of the files, which belong to root; those of unpacked archives keep their owners.
+    """Write an archive of files that belong to root; those of unpacked archives keep their owners.
 
     Raises:
         ImageError: A file cannot be read.
@@ -163,7 +160,7 @@ def send(files: Iterable[ContextFile], pipe: IO[bytes]) -> None:
 
 
 def send_tree(root: Path, pipe: IO[bytes]) -> None:
-    """Write an archive of all files of a folder, with their owners."""
+    """Write an archive of a folder, with the files' owners."""
     with tarfile.open(fileobj=pipe, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         archive.add(root, "d")
 
@@ -230,7 +227,7 @@ def _send_unpacked(path: Path, archive: tarfile.TarFile) -> None:
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern of .dockerignore: `*` and `?` match within a name, `**` matches any number of folders."""
+    """Let `*` and `?` match within a name, and `**` any number of folders."""
     cleaned = posixpath.normpath(pattern).lstrip("/")
     made, at = "", 0
     while at < len(cleaned):

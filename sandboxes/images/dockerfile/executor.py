@@ -1,4 +1,4 @@
-"""Carries out a plan: goes through its stages, makes layers of the changed files, and has the image packed.
+"""Carry out a plan: make layers of the files that its stages change, and pack the image.
 
 What a handler reads is in its layer's key, by which `layer_builder.py` finds a layer that is there.
 """
@@ -44,7 +44,7 @@ class PlanExecutor:
         say: Line,
         options: BuildOptions,
     ) -> None:
-        """`bases` has the image file or folder of each of the plan's bases."""
+        """`bases` has an image file or folder for each of the plan's bases."""
         self._plan = plan
         self._context = context
         self._bases = bases
@@ -96,7 +96,6 @@ class PlanExecutor:
         return self._base_state(stage.base, stage.origin)
 
     def _base_state(self, base: str, origin: Instruction) -> StageState:
-        """Return the state of a base that is no stage; its files become a layer."""
         if base == SCRATCH:
             return StageState(make_key(SCRATCH, self._builder.options.fresh), env={"PATH": PATH})
         return base_state(self._builder, self._apptainer, self._bases[base], origin)
@@ -127,7 +126,7 @@ class PlanExecutor:
         self._builder.do(state, one, make_key(state.key, "RUN", *parts), job)
 
     def _command(self, state: StageState, one: Instruction) -> tuple[list[str], dict[str, str]]:
-        """Return the command of a RUN, and the programs that its here-document is, if it is one."""
+        """Return the command of a RUN, and the program that a here-document is, if any."""
         if one.array is not None:
             return list(one.array), {}
         if not one.heredocs:
@@ -141,7 +140,7 @@ class PlanExecutor:
         return [*state.shell, heredoc.text], {}
 
     def _mounts(self, state: StageState, one: Instruction) -> tuple[list[StepMount], list[object]]:
-        """Return the mounts of a RUN, and their part of the layer's key."""
+        """Return the mounts, and their part of the layer's key."""
         mounts: list[StepMount] = []
         seen: list[object] = []
         for name, value in one.flags:
@@ -161,7 +160,7 @@ class PlanExecutor:
         return mounts, seen
 
     def _mounted(self, stage: str | None, path: str, one: Instruction) -> StageState:
-        """Return the state whose files a bind shows: another stage's, or a layer of the context's files."""
+        """Return another stage's state, or one with a layer of the context's files."""
         if stage is not None:
             return self._other(stage, one)
         state = StageState(make_key("context"))
@@ -173,7 +172,6 @@ class PlanExecutor:
         return state
 
     def _other(self, name: str, one: Instruction) -> StageState:
-        """Return the state of a stage, or of a base, that files are copied from."""
         number = self._plan.stages[int(name)].name if name.isdecimal() and name not in self._states else name
         for known in (number, number.lower()):
             if known in self._states:
@@ -199,7 +197,7 @@ class PlanExecutor:
         self._builder.write(state, one, job, digest(files), lambda pipe: send(files, pipe))
 
     def _copied(self, one: Instruction) -> list[str]:
-        """Return the words of a COPY; a here-document's is its name, and those come last but one."""
+        """Return the words, with the names of here-documents last but one."""
         words = copied_words(one, self._plan.parsed.escape)
         if not one.heredocs:
             return words
@@ -217,19 +215,11 @@ class PlanExecutor:
         return state.expand(text, self._plan.parsed.escape)
 
 
-# Begins stages with a base: its files become a layer, and its settings are those that the stage begins with.
-
 UNPACK = ("-quiet", "-no-progress", "-no-xattrs", "-no-exit-code", "-force")
 
 
 def base_state(builder: LayerBuilder, apptainer: Path, base: Path, origin: Instruction) -> StageState:
-    """Return the state of a stage that has nothing but a base, an image file or folder.
-
-    Args:
-        builder: makes the layer.
-        apptainer: the program that reads image files.
-        base: its path.
-        origin: the instruction that asks for it.
+    """Return the state of a stage that has only a base, an image file or folder; the files become a layer.
 
     Raises:
         ImageBuildError: The base cannot be unpacked, or is too large.
@@ -267,15 +257,13 @@ def _unpack(builder: LayerBuilder, apptainer: Path, image: Path, changes: Path, 
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    """Return a list of strings of a descriptor, or of a label, where it is JSON."""
+    """Read a list from a descriptor, or from a label, where it is JSON."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return ()
     return tuple(map(str, found)) if isinstance(found, list) else ()
 
-
-# The instructions that make no layer: each changes what is known of its stage.
 
 KEPT_AS_LABELS = {
     "EXPOSE": "expose",
@@ -351,4 +339,4 @@ SETTINGS: Mapping[str, Handler] = {
     "ENTRYPOINT": _start_command,
     "CMD": _start_command,
 } | dict.fromkeys(KEPT_AS_LABELS, _keep_as_label)
-"""The handlers of the instructions that change only a stage's state. They raise ValueError for text without meaning."""
+"""Handlers of instructions that make no layer. They raise ValueError for text without meaning."""

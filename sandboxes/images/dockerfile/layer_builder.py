@@ -1,4 +1,5 @@
-"""Puts layers on stages: each step that changes files makes one, unless the same step has made it before.
+"""Puts layers on stages: each step that changes files makes one, unless the same step has made it before. A last layer
+has what Apptainer and sandboxes read; then all are packed into an image file.
 
 A layer's key is a hash of its parent's key, the instruction, the variables that it sees, and the content of the files
 that it copies. Whatever fails is named with file, line and instruction.
@@ -24,19 +25,15 @@ from sandboxes.images.tree import ImageTree
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """How a plan is carried out."""
-
     network: Literal["host", "none"] = "host"
     max_bytes: int | None = None
-    """The most that all files of an image may take on disk, those of its base included."""
+    """The disk use that an image may have, its base included."""
 
     fresh: str = ""
-    """Something that no other build has, to use no layer of another; "" uses them."""
+    """Unique to this build, to use no layer of another; "" uses them."""
 
 
 class LayerBuilder:
-    """Makes the layers of one build of `file`, and says which."""
-
     def __init__(self, file: str, layers: LayerStore, say: Line, options: BuildOptions) -> None:
         self.layers = layers
         self.namespace = layers.namespace
@@ -45,7 +42,7 @@ class LayerBuilder:
         self._file = file
 
     def write(self, state: StageState, one: Instruction, job: StepJob, content: str, data: Sender | StepJob) -> None:
-        """Add a layer of files that are sent to the step; `content` says which they are."""
+        """Add a layer of the files in `data`; `content` identifies them."""
         parts = (job.dest, job.cwd, job.owner, job.mode, job.many, content)
         self.do(state, one, make_key(state.key, one.keyword, *parts), job, data)
 
@@ -66,7 +63,7 @@ class LayerBuilder:
         self.add(state, one, key, fill)
 
     def add(self, state: StageState, one: Instruction, key: str, fill: Callable[[Path], StepResult]) -> None:
-        """Put a layer on a stage: one that is there, or one that is made now.
+        """Put a layer on a stage, and make it if it is not there.
 
         Raises:
             ImageBuildError: The step failed, or the image is too large.
@@ -111,10 +108,8 @@ class LayerBuilder:
         )
 
 
-# Ends a build: a last layer has what Apptainer and sandboxes read, and all layers are packed into an image file.
-
 ARCHITECTURES = {"x86_64": "2", "aarch64": "4"}
-"""How a SIF names machines."""
+"""Numbers of machines in a SIF."""
 
 ENVIRONMENT = ".singularity.d/env/90-environment.sh"
 FOLDERS = {
@@ -126,11 +121,11 @@ FOLDERS = {
     "tmp": 0o1777,
     "var/tmp": 0o1777,
 }
-"""The folders, with their modes, that a sandbox needs to start and an image from scratch may lack."""
+"""Folders that a sandbox needs to start and an image from scratch may lack."""
 
 
 def add_settings(builder: LayerBuilder, state: StageState, origin: Instruction) -> None:
-    """Add a layer with the settings that Apptainer and sandboxes read: variables, labels and the start command."""
+    """Add a layer with variables, labels and the start command, as Apptainer and sandboxes read them."""
     files = {ENVIRONMENT: _environment(state), ".singularity.d/labels.json": _labels(state)}
     if start := (*state.entrypoint, *state.command):
         files[".singularity.d/runscript"] = f'#!/bin/sh\nexec {shlex.join(start)} "$@"\n'
@@ -176,7 +171,7 @@ def _send_settings(files: Mapping[str, str], folders: list[str], pipe: IO[bytes]
 
 
 def pack(builder: LayerBuilder, apptainer: Path, state: StageState, origin: Instruction, target: Path) -> None:
-    """Write the image file of a state's layers; `origin` is named if that fails.
+    """Write the image file; an error names `origin`.
 
     Raises:
         ImageError: The image cannot be packed.

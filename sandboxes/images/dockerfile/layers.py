@@ -1,9 +1,9 @@
 """The layers of builds: folders named by a hash of their inputs, which later builds use again.
 
-A layer is complete or not there: it is made in a draft and renamed. Nothing changes it afterwards. It belongs to the
-users of this user's build namespaces, so `BuildNamespace.remove` removes it. When all layers exceed a budget, those
-that were not used for the longest time go first; none goes that a build of this machine has mounted, or has used within
-the grace period. A layer whose parent is gone can still be used: its name says everything that it was made from.
+A layer is complete or not there: it is made in a draft and renamed. Nothing changes it afterwards. It belongs to users
+of the build namespace, so `BuildNamespace.remove` removes it. When all layers exceed a budget, the least recently used
+go first; none goes that a build of this machine has mounted, or has used within the grace period. A layer whose parent
+is gone can still be used: its name says everything that it was made from.
 
 The folder must be on a disk of this machine: overlays do not work on shared file systems.
 """
@@ -31,16 +31,15 @@ class ImageLayer:
     key: str
     files: Path
     size_bytes: int
-    """The space that its files take on disk, without those of the layers below it."""
+    """Disk use, without the layers below."""
 
 
 def make_key(*parts: object) -> str:
-    """Return a name for a layer that is made from these parts."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 class LayerStore:
-    """A folder of layers that the builds of one user share. Its methods block."""
+    """A folder of layers that builds of one user share. Its methods block."""
 
     def __init__(self, root: Path, namespace: BuildNamespace) -> None:
         self.root = root.expanduser().absolute()
@@ -48,7 +47,6 @@ class LayerStore:
         self._shared = SharedFolder(self.root, remove=namespace.remove)
 
     def find(self, key: str) -> ImageLayer | None:
-        """Return a layer that is there, and record its use."""
         self._shared.stamp(key)  # before looking: `prune` looks at the stamp before it removes
         about = _about(self.root / key)
         return None if about is None else ImageLayer(key, self.root / key / "fs", int(about["size_bytes"]))
@@ -59,7 +57,7 @@ class LayerStore:
         Args:
             key: its name.
             of: the instruction, for people.
-            fill: called with a folder whose `fs` and `work` are an overlay's; whatever it raises leaves nothing.
+            fill: gets a folder whose `fs` and `work` are an overlay's; if it raises, nothing is left.
             waiting: called if another build is making it.
         """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -118,7 +116,7 @@ class LayerStore:
 
 
 def _about(layer: Path) -> dict[str, Any] | None:
-    """Return the record of a layer; None if it is not there."""
+    """Return None if the layer is not there."""
     try:
         about: dict[str, Any] = json.loads((layer / ABOUT).read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Runs the steps of builds in namespaces: writes the job of `step`, passes on its output, and reads its report.
+"""Run the steps of builds in namespaces, by the program in `step`.
 
 As root, and for a user with subordinate ids, 65,536 ids are mapped, so an image may have any users. A user without such
 ids gets a namespace with one, in which calls that change an owner or the user succeed without effect: packages install,
@@ -32,7 +32,7 @@ ROOT_IDS = 1_879_048_192 - COUNT
 
 LAST_LINES = 15
 ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)")
-"""Colors and other terminal escapes, which neither a log nor an error should repeat."""
+"""Terminal escapes, which neither a log nor an error should repeat."""
 NAMESPACES = (
     "allow user namespaces: sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, and on Ubuntu "
     "kernel.apparmor_restrict_unprivileged_userns=0"
@@ -44,13 +44,10 @@ PRETENDED = {
 }
 Line = Callable[[str], None]
 Sender = Callable[[IO[bytes]], None]
-"""A function that writes an archive into a pipe."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMount:
-    """Something that a step sees besides its image."""
-
     kind: Literal["bind", "cache", "tmpfs"]
     target: str
     source: str = "/"
@@ -60,14 +57,12 @@ class StepMount:
 
 @dataclass(frozen=True, slots=True)
 class StepJob:
-    """The work of one step; see `step/job.py`."""
-
     action: Literal["run", "write", "read", "folder", "tool"]
     layers: Sequence[Path] = ()
-    """The image, the topmost layer first."""
+    """Topmost first."""
 
     changes: Path | None = None
-    """A folder with the empty folders `fs`, for the step's changes, and `work`, both of root of the namespace."""
+    """Has the empty folders `fs`, for the step's changes, and `work`, both of the namespace's root."""
 
     output: Path | None = None
     inputs: Sequence[Path] = ()
@@ -82,13 +77,13 @@ class StepJob:
     owner: str = ""
     mode: str = ""
     many: bool = False
-    """Whether the destination is a folder, because there are many sources."""
+    """Whether the destination is a folder because of many sources."""
 
     sources: Sequence[str] = ()
     mounts: Sequence[StepMount] = ()
     network: Literal["host", "none"] = "none"
     max_bytes: int = 0
-    """The most that it may write; 0 is no limit."""
+    """0 is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +92,12 @@ class StepResult:
     last_lines: tuple[str, ...] = ()
     full: bool = False
     error: str = ""
-    """Why it could not be done, if it could not."""
 
 
 class BuildNamespace:
-    """The ids of this user's builds, and the processes that are at work. Its methods block; `cancel` may be called
-    from another thread, and ends all of them."""
+    """The ids and the running steps of this user's builds. Its methods block; `cancel` may be called from another
+    thread.
+    """
 
     def __init__(self) -> None:
         self.ids = _ids()
@@ -112,18 +107,17 @@ class BuildNamespace:
 
     @property
     def owner(self) -> tuple[int, int]:
-        """The user and group of this host that are root in the namespace."""
+        """The host's user and group that are root in the namespace."""
         if self.ids["kind"] == "mapped":
             return int(self.ids["users"].split()[0]), int(self.ids["groups"].split()[0])
         return os.geteuid(), os.getegid()
 
     @property
     def keeps_owners(self) -> bool:
-        """Whether files may belong to other users than root."""
         return self.ids["kind"] != "single"
 
     def cancel(self) -> None:
-        """End the step that is running; every later step fails."""
+        """End the running steps; every later one fails."""
         with self._lock:
             self._cancelled = True
             for process in self._running:
@@ -134,14 +128,13 @@ class BuildNamespace:
             raise ImageBuildError("the build was cancelled", hint="start it again")
 
     def make_folder(self, path: Path) -> Path:
-        """Make a folder that belongs to root of the namespace."""
         path.mkdir(parents=True, mode=0o755)
         if os.geteuid() == 0:
             os.chown(path, *self.owner)
         return path
 
     def remove(self, path: Path) -> None:
-        """Remove a folder, whoever its files belong to, also after `cancel`; files that cannot be removed stay."""
+        """Remove a folder, whoever owns its files, also after `cancel`; files that cannot be removed stay."""
         if self.ids["kind"] == "subordinate" and path.is_dir():
             inside = [entry for entry in path.iterdir() if entry.is_dir() and not entry.is_symlink()]
             if inside:
@@ -158,12 +151,9 @@ class BuildNamespace:
         *,
         data: Sender | StepJob | None = None,
     ) -> StepResult:
-        """Do a step to its end, and pass on the lines that it prints.
+        """Do a step to its end. `say` gets the lines that it prints, in this thread.
 
-        Args:
-            job: the step.
-            say: called with each line, in this thread.
-            data: what it reads: a function that writes an archive, or another step that does.
+        `data` is its input: a function that writes an archive, or another step that does.
 
         Raises:
             ImageBuildError: The step could not even begin.
@@ -223,7 +213,7 @@ class BuildNamespace:
 
 
 class _Feeder:
-    """Sends a step its standard input: an archive that a function writes, in a thread, or another step's output."""
+    """Sends a step its input: an archive that a function writes, in a thread, or another step's output."""
 
     def __init__(self, namespace: BuildNamespace, data: Sender | StepJob | None) -> None:
         self._other: tuple[subprocess.Popen[bytes], int] | None = None
@@ -240,11 +230,10 @@ class _Feeder:
 
     @property
     def stdin(self) -> int | IO[bytes]:
-        """The step's standard input."""
         return subprocess.DEVNULL if self._pipe is None else self._pipe
 
     def start(self) -> None:
-        """Begin to send; the step has its end of the pipe by now."""
+        """Begin to send, once the step has its end of the pipe."""
         self._close()
         if self._thread is not None:
             self._thread.start()
@@ -263,7 +252,7 @@ class _Feeder:
             self._problem = error
 
     def finish(self) -> StepResult | None:
-        """Wait for the sender; return how it failed, if it did.
+        """Wait for the sender; return its failure, if any.
 
         Raises:
             BaseException: Whatever the function that writes the archive raised.
@@ -284,7 +273,6 @@ class _Feeder:
 
 
 def _ids() -> dict[str, str]:
-    """Return the ids of this user's namespaces, as `step` maps them."""
     if os.geteuid() == 0:
         first = ROOT_IDS if _is_mapped(ROOT_IDS + COUNT - 1) else 0
         return {"kind": "mapped", "users": f"{first} {COUNT}", "groups": f"{first} {COUNT}"}
@@ -297,7 +285,7 @@ def _ids() -> dict[str, str]:
 
 
 def _is_mapped(number: int) -> bool:
-    """Return whether this process's own user namespace, which may be a container's, has an id."""
+    """Return whether this process's user namespace, which may be a container's, has an id."""
     lines = Path("/proc/self/uid_map").read_text().splitlines()
     spans = ([int(field) for field in line.split()] for line in lines)
     return any(inside <= number < inside + count for inside, _, count in spans)
@@ -315,7 +303,7 @@ def _pretend_program() -> str:
 
 
 def _pass_on(output: IO[bytes] | None, say: Line) -> tuple[str, ...]:
-    """Pass on a program's lines; return the last of them."""
+    """Return the last lines."""
     last: deque[str] = deque(maxlen=LAST_LINES)
     for text in plain_lines(output):
         last.append(text)
@@ -324,7 +312,7 @@ def _pass_on(output: IO[bytes] | None, say: Line) -> tuple[str, ...]:
 
 
 def plain_lines(output: IO[bytes] | None) -> Iterator[str]:
-    """Yield the lines of a program's output that say something, without escapes of terminals."""
+    """Yield lines that are not empty, without terminal escapes."""
     for raw in output or ():
         # A carriage return separates the states of a progress bar; only the last counts.
         if text := ESCAPES.sub("", raw.decode(errors="replace")).rstrip().rsplit("\r", 1)[-1]:

@@ -1,4 +1,4 @@
-"""Reads a Dockerfile into instructions with their lines; nothing is expanded, and no instruction is judged.
+"""Read a Dockerfile into instructions with their lines; nothing is expanded or judged.
 
 It follows Docker's own reader: `# escape=`, continuation lines with comments and empty lines in them, flags before the
 arguments, JSON arrays, and here-documents of RUN, COPY and ADD.
@@ -40,17 +40,16 @@ INSTRUCTIONS = {
     "VOLUME": "the label `docker.volume`; the folder stays part of the image",
     "ONBUILD": "refused: an image file has no place for it",
 }
-"""The treatment of each instruction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heredoc:
-    """A here-document: the text between `<<NAME` and NAME."""
+    """The text between `<<NAME` and NAME."""
 
     name: str
     text: str
     expands: bool
-    """Whether variables in it are replaced: not if its name was quoted."""
+    """Variables are replaced unless its name was quoted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +58,17 @@ class Instruction:
     """In capitals."""
 
     text: str
-    """Its arguments, without flags, continuation marks and here-documents."""
 
     line: int
-    """Where it begins, counted from 1."""
 
     flags: tuple[tuple[str, str], ...] = ()
-    """Names and values in their order; a flag without a value has ""."""
+    """A flag without a value has ""."""
 
     heredocs: tuple[Heredoc, ...] = ()
 
     @property
     def array(self) -> tuple[str, ...] | None:
-        """The strings of a JSON array; None if the arguments are not one, and so are text."""
+        """The arguments if they are a JSON array of strings."""
         if not self.text.startswith("["):
             return None
         try:
@@ -81,7 +78,7 @@ class Instruction:
         return tuple(found) if all(isinstance(item, str) for item in found) else None
 
     def flag(self, name: str) -> str | None:
-        """Return the value of a flag, the last if it was given twice; None without one."""
+        """Return the last value of a flag that was given."""
         return next((value for found, value in reversed(self.flags) if found == name), None)
 
     def __str__(self) -> str:
@@ -91,10 +88,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class ParsedDockerfile:
-    """The instructions of a file, and the character that escapes others in it."""
-
     file: str
-    """The file's name, for messages."""
 
     instructions: tuple[Instruction, ...]
     escape: str
@@ -104,8 +98,7 @@ class ParsedDockerfile:
 
 
 def parse(text: str, file: str = "Dockerfile") -> ParsedDockerfile:
-    """Parse the text of a Dockerfile.
-
+    """
     Raises:
         DockerfileError: A line has no known instruction, or a here-document or an array has no end.
     """
@@ -146,7 +139,7 @@ class _InstructionReader:
             yield self._instruction(self._logical_line().strip(), number)
 
     def _logical_line(self) -> str:
-        """Join a line with those that continue it; comments and empty lines among those are left out."""
+        """Join a line with those that continue it, without comments and empty lines."""
         joined, continues = "", True
         while continues and self._at < len(self._lines):
             line = self._lines[self._at]
@@ -208,19 +201,16 @@ class _InstructionReader:
         return DockerfileError(message, file=self._file, line=line, hint=hint)
 
 
-# The stages of a build so far: the variables, labels and layers that the instructions so far have given one.
-
-
 @dataclass(slots=True)
 class StageState:
-    """The state of a stage after the instructions read so far."""
+    """The state of a stage after the instructions so far."""
 
     key: str
     layers: tuple[ImageLayer, ...] = ()
-    """The topmost first."""
+    """Topmost first."""
 
     declared: Mapping[str, str] = field(default_factory=dict)
-    """The variables of the base's own scripts, which the image keeps."""
+    """Variables of the base's own scripts, which the image keeps."""
 
     env: dict[str, str] = field(default_factory=dict)
     args: dict[str, str] = field(default_factory=dict)
@@ -233,14 +223,11 @@ class StageState:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The folders of the layers, the topmost first."""
         return tuple(layer.files for layer in self.layers)
 
     @property
     def size_bytes(self) -> int:
-        """The space that all layers take on disk."""
         return sum(layer.size_bytes for layer in self.layers)
 
     def expand(self, text: str, escape: str) -> str:
-        """Replace the variables of a text; see `words.expand`."""
         return expand(text, self.args | self.env, escape)

@@ -1,8 +1,8 @@
-"""Plans a Dockerfile's build before anything is built: its stages, their order, and its unsupported parts.
+"""Plan a Dockerfile's build: its stages, their order, and its unsupported parts.
 
-Whatever is refused is named with its line here, so no build
-fails after an hour for a reason that could be seen at its start. Variables are known only while a stage is built,
-since a base brings its own; only FROM is expanded here, from arguments.
+Whatever is refused is named with its line here, so no build fails after an hour for a reason that could be seen at its
+start. Variables are known only while a stage is built, since a base brings its own; only FROM is expanded here, from
+arguments.
 """
 
 import platform
@@ -25,7 +25,6 @@ MOUNT_KEYS = {
     "cache": {"type", "target", "dst", "destination", "id", "sharing", "mode", "uid", "gid"},
     "tmpfs": {"type", "target", "dst", "destination"},
 }
-"""The mounts of RUN that can be had, and their options."""
 
 FLAGS = {
     "FROM": {"platform"},
@@ -40,32 +39,29 @@ MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 @dataclass(frozen=True, slots=True)
 class Mount:
     kind: str
-    """bind, cache or tmpfs."""
 
     target: str
     source: str = ""
-    """The path within `stage`, or within the context; the id of a cache."""
+    """A path within `stage` or the context, or the id of a cache."""
 
     stage: str | None = None
-    """The stage or base that it comes from; None is the context."""
+    """A stage or base; None is the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildStage:
     index: int
     name: str
-    """In small letters; its number if it has no name."""
+    """In small letters; by default its number."""
 
     base: str
-    """A base, with its arguments expanded; the name of an earlier stage; or scratch."""
+    """A base, an earlier stage, or scratch."""
 
     origin: Instruction
     instructions: tuple[Instruction, ...]
     needs: frozenset[str] = frozenset()
-    """The names of the earlier stages that it builds on or copies from."""
 
     bases: frozenset[str] = frozenset()
-    """The bases that it builds on or copies from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +71,15 @@ class BuildPlan:
     parsed: ParsedDockerfile
     stages: tuple[BuildStage, ...]
     arguments: Mapping[str, str]
-    """The arguments before the first FROM; a stage sees those that it declares."""
+    """Those before the first FROM; a stage sees those that it declares."""
 
     given: Mapping[str, str]
-    """The arguments of the command line."""
 
     unused: tuple[str, ...] = ()
-    """Arguments of the command line that no ARG declares."""
+    """Given arguments that no ARG declares."""
 
     bases: Mapping[str, int] = field(default_factory=dict)
-    """Every base that is not a stage, and the line that first asks for it."""
+    """Bases that are not stages, with the lines that first ask for them."""
 
     @property
     def target(self) -> BuildStage:
@@ -101,15 +96,14 @@ def make_plan(parsed: ParsedDockerfile, given: Mapping[str, str], target: str | 
 
 
 def platform_arguments() -> dict[str, str]:
-    """Return the arguments that every build knows, for those that declare them."""
+    """Return arguments for all stages that declare them."""
     machine = MACHINES.get(platform.machine(), platform.machine())
     found = {"PLATFORM": f"linux/{machine}", "OS": "linux", "ARCH": machine, "VARIANT": ""}
     return {f"{side}{name}": value for side in ("TARGET", "BUILD") for name, value in found.items()}
 
 
 def parse_mount(text: str) -> Mount:
-    """Parse the value of `--mount`.
-
+    """
     Raises:
         ValueError: The mount is of a kind, or has an option, that cannot be had.
     """
@@ -134,7 +128,7 @@ def parse_mount(text: str) -> Mount:
 
 
 def copied_words(instruction: Instruction, escape: str) -> list[str]:
-    """Return the sources and the destination of a COPY or ADD, unexpanded; here-documents stay as they are.
+    """Return the sources and the destination of a COPY or ADD, unexpanded.
 
     Raises:
         ValueError: A quote has no end.
@@ -144,7 +138,7 @@ def copied_words(instruction: Instruction, escape: str) -> list[str]:
 
 
 def copied_sources(plan: BuildPlan) -> list[str]:
-    """Return the sources that stages copy from the context: paths and patterns, or all of it if one has a variable."""
+    """Return the paths and patterns that stages copy from the context; all of it if one has a variable."""
     found: list[str] = []
     for one in (one for stage in plan.stages for one in stage.instructions):
         if one.keyword in {"COPY", "ADD"} and one.flag("from") is None:
@@ -244,7 +238,7 @@ class _Planner:
             raise self._error(origin, f"a base for {wanted} cannot run here", f"this machine is {here}")
 
     def _check(self, one: Instruction) -> list[str]:
-        """Check an instruction of a stage; return the stages and bases that it copies from."""
+        """Return the stages and bases that it copies from."""
         self._check_flags(one)
         if one.keyword == "ONBUILD":
             raise self._error(one, "ONBUILD has no place in an image file", "write its instruction out")
@@ -297,7 +291,7 @@ class _Planner:
         return found
 
     def _source(self, one: Instruction, name: str) -> str:
-        """Return the stage or base of a `--from`, which may be a stage's number."""
+        """`name` may be a stage's number."""
         if "$" in name:
             raise self._error(one, f"--from={name}: variables mean nothing there", "write the stage's name")
         if name.isdecimal():
@@ -356,4 +350,4 @@ PREDEFINED = frozenset(
     for stem in ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
     for name in (stem, stem.lower())
 )
-"""Arguments that every step sees if they are given, and that no layer depends on."""
+"""Arguments that every step sees if they are given, and no layer depends on."""

@@ -1,4 +1,4 @@
-"""Words of a Dockerfile: quotes, escapes and variables, by the rules that Docker shares with no shell.
+"""Words of a Dockerfile: quotes, escapes and variables, by Docker's own rules.
 
 Undefined variables are empty. `${x:-y}`, `${x-y}`, `${x:+y}`, `${x+y}`, `${x:?y}` and `${x?y}` are known; other
 modifiers are refused, since a wrong guess would build a wrong image.
@@ -48,12 +48,12 @@ def expand(text: str, variables: Mapping[str, str], escape: str = DEFAULT_ESCAPE
 
 
 def unquote(text: str, escape: str = DEFAULT_ESCAPE) -> str:
-    """Return a word without its quotes; a dollar sign in it means nothing."""
+    """Remove quotes from a word; dollar signs stay."""
     return "".join(part for part in re.split(r"['\"]", text.replace(escape, "")))
 
 
 def expand_heredoc(text: str, variables: Mapping[str, str], escape: str = DEFAULT_ESCAPE) -> str:
-    """Return a here-document with the values of variables; quotes in it mean nothing.
+    """Replace variables in a here-document; quotes mean nothing.
 
     Raises:
         ValueError: As `expand`.
@@ -62,8 +62,6 @@ def expand_heredoc(text: str, variables: Mapping[str, str], escape: str = DEFAUL
 
 
 class _Expansion:
-    """A reader of one text, character by character."""
-
     def __init__(self, text: str, variables: Mapping[str, str], escape: str, *, quotes: bool = True) -> None:
         self._text = text
         self._variables = variables
@@ -72,7 +70,7 @@ class _Expansion:
         self._at = 0
 
     def run(self, end: str) -> Iterator[str]:
-        """Yield the expansion of the text, up to the character `end`, or to the end of the text if that is empty."""
+        """Yield the expansion up to the character `end`, or to the end of the text if that is empty."""
         while self._at < len(self._text):
             character = self._text[self._at]
             self._at += 1
@@ -132,7 +130,7 @@ class _Expansion:
             return self._variables.get(found[0], "")
         if self._at < len(self._text) and self._text[self._at] in "0123456789@*#?-!$":
             self._at += 1
-            return ""  # what only a shell has
+            return ""  # only a shell has it
         return "$"
 
     def _braced(self) -> str:

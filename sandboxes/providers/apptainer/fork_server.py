@@ -23,14 +23,14 @@ ANSWER_SECONDS = 20.0
 """Long enough for the process to load before its first answer."""
 GRACE = 2.0
 TRIES = 2
-"""A process that has been killed is replaced at the next launch."""
+"""A process that was killed is replaced at the next launch."""
 
 
 class ForkServer:
-    """Starts launchers, one request at a time."""
+    """Starts one launcher at a time."""
 
     def __init__(self, lingering: LingeringChildren) -> None:
-        """Start nothing yet; `lingering` keeps a process that outlives its kill."""
+        """`lingering` keeps a process that outlives its kill."""
         self._lingering = lingering
         self._lock = anyio.Lock(fast_acquire=True)
         self._process: subprocess.Popen[bytes] | None = None
@@ -40,7 +40,7 @@ class ForkServer:
     async def launch(
         self, arguments: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]
     ) -> ForkedChild:
-        """Start a launcher with these variables only; `descriptors` are those that it gets, by their number in it.
+        """Start a launcher with the variables `env` only; `descriptors` are by their number in it.
 
         The caller shields it from cancellation, since the answer to this launch would be taken for that to the next.
 
@@ -73,7 +73,7 @@ class ForkServer:
         return ForkedChild(answer)
 
     async def _ask(self, channel: socket.socket, message: bytes, descriptors: list[int]) -> int | None:
-        """Send a request and return the answer, or None if the process has ended and left no launcher."""
+        """Return the answer, or None if the process has ended and left no launcher."""
         answer = b""
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             socket.send_fds(channel, [message], descriptors)
@@ -87,7 +87,7 @@ class ForkServer:
         return int.from_bytes(answer, sys.byteorder, signed=True) if answer else None
 
     async def _start(self, service: str) -> socket.socket:
-        """Start the process, which belongs to a service until it is forked, and return the channel to it."""
+        """Start the process, which belongs to a service until it is forked; return the channel."""
         await self._end()
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.setblocking(False)
@@ -105,7 +105,7 @@ class ForkServer:
         return channel
 
     async def close(self) -> None:
-        """End the process, and no launcher, after a launch under way; there are no more. Idempotent."""
+        """End the process, but no launcher, after a launch under way. Idempotent."""
         self._closed = True
         async with self._lock:
             await self._end()

@@ -33,11 +33,11 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROBE_SECONDS = 10.0
 PROBE_BYTES = 1024 * 1024
 OVERLAYS_OF_MAPPED = (5, 19)
-"""The first kernel whose overlays may lie on mounts with mapped owners."""
+"""The first with overlays on mounts with mapped owners."""
 MAPPED_TMPFS = (6, 3)
-"""The first kernel that shows a tmpfs with mapped owners."""
+"""The first that shows a tmpfs with mapped owners."""
 POINTS = ("/dev/", "/proc/", "/sys/", "/etc/hosts", "/etc/resolv.conf")
-"""The paths on which Apptainer mounts something in every image; a folder ends with "/"."""
+"""Apptainer mounts something here in every image; a folder ends with "/"."""
 NAMESPACES_HINT = (
     "allow user namespaces: sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, and on Ubuntu "
     "kernel.apparmor_restrict_unprivileged_userns=0"
@@ -45,7 +45,7 @@ NAMESPACES_HINT = (
 
 
 class Launcher:
-    """Builds the command, the variables and the flags of a launch."""
+    """Makes the command, variables and flags of a launch."""
 
     def __init__(self, user: int, group: int, *, fakeroot: bool = False) -> None:
         """Sandboxes run as `user` and `group`.
@@ -61,7 +61,7 @@ class Launcher:
 
     @cached_property
     def namespaces(self) -> bool:
-        """Whether a launch can make namespaces, and Apptainer others inside them. Tried once, in 20 ms."""
+        """Whether a launch can make namespaces, and Apptainer others in them. Tried once, in 20 ms."""
         if self._fakeroot and (self.root or not has_subordinate_ids(self._user)):
             return False  # root's sandboxes get their ids from Apptainer
         told = {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1"} | self._user_env()
@@ -76,17 +76,16 @@ class Launcher:
 
     @property
     def mounts(self) -> bool:
-        """Whether a sandbox gets a separate file system of limited size."""
+        """Whether a sandbox gets a file system of limited size."""
         return self.root or self.namespaces
 
     @staticmethod
     def make_command(apptainer: Sequence[str]) -> list[str]:
-        """Return the command that launches an Apptainer command."""
         return [*program_command("steps"), *apptainer]
 
     @staticmethod
     def save_command(space: Path, launcher: int, limit: int) -> list[str]:
-        """Return the command that writes the files of a sandbox, as an archive, to its standard output."""
+        """Write an archive of a sandbox's files to standard output."""
         return [*program_command("saved_files"), str(launcher), str(space), str(limit)]
 
     def make_env(
@@ -107,14 +106,14 @@ class Launcher:
 
         Args:
             space: the folder for the sandbox's files.
-            disk_bytes: the size of its file system.
+            disk_bytes: the size of their file system.
             network: whether it has a separate network.
             image: the image on the host.
-            overlay: the overlay that it mounts, if any; see `can_overlay` for one with notes.
+            overlay: see `can_overlay` for one with notes.
             points: the paths inside that Apptainer mounts something on besides `POINTS`.
             binds: the sources of binds on the host.
-            layers: the instructions for what lies between the image and the overlay, the newest first.
-            saved: an archive of what it begins with, which needs the overlay; see `launch.saved_files`.
+            layers: instructions for the layers between the image and the overlay, the newest first.
+            saved: an archive to begin with, which needs the overlay; see `launch.saved_files`.
             user: a user that only this sandbox runs as.
         """
         conf = str(space / "conf")
@@ -147,13 +146,13 @@ class Launcher:
 
     @property
     def user_flags(self) -> tuple[str, ...]:
-        """Apptainer's flags for the user namespace and the rights of the control shell."""
+        """For the user namespace and the rights of the control shell."""
         if not self._fakeroot:
             return ("--no-privs", "--userns")
         return ("--keep-privs",) if self.namespaces else ("--fakeroot",)
 
     def apptainer_flags(self, space: Path, *, network: bool, overlay: bool) -> list[str]:
-        """Return Apptainer's flags for everything that `launch` makes in `space`, and for the rest."""
+        """Return flags for everything that `launch` makes in `space`, and for the rest."""
         # Images without /etc/hosts are common. /dev/shm counts as disk; Apptainer's own would have no limit.
         mounts = ["sys:/sys:ro", "shm:/dev/shm"] if self.mounts else []
         binds = ["hosts:/etc/hosts", *mounts]
@@ -247,7 +246,7 @@ class Launcher:
 
     @property
     def can_map_files(self) -> bool:
-        """Whether a sandbox can see the files of another one that ran as a different user of the host."""
+        """Whether a sandbox can see files of another that ran as a different user of the host."""
         return _kernel_version() >= MAPPED_TMPFS
 
     def can_map(self, folder: Path, user: int) -> bool:
@@ -271,7 +270,6 @@ class Launcher:
         return self._maps[device]
 
     def _try_launch(self, command: Sequence[str], told: dict[str, str]) -> str | None:
-        """Launch a plain program; return its error output if it fails, else None."""
         path = shutil.which(command[0], path=PATH) or command[0]
         with tempfile.TemporaryDirectory(prefix="rollout-") as space:
             return self._run([path, *command[1:]], told, space)
@@ -296,7 +294,7 @@ class Launcher:
 
 
 def program_command(module: str) -> list[str]:
-    """Return the command that runs a module of `launch` with nothing else of this project, which would take longer."""
+    """Run a module of `launch` with nothing else of this project, which would take longer."""
     return [
         *(sys.executable, "-I", "-S", "-c"),
         f"import sys; sys.path.append({str(FOLDER)!r}); from launch.{module} import main; main()",
@@ -304,7 +302,6 @@ def program_command(module: str) -> list[str]:
 
 
 def _filter_env() -> dict[str, str]:
-    """Return the variable with the system call filter, if this machine's system calls are known."""
     program = seccomp.build_program()
     return {} if program is None else {"LAUNCH_FILTER": program.hex()}
 

@@ -55,7 +55,7 @@ from sandboxes.runtime.control import SCRIPT
 log = structlog.get_logger(__name__)
 
 PROXY_PORT = 3128
-"""The proxy's port in the sandbox's own network, where nothing else can have taken it."""
+"""In the sandbox's own network, where nothing else can have taken it."""
 
 FLAGS = (
     "--containall",
@@ -84,7 +84,7 @@ GIVE_UP = (
 
 SESSION_ENV = {"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"}
 REFUSED = (errno.EPERM, errno.ENOSYS, errno.EINVAL)
-"""The errors of a host that lets no process make a child of its parent."""
+"""Here, no process may make a child of its parent."""
 KNOWN_FAILURES = dict.fromkeys(
     ("image_folders_removed", "image_folders_renamed"),
     "this host lets the service mount no overlay that can note the removal of an image's folder",
@@ -93,18 +93,14 @@ KNOWN_FAILURES = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class _Container:
-    """How to start a container."""
-
     arguments: list[str]
     """Apptainer's command."""
     variables: dict[str, str] = field(default_factory=dict)
-    """The instructions for a launcher to do the same without Apptainer; empty if it must run."""
+    """Instructions to do the same without Apptainer; empty if it must run."""
     on_ready: Callable[[], None] | None = None
 
 
 class ApptainerProvider(HostProvider):
-    """Starts sandboxes in Apptainer, as root or as an ordinary user."""
-
     name = "apptainer"
     isolates = True
 
@@ -145,7 +141,7 @@ class ApptainerProvider(HostProvider):
 
     @property
     def enforced(self) -> frozenset[str]:
-        """The limits that hold here for a whole sandbox: a subset of memory, processes, cpus, disk and users."""
+        """A subset of memory, processes, cpus, disk and users."""
         disk = {"disk"} if self.launcher.mounts else set()
         users = {"users"} if self._gives_own_users else set()
         return self._groups.enforced | disk | users | {"processes"}
@@ -238,7 +234,7 @@ class ApptainerProvider(HostProvider):
         overlay: bool,
         repeats: bool,
     ) -> _Container:
-        """Return how to start a container that runs a script of bash: by Apptainer, or as it did for an earlier one."""
+        """Start a container by Apptainer, or as it did for an earlier one."""
         shown = str(self.launcher.image_path(image, folder.overlay, overlay=overlay))
         options = self._exec_command(spec, folder, overlay=overlay)
         command = ContainerCommand([*options, shown, BASH, "--norc", "-c", HIDE, "hide", *script], shown)
@@ -283,20 +279,19 @@ class ApptainerProvider(HostProvider):
         )
 
     def _control_script(self, limits: ResourceLimits, workdir: str) -> list[str]:
-        """Return the script that the control shell runs, and its arguments."""
         # Without control groups, limit each process separately.
         each = 0 if "memory" in self._groups.enforced else (limits.memory_bytes or 0) // 1024
         script = f"{PIPES}/{SCRIPT.name}"
         return [script, PIPES, workdir, str(limits.max_processes), str(each)]
 
     def _try_image(self, image: Path) -> tuple[bool, bool]:
-        """Return whether the launcher can mount the overlay on an image, and make containers of it."""
+        """Return whether the launcher can mount the overlay, and make containers of the image."""
         repeats = self._config.reuse_setups and self.launcher.can_make_container(image)
         return self.launcher.can_overlay(image), repeats
 
     @property
     def _can_save(self) -> bool:
-        """Whether all files of a sandbox are one user's, so that they need no owners."""
+        """The files of a sandbox are one user's, so that they need no owners."""
         return not self._config.fakeroot
 
     async def saves(self, spec: SandboxSpec) -> bool:
@@ -341,11 +336,11 @@ class ApptainerProvider(HostProvider):
         return EgressPlan(allowed, PROXY_PORT, self._config.private_addresses, self._user, self._group)
 
     def _lease_user(self, image: Path) -> UserLease | None:
-        """Lease a user of the host that no other sandbox runs as; return None if all share one."""
+        """Return None if all sandboxes share one user."""
         return self._users.lease() if self._users is not None and self._has_users(image) else None
 
     def _has_users(self, image: Path) -> bool:
-        """Return whether sandboxes of this image can each have a separate user."""
+        """Return whether each sandbox of this image can have its own user."""
         if self._users is None or not self._users.available:
             return False
         return self.launcher.can_map(image, self._users.first) if image.is_dir() else self.launcher.namespaces
@@ -377,7 +372,7 @@ class ApptainerProvider(HostProvider):
         ]
 
     def _format_binds(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
-        """Return the binds for Apptainer. As root, the launcher shows their sources where its user can see them."""
+        """As root, name the places where the launcher shows the sources to its user."""
         found = []
         for number, bind in enumerate(spec.read_only_binds):
             for path in (bind.source, bind.target):
@@ -389,12 +384,12 @@ class ApptainerProvider(HostProvider):
 
 
 def _mount_point(bind: Bind) -> str:
-    """Return the path inside of a bind; a folder ends with "/"."""
+    """End a folder with "/"."""
     return f"{bind.target}/" if Path(bind.source).is_dir() else bind.target
 
 
 def _parse_allow_list(spec: SandboxSpec) -> AllowList | None:
-    """Parse the network's list of hosts; return None if the network is not a list."""
+    """Return None if the network is not a list of hosts."""
     if spec.network in {"none", "full"}:
         return None
     if isinstance(spec.network, str):
@@ -403,7 +398,6 @@ def _parse_allow_list(spec: SandboxSpec) -> AllowList | None:
 
 
 def _proxy_env(allowed: AllowList | None) -> dict[str, str]:
-    """Return the variables that programs read for a proxy, in both spellings."""
     if allowed is None:
         return {}
     proxy = f"http://127.0.0.1:{PROXY_PORT}"
@@ -424,26 +418,22 @@ def _find_binary(configured: Path | None) -> Path:
     return configured
 
 
-# Prepare images for Apptainer sandboxes: the image on disk, and the Python that runs its kernels.
-#
-# The image's own python3 is used if the image's files show that it runs and has ipykernel; otherwise the toolkit's
-# is. This is determined once per image, when it is unpacked, and costs a start nothing.
+# The image's own python3 is used if the image's files show that it runs and has ipykernel; otherwise the toolkit's is.
+# This is determined once per image, when it is unpacked, and costs a start nothing.
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """An image that is ready to start sandboxes from."""
-
     image: Path
-    """The image file, or the folder it is unpacked in."""
+    """The image file, or its unpacked folder."""
 
     python: str = "python3"
     binds: tuple[Bind, ...] = ()
     workdir: str | None = None
-    """The working folder that the image names."""
+    """Named by the image."""
 
     user_env: dict[str, str] = field(default_factory=dict)
-    """HOME, USER and LOGNAME of the user that the image names."""
+    """HOME, USER and LOGNAME of the image's user."""
 
 
 class PreparedImages:
@@ -458,7 +448,7 @@ class PreparedImages:
         )
 
     async def prepare(self, name: str) -> PreparedImage:
-        """Prepare an image. The first time takes seconds if the image has to be unpacked.
+        """Prepare an image. The first time takes seconds if it has to be unpacked.
 
         Raises:
             ImageNotFoundError: The image does not exist, or the toolkit is required and its image does not exist.

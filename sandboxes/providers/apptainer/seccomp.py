@@ -27,7 +27,7 @@ LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 X32_BIT = 0x40000000
-"""The bit that marks system calls in x86_64's other table, which some kernels still accept."""
+"""Marks calls in x86_64's other table, which some kernels still accept."""
 
 PRIO_USER, IOPRIO_WHO_USER = 2, 3
 ITSELF, FIRST_PROCESS = 0, 1
@@ -36,7 +36,7 @@ FAMILIES = (AF_UNIX, AF_INET, AF_INET6, AF_NETLINK)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """An argument is among these 32-bit numbers, or is not."""
+    """An argument is among 32-bit numbers, or is not."""
 
     argument: int
     values: tuple[int, ...]
@@ -52,7 +52,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class SyscallRule:
-    """A system call that fails with an error if all conditions hold; without conditions it always fails."""
+    """The call fails if all conditions hold; without conditions it always fails."""
 
     name: str
     error: int
@@ -88,7 +88,7 @@ RULES: tuple[SyscallRule, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The kernel's identifier of a machine, and the numbers of its system calls."""
+    """The kernel's identifier of a machine, and its calls' numbers."""
 
     audit: int
     numbers: Mapping[str, int]
@@ -147,7 +147,7 @@ ARCHITECTURES = {"x86_64": _X86_64, "aarch64": _AARCH64}
 
 @cache
 def build_program(machine: str = "") -> bytes | None:
-    """Return the program for a machine, by default this one, or None if its system calls are not known."""
+    """Return the program for a machine, by default this one, or None if its calls are not known."""
     architecture = ARCHITECTURES.get(machine or platform.machine())
     return None if architecture is None else b"".join(assemble(architecture))
 
@@ -165,7 +165,7 @@ def build_profile() -> str:
 
 
 def _combinations(conditions: Sequence[Condition | Given]) -> Iterator[list[dict[str, object]]]:
-    """Yield the alternatives to the conditions; each must hold as a whole, and libseccomp compares an argument once."""
+    """Yield alternatives, each of which must hold as a whole: libseccomp compares an argument once."""
     yield from map(list, product(*(_comparisons(condition) for condition in conditions)))
 
 
@@ -185,7 +185,7 @@ def _comparisons(condition: Condition | Given) -> list[dict[str, object]]:
 
 
 def assemble(architecture: Architecture, rules: Sequence[SyscallRule] = RULES) -> list[bytes]:
-    """Return the instructions, eight bytes each."""
+    """Return instructions of eight bytes."""
     found = [
         _instruction(LOAD, ARCHITECTURE_AT),
         _instruction(EQUAL, architecture.audit, if_true=1),
@@ -204,7 +204,7 @@ def assemble(architecture: Architecture, rules: Sequence[SyscallRule] = RULES) -
 
 
 def _assemble_rule(number: int, rule: SyscallRule) -> list[bytes]:
-    """Return a rule's instructions, which skip other calls and leave the number loaded for the next rule."""
+    """Skip other calls, and leave the number loaded for the next rule."""
     refusal = _instruction(RETURN, ERRNO | rule.error)
     if not rule.conditions:
         return [_instruction(EQUAL, number, if_false=1), refusal]
@@ -216,7 +216,7 @@ def _assemble_rule(number: int, rule: SyscallRule) -> list[bytes]:
 
 
 def _assemble_condition(condition: Condition | Given, rest: int) -> list[bytes]:
-    """Return instructions that fall through to the next `rest` ones if the condition holds, else jump over them."""
+    """Fall through to the next `rest` instructions if the condition holds, else jump over them."""
     at = ARGUMENTS_AT + 8 * condition.argument
     if isinstance(condition, Given):
         return [

@@ -25,10 +25,10 @@ log = structlog.get_logger(__name__)
 MAX_SETUPS = 256
 MAX_REPORT_BYTES = 64 * 1024
 FOLDER, ID = "\0folder\0", "\0id\0"
-"""Stand for the folder and the id of a sandbox."""
+"""Stand for a sandbox's folder and id."""
 
 HOST_FILES = ("/etc/resolv.conf", "/etc/passwd", "/etc/group")
-"""The files inside that Apptainer makes, from those of the host and of the image."""
+"""Apptainer makes them inside, from those of the host and the image."""
 MOUNTS = frozenset(("/", "/proc", "/dev", *(f"/dev/{name}" for name in ("shm", "mqueue", *DEVICES))))
 """Where every container has something mounted."""
 BEGIN, END = "rollout-setup-begin", "rollout-setup-end"
@@ -38,18 +38,16 @@ REPORT = (
     f"for file in {' '.join(HOST_FILES)}; do report \"$file\"; done; printf '{END}\\0'; }} 2>/dev/null; "
     "unset -f report; "
 )
-"""Commands for bash that print the report: for each file the number of its texts, and these, each ended by NUL."""
+"""Print, for each file, the number of its texts, and these, each ended by NUL."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerSetup:
-    """The environment inside, and the files that Apptainer made, by path."""
-
     environ: Mapping[str, str]
     files: Mapping[str, str]
 
     def variables(self, folder: RunFolder, image: str) -> dict[str, str]:
-        """Return the launcher's instructions for another sandbox; `image` is the one in Apptainer's command."""
+        """Instruct the launcher of another sandbox; `image` is the one in Apptainer's command."""
         inside = {
             name: value.replace(FOLDER, str(folder.path)).replace(ID, folder.id) for name, value in self.environ.items()
         }
@@ -62,14 +60,14 @@ class ContainerSetup:
 
 
 class ContainerSetups:
-    """The setups of the kinds that were started last; None is that of a kind that the launcher cannot make."""
+    """Has the kinds that were started last; a kind that the launcher cannot make is None."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[tuple[str, ...], ContainerSetup | None] = OrderedDict()
 
     @staticmethod
     def key(command: Sequence[str], image: Path, folder: RunFolder) -> tuple[str, ...]:
-        """Return the kind of a sandbox from Apptainer's command and the state of the files that it is made from."""
+        """Return the kind by Apptainer's command and the state of the files that it uses."""
         return (
             *(_without_names(argument, folder) for argument in command),
             *(_identity(path) for path in (image, *map(Path, HOST_FILES))),
@@ -79,11 +77,11 @@ class ContainerSetups:
         return key in self._found
 
     def get(self, key: tuple[str, ...] | None) -> ContainerSetup | None:
-        """Return the setup of a kind; None if Apptainer must start it."""
+        """Return None if Apptainer must start it."""
         return None if key is None else self._found.get(key)
 
     def learn(self, key: tuple[str, ...], folder: RunFolder, command: ContainerCommand) -> None:
-        """Read the report of a sandbox that has started with a command of Apptainer."""
+        """Read the report of a sandbox that Apptainer has started."""
         with folder.log.open("rb") as file:
             report = file.read(MAX_REPORT_BYTES)
         try:
@@ -105,8 +103,7 @@ def _identity(path: Path) -> str:
 
 
 def _parse(report: bytes, folder: RunFolder, mounted: set[str]) -> ContainerSetup:
-    """Return the setup from a report.
-
+    """
     Raises:
         ValueError: There is no report, or the launcher would make another container.
     """
@@ -132,8 +129,7 @@ def _without_names(text: str, folder: RunFolder) -> str:
 
 
 def _parts(texts: Sequence[str]) -> list[list[str]]:
-    """Split a report into the texts of each file.
-
+    """
     Raises:
         ValueError: It is not a report.
     """

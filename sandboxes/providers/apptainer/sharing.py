@@ -25,26 +25,23 @@ FILTERS = "kernel/seccomp/actions_avail"
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The resources that sandboxes share, and those that each has for itself."""
-
     own_users: bool
-    """Whether resources counted per user of the host are counted per sandbox."""
+    """Resources that the host counts by user are counted by sandbox."""
 
     filtered: bool
-    """Whether system calls are filtered."""
 
     own_terminals: int | None
-    """How many sandboxes can use all their pseudo-terminals at once; None if those have no limit."""
+    """Sandboxes that can use all their pseudo-terminals at once; None if those have no limit."""
 
     counts: Mapping[str, int]
-    """The resources counted per user, with a user's limit on each."""
+    """Resources counted by user, with a user's limits."""
 
     changes_images: bool
-    """Whether code may remove and rename folders of the image."""
+    """Code may remove and rename folders of the image."""
 
 
 def read_sharing(config: ApptainerConfig, kernel: Path = Path("/proc/sys")) -> Sharing:
-    """Determine the resources that sandboxes share. It may take 100 ms: call it in a thread.
+    """Look at this host. Call it in a thread: it may take 100 ms.
 
     Raises:
         SandboxConfigError: The configured user does not exist.

@@ -34,31 +34,28 @@ from sandboxes.task_groups import open_task_group
 
 PROGRAM, CONTROL_SHELL = Path(relay.__file__).read_bytes(), SCRIPT.read_bytes()
 PIECE = 256 * 1024
-"""The most that one message to the relay carries."""
 MOST_WAITING = 4 * 1024 * 1024
-"""How much may have arrived and wait for the thread before no more is taken."""
+"""No more is taken while so much waits for the thread."""
 WAIT_SECONDS = 0.01
 MOST_INCOMPLETE = 1024 * 1024
-"""How long a line or a frame may be."""
+"""Bounds a line or a frame."""
 MOST_CONNECTIONS = 64
-"""How many connections to the owner may be open at once."""
+"""Connections to the owner at once."""
 TRUSTED = "trusted"
-"""The mode of a program that keeps the relay's rights."""
+"""A program of this mode keeps the relay's rights."""
 MOST_AHEAD = relay.WINDOW + 8 * relay.READ_SIZE
-"""How much of a channel may wait here: a status comes after all that the pipes had, whatever has been sent ahead."""
+"""How much of a channel may wait here: a status comes after all that the pipes had."""
 WATCH_SECONDS = 5.0
-"""How often the thread sees whether the process is about to exit."""
+"""The thread then sees whether the process is about to exit."""
 ENV_AT = 5
-"""Where a message `spawn` has the variables of its program."""
+"""The place of a program's variables in `spawn`."""
 
 
 class BrokenLinkError(Exception):
-    """The relay sent what it may not send."""
+    pass
 
 
 class Link(relay.Carrier):
-    """One sandbox's streams."""
-
     def __init__(self, folder: RunFolder, channel: socket.socket, inside: str) -> None:
         """
         Args:
@@ -71,7 +68,7 @@ class Link(relay.Carrier):
         self.outgoing += PROGRAM + CONTROL_SHELL
         self.home = "/"
         self.owner = 0
-        """The port of the sandbox's owner on this host, 0 if it has none."""
+        """The owner's port on this host; 0 if there is none."""
         self._control = channel
         self._folder = folder
         self._inside = inside
@@ -83,7 +80,7 @@ class Link(relay.Carrier):
         self._is_marked = False
         self._prefix: list[str] = []
         self._shift = 0
-        """How far the clock inside is ahead of this host's, in ticks."""
+        """Ticks by which the clock inside is ahead."""
         self._arrived: deque[Callable[[], None]] = deque()
         self._waiting = 0
         self._ends = False
@@ -93,7 +90,7 @@ class Link(relay.Carrier):
     # In the event loop of the client.
 
     async def serve(self, send: Callable[[bytes], Awaitable[None]]) -> None:
-        """Carry until the control shell's user has left; `send` writes to the relay's input.
+        """Carry until the control shell's user has left. `send` writes to the relay.
 
         Raises:
             BrokenLinkError: The relay sent what it may not send.
@@ -132,7 +129,7 @@ class Link(relay.Carrier):
             tasks.cancel_scope.cancel()
 
     async def receive(self, text: str) -> None:
-        """Receive a piece of the relay's output, as fast as the thread takes it."""
+        """Take the relay's output as fast as the thread does."""
         while self._waiting > MOST_WAITING:  # noqa: ASYNC110  a thread counts it down
             await anyio.sleep(WAIT_SECONDS)
         self._waiting += len(text)
@@ -140,13 +137,13 @@ class Link(relay.Carrier):
 
     @property
     def is_left(self) -> bool:
-        """Whether the control shell's user has closed its end."""
+        """The control shell's user has closed its end."""
         with suppress(BlockingIOError):
             return self._control.recv(1, socket.MSG_PEEK) == b""
         return False
 
     def close(self) -> None:
-        """Close the socket, which ends everything for its user, then the rest; call it once the thread has ended."""
+        """Call it once the thread has ended. The end of the socket ends everything for its user."""
         self._ends = True
         self._control.close()
         for channel in list(self.channels.values()):
@@ -175,7 +172,6 @@ class Link(relay.Carrier):
         return answer
 
     def _call(self, action: Callable[[], None]) -> None:
-        """Let the thread do something."""
         self._arrived.append(action)
         with self._lock, suppress(BlockingIOError):
             if self._wake >= 0:
@@ -206,7 +202,6 @@ class Link(relay.Carrier):
             self._arrived.popleft()()
 
     def _take_text(self, text: str) -> None:
-        """Obey a piece of the relay's output."""
         self._waiting -= len(text)
         *lines, self._line = (self._line + text).split("\n")
         if not self._is_marked and relay.MARK in lines:
@@ -234,13 +229,13 @@ class Link(relay.Carrier):
                 raise ValueError("more than may be sent ahead")
 
     def close_channel(self, channel: relay.LinkChannel) -> None:
-        """Close a channel, which is the end of its program's pipes."""
+        """Close a channel, which ends its program's pipes."""
         self._close_listeners(channel.number)
         super().close_channel(channel)
         self.send(relay.CLOSE, channel.number)
 
     def _read_control(self, _: int) -> None:
-        """Pass on what the control shell's user sends, in the words of the inside."""
+        """Pass messages on, in the words of the inside."""
         try:
             data = self._control.recv(relay.READ_SIZE)
         except OSError:
@@ -260,7 +255,7 @@ class Link(relay.Carrier):
         self._messages = b"".join(field + b"\0" for field in fields) + rest
 
     def _translate(self, fields: list[str]) -> list[str]:
-        """Return a message in the words of the inside; none if its sender has gone."""
+        """Return no fields if the sender has gone."""
         if fields[0] == "stop":
             fields[3] = str(int(fields[3]) + self._shift)
         if fields[0] != "spawn":
@@ -285,7 +280,7 @@ class Link(relay.Carrier):
         return [*fields[:2], mode, *fields[3:program], *prefix, *fields[program:]]
 
     def _send_files(self, number: int, argv: Sequence[str]) -> None:
-        """Send the files of this host that the arguments name; listen at the sockets of a kernel among them."""
+        """Send files that the arguments name; listen at a kernel's sockets among them."""
         for argument in argv:
             name = argument.removeprefix(f"{self._inside}/pipes/")
             if name != argument and "/" not in name:
@@ -302,14 +297,13 @@ class Link(relay.Carrier):
             listener.close()
 
     def _accept(self, listener: socket.socket, _: int) -> None:
-        """Carry a connection of this host to the socket inside that has the same name."""
+        """Carry a connection to the socket of the same name inside."""
         with suppress(BlockingIOError):
             connection, number = listener.accept()[0], next(self._numbers)
             self.send(relay.CONNECT, number, Path(listener.getsockname()).name.encode())
             self.channels[number] = relay.connected(number, connection, relay.IN, relay.OUT)
 
     def _call_owner(self, number: int) -> None:
-        """Connect a program inside with the sandbox's owner."""
         inside = [one for one in self.channels if one >= relay.INSIDE_FIRST]
         if not self.owner or len(inside) >= MOST_CONNECTIONS:
             self.send(relay.CLOSE, number)

@@ -58,7 +58,7 @@ except ModuleNotFoundError as missing:
 
 OWNER_FILE = "e2b-owner"
 RELEASE_SECONDS = 5.0
-"""How long a close waits for the server; after that, the client goes on without it."""
+"""`close` waits so long for the server; then the client goes on alone."""
 READER = export.SCRIPT.read_text()
 # Run from a link of another name: what the relay is made of is nothing that code inside needs to know.
 START = 'at=$(mktemp -d) && ln -s "$(command -v python3)" "$at/relay" && exec "$at/relay" -I -S -c "$@"'
@@ -69,8 +69,6 @@ FAILURES_AS_ROOT = {"control_out_of_reach": FREE, "exported_without_programs": F
 
 
 class RemoteResources(LauncherResources):
-    """The folder on this host, and the task of the sandbox on the server."""
-
     def __init__(
         self, folder: RunFolder, leftovers: LeftoverProcesses, lingering: LingeringChildren, remote: Remote
     ) -> None:
@@ -87,7 +85,7 @@ class RemoteResources(LauncherResources):
 
 
 class E2BSandbox(ControlledSandbox):
-    """Asks the relay for what other providers see on this host."""
+    """Asks the relay, where other providers look at this host."""
 
     def __init__(
         self, launched: LaunchedSandbox, spec: SandboxSpec, forget: Callable[[str], None], remote: Remote
@@ -123,8 +121,6 @@ class E2BSandbox(ControlledSandbox):
 
 
 class E2BProvider(HostProvider):
-    """Starts sandboxes of one server."""
-
     name = "e2b"
     isolates = True
 
@@ -220,7 +216,7 @@ class E2BProvider(HostProvider):
         return sandbox
 
     def _read_owner(self) -> str:
-        """Return what this host's services with the same state folder have in common, and no others."""
+        """Return an id that services of this host with the same state folder share, and no others."""
         with suppress(FileNotFoundError):
             text = f"{socket.gethostname()}/{self._owner_file.read_text()}"
             return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -233,12 +229,12 @@ class E2BProvider(HostProvider):
         return self._read_owner()
 
     def _is_dead(self, name: str) -> bool:
-        """Return whether the service with this folder has ended; it ran on this host, with the same state folder."""
+        """Return whether a service of this host with the same state folder has ended."""
         bases = run_bases(self._config.run_dir, self._state_dir)
         return NAME.fullmatch(name) is not None and all(is_dead(base / name) for base in bases)
 
     async def sweep(self) -> SweepReport:
-        """Sweep this host, and kill the sandboxes of its dead services on the server."""
+        """Kill sandboxes of dead services on the server, too."""
         found = await super().sweep()
         try:
             owner = await anyio.to_thread.run_sync(self._read_owner)
@@ -255,12 +251,11 @@ class E2BProvider(HostProvider):
 
 
 def _inside(folder: RunFolder) -> str:
-    """Return the relay's folder: in a sandbox of its own, where nothing has run before."""
     return f"/tmp/rollout-{folder.id}"  # noqa: S108
 
 
 def _listen(resources: LauncherResources) -> socket.socket:
-    """Listen for programs that call the owner. Every program of this host can connect, too."""
+    """Listen for programs that call the owner, as every program of this host can."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=OWNER_BACKLOG)
     resources.before_release.callback(listener.close)
     listener.setblocking(False)

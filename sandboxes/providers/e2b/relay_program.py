@@ -43,20 +43,19 @@ BOOT = (
     "while len(text) < program + control: text += os.read(0, program + control - len(text))\n"
     "exec(text[:program]); main(text[program:], *sys.argv[3:])"
 )
-"""Short, so that a list of processes stays short."""
+"""Keeps lists of processes short."""
 MARK = "--- relay ---"
-"""The line before the first frames: a template's profile may print something, too."""
+"""Comes before the first frames: a template's profile may print something, too."""
 HEADER = struct.Struct("!cII")
-"""A frame's kind, its channel, and the length of its content."""
+"""Kind, channel, and length of the content."""
 HELLO, OPEN, CONNECT, DATA, END, TAKEN, CLOSE, FILE, ASK = (bytes([letter]) for letter in b"hopdetxfa")
 NUMBER = struct.Struct("!I")
 IN, OUT, ERR, STATUS = range(4)
-"""The streams of a program; a connection has the first two. Data and ends begin with their stream."""
+"""A connection has the first two. Data and ends begin with their stream."""
 NAMES = ("in", "out", "err", "st")
 CONTROL = 0
-"""The channel of the control shell."""
 INSIDE_FIRST = 1 << 31
-"""The first number of channels that begin inside."""
+"""Of channels that begin inside."""
 WINDOW = 256 * 1024
 READ_SIZE = 64 * 1024
 LINE_SIZE = 256 * 1024
@@ -69,7 +68,7 @@ FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LinkChannel:
-    """`reads` has the stream of each descriptor that is read, `writes` the descriptor of each stream that is written.
+    """`reads` has streams by descriptor, `writes` descriptors by stream.
 
     `paths` are the names of a program's pipes until it has opened them; a connection has none, not even an empty list.
     """
@@ -87,7 +86,7 @@ class LinkChannel:
         self.room = WINDOW
 
     def mark_opened(self) -> None:
-        """Remove the pipes' names; from now on, its input sees its reader close."""
+        """Remove the pipes' names; from now on, the input sees its reader close."""
         if self.paths and IN in self.writes:
             both = self.writes.pop(IN)
             with suppress(OSError):  # its reader has already gone
@@ -96,7 +95,7 @@ class LinkChannel:
         self.unlink()
 
     def unlink(self) -> None:
-        """Remove the pipes' names. Idempotent."""
+        """Idempotent."""
         while self.paths:
             with suppress(OSError):
                 os.unlink(self.paths.pop())
@@ -112,12 +111,12 @@ class LinkChannel:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing comes any more: the output of a program, or anything on a connection."""
+        """Nothing comes any more: the output of a program, or anything on a connection."""
         streams = {*self.reads.values(), *self.writes}
         return streams <= {IN} if self.is_program else not streams
 
     def close(self) -> None:
-        """Close everything. Idempotent."""
+        """Idempotent."""
         self.unlink()
         for stream in list(self.writes):
             self.end(stream)
@@ -126,14 +125,13 @@ class LinkChannel:
 
 
 def connected(number: int, connection: socket.socket, reads: int, writes: int) -> LinkChannel:
-    """Return the channel of a connection, which it closes."""
+    """Make a channel that closes the connection."""
     connection.setblocking(False)
     descriptor = connection.detach()
     return LinkChannel(number, {descriptor: reads}, {writes: os.dup(descriptor)})
 
 
 def count_pending(descriptor: int) -> int:
-    """Return how many bytes can be read at once."""
     count = array.array("i", [0])
     fcntl.ioctl(descriptor, termios.FIONREAD, count)
     return count[0]
@@ -149,7 +147,7 @@ class Carrier:
         self.outgoing += HEADER.pack(kind, number, len(content)) + content
 
     def wait(self, handles: "dict[int, Callable[[int], object]]", seconds: "float | None" = None) -> None:
-        """Wait until something can be read or written, and do that; `handles` are of descriptors besides channels'."""
+        """Read or write once that is possible; `handles` are of descriptors besides channels'."""
         poller, actions = select.poll(), dict(handles)
         for descriptor in handles:
             poller.register(descriptor, select.POLLIN)
@@ -167,12 +165,12 @@ class Carrier:
             self.close_channel(channel)
 
     def close_channel(self, channel: LinkChannel) -> None:
-        """Close a channel; the other side has been sent the ends of its streams."""
+        """Close a channel whose ends of streams have been sent."""
         del self.channels[channel.number]
         channel.close()
 
     def read(self, channel: LinkChannel, descriptor: int, _: int) -> None:
-        """Pass on what a stream has; the status comes after what the program wrote before."""
+        """Pass on a stream; the status comes after what the program wrote before."""
         stream = channel.reads.get(descriptor)
         for other in list(channel.reads) if stream == STATUS else ():
             left = count_pending(other) if other != descriptor else 0
@@ -182,7 +180,7 @@ class Carrier:
             channel.mark_opened()
 
     def pass_on(self, channel: LinkChannel, descriptor: int) -> int:
-        """Read once, and send it; return how much it was."""
+        """Return how many bytes were read and sent."""
         try:
             data = os.read(descriptor, READ_SIZE)
         except BlockingIOError:
@@ -215,7 +213,7 @@ class Carrier:
         self.settle(channel)
 
     def settle(self, channel: LinkChannel) -> None:
-        """Drop what has been written, or cannot be written any more, and carry out ends."""
+        """Drop what was or cannot be written, and carry out ends."""
         while channel.pending:
             stream, data = channel.pending[0]
             if data and stream in channel.writes:
@@ -232,7 +230,7 @@ class Carrier:
             self.send(TAKEN, channel.number, NUMBER.pack(count))
 
     def feed(self, data: bytes) -> None:
-        """Obey the frames that have come."""
+        """Obey all whole frames."""
         self.incoming += data
         at = 0
         while len(self.incoming) - at >= HEADER.size:
@@ -245,7 +243,7 @@ class Carrier:
         self.incoming = self.incoming[at:]
 
     def obey(self, kind: bytes, number: int, content: bytes) -> None:
-        """Obey one frame. One for a channel that has been closed is late, and is dropped."""
+        """Obey a frame. One for a closed channel is late, and is dropped."""
         channel = self.channels.get(number)
         if channel is None:
             return
@@ -262,8 +260,6 @@ class Carrier:
 
 
 class Relay(Carrier):
-    """The side of the sandbox, with the control shell."""
-
     def __init__(self, control: bytes, folder: str, workdir: str, user: str, port: int) -> None:
         super().__init__()
         self.pipes, self.sockets = folder + "/pipes", folder + "/sockets"
@@ -318,13 +314,12 @@ class Relay(Carrier):
             self.wait(self.handles, POLL_SECONDS)
 
     def reap(self) -> None:
-        """Collect the processes that have ended."""
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
     def read_frames(self, _: int) -> None:
-        """Read frames; the end of standard input ends everything."""
+        """Obey frames; the end of standard input ends everything."""
         data = os.read(0, LINE_SIZE)
         self.feed(data)
         if not data:
@@ -354,7 +349,7 @@ class Relay(Carrier):
             super().obey(kind, number, content)
 
     def open(self, number: int, token: str) -> None:
-        """Make the pipes of a program that the control shell is about to start."""
+        """Make the pipes of a program that is about to start."""
         paths = [f"{self.pipes}/{token}.{name}" for name in NAMES]
         for path in paths:
             os.mkfifo(path)
@@ -371,7 +366,7 @@ class Relay(Carrier):
         os.chmod(path, 0o644)
 
     def end(self) -> bool:
-        """End every process below this one but the control shell; return whether there were any to begin with."""
+        """End processes below this one but the control shell; return whether there were any."""
         had = False
         until = time.monotonic() + END_SECONDS
         while time.monotonic() < until:
@@ -388,7 +383,7 @@ class Relay(Carrier):
 
 
 def descendants(of: int) -> "list[int]":
-    """Return the living processes below another."""
+    """Leave zombies out."""
     parents = {}
     for name in os.listdir("/proc"):
         with suppress(OSError, ValueError), open(f"/proc/{int(name)}/stat", "rb") as file:
@@ -406,7 +401,7 @@ def descendants(of: int) -> "list[int]":
 
 
 def find_user(name: str) -> "tuple[list[str], tuple[int, int], str]":
-    """Return the command that drops root's rights, the ids that programs have, and their home."""
+    """Return the command that drops root's rights, the programs' ids, and their home."""
     if os.geteuid() != 0 or name == "root":
         return [], (os.geteuid(), os.getegid()), os.environ.get("HOME", "/")
     try:

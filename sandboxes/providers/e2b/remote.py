@@ -41,26 +41,27 @@ from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.task_groups import open_task_group
 
 OWNER, FOLDER, SANDBOX = "rollout-service-owner", "rollout-service-folder", "rollout-service-sandbox"
-"""The metadata that says which services may sweep a sandbox, whose lock shows that its service lives, and its id. Some
-servers make labels of it, so values are short and have only letters, digits and hyphens."""
+"""Metadata: which services may sweep a sandbox, whose lock shows that its service lives, and its id. Some servers make
+labels of it, so values are short and have only letters, digits and hyphens.
+"""
 REQUEST_SECONDS = 10.0
 KILL_PAUSES = (0.0, 1.0, 4.0)
 LEFT_SECONDS = 5.0
-"""How long a creation goes on whose user has left: most are over by then, and their sandboxes known."""
+"""A creation whose user has left goes on so long: most are over by then, and their sandboxes known."""
 RENEW_PAUSE = 5.0
-"""Seconds before a renewal that failed is tried again."""
+"""After a renewal that failed."""
 RETRIES = 20
-"""How often the client repeats what a busy server refused; the time of the request ends it before."""
+"""What a busy server refused is repeated, until the time of the request is over."""
 MOST_PAGES = 100
 NOT_FOUND, FIRST_SERVER_ERROR = 404, 500
 LOG_BYTES = 64 * 1024
 CLIENT_SECONDS = 10.0
-"""How long the thread has to kill what is left when the provider is closed."""
+"""To kill what is left when the provider is closed."""
 log = structlog.get_logger(__name__)
 
 
 class Client:
-    """The server, and the thread that speaks with it."""
+    """Speaks with the server, in a thread."""
 
     def __init__(self, config: E2BConfig) -> None:
         """
@@ -83,8 +84,7 @@ class Client:
         self._seconds = 0.0
 
     def start(self, work: Any, *arguments: object) -> "Future[Any]":
-        """Start a coroutine function in the thread.
-
+        """
         Raises:
             SandboxClosedError: The client has been closed.
         """
@@ -108,14 +108,14 @@ class Client:
 
     @property
     def seconds(self) -> float:
-        """How long all sandboxes have lived, together."""
+        """The life of all sandboxes together."""
         now = time.monotonic()
         return self._seconds + sum(now - began for began in list(self._alive.values()))
 
     async def create(
         self, template: str, metadata: Mapping[str, str], *, network: bool, seconds: float
     ) -> e2b.AsyncSandbox:
-        """Create a sandbox of the server, for a time. May raise whatever the client raises."""
+        """Create a sandbox. May raise whatever the client raises."""
         with anyio.fail_after(seconds):
             sandbox = await e2b.AsyncSandbox.create(
                 template,
@@ -130,7 +130,7 @@ class Client:
         return sandbox
 
     async def kill(self, sandbox_id: str) -> bool:
-        """Kill a sandbox; return False, and log it, if the server does not do it."""
+        """Return False, and log it, if the server does not do it."""
         failure: Exception | None = None
         for pause in KILL_PAUSES:
             await anyio.sleep(pause)
@@ -147,7 +147,7 @@ class Client:
         return failure is None
 
     async def kill_like(self, metadata: Mapping[str, str]) -> None:
-        """Kill the sandboxes with this metadata, also one that the server is about to start."""
+        """Kill sandboxes with this metadata, also one that the server is about to start."""
         for pause in KILL_PAUSES:
             await anyio.sleep(pause)
             with suppress(Exception):
@@ -155,7 +155,7 @@ class Client:
                     await self.kill(found.sandbox_id)
 
     async def sweep(self, owner: str, is_dead: Callable[[str], bool]) -> tuple[int, tuple[str, ...]]:
-        """Kill the sandboxes of an owner's dead services; return how many, and what failed."""
+        """Return how many sandboxes of dead services were killed, and what failed."""
         killed, failures = 0, []
         try:
             async for found in self.list({OWNER: owner}):
@@ -169,7 +169,6 @@ class Client:
         return killed, tuple(failures)
 
     async def list(self, metadata: Mapping[str, str]) -> AsyncIterator[e2b.SandboxInfo]:
-        """Yield the sandboxes with this metadata."""
         pages = e2b.AsyncSandbox.list(
             e2b.SandboxQuery(metadata=dict(metadata)), request_timeout=REQUEST_SECONDS, **self._options
         )
@@ -189,13 +188,13 @@ class Remote:
     template: str
     network: bool
     until: float
-    """When it must have started, on the monotonic clock."""
+    """The end of its start, on the monotonic clock."""
     failure: SandboxError | None = None
-    """Why it did not start or has ended, if neither its user nor code inside is the reason."""
+    """Set if neither its user nor code inside ended it."""
     task: "Future[None] | None" = None
 
     def start(self, command: Sequence[str]) -> None:
-        """Start the task; the command starts the relay. Blocks for a moment.
+        """Start the task; `command` starts the relay. Blocks for a moment.
 
         Raises:
             SandboxClosedError: The client has been closed.
@@ -203,7 +202,6 @@ class Remote:
         self.task = self.client.start(self._run, command)
 
     async def _run(self, command: Sequence[str]) -> None:
-        """Create the sandbox, carry its streams until its user leaves, and kill it."""
         try:
             sandbox = await self._create()
         except Exception as error:  # noqa: BLE001  the client's own, and those below it
@@ -293,7 +291,7 @@ async def _serve(ready: "Future[BlockingPortal]") -> None:
 
 
 async def _wait_for(relay: "e2b.AsyncCommandHandle", scope: anyio.CancelScope) -> None:
-    """End with the relay: code inside may have ended it."""
+    """End with the relay, which code inside may have ended."""
     with suppress(e2b.CommandExitException):
         await relay.wait()
     scope.cancel()
@@ -318,7 +316,6 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _as_start_error(error: Exception, template: str) -> SandboxError:
-    """Return the error of this package that a failed creation stands for."""
     said = f"the server started no sandbox: {type(error).__name__}: {error}"
     if isinstance(error, e2b.RateLimitException | e2b.ServiceBusyException):
         return SandboxQuotaError(said)
@@ -333,7 +330,6 @@ def _as_start_error(error: Exception, template: str) -> SandboxError:
 
 
 def _as_loss(error: Exception) -> SandboxError:
-    """Return the error of this package that the end of a sandbox in use stands for."""
     if isinstance(error, SandboxError):
         return error
     if isinstance(error, BrokenLinkError):

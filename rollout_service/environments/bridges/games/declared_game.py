@@ -56,7 +56,7 @@ class GameDeclaration(EnvironmentSettings):
     description: str = ""
     image: str = Field("base", min_length=1)
     command: str = Field(min_length=1)
-    """The program that is the game; it replies to lines of JSON."""
+    """The game, which replies to lines of JSON."""
     system: str = SYSTEM
     """The system prompt, a template over the instance."""
     limits: EpisodeLimits = EpisodeLimits()
@@ -67,8 +67,6 @@ class GameDeclaration(EnvironmentSettings):
 
 
 class DeclaredGame(Environment):
-    """Plays the game of a folder."""
-
     def __init__(self, declaration: GameDeclaration, folder: Path) -> None:
         files = dataset_files(declaration.dataset, folder)
         self._declaration = declaration
@@ -119,7 +117,7 @@ class DeclaredGame(Environment):
 
     @asynccontextmanager
     async def _begun(self, episode: Episode) -> AsyncIterator[tuple[GamePartner, str]]:
-        """Run the program within the block, and yield it with its first reply."""
+        """Yield the program with its first reply."""
         place, name = await self._place(episode), f"the game {self.spec.name!r}"
         command, env = place.command(self._declaration.command), {**place.env(), "PYTHONUNBUFFERED": "1"}
         async with library_in_sandbox(place.sandbox, command, name, env=env) as process:

@@ -26,16 +26,16 @@ BEGIN_SECONDS: Final = 60.0
 STEP_SECONDS: Final = 30.0
 SYSTEM: Final = "You are playing a game. Think first, then end each message with one move in the form that it asks for."
 ENV: Final = {"PYTHONHASHSEED": "0"}
-"""Without fixed hashes, games that go through sets would differ for the same seed."""
+"""Otherwise games that go through sets would differ for the same seed."""
 COUNTS: Final = {1: "one player", 2: "two players"}
 
 
 class TextGame(InstanceFields):
     game: str
-    """The library's id, such as `GuessTheNumber-v0`."""
+    """Such as `GuessTheNumber-v0`."""
     seed: int
     options: dict[str, JsonValue] = {}
-    """Arguments of the game, such as `max_number`."""
+    """Such as `max_number`."""
 
 
 class GameReply(Consequence):
@@ -46,13 +46,11 @@ class GameReply(Consequence):
 
 
 class GamePartner:
-    """A game as the other side of an episode."""
-
     def __init__(self, process: LibraryProcess) -> None:
         self._process = process
 
     async def begin(self, request: dict[str, JsonValue]) -> str:
-        """Begin a game, and return the text before the policy's first move.
+        """Return the text before the policy's first move.
 
         Raises:
             EnvironmentFailedError: The game cannot be begun, or ended before the policy's first move.
@@ -78,16 +76,13 @@ class GamePartner:
 
 
 class GameEnvironment(Environment):
-    """Instances: a game and a seed."""
-
     players = 1
     fields: type[TextGame] = TextGame
-    """The fields of an instance."""
 
     def __init__(self, games: GameLibrary, name: str, description: str) -> None:
         self._games = games
         self._inside = f"/opt/{games.library.name}"
-        """The path of the library's packages in the sandbox."""
+        """The library's packages in the sandbox."""
         library = games.library
         self.spec = EnvironmentSpec(
             name=name,

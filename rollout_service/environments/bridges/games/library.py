@@ -18,25 +18,22 @@ from rollout_service.environments.dataset_files import read_instances
 from rollout_service.environments.libraries import Library
 
 WORKER: Final = Path(__file__).with_name("worker.py")
-"""The program that runs a library's games."""
+"""Runs a library's games."""
 LIST_SECONDS: Final = 300.0
 SEEDS: Final = {"train": range(1, 17), "held_out": range(1_001, 1_005)}
-"""The seeds of each game in a data set, by split."""
+"""Of each game in a data set."""
 
 
 @dataclass(frozen=True, slots=True)
 class GameLibrary:
-    """A library of games, and the part of the worker that knows it.
-
-    `tasks` and `names` raise ConfigurationError if the library is not installed.
-    """
+    """`tasks` and `names` raise ConfigurationError if the library is not installed."""
 
     library: Library
     part: Path
-    """The source that `worker.py` runs; see there."""
+    """Run by `worker.py`."""
 
     def command(self, python: str, packages: str | None = None) -> list[str]:
-        """Return the command that runs the games; `packages` is for an interpreter that does not have them."""
+        """Run the games; `packages` is for an interpreter that does not have them."""
         options = [python, "-I" if packages is None else "-sP", "-c", source_of(WORKER), source_of(self.part)]
         return options if packages is None else [*options, packages]
 
@@ -48,14 +45,14 @@ class GameLibrary:
 
 
 def game_library(name: str, folder: Path, players: tuple[int, ...] = (1,)) -> GameLibrary:
-    """Return the library whose lock and part of the worker are in a folder."""
+    """Return the library of a folder with its lock and its part of the worker."""
     part, lock = folder / "worker.py", folder / "requirements.lock"
     prepare = partial(write_tasks, name, part, players)
     return GameLibrary(Library(name, lock, prepare=prepare, prepared_by=(WORKER, part)), part)
 
 
 def write_tasks(name: str, part: Path, players: tuple[int, ...], folder: Path) -> None:
-    """Write the data sets, while the library is installed in a folder."""
+    """Call it while the library is installed in a folder."""
     command = [str(folder / "bin" / "python"), "-I", "-c", source_of(WORKER), source_of(part)]
 
     async def list_games() -> dict[int, list[str]]:

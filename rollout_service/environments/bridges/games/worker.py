@@ -43,7 +43,7 @@ class PlayedGame:
         return {"reward": 0.0, "done": False, "parts": {}, "player": 0, **self._step(request["action"])}
 
     def games(self, request: Request) -> Reply:
-        """Return the games that begin without any download, the same for the same seed."""
+        """Return games that begin without a download, the same for the same seed."""
         # As in a sandbox: what this host could download, or has at home, is not there.
         os.environ["HOME"] = "/nonexistent"
         socket.getaddrinfo = _no_network

@@ -15,21 +15,20 @@ Show = Callable[[Any, Any], str]
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
 BRACKETS = re.compile(r"\[\s*([a-z0-9]+)\s*\]", re.IGNORECASE)
 ACES = ("no usable ace", "a usable ace")
-"""How a hand in Blackjack is described."""
 STOPS = ("R", "G", "Y", "B", "the taxi")
-"""Where a passenger may be, in the order of their numbers."""
+"""In the order of their numbers."""
 
 
 class ToyText(NamedTuple):
     goal: str
     actions: tuple[str, ...]
-    """Their names, in the order of their numbers."""
+    """In the order of their numbers."""
     show: Show
     render_mode: str | None = "ansi"
 
 
 def act(text: str, actions: tuple[str, ...]) -> int | None:
-    """Return the number of the last action in brackets, such as `[left]` or `[0]`; None if there is none."""
+    """Return the last action in brackets, such as `[left]` or `[0]`."""
     numbers: Mapping[str, int] = {
         **{str(number): number for number in range(len(actions))},
         **{name: number for number, name in enumerate(actions)},
@@ -39,7 +38,7 @@ def act(text: str, actions: tuple[str, ...]) -> int | None:
 
 
 def _board(env: Any) -> str:
-    """Return the board without its colors; the text names the marked place instead."""
+    """Drop colors; the text names the marked place instead."""
     return COLOR.sub("", env.render()).strip("\n")
 
 

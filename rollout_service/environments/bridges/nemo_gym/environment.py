@@ -26,7 +26,7 @@ from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.tokens import ToolSpec, tool_spec
 
 SCORE: Final = "nemo_gym_score"
-"""The key of the verdict, in an episode's state."""
+"""In an episode's state."""
 SPEC = EnvironmentSpec(
     name=NAME,
     description="Rows of NeMo Gym with its own resources servers; `env install nemo-gym` installs it.",
@@ -37,8 +37,6 @@ SPEC = EnvironmentSpec(
 
 
 class NemoGym(Environment):
-    """Instances: a row, and the server that answers it."""
-
     def __init__(self, library: Library = NEMO_GYM) -> None:
         self._library = library
         self.spec = SPEC.model_copy(update={"binds": binds(library)})
@@ -105,13 +103,10 @@ def _tools(task: GymTask, server: GymServer, beginning: Beginning) -> list[GymTo
 environment = NemoGym()
 
 
-# A row of NeMo Gym as an instance, and what the policy gets of it.
-#
-# Guarantees: a row that cannot be rolled out is refused with the path of the field; a tool is never a route with
-# which a server resets or scores.
+# A row that cannot be rolled out is refused with the path of the field.
 
 RESERVED: Final = frozenset({"seed_session", "verify", "aggregate_metrics", "reset", "step", "mcp", "stats"})
-"""Routes of a server's own, which are not tools."""
+"""Routes with which a server resets or scores are never tools."""
 
 
 class _InputPart(BaseModel):
@@ -128,7 +123,7 @@ def _as_messages(given: Any) -> Any:
 
 
 class _InputMessage(BaseModel):
-    """A message with which the conversation begins; an assistant's own would not be the policy's."""
+    """An assistant's message would not be the policy's."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user"]
@@ -151,7 +146,7 @@ class _Function(BaseModel):
 
 
 class _Parameters(BaseModel):
-    """The beginning of a conversation; a row's sampling parameters are ignored, since the run sets them."""
+    """Sampling parameters are ignored, since the run sets them."""
 
     input: Annotated[list[_InputMessage], BeforeValidator(_as_messages), Field(min_length=1)]
     instructions: str | None = None
@@ -167,17 +162,17 @@ class _Parameters(BaseModel):
 
 
 class _GymRow(BaseModel):
-    """The parts of a row that are looked at here; all of it goes to the server."""
+    """The parts that are looked at here; the server gets all of the row."""
 
     responses_create_params: _Parameters
 
 
 class GymTask(InstanceFields):
     server: str = Field(pattern=r"^[a-z0-9_]+$")
-    """The folder of a resources server of NeMo Gym."""
+    """A resources server's folder."""
     row: _GymRow
     config: dict[str, JsonValue] = {}
-    """Settings of the server, in place of those in its own file."""
+    """Replaces the server's own settings."""
 
     def messages(self) -> list[Message]:
         parameters = self.row.responses_create_params

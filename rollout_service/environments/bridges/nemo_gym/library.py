@@ -16,13 +16,13 @@ from rollout_service.environments.libraries import Library
 
 NAME: Final = "nemo-gym"
 TASKS: Final = "tasks.jsonl"
-"""The file of the data set, in the folder of the installed library."""
+"""The data set, in the folder of the installed library."""
 INTERPRETER: Final = "interpreter.json"
-"""The file that says which Python runs it, in the same folder."""
+"""Says which Python runs it, in the same folder."""
 WORKER: Final = Path(__file__).with_name("worker.py")
 BEGIN_SECONDS: Final = 300.0
 INSIDE: Final = "/opt/nemo-gym"
-"""The path of the library in a sandbox."""
+"""The library in a sandbox."""
 PYTHON: Final = f"{INSIDE}/python"
 PACKAGES: Final = f"{INSIDE}/packages"
 SERVERS: Final = (
@@ -30,13 +30,13 @@ SERVERS: Final = (
     *("workplace_assistant", "mcqa", "gpqa_diamond", "equivalence_rule", "graphwalks", "ruler"),
     *("math_with_judge", "xlam_fc"),
 )
-"""The servers of the data set: they run with these packages alone, and need neither a network nor a model."""
+"""They run with these packages alone, and need neither a network nor a model."""
 HELD_OUT: Final = 1
-"""How many of the example rows of each server are held out."""
+"""Example rows of each server."""
 
 
 def write_tasks(folder: Path) -> None:
-    """Try the servers and write the data set, while the library is installed."""
+    """Try the servers, and write the data set."""
     packages = next(folder.glob("lib/python3.*/site-packages"))
     tasks = {server: list(_examples(packages, server)) for server in SERVERS}
 
@@ -62,7 +62,7 @@ def _examples(packages: Path, server: str) -> Iterator[dict[str, Any]]:
 
 
 def binds(library: Library) -> dict[str, str]:
-    """Return the mounts that a sandbox needs to run the library: its packages, and the Python that they are for."""
+    """Show a sandbox the packages, and the Python that they are for."""
     if not library.is_installed:
         return {}
     python = _interpreter(library.folder / INTERPRETER)

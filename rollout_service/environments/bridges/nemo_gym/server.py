@@ -32,7 +32,7 @@ STEP_SECONDS: Final = 60.0
 VERIFY_SECONDS: Final = 240.0
 MAX_PARTS: Final = 32
 FAILURE_CLASS: Final = "_ng_failure_class"
-"""With this field, a verdict says that there is no reward."""
+"""A verdict with this field has no reward."""
 _COMMAND: Final = (f"{PYTHON}/bin/python3", "-sP", "-W", "ignore", "-c")
 _ENV: Final = {
     "LD_LIBRARY_PATH": f"{PYTHON}/lib",
@@ -47,17 +47,15 @@ _ENV: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A server's answer to the row at the beginning of an episode."""
-
     has_turns: bool
-    """Whether it answers each turn itself and rewards it, as environments of Gymnasium do."""
+    """The server answers and rewards each turn, as environments of Gymnasium do."""
     tools: frozenset[str]
-    """The tools of the row that it answers."""
+    """Those of the row that the server answers."""
     observation: str | None
 
 
 class GymServer:
-    """A running server; `open_server` starts one.
+    """`open_server` starts one.
 
     Its methods raise EnvironmentFailedError if it has ended, hangs, refuses the row, or gives no verdict.
     """
@@ -76,7 +74,7 @@ class GymServer:
         return str(reply["text"])
 
     async def verify(self, messages: Sequence[Message], usage: Usage, stop_reason: StopReason) -> Score:
-        """Return the server's verdict on the conversation after the prompt."""
+        """Return the verdict on the messages after the prompt."""
         row = self._with_response(messages, usage, stop_reason)
         reply = await self._process.ask({"op": "verify", "row": row}, VERIFY_SECONDS)
         return read_verdict(reply["verdict"], self._row)
@@ -100,7 +98,7 @@ class GymServer:
 
 
 class GymTool:
-    """A tool of a row; implements `tool_calling.tools.Tool`.
+    """Implements `tool_calling.tools.Tool`.
 
     One that the server does not answer ends the agent: the call itself is verified.
     """
@@ -127,8 +125,7 @@ async def open_server(sandbox: Sandbox, row: dict[str, JsonValue]) -> AsyncItera
 
 
 def read_reward(reply: dict[str, Any]) -> float:
-    """Return the reward of a verdict or of a turn.
-
+    """
     Raises:
         EnvironmentFailedError: There is none, or it is not a finite number.
     """
@@ -141,7 +138,7 @@ def read_reward(reply: dict[str, Any]) -> float:
 
 
 def read_verdict(verdict: dict[str, Any], row: dict[str, JsonValue]) -> Score:
-    """Return the reward of a verdict, with the numbers in it that are not the row's."""
+    """Keep the verdict's other numbers that are not the row's."""
     parts = {
         name: float(value)
         for name, value in verdict.items()
@@ -150,21 +147,20 @@ def read_verdict(verdict: dict[str, Any], row: dict[str, JsonValue]) -> Score:
     return Score(read_reward(verdict), dict(list(parts.items())[:MAX_PARTS]))
 
 
-# A conversation as a `Response` of OpenAI's Responses API, which is what NeMo Gym's servers verify.
-#
-# Guarantee: it has what the policy said and what its tools answered, in this order. A call that could not be parsed
-# is left out together with its explanation, since it has no arguments.
+# NeMo Gym's servers verify a `Response` of OpenAI's Responses API. It has what the policy said and what its tools
+# answered, in this order. A call that could not be parsed is left out together with its explanation, since it has no
+# arguments.
 
 CUT_OFF: Final = {
     *(StopReason.TRUNCATED, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL),
 }
-"""The stop reasons of an answer that a limit of tokens cut off."""
+"""A limit of tokens cut the answer off."""
 
 
 def as_response(
     messages: Sequence[Message], tools: Sequence[Any], usage: Usage, stop_reason: StopReason | None = None
 ) -> dict[str, Any]:
-    """Return the messages after the prompt as a response to it; `tools` are the row's."""
+    """Make a response of the messages after the prompt; `tools` are the row's."""
     return {
         "id": "resp_policy",
         "object": "response",
@@ -187,7 +183,7 @@ def as_response(
 
 def _items(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
     calls: dict[str, str] = {}
-    """The ids of the last turn's calls, by the policy's own, which are unique in their turn alone."""
+    """Ids of the last turn's calls, by the policy's own, which are unique in their turn alone."""
     for number, message in enumerate(messages):
         if message.role == "assistant":
             calls = {

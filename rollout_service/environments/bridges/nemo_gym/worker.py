@@ -27,15 +27,15 @@ Request = dict[str, Any]
 Reply = dict[str, Any]
 
 LEFT_OUT = {"ray", "wandb", "mlflow", "hydra", "yappi", "gprof2dot", "pydot"}
-"""Packages that NeMo Gym imports, and that its servers do not use when they run like this; they are not installed."""
+"""NeMo Gym imports these packages, which are not installed; its servers do not use them when they run like this."""
 SLOW = {"pandas"}
-"""Packages that NeMo Gym imports for its statistics; a server that uses one imports it for itself."""
+"""NeMo Gym imports them for its statistics; a server that uses one imports it for itself."""
 OK = 200
 MAX_SAID_CHARS = 1_000
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets packages be imported that are left out; the use of anything in them is an ImportError."""
+    """Lets missing packages be imported; the use of anything in them is an ImportError."""
 
     def __init__(self, names: set[str]) -> None:
         self._names = names
@@ -67,7 +67,7 @@ class Gym:
         self._app: Any = None
         self._http: Any = None
         self._missed: list[str] = []
-        """Servers that this one has tried to reach."""
+        """Other servers that this one has tried to reach."""
 
     async def begin(self, request: Request) -> Reply:
         server, row = request["server"], request["row"]
@@ -86,7 +86,7 @@ class Gym:
         return {"turns": turns, "tools": answered, "observation": said.get("observation")}
 
     async def call(self, request: Request) -> Reply:
-        """Call a tool; an error of the server is the result, as for NeMo Gym's own agent."""
+        """Return an error of the server as the result, as NeMo Gym's own agent does."""
         said = await self._http.post(f"/{request['tool']}", json=request["arguments"])
         return {"text": said.text, "status": said.status_code}
 
@@ -121,7 +121,7 @@ class Gym:
         return app
 
     def _no_servers(self) -> Any:
-        """Return a client of other servers that reaches none, and remembers that it was asked."""
+        """Return a client that reaches no server, and remembers that it was asked."""
         missed = self._missed
 
         async def refuse(_: Any, server_name: str, *__: Any, **___: Any) -> Any:
@@ -134,7 +134,7 @@ class Gym:
 
 
 def import_library() -> None:
-    """Import NeMo Gym, without the modules that it needs only to run on a cluster or to make statistics."""
+    """Leave out modules that NeMo Gym needs only on a cluster or for statistics."""
     sys.meta_path.append(StandIns(LEFT_OUT))
     slow = StandIns(SLOW)
     sys.meta_path.insert(0, slow)
@@ -150,7 +150,7 @@ def _folder(name: str) -> Path:
 
 
 def server_class(module: types.ModuleType) -> Any:
-    """Return the class of the server that a module defines: the last, if one is derived from another."""
+    """Return the last class, if one is derived from another."""
     base = importlib.import_module("nemo_gym.base_resources_server").SimpleResourcesServer
     found = [
         kind
@@ -163,7 +163,7 @@ def server_class(module: types.ModuleType) -> Any:
 
 
 def read_config(folder: Path, config: Request) -> Request:
-    """Return a server's own settings, changed by those of the instance."""
+    """Change a server's own settings by those of the instance."""
     omegaconf = importlib.import_module("omegaconf").OmegaConf
     files = sorted((folder / "configs").glob("*.yaml"), key=lambda path: (path.stem != folder.name, path.name))
     for path in files:
@@ -177,7 +177,7 @@ def read_config(folder: Path, config: Request) -> Request:
 
 
 def interpreter() -> Reply:
-    """Return where this Python is on the host, so that a sandbox can use it."""
+    """Return where this Python is, so that a sandbox can use it."""
     executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     shared = []
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):

@@ -31,16 +31,15 @@ from rollout_service.episodes import Episode, EpisodeLimits, Score
 from sandboxes import ExecResult
 
 INSIDE: Final = "/opt/reasoning-gym"
-"""The path of the library's packages in the sandbox."""
+"""The library's packages in the sandbox."""
 CPU_SECONDS: Final = 20
-"""The limit of one answer, with two seconds for imports; the slowest tasks take about ten to be made again."""
+"""Of one answer, with two seconds for imports; the slowest tasks take about ten to be made again."""
 MEMORY_KILOBYTES: Final = 2 * 1024 * 1024
 MAX_ANSWER_CHARS: Final = 65_536
 ReadAnswer = Callable[[str | None], str | None]
-"""Returns the answer in a text, or None."""
 _LIMITED: Final = 'ulimit -v "$1" && ulimit -t "$2" && shift 2 && exec "$@"'
 _KILLED: Final = (137, 152)
-"""The exit codes of a process that the kernel ended for its memory, or its CPU time."""
+"""The kernel ended the process for its memory, or its CPU time."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 SPEC = EnvironmentSpec(
@@ -78,7 +77,7 @@ class ReasoningGym(AgentEnvironment):
         spec: EnvironmentSpec = SPEC,
         read_answer: ReadAnswer | None = None,
     ) -> None:
-        """`spec` may have other prompts or tools; `read_answer` finds the answer in the policy's last text."""
+        """`read_answer` finds the answer in the policy's last text."""
         self._library = library
         self._cpu_seconds = cpu_seconds
         self._read_answer = read_answer or final_answer
@@ -115,8 +114,7 @@ def final_answer(text: str | None) -> str | None:
 
 
 def read_score(result: ExecResult) -> Score:
-    """Return the score that the worker reports.
-
+    """
     Raises:
         EnvironmentFailedError: The library failed, and not because of the answer.
     """

@@ -20,19 +20,18 @@ from rollout_service.environments.libraries import Library
 
 NAME: Final = "reasoning-gym"
 TASKS: Final = "tasks.jsonl"
-"""The file of the data set, in the folder of the installed library."""
+"""The data set, in the folder of the installed library."""
 WORKER: Final = Path(__file__).with_name("worker.py")
 LEFT_OUT: Final = frozenset({"coin_flip", "game_of_life_halting"})
-"""Tasks whose scorer gives full marks to answers that are not right."""
+"""Their scorers give full marks to wrong answers."""
 GENERATE_SECONDS: Final = 300.0
 SHIPPED_SEEDS: Final = {"train": 20_261, "held_out": 7_020_261}
 """Far apart: the library makes instance i of seed s like instance 0 of seed s + i."""
 SHIPPED_SPLITS: Final = {"train": 4, "held_out": 1}
-"""How many instances of each task are in the data set."""
+"""Instances of each task."""
 
 
 async def task_names(process: LibraryProcess) -> list[str]:
-    """Return the names of all tasks that can be scored."""
     names = (await process.ask({"op": "generate"}, GENERATE_SECONDS))["tasks"]
     return [name for name in names if name not in LEFT_OUT]
 
@@ -40,11 +39,6 @@ async def task_names(process: LibraryProcess) -> list[str]:
 async def generate(
     process: LibraryProcess, task: str, *, seed: int, size: int, config: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return instances of one task.
-
-    Raises:
-        EnvironmentFailedError: There is no such task, or it has no such option.
-    """
     made = {"task": task, "seed": seed, "size": size, "config": config or {}}
     reply = await process.ask({"op": "generate", **made}, GENERATE_SECONDS)
     return [
@@ -53,7 +47,7 @@ async def generate(
 
 
 async def shipped(python: Path) -> AsyncIterator[dict[str, Any]]:
-    """Yield the instances of the environment's own data set: some of every task, for each split."""
+    """Yield the data set: some instances of every task, for each split."""
     async with library_process([python, "-I", WORKER], NAME) as process:
         for task in await task_names(process):
             seen: set[str] = set()

@@ -29,16 +29,16 @@ CALCULATED = {
     *("countdown", "puzzle24", "polynomial_multiplication"),
     *("simple_integration", "intermediate_integration"),
 }
-"""Tasks whose answers the library gives to sympy's parser, which evaluates them."""
+"""sympy's parser evaluates their answers."""
 EVALUATED = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
-"""Tasks whose answers the library evaluates as Python, in the scope of its scorer."""
+"""The library evaluates their answers as Python, in the scope of its scorer."""
 FUNCTIONS = {
     *("sqrt", "exp", "log", "ln", "abs", "Abs", "pi"),
     *(f"{prefix}{name}" for prefix in ("", "a", "arc") for name in ("sin", "cos", "tan", "sec", "csc", "cot")),
     *(f"{prefix}{name}" for prefix in ("", "a") for name in ("sinh", "cosh", "tanh")),
 }
 UNREADABLE = "?"
-"""The answer that is scored in place of one that is refused."""
+"""Scored in place of a refused answer."""
 _CALCULATION = re.compile(r"[A-Za-z0-9\s+\-*/^().,_]*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN_WORD = re.compile(r"[A-Z_]+")
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def generate(request: Request) -> Reply:
-    """Return entries of a task, and the module that it is in; without a task, the names of all tasks."""
+    """Return a task's entries and module; without a task, the names of all tasks."""
     factory = importlib.import_module("reasoning_gym").factory
     if "task" not in request:
         return {"tasks": sorted(name for name in factory.DATASETS if name != "composite")}
@@ -98,7 +98,7 @@ def make_dataset(factory: Any, request: Request) -> Any:
 
 
 def import_alone(module: str) -> None:
-    """Import one task's module without all others, which takes seconds less."""
+    """Leave out the modules of other tasks, which takes seconds less."""
     names = module.split(".")
     if names[0] != "reasoning_gym" or not all(name.isidentifier() for name in names):
         raise ValueError(f"{module} is not a module of reasoning-gym")
@@ -125,7 +125,7 @@ def check_number(value: Any) -> float:
 
 
 def is_harmless(task: str, answer: str) -> bool:
-    """Return whether the library would execute no more of an answer than literals and arithmetic."""
+    """Return whether the library would execute only literals and arithmetic."""
     if task in CALCULATED:
         names = _NAME.findall(answer)
         return bool(_CALCULATION.fullmatch(answer)) and all(len(name) == 1 or name in FUNCTIONS for name in names)
@@ -141,7 +141,7 @@ def is_harmless(task: str, answer: str) -> bool:
 
 
 def fix_hashes() -> None:
-    """Begin again with fixed hashes of strings: some tasks depend on the order of sets, not on their seed alone."""
+    """Start again with fixed hashes: some tasks depend on the order of sets too."""
     if os.environ.get("PYTHONHASHSEED") != "0":
         clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         # Isolation (-I) would ignore the variable; what remains of it is to see no user's and no folder's modules.

@@ -29,14 +29,14 @@ from rollout_service.episodes import ContextFullError, Episode
 from rollout_service.judging.contract import SampledText, TextSampler
 
 MAX_MOVES = 64
-"""Moves of the opponent in a row before the game counts as failed, such as illegal ones that the game lets repeat."""
+"""Moves of the opponent in a row, such as illegal ones that the game lets repeat."""
 
 
 class OpponentSettings(EnvironmentSettings):
     pool: Name = "opponent"
-    """The pool whose engines play the other side; it should not be the one that is trained."""
+    """Plays the other side; it should not be the pool that is trained."""
     max_tokens: int = Field(2_048, ge=1)
-    """Tokens of a move, with the reasoning before it."""
+    """Of a move, with the reasoning before it."""
     temperature: float = Field(1.0, ge=0)
     move_seconds: float = Field(120.0, gt=0)
 
@@ -48,7 +48,7 @@ class MatchGame(TextGame):
 
 
 class PoolOpponent:
-    """A player that is sampled from a pool, with a conversation of its own."""
+    """A player that is sampled from a pool, with its own conversation."""
 
     def __init__(self, sampler: TextSampler, settings: OpponentSettings) -> None:
         self._sampler = sampler
@@ -56,8 +56,7 @@ class PoolOpponent:
         self._messages = [Message(role="system", content=SYSTEM)]
 
     async def move(self, text: str) -> str:
-        """Return the next move, given the game's text.
-
+        """
         Raises:
             EnvironmentFailedError: The move was cut off by a limit.
         """
@@ -92,8 +91,6 @@ class PoolOpponent:
 
 
 class PoolMatch(GamePartner):
-    """A game and the opponent in it as the other side of an episode."""
-
     def __init__(self, process: LibraryProcess, opponent: PoolOpponent, seat: int) -> None:
         super().__init__(process)
         self._opponent = opponent
@@ -123,12 +120,12 @@ class PoolMatch(GamePartner):
 
 
 class TextArenaMatch(GameEnvironment):
-    """Instances: a game, a seed, and if they differ from the defaults the policy's seat and the opponent."""
+    """Instances may have the policy's seat and the opponent."""
 
     players = 2
     fields = MatchGame
     replayable: Replayable = "never"
-    """The opponent's moves are sampled, and another time they are others."""
+    """The opponent's moves are sampled, and differ another time."""
 
     def __init__(self) -> None:
         super().__init__(TEXTARENA, "textarena-two-players", "Games of TextArena against the engines of a pool")

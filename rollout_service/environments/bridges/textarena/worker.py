@@ -8,11 +8,11 @@ from typing import Any
 
 Reply = dict[str, Any]
 GAME = -1
-"""The sender of the game's own texts."""
+"""The game's own texts have this sender."""
 
 
 def candidates(players: int) -> list[str]:
-    """Return all games: which of them are for so many players is seen when they begin."""
+    """Return all games: it is seen when they begin which are for so many players."""
     _ = players
     from textarena.envs.registration import ENV_REGISTRY
 
@@ -43,7 +43,7 @@ class _ArenaGame:
         return self._end() if done else self.news()
 
     def news(self) -> Reply:
-        """Return the texts to the player whose turn it is since it was asked last."""
+        """Return what the player whose turn it is has not seen yet."""
         player, _ = self._env.get_observation()
         said = self._env.full_observations.get(player, [])
         news, self._seen[player] = said[self._seen[player] :], len(said)

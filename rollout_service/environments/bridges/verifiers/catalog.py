@@ -1,4 +1,4 @@
-"""The tasks and tools of tasksets, as the library lists them on this host.
+"""The tasks and tools of tasksets, as verifiers lists them on this host.
 
 Guarantees: the library and the packages of tasksets are imported in a process of their own; their answers are kept in
 the cache for as long as the declaration, the packages and the library stay the same.
@@ -33,12 +33,12 @@ class ListedTask(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     problem: str | None = None
-    """Why it cannot be run here; the other fields are then empty."""
+    """If the task cannot be run here; other fields are then empty."""
     key: str = ""
-    """The library's name for the task, which changes with its content."""
+    """The library's name, which changes with the content."""
     data: dict[str, JsonValue] = {}
     messages: list[Message] = []
-    """How the conversation begins."""
+    """They begin the conversation."""
     agent_seconds: float | None = None
     scoring_seconds: float | None = None
 
@@ -47,7 +47,7 @@ class Listing(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     problem: str | None = None
-    """Why it cannot be used here; the other fields are then empty."""
+    """If the taskset cannot be used here; other fields are then empty."""
     tools: list[ToolSpec] = []
     task_type: str = ""
     data_type: str = ""
@@ -61,7 +61,7 @@ class _Listings(BaseModel):
 def list_tasksets(
     library: Library, tables: Sequence[TasksetTable], packages: Sequence[Path], folder: Path
 ) -> list[Listing]:
-    """Return a listing for each table. It may take minutes, so call it in a thread.
+    """Return a listing for each table. Call it in a thread: it may take minutes.
 
     Raises:
         ConfigurationError: The library is not installed, or it ended.
@@ -114,16 +114,14 @@ def _fingerprint(library: Library, line: bytes, packages: Sequence[Path]) -> str
     return digest.hexdigest()[:32]
 
 
-# verifiers as a library of its own, with its modules compiled when it is installed.
-
 NAME: Final = "verifiers"
 WORKER: Final = Path(__file__).with_name("worker.py")
 IMPORT_SECONDS: Final = 600.0
-"""The limit of the first import, which compiles 2,000 modules."""
+"""The first import compiles 2,000 modules."""
 
 
 def compile_modules(folder: Path) -> None:
-    """Import the library while it is installed: sandboxes cannot keep its compiled modules."""
+    """Call it during the installation: sandboxes cannot keep compiled modules."""
 
     async def ready() -> None:
         async with library_process([folder / "bin" / "python", "-I", WORKER], NAME) as process:

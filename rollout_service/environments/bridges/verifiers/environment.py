@@ -43,35 +43,33 @@ from rollout_service.episodes import Episode, Score
 from rollout_service.tokens import ToolSpec
 
 INSIDE: Final = "/opt/verifiers"
-"""The path of the library's packages in the sandbox; those of tasksets are next to it."""
+"""The library's packages in the sandbox; those of tasksets are next to it."""
 STATE: Final = "verifiers_state"
-"""The key of the tools' state for the rewards, in an episode's state."""
+"""The tools' state for the rewards, in an episode's state."""
 STOP: Final = "verifiers_stop"
-"""The key of why the agent stopped."""
+"""Why the agent stopped."""
 SCORE_SHARE: Final = 0.9
-"""The part of the evaluation's time that the library may take; its failure is then told from the stage's deadline."""
+"""Of the evaluation's time: the library's failure can then be told from the stage's deadline."""
 PROCESS_ENV: Final = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class TasksetInstance(InstanceFields):
     index: int
-    """The place of the task in its taskset, counted from 0."""
+    """In the taskset, counted from 0."""
     taskset: str | None = None
-    """The name of the taskset; not needed if the environment has only one."""
+    """Not needed if the environment has only one."""
     key: str | None = None
-    """The library's name for the task. A task with another content has another, and is refused."""
+    """A task with another content has another key, and is refused."""
 
 
 class VerifiersEnvironment(Environment):
-    """Instances: the name of a taskset, and the index of a task."""
-
     def __init__(
         self,
         declaration: VerifiersDeclaration,
         listings: list[Listing],
         binds: dict[str, str] | None = None,
     ) -> None:
-        """Each taskset has a listing; `binds` has folders of the library and of packages by their path inside."""
+        """`binds` has folders of the library and of packages by their path inside."""
         self.spec = spec_from(declaration, evaluate_in=EvaluateIn.FRESH, binds=binds or {})
         self._tasksets: dict[str, tuple[TasksetTable, Listing]] = {
             table.called: (table, listing) for table, listing in zip(declaration.taskset, listings, strict=True)
@@ -190,7 +188,7 @@ class VerifiersEnvironment(Environment):
 
 
 def read_score(reply: dict[str, Any]) -> Score:
-    """Return the library's rewards and metrics as a score; a metric with a reward's name is called `metric_NAME`."""
+    """Call a metric `metric_NAME` if a reward has its name."""
     rewards: dict[str, float] = reply["rewards"]
     metrics = {f"metric_{name}" if name in rewards else name: value for name, value in reply["metrics"].items()}
     return Score(float(reply["reward"]), {**rewards, **metrics})
@@ -209,16 +207,12 @@ def load_verifiers(folder: Path, library: Library = VERIFIERS) -> VerifiersEnvir
 
 
 def added_packages(declaration: VerifiersDeclaration, folder: Path, library: Library = VERIFIERS) -> AddedPackages:
-    """Return the packages that the tasksets of a folder need besides the library."""
     return AddedPackages(library, tuple(declaration.requirements), folder.resolve())
 
 
 def _refusal(field: str, message: str, known: dict[str, Any] | None = None) -> InvalidFieldError:
     hint = f"Known tasksets: {', '.join(known)}." if known else ""
     return InvalidFieldError([FieldError(path=f"instance.{field}", message=message)], hint=hint)
-
-
-# The token ids of each turn as they were sampled, in the library's form.
 
 
 def library_turns(trajectory: Trajectory) -> list[dict[str, Any]]:
@@ -229,7 +223,7 @@ def library_turns(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def _tokens(trajectory: Trajectory, turn: int) -> dict[str, Any] | None:
-    """Return a turn's ids, or None if they were not recorded, as by a scripted policy."""
+    """Return None if ids were not recorded, as by a scripted policy."""
     for segment in [*trajectory.segments, *trajectory.untrained]:
         if turn not in segment.turn_ids:
             continue
@@ -243,20 +237,18 @@ def _tokens(trajectory: Trajectory, turn: int) -> dict[str, Any] | None:
     return None
 
 
-# The tools of a task, which the library runs in the agent's sandbox.
-#
-# Guarantees: a tool's own error is a result that the policy reads, as with the library's servers; a library that
-# ends, or a tool that answers no more, fails the rollout.
+# A tool's own error is a result that the policy reads, as with the library's servers; a library that ends, or a tool
+# that answers no more, fails the rollout.
 
 OPEN_SECONDS: Final = 240.0
-"""The limit of importing the library and setting the tools up."""
+"""To import the library and set the tools up."""
 STATE_SECONDS: Final = 30.0
 GRACE_SECONDS: Final = 3.0
-"""Time beyond its limit for a tool to be stopped in its own process; the agent waits for a little longer."""
+"""The agent waits longer than a tool's limit, so that the tool is stopped in its own process."""
 
 
 class LibraryTool:
-    """One tool; implements `tool_calling.tools.Tool`."""
+    """Implements `tool_calling.tools.Tool`."""
 
     parallel = False
 

@@ -28,14 +28,13 @@ from typing import Any
 Request = dict[str, Any]
 Reply = dict[str, Any]
 PLAIN_ROLES = frozenset({"system", "user", "assistant"})
-"""The authors of messages that a prompt may have."""
 OWN_HOOKS = {
     "setup": "prepares a runtime",
     "finalize": "reads a runtime",
     "score": "scores in its own way",
     "runtime_env": "sets variables of a runtime",
 }
-"""The methods of a task that must be the library's own."""
+"""A task's methods that must be the library's own."""
 LOADER = "load_environment"
 OLD_FORM = (
     "it is in the old form, with `load_environment`, which verifiers {version} no longer has; make its rows the tasks "
@@ -43,7 +42,6 @@ OLD_FORM = (
 )
 MISSING = "if it is a package that the taskset needs, name it in `requirements` of environment.toml"
 MODULES = ("verifiers.v1", "verifiers.v1.utils.loaders", "verifiers.v1.trace", "mcp.server.mcpserver")
-"""The modules that are imported before the first request is answered."""
 STOPS = {
     "finished": "agent_completed",
     "answered": "agent_completed",
@@ -52,7 +50,7 @@ STOPS = {
     "truncated": "max_output_tokens",
     "context_full": "max_total_tokens",
 }
-"""The library's names for the reasons why an agent stopped."""
+"""The library's names for why an agent stopped."""
 
 
 def main() -> None:
@@ -90,7 +88,7 @@ def _describe(error: BaseException) -> str:
 
 
 def import_library() -> None:
-    """Import all that requests use of the library, without looks for garbage: they take a fourth of the time."""
+    """Import what requests use, without looks for garbage, which take a fourth of the time."""
     gc.disable()
     for module in MODULES:
         importlib.import_module(module)
@@ -146,7 +144,7 @@ async def _list_one(wanted: Request) -> Reply:
 
 
 def _has_old_form(taskset_id: str) -> bool:
-    """Return whether a package defines or imports `load_environment`, also if it cannot be imported."""
+    """Return whether a package has `load_environment`, even if it cannot be imported."""
     name = taskset_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
@@ -180,7 +178,7 @@ def _package_problem(taskset_id: str) -> str | None:
 
 
 def _task_problem(task: Any, taskset: Any) -> str | None:
-    """Return why tasks like this one cannot be run without a runtime of the library's, or None."""
+    """Return why such tasks cannot be run without a runtime of the library's, if so."""
     import verifiers.v1 as vf
     from verifiers.v1.utils.decorators import discover_decorated
 
@@ -203,7 +201,7 @@ def _task_problem(task: Any, taskset: Any) -> str | None:
 
 
 def _data_problem(task: Any) -> str | None:
-    """Return why this task cannot be run here, though others of its taskset may be."""
+    """Return why this task cannot be run here, though others may be."""
     data = task.data
     for name in ("image", "workdir", "agent_user", "skills", "artifacts"):
         if getattr(data, name):
@@ -264,7 +262,7 @@ def _resolve(reference: str) -> Any:
 
 
 def make_task(wanted: Request) -> tuple[Any, Any]:
-    """Return the task of a request, and the configuration of its taskset. Nothing is loaded but the package."""
+    """Return the task, and its taskset's configuration. Nothing is loaded but the package."""
     config = _config(wanted)
     data = _resolve(wanted["data_type"]).model_validate_json(json.dumps(wanted["data"]))
     task = _resolve(wanted["task_type"])(data, config.task)
@@ -274,7 +272,7 @@ def make_task(wanted: Request) -> tuple[Any, Any]:
 
 
 class ToolServers:
-    """The tools of one task, with the state that they share with its rewards."""
+    """The tools of a task, with the state that they share with its rewards."""
 
     def __init__(self) -> None:
         self._state: Any = None
@@ -315,7 +313,7 @@ class ToolServers:
 
 
 class ToolServer:
-    """One of the library's servers of tools, without its process and its port."""
+    """A server of tools, without its process and its port."""
 
     def __init__(self, server: Any, is_shared: bool) -> None:
         from mcp.server.mcpserver import MCPServer
@@ -405,7 +403,7 @@ async def score(request: Request) -> Reply:
 
 
 def make_trace(task: Any, request: Request) -> Any:
-    """Return the trace of a conversation, as the library's own runs leave it."""
+    """Fill a trace as the library's own runs do."""
     import verifiers.v1 as vf
     from pydantic import TypeAdapter
     from verifiers.v1.state import state_cls

@@ -35,7 +35,7 @@ MAX_OUTPUT_BYTES: Final = 1024 * 1024
 HELD_OUT_SHARE: Final = 4
 MEMORY_KILOBYTES: Final = 1024 * 1024
 TESTS_SHARE: Final = 0.8
-"""The share of the evaluation's time after which the remaining tests fail."""
+"""After this share of the evaluation's time, the remaining tests fail."""
 NOT_RUN: Final = ExecResult(None, b"", b"", timed_out=False, truncated=False)
 LIMITED: Final = 'ulimit -v "$1" && ulimit -t "$2" && shift 2 && exec "$@"'
 
@@ -55,7 +55,7 @@ SPEC = EnvironmentSpec(
 class _Instance(InstanceFields):
     question: str
     time_limit: float = Field(5.0, gt=0, le=60)
-    """The CPU time of one test, in seconds."""
+    """CPU seconds of one test."""
 
 
 class _Output(BaseModel):
@@ -103,7 +103,7 @@ class Code(AgentEnvironment):
         return Score(float(all(passed)), {"submitted": 1.0, "tests_passed": share})
 
     def dataset(self) -> list[dict[str, JsonValue]]:
-        """Return one instance of each problem; every fourth problem is held out."""
+        """Hold every fourth problem out."""
         sides = cycle(["train"] * (HELD_OUT_SHARE - 1) + ["held_out"])
         return [instance | {SPLIT: side} for instance, side in zip(instances(), sides, strict=False)]
 
@@ -129,7 +129,7 @@ def _assertions(instance: _AssertInstance) -> list[Assertion]:
 
 
 async def _is_submitted(sandbox: Sandbox) -> bool:
-    """Return whether the agent left a readable program, none of which has run in this sandbox yet."""
+    """Look for a program before anything of the agent's runs in this sandbox."""
     try:
         await sandbox.read_file(PROGRAM, limit=MAX_OUTPUT_BYTES)
     except SandboxFileError:
@@ -159,9 +159,9 @@ async def _passed(sandbox: Sandbox, instance: _StdioInstance | _AssertInstance, 
 class _TestRunner:
     sandbox: Sandbox
     cpu_seconds: float
-    """The CPU time of one test; the wall-clock limit only ends a program that sleeps."""
+    """Of one test; the wall-clock limit only ends a program that sleeps."""
     deadline: float
-    """The deadline of all tests, on the event loop's clock."""
+    """Of all tests, on the event loop's clock."""
 
     async def passes_output(self, test: _Output) -> bool:
         result = await self._run(["python3", PROGRAM], test.input.encode())
@@ -174,7 +174,7 @@ class _TestRunner:
         return await anyio.to_thread.run_sync(_holds, assertion, question, result.stdout)
 
     async def _run(self, argv: list[str], stdin: bytes) -> ExecResult:
-        """Run one test; a sandbox that stops working during it is the program's doing, and fails the test."""
+        """Fail the test if the sandbox stops working: that is the program's doing."""
         timeout = min(3 * self.cpu_seconds + 10, self.deadline - anyio.current_time())
         if timeout <= 0:
             return NOT_RUN
@@ -201,11 +201,9 @@ def _limited(argv: list[str], seconds: float) -> list[str]:
 environment = Code(SPEC)
 
 
-# Hidden tests of programs: the command to run in a sandbox, and the check of its output on the host.
-#
-# Guarantee: the sandbox only returns a value or an output, and the comparison happens on the host. A program never
-# sees the expected result, so it cannot forge it by printing, exiting, or redefining `==`. To that end, an assertion
-# is split into the expression that the sandbox evaluates and the check of its value.
+# The sandbox only returns a value or an output, and the comparison happens on the host. A program never sees the
+# expected result, so it cannot forge it by printing, exiting, or redefining `==`. To that end, an assertion is split
+# into the expression that the sandbox evaluates and the check of its value.
 
 MAX_VALUE_CHARS: Final = 256 * 1024
 
@@ -232,24 +230,22 @@ exec(code, names)
 value = plain(eval(asked["expression"], names))
 sys.stdout.write("\\n" + asked["marker"] + json.dumps(value) + "\\n")
 """
-"""The program in the sandbox: it evaluates one expression with the submission's names, and holds no secret."""
+"""Evaluates an expression in the sandbox with the submission's names, and holds no secret."""
 
 
 class BadAssertionError(ValueError):
-    """An assertion in a form that cannot be checked from outside."""
+    """The form cannot be checked from outside."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assertion:
-    """An expression for the sandbox, and the check of its value on the host."""
-
     expression: str
     holds: Callable[[Any], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The harness's input, and the marker of its answer in the program's output."""
+    """The harness's input, and the marker of its answer."""
 
     stdin: bytes
     marker: str
@@ -260,8 +256,7 @@ class Question:
         return cls(json.dumps({"expression": expression, "marker": marker}).encode(), marker)
 
     def value(self, stdout: bytes) -> Any:
-        """Return the value in the output.
-
+        """
         Raises:
             ValueError: The output has no value, or it cannot be read.
         """
@@ -306,7 +301,7 @@ def parse_assertion(source: str) -> Assertion:
 
 
 def same_output(expected: str, stdout: bytes) -> bool:
-    """Return whether outputs are equal except for trailing spaces and trailing empty lines."""
+    """Ignore trailing spaces and trailing empty lines."""
     return _lines(expected) == _lines(stdout.decode(errors="replace"))
 
 

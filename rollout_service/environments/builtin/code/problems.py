@@ -24,7 +24,7 @@ Make = Callable[[random.Random], Any]
 
 @dataclass(frozen=True, slots=True)
 class CodeProblem:
-    """One problem; `make` returns the input of a program, or a tuple of arguments for a function."""
+    """`make` returns the input of a program, or a tuple of arguments for a function."""
 
     solve: Callable[..., Any]
     make: Make
@@ -45,7 +45,7 @@ class CodeProblem:
         return f"{source}\n\nimport sys\n\nprint({self.solve.__name__}(sys.stdin.read()))\n"
 
     def instance(self, rng: random.Random, tests: int = TESTS) -> dict[str, JsonValue]:
-        """Return an instance: the question and its hidden tests."""
+        """Include hidden tests."""
         inputs = [self.make(rng) for _ in range(tests)]
         return {
             "name": self.solve.__name__,

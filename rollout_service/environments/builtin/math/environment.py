@@ -79,9 +79,8 @@ def _gold(instance: dict[str, JsonValue]) -> str:
 environment = Math()
 
 
-# Problems of school and early university mathematics with exact answers, made from a seed.
-#
-# Guarantee: each answer is computed by exact arithmetic, and copied from nowhere.
+# Problems of school and early university mathematics. Each answer is computed by exact arithmetic, and copied from
+# nowhere.
 
 SEED: Final = 1_905
 PER_MAKER: Final = 5
@@ -93,7 +92,7 @@ class MathProblem(TypedDict):
 
 
 def sample_problems(seed: int = SEED, per_maker: int = PER_MAKER) -> list[MathProblem]:
-    """Return `per_maker` problems of each kind without repetition; the same seed gives the same problems."""
+    """Return problems without repetition; the same seed gives the same problems."""
     rng = random.Random(seed)  # noqa: S311 - questions, not secrets
     problems: list[MathProblem] = []
     for maker in MAKERS:
@@ -106,7 +105,7 @@ def sample_problems(seed: int = SEED, per_maker: int = PER_MAKER) -> list[MathPr
 
 
 def splits() -> dict[str, list[MathProblem]]:
-    """Return the problems to train on and others of the same kinds, with no question in both."""
+    """Put no question in both splits."""
     train = sample_problems()
     seen = {problem["question"] for problem in train}
     held_out = [problem for problem in sample_problems(SEED + 1) if problem["question"] not in seen]
@@ -122,7 +121,7 @@ def _latex(value: Fraction | int) -> str:
 
 
 def _term(coefficient: int, power: str) -> str:
-    """Return a term with its sign, as inside a polynomial; `power` may be empty."""
+    """Show the sign, as inside a polynomial; `power` may be empty."""
     size = abs(coefficient)
     digits = "" if size == 1 and power else str(size)
     return f" {'-' if coefficient < 0 else '+'} {digits}{power}"
@@ -219,8 +218,6 @@ MAKERS: Final[tuple[Callable[[random.Random], tuple[str, str]], ...]] = (
     _surd,
 )
 
-
-# The boxed answer in a text, as in `so it is \boxed{42}`.
 
 _TOKEN = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
 

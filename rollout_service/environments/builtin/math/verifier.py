@@ -23,7 +23,7 @@ from rollout_service.environments.builtin.math.worker import MathVerdict
 
 CPU_SECONDS: Final = 5
 MAX_CHARS: Final = 4_096
-"""A longer answer is unreadable without a check."""
+"""A longer answer counts as unreadable."""
 
 
 def require_math_verify() -> None:
@@ -46,7 +46,7 @@ class MathVerifier:
         weakref.finalize(self, _close, self._idle)
 
     async def compare(self, gold: str, answer: str) -> MathVerdict:
-        """Compare two LaTeX expressions mathematically.
+        """Compare LaTeX expressions.
 
         Raises:
             EnvironmentFailedError: The gold answer cannot be read, or the check itself failed.
@@ -88,7 +88,7 @@ class MathVerifier:
 
 
 class _Worker:
-    """One worker process; its methods block."""
+    """Its methods block."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

@@ -30,12 +30,12 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 MEMORY_BYTES: Final = 2 * 1024**3
-"""The address space of one check; the imports alone take about a quarter of it."""
+"""Address space of one check; the imports alone take about a quarter."""
 WALL_SECONDS: Final = 60.0
-"""The limit for a check that hangs without using CPU time; high, since a loaded machine is slow to give any."""
+"""For a check that hangs without using CPU time; high, since a loaded machine is slow to give any."""
 GOLD_READ: Final = "gold read"
 ROUNDED: Final = 0.02
-"""The relative difference of numbers that may be one number, rounded."""
+"""Relative difference of numbers that may be one, rounded."""
 _NUMERAL = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*", re.ASCII)
 
 
@@ -45,7 +45,7 @@ class MathVerdict(StrEnum):
     UNREADABLE = "unreadable"
     """The answer is not mathematics, or too long."""
     TOO_COSTLY = "too_costly"
-    """Comparing it ran out of CPU time or memory."""
+    """Out of CPU time or memory."""
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def compare_in_fork(gold: str, answer: str, cpu_seconds: int) -> MathVerdict | str:
-    """Return the verdict, or why there is none. Call this only where a single thread runs, since it forks."""
+    """Return the verdict, or why there is none. It forks, so only one thread may run."""
     _warm_up()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -74,7 +74,7 @@ def compare_in_fork(gold: str, answer: str, cpu_seconds: int) -> MathVerdict | s
 
 @cache
 def _warm_up() -> None:
-    """Import the libraries and fill sympy's caches, so that each child has them: a check then costs a fifth."""
+    """Import libraries and fill sympy's caches for all children: a check then costs a fifth."""
     # It would warn that its own time limit is off.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     judge(lambda _: None, r"2\sqrt{3}", r"\sqrt{12}")
@@ -127,7 +127,7 @@ def judge(send: Callable[[str], None], gold: str, answer: str) -> None:
 
 
 def _equates_different_numbers(answer: str) -> bool:
-    """Return whether an answer is an equation of numbers that differ, such as `41 = 42`.
+    """Recognize an equation of numbers that differ, such as `41 = 42`.
 
     math-verify compares only its last side. Rounded numbers are the same here, as in `0.333 = 0.33`.
     """
@@ -153,7 +153,7 @@ def _equal(expected: list[Any], given: list[Any]) -> bool:
 
 
 def _parse(latex: str) -> list[Any]:
-    """Parse the expressions in LaTeX; return none if it cannot be read.
+    """Return none if it cannot be read.
 
     Only LaTeX is accepted: math-verify evaluates plain expressions as Python.
     """

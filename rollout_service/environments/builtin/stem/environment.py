@@ -33,7 +33,7 @@ from rollout_service.judging.rubric import Rubric, RubricSettings
 TASKS: Final = Path(__file__).with_name("tasks.jsonl")
 MAX_REFERENCE_CHARS: Final = 65_536
 SOLUTIONS: Final = ("extracted_solution", "matched_solution", "solution")
-"""The fields of published data sets that have a worked solution in place of an answer."""
+"""Fields of published data sets with a worked solution in place of an answer."""
 
 SPEC = EnvironmentSpec(
     name="stem",
@@ -65,7 +65,7 @@ RUBRIC = RubricSettings(
 
 
 class StemTask(InstanceFields):
-    """The fields of an instance that decide its score."""
+    """The fields that decide the score."""
 
     question: str = Field(min_length=1)
     answer: Annotated[str, Field(min_length=1, max_length=MAX_REFERENCE_CHARS)]
@@ -74,7 +74,7 @@ class StemTask(InstanceFields):
     unit: str | None = None
     tolerance: float | None = Field(None, ge=0, le=1)
     judge: bool = True
-    """Whether a judge decides the cases that rules cannot; otherwise that is wrong."""
+    """Whether a judge decides cases that rules cannot; otherwise they are wrong."""
 
     @model_validator(mode="after")
     def _answer_fits_its_kind(self) -> Self:
@@ -90,7 +90,7 @@ class StemTask(InstanceFields):
 
     @property
     def quantity(self) -> Quantity | None:
-        """The answer as a number with its unit, if it is one and may be."""
+        """Only if the answer may be a number."""
         return read_quantity(self.answer) if self.kind in (None, "number") and not self.choices else None
 
     @property
@@ -99,7 +99,7 @@ class StemTask(InstanceFields):
 
     @property
     def is_expression(self) -> bool:
-        """Whether math-verify can be expected to read the answer."""
+        """Whether math-verify will probably read the answer."""
         looks_so = any(sign in self.answer for sign in "\\0123456789=^")
         return self.kind == "expression" or (self.kind is None and looks_so and len(self.answer) < 400)
 
@@ -154,7 +154,7 @@ class Stem(AgentEnvironment):
         return await self._compare_expressions(task, boxed)
 
     async def _compare_expressions(self, task: StemTask, boxed: str) -> RuleVerdict:
-        """Compare mathematically. Only equality is certain, since notation of the sciences is easily misread."""
+        """Trust only equality, since notation of the sciences is easily misread."""
         try:
             verdict = await self._verifier.compare(task.answer, boxed)
         except EnvironmentFailedError:
@@ -208,12 +208,10 @@ def _plainly(error: FieldError) -> FieldError:
 environment = Stem()
 
 
-# Verdicts that rules can give on an answer: a letter of several, a number with its unit, the same words.
-#
-# Guarantee: a verdict is certain by the rule; whatever the rules cannot read or compare is undecided.
+# A verdict is certain by the rule; what the rules cannot read or compare is undecided.
 
 TOLERANCE: Final = 0.01
-"""The relative tolerance of numbers, unless a task has its own; integers without a unit must be exact."""
+"""Relative, unless a task has its own; integers without a unit must be exact."""
 _EXACT: Final = 1e-9
 _LETTER = re.compile(r"(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Za-z])[).:}]*(?:\s+(\S.*))?$", re.DOTALL)
 _WORD = re.compile(r"\\(?:text|mathrm|textbf)\b|[\W_]+")
@@ -226,7 +224,7 @@ class RuleVerdict(StrEnum):
 
 
 def compare_choice(gold: str, answer: str, choices: Mapping[str, str]) -> RuleVerdict:
-    """Compare a choice, given as its letter or its text, with the letter of the right one."""
+    """Compare an answer that is a letter or a text."""
     letters = {letter for letter, text in choices.items() if same_words(text, answer)}
     if not letters and (found := _LETTER.match(answer.strip())) is not None:
         letter, text = found[1].upper(), found[2]
@@ -238,7 +236,7 @@ def compare_choice(gold: str, answer: str, choices: Mapping[str, str]) -> RuleVe
 def compare_quantity(
     gold: Quantity, answer: str, tolerance: float | None = None, unit: Unit | None = None
 ) -> RuleVerdict:
-    """Compare a number with the right one; `unit` is the one in which the question asks for bare numbers."""
+    """Compare numbers; `unit` is the one in which the question asks for bare numbers."""
     given = read_quantity(answer)
     if given is None:
         return RuleVerdict.UNDECIDED
@@ -254,7 +252,7 @@ def compare_quantity(
 
 
 def same_words(one: str, other: str) -> bool:
-    """Return whether two texts are the same but for case, spaces and punctuation around words."""
+    """Ignore case, spaces and punctuation around words."""
     words = _words(one)
     return bool(words) and words == _words(other)
 

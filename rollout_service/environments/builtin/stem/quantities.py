@@ -47,7 +47,7 @@ _NUMBER = re.compile(
 )
 _LISTED = re.compile(r"\d.*(?:\bor\b|\band\b|[,;])", re.IGNORECASE)
 _ROUNDED: Final = 0.02
-"""The relative difference of quantities that may be one quantity, rounded."""
+"""Relative difference of quantities that may be one, rounded."""
 _POWER_OF_TEN = re.compile(r"\s*([+-]?)10\s*\^\s*\(?([+-]?\d{1,3})\)?(?![\d.])")
 
 
@@ -56,12 +56,12 @@ class Quantity:
     value: float
     unit: Unit
     is_bare: bool
-    """Whether it was written without a unit."""
+    """Written without a unit."""
     is_integer: bool
-    """Whether the number was written as digits alone."""
+    """Written as digits alone."""
 
     def equals(self, given: Quantity, tolerance: float) -> bool | None:
-        """Return whether another quantity is the same within a relative tolerance; None if they cannot be compared.
+        """Compare within a relative tolerance; None if the quantities cannot be compared.
 
         A bare number can only be the same as one with a percent sign or an angle, such as 0.25 and 25 %; if it is not,
         it may have been meant in that unit.
@@ -77,7 +77,7 @@ class Quantity:
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """Return the quantity that a text is, possibly after `x =`, or None."""
+    """Read a quantity, possibly after `x =`."""
     if len(text) > MAX_CHARS:
         return None
     *before, text = (side.strip() for side in _plain(text).split("="))
@@ -88,7 +88,7 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 def _says_otherwise(side: str, quantity: Quantity) -> bool:
-    """Return whether a side of an equation is another quantity, or has one beside it, as in `3 m or x`."""
+    """Return whether a side of an equation is another quantity, or lists one, as in `3 m or x`."""
     given = _read_side(side)
     return _LISTED.search(side) is not None if given is None else quantity.equals(given, _ROUNDED) is False
 
@@ -114,7 +114,7 @@ def _read_side(text: str) -> Quantity | None:
 
 
 def _plain(text: str) -> str:
-    """Return LaTeX as plain text, where that is only a matter of notation."""
+    """Return LaTeX as plain text, where only notation differs."""
     text = _WORDS.sub("", text)
     text = _MICRO.sub("µ", _SPACES.sub(" ", text))
     for sign, plain in _SIGNS.items():

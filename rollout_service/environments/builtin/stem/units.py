@@ -19,11 +19,11 @@ BASES: Final = ("m", "kg", "s", "A", "K", "mol", "cd")
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit: `value * factor + offset` is the value in SI base units."""
+    """`value * factor + offset` is the value in SI base units."""
 
     factor: float
     powers: tuple[int, ...] = (0,) * len(BASES)
-    """The powers of the base units, in the order of `BASES`."""
+    """In the order of `BASES`."""
     offset: float = 0.0
 
     def times(self, other: Unit, power: int) -> Unit:
@@ -71,7 +71,7 @@ PREFIXED: Final = {
     "Bq": _unit(1, s=-1),
     "Gy": _unit(1, m=2, s=-2),
 }
-"""Units that prefixes may stand before."""
+"""Prefixes may stand before these."""
 PLAIN: Final = {
     "min": _unit(60, s=1),
     "h": _unit(3_600, s=1),
@@ -124,11 +124,11 @@ PREFIXES: Final = {
 _TOKEN = re.compile(r"\s*(?:([*/()])|([A-Za-zµΩÅ°%]+))(?:\^?\(?([+-]?\d{1,3})\)?)?")
 
 _Token = tuple[str | None, str | None, str | None]
-"""A sign, or a symbol, and the power of the group or unit that it closes or names."""
+"""A sign, or a symbol, and the power of its group or unit."""
 
 
 def read_unit(text: str) -> Unit | None:
-    """Return the unit that a text such as `kg m^2/s^2` or `J/(mol K)` stands for, or None."""
+    """Read a text such as `kg m^2/s^2` or `J/(mol K)`."""
     text = text.strip()
     if len(text) > MAX_CHARS:
         return None
@@ -146,7 +146,7 @@ def read_unit(text: str) -> Unit | None:
 
 
 def _product(tokens: deque[_Token], *, is_nested: bool = False) -> Unit | None:
-    """Return the unit up to the closing parenthesis, or to the end."""
+    """Read up to the closing parenthesis, or to the end."""
     unit, sign = ONE, 1
     while tokens:
         mark, symbol, power = tokens.popleft()

@@ -4,7 +4,7 @@ from .errors import StepError
 
 
 class ImageUser:
-    """A user of the image, by name or number, as /etc/passwd and /etc/group inside describe it."""
+    """A user, by name or number, as /etc/passwd and /etc/group inside describe it."""
 
     def __init__(self, text: str, *, groups: bool = True) -> None:
         """

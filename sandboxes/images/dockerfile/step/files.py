@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Writer:
-    """Unpacks the files of COPY and ADD: a tar archive whose names begin with "f/" (a file) or "d" (in a folder)."""
+    """Unpacks a tar archive whose names begin with "f/" (a file) or "d" (in a folder)."""
 
     def __init__(self, job: "dict[str, Any]") -> None:
         self._dest = posixpath.join(job["cwd"], job["dest"])
@@ -26,7 +26,6 @@ class Writer:
         self._owner = (owner.user, owner.group) if owner else None
 
     def run(self) -> int:
-        """Read the archive from standard input, to its end."""
         with tarfile.open(fileobj=sys.stdin.buffer, mode="r|", errorlevel=2) as archive:
             archive.extraction_filter = lambda member, _path: member
             for member in archive:
@@ -59,14 +58,13 @@ class Writer:
         archive.extract(member, "/", numeric_owner=True)
 
     def _target(self, kind: str, rest: str) -> str:
-        """Return where a member goes."""
         if kind == "d":
             return posixpath.normpath(posixpath.join(self._dest, rest))
         into = self._into or os.path.isdir(self._dest)
         return posixpath.normpath(posixpath.join(self._dest, rest) if into else self._dest)
 
     def _make_parents(self, path: str) -> None:
-        """Make missing folders, which belong to the owner of the copied files."""
+        """Give missing folders to the owner of the copied files."""
         if os.path.isdir(path):
             return
         self._make_parents(posixpath.dirname(path))
@@ -82,7 +80,7 @@ class Writer:
 
 
 def send_files(sources: "list[str]") -> int:
-    """Write an archive of files inside, for a `Writer`, to standard output. A link that is named itself is followed."""
+    """Write an archive for a `Writer` to standard output. A link that is named itself is followed."""
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for source in sources:
             found = sorted(matches("/", [part for part in source.split("/") if part not in {"", "."}]))
@@ -95,7 +93,6 @@ def send_files(sources: "list[str]") -> int:
 
 
 def matches(folder: str, parts: "list[str]") -> "Iterator[str]":
-    """Yield the paths that a pattern means, part by part."""
     if not parts:
         yield folder
         return

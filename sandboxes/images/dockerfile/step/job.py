@@ -1,4 +1,4 @@
-"""One job, from the namespaces to the report."""
+"""A step's job, from the namespaces to the report."""
 
 import json
 import os
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """A job that is done in this process, which enters its namespaces, and in a child."""
+    """A job, done in this process, which enters the namespaces, and in a child."""
 
     def __init__(self, job: "dict[str, Any]", report: int) -> None:
         self._job = job
@@ -39,7 +39,6 @@ class Step:
         self._single = job["ids"]["kind"] == "single"
 
     def run(self) -> int:
-        """Do it, and return the exit code."""
         job = self._job
         self._enter()
         if job["action"] == "tool":
@@ -50,7 +49,7 @@ class Step:
         return exit_code
 
     def _enter(self) -> None:
-        """Enter the namespaces, in which this process becomes root, and mount the image there."""
+        """Enter the namespaces, become root in them, and mount the image."""
         job, parent, layers = self._job, os.getppid(), Layers()
         network = CLONE_NEWNET if job["network"] == "none" else 0
         enter_namespaces(job["ids"], CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | network)
@@ -61,7 +60,7 @@ class Step:
         mount_image(job, layers)
 
     def _start(self) -> int:
-        """Start process 1 of a process namespace, below which nothing of the host is left."""
+        """Start process 1 of a namespace, below which nothing of the host is left."""
         call("unshare", CLONE_NEWPID)
         child = os.fork()
         if child:
@@ -78,7 +77,6 @@ class Step:
             os._exit(status)
 
     def _inside(self) -> int:
-        """Make the image the root, and do the job's action in it."""
         job = self._job
         if job["action"] == "run":
             mount_system(job)
@@ -100,7 +98,6 @@ def say(report: int, line: "dict[str, Any]") -> None:
 
 
 def main() -> None:
-    """Do the job of the command line, and report."""
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         job = json.loads(file.read())
     report = int(sys.argv[2])

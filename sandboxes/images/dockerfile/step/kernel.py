@@ -1,4 +1,4 @@
-"""Calls of the kernel that Python has no functions for; they raise OSError, whose message names the call."""
+"""Kernel calls that Python lacks; their OSErrors name the call."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ class BpfProgram(ctypes.Structure):
 
 
 def call(name: str, *arguments: "Any") -> int:
-    """Call a function of the C library, and raise OSError from errno if the result is negative."""
+    """Call a function of the C library; a negative result raises OSError from errno."""
     result: int = getattr(libc, name)(*arguments)
     if result < 0:
         number = ctypes.get_errno()
@@ -35,7 +35,6 @@ def call(name: str, *arguments: "Any") -> int:
 
 
 def mount(source: str, target: str, kind: "str | None", flags: int, options: str = "") -> None:
-    """Call mount(2)."""
     try:
         call(
             "mount",
@@ -50,7 +49,6 @@ def mount(source: str, target: str, kind: "str | None", flags: int, options: str
 
 
 def write(path: str, text: str) -> None:
-    """Write text to a file, which may be one of the kernel's own."""
     with open(path, "w") as file:
         file.write(text)
 
@@ -69,13 +67,13 @@ def end_with_parent() -> None:
 
 
 def keep_capabilities(kept: "frozenset[int]") -> None:
-    """Give up all other capabilities for every program that is started from now on."""
+    """Give up all other capabilities for programs that are started from now on."""
     for capability in range(64):
         if capability not in kept and libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break
 
 
 def filter_calls(program: bytes) -> None:
-    """Let a classic BPF program decide on the calls of this process, and of all that it starts."""
+    """Let a classic BPF program decide on the calls of this process and all that it starts."""
     told = BpfProgram(len(program) // 8, program)
     call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(told), 0, 0)

@@ -1,4 +1,4 @@
-"""The mounts that a step adds to the image's files: devices, processes, host names, and those of its instruction."""
+"""The mounts that a step adds: devices, processes, host names, and those of its instruction."""
 
 import os
 import posixpath
@@ -18,7 +18,7 @@ APT_SETTINGS = "/dev/apt.conf"
 
 
 def make_points(job: "dict[str, Any]") -> "list[str]":
-    """Make the folders and files on which `mount_system` mounts; return the files that no layer should keep."""
+    """Make what `mount_system` mounts on; return the files that no layer should keep."""
     made = []
     for path in ("dev", "proc", "sys", "tmp"):
         _make_point(f"{ROOT}/{path}", folder=True)
@@ -35,14 +35,14 @@ def make_points(job: "dict[str, Any]") -> "list[str]":
 
 
 def remove_points(paths: "list[str]") -> None:
-    """Remove files that `make_points` returned, unless the program has written to them."""
+    """Remove files of `make_points`, unless the program has written to them."""
     for path in paths:
         if os.path.isfile(path) and os.path.getsize(path) == 0:
             os.unlink(path)
 
 
 def _make_point(path: str, *, folder: bool) -> bool:
-    """Make an empty folder or file to mount on; return whether it is new."""
+    """Return whether it is new."""
     if os.path.lexists(path):
         return False
     os.makedirs(path if folder else os.path.dirname(path), exist_ok=True)
@@ -52,7 +52,7 @@ def _make_point(path: str, *, folder: bool) -> bool:
 
 
 def mount_system(job: "dict[str, Any]") -> None:
-    """Mount everything, in a mount namespace of the program's own."""
+    """Call it in a mount namespace of the program's own."""
     _mount_devices(f"{ROOT}/dev")
     for name, text in job["scripts"].items():
         os.makedirs(ROOT + SCRIPTS, exist_ok=True)
@@ -84,7 +84,6 @@ def _mount_devices(dev: str) -> None:
 
 
 def _mount_asked(number: int, one: "dict[str, Any]", cwd: str) -> None:
-    """Make a mount that the Dockerfile asks for with `--mount`."""
     point = find_inside(ROOT, posixpath.join(cwd, one["target"]))
     if one["kind"] == "tmpfs":
         mount("tmpfs", point, "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
@@ -93,7 +92,7 @@ def _mount_asked(number: int, one: "dict[str, Any]", cwd: str) -> None:
 
 
 def _source(number: int, one: "dict[str, Any]") -> str:
-    """Return the source of a mount: for a tmpfs, some folder."""
+    """Return the source of a mount; for a tmpfs, some folder."""
     if one["kind"] == "tmpfs":
         return SPACE
     if one["kind"] == "cache":

@@ -17,8 +17,8 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1  # from linux/sockios.h and linux/if.h
 def enter_namespaces(ids: "dict[str, Any]", others: int) -> None:
     """Enter a user namespace and others.
 
-    Ids may be mapped from outside alone: by this process's user if that is root, else by the host's setuid programs.
-    A child, which stays outside, does it.
+    A child, which stays outside, maps the ids: by this process's user if that is root, else by the host's setuid
+    programs.
     """
     me = os.getpid()
     user, group = os.geteuid(), os.getegid()
@@ -44,7 +44,7 @@ def enter_namespaces(ids: "dict[str, Any]", others: int) -> None:
 
 
 def _map_ids(process: int, ids: "dict[str, Any]", user: int, group: int) -> int:
-    """Write a process's maps; return a status that is 0 if that succeeded."""
+    """Return a status that is 0 if that succeeded."""
     if ids["kind"] == "subordinate":
         for program, own, given in (("newuidmap", user, ids["users"]), ("newgidmap", group, ids["groups"])):
             command = [program, str(process), "0", str(own), "1", "1", *given.split()]
@@ -73,7 +73,6 @@ def become_root(parent: int, *, groups: bool) -> None:
 
 
 def raise_loopback() -> None:
-    """Bring up `lo` of this network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = b"lo".ljust(16, b"\0") + IFF_UP.to_bytes(2, sys.byteorder)
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, request.ljust(40, b"\0"))

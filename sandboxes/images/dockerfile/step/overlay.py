@@ -1,4 +1,4 @@
-"""The image of a step: its layers as an overlay at `ROOT`, with a folder that takes the changes, and paths inside it.
+"""The image of a step: an overlay of its layers at `ROOT`, with a folder that takes the changes.
 
 Everything is mounted below `SPACE`, in this mount namespace alone.
 """
@@ -33,7 +33,6 @@ class Layers:
                 self._descriptors[path] = os.open(path, os.O_PATH | os.O_CLOEXEC)
 
     def bind(self, path: str, target: str) -> None:
-        """Show one of them at another place."""
         if stat.S_ISDIR(os.fstat(self._descriptors[path]).st_mode):
             os.makedirs(target, exist_ok=True)
         else:
@@ -41,7 +40,7 @@ class Layers:
         mount(f"/proc/self/fd/{self._descriptors[path]}", target, None, MS_BIND | MS_REC)
 
     def stack(self, layers: "list[str]", target: str, options: str = "") -> None:
-        """Mount an overlay of layers, the topmost first; options name the folders for the changes."""
+        """Mount an overlay of layers, topmost first; options name the folders for changes."""
         names = []
         for path in layers:
             if path not in self._numbers:
@@ -59,7 +58,6 @@ class Layers:
 
 
 def paths_of(job: "dict[str, Any]") -> "list[str]":
-    """Return the paths that a job's `Layers` open."""
     found = [*job["layers"], *(path for path in (job["changes"], job["output"]) if path)]
     for one in job["mounts"]:
         found += [*one["layers"], *([one["path"]] if one["path"] else [])]
@@ -67,7 +65,7 @@ def paths_of(job: "dict[str, Any]") -> "list[str]":
 
 
 def mount_image(job: "dict[str, Any]", layers: Layers) -> None:
-    """Mount the image at `ROOT`; with a folder for changes, which has "fs" and "work" in it."""
+    """Mount the image at `ROOT`. A folder for changes has "fs" and "work" in it."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", SPACE, "tmpfs", MS_NOSUID | MS_NODEV, "size=16m,mode=0711,uid=0,gid=0")
     os.umask(0o022)

@@ -1,4 +1,4 @@
-"""Starts programs: of the image, with the rights that Docker gives, and of the host, to read or to fill an image."""
+"""Start programs of the image, with the rights that Docker gives, and of the host, to read or fill an image."""
 
 import os
 import resource
@@ -13,15 +13,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 KEPT = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31})
-"""The capabilities that Docker leaves to root: of files, users, signals, low ports and chroot, but none of the host."""
+"""The capabilities that Docker leaves to root: files, users, signals, low ports and chroot, but none of the host."""
 
 
 def execute(job: "dict[str, Any]", *, single: bool) -> int:
-    """Become a program of the image; return a status if that is impossible.
-
-    Args:
-        job: names the program, its user, its folder and its limit.
-        single: whether the namespace has one id, so no other user can be had.
+    """Become a program of the image, with no other user if the namespace has a `single` id; return a status if that
+    fails.
     """
     account = ImageUser(job["user"] or "0")
     env = {"HOME": account.home, **job["env"]}
@@ -53,7 +50,7 @@ def _become(argv: "list[str]", env: "dict[str, str]") -> int:
 
 
 def run_tool(argv: "list[str]") -> int:
-    """Run a program of the host, which reads `ROOT` and writes `OUTPUT`; return its exit code."""
+    """Run a program of the host, which reads `ROOT` and writes `OUTPUT`."""
     child = os.fork()
     if child == 0:
         end_with_parent()

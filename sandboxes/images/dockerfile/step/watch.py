@@ -9,19 +9,14 @@ from .errors import FullError
 
 WATCH_SECONDS = 0.5
 WATCH_SHARE = 20
-"""Looking at a step's writes may take this fraction of its time."""
+"""Looking at a step's writes takes at most this fraction of the time."""
 
 
 def watch(child: int, folder: str, max_bytes: int) -> int:
-    """Wait for a child; return its exit code.
-
-    Args:
-        child: its process id.
-        folder: where it writes.
-        max_bytes: the most that the folder may take on disk; 0 is no limit.
+    """Wait for a child that writes into `folder`; return its exit code.
 
     Raises:
-        FullError: The folder takes more; the child has ended.
+        FullError: The folder takes more than `max_bytes`, which 0 does not limit; the child has ended.
     """
     handle, pause = os.pidfd_open(child), WATCH_SECONDS
     while not select.select([handle], [], [], pause if max_bytes else None)[0]:
@@ -38,7 +33,6 @@ def watch(child: int, folder: str, max_bytes: int) -> int:
 
 
 def disk_use(folder: str) -> int:
-    """Return how much a folder and the files below it take on disk, in bytes."""
     total = os.lstat(folder).st_blocks * 512
     for path, folders, names in os.walk(folder):
         for name in [*folders, *names]:

@@ -64,10 +64,10 @@ CAPABILITY_VERSION = 0x20080522
 
 
 class ContainerCommand:
-    """The arguments of Apptainer: what it binds, and what it runs inside."""
+    """Apptainer's arguments, with its binds and the command inside."""
 
     def __init__(self, arguments: "list[str]", image: str) -> None:
-        """`image` is the folder that Apptainer is given as the image."""
+        """`image` is the folder that Apptainer gets as the image."""
         self.arguments, self._image = arguments, image
         where = arguments.index(image)
         self._options, self.inside = arguments[:where], arguments[where + 1 :]
@@ -76,7 +76,7 @@ class ContainerCommand:
         return ContainerCommand([by if each == argument else each for each in self.arguments], self._image)
 
     def binds(self) -> "Iterator[tuple[str, str, bool]]":
-        """Yield source, target, and whether it is read-only."""
+        """Yield sources, targets, and whether they are read-only."""
         for flag, value in zip(self._options, self._options[1:], strict=False):
             if flag == "--bind":
                 source, *rest = value.split(":")
@@ -131,7 +131,7 @@ def run_container(
 
 
 def make_container(space: str, root: str, command: ContainerCommand, etc: "dict[str, str]") -> None:
-    """Mount everything below `root`, and make it the root of this process."""
+    """Mount everything below `root`, and make that the root of this process."""
     mount(root, root, None, MS_BIND | MS_REC)  # the mount itself is locked, since another namespace made it
     make_devices(find_inside(root, "/dev"))
     mount("proc", find_inside(root, "/proc"), "proc", MS_NOSUID | MS_NODEV)
@@ -150,14 +150,14 @@ def make_container(space: str, root: str, command: ContainerCommand, etc: "dict[
 
 
 def bind_inside(root: str, source: str, target: str, attributes: int) -> None:
-    """Bind a path of the host at one inside, whose links are followed within `root`."""
+    """Bind a path of the host; links in `target` are followed within `root`."""
     found = find_inside(root, target)
     mount(source, found, None, MS_BIND | MS_REC)
     set_mount_attributes(AT_FDCWD, found, attributes)
 
 
 def make_devices(dev: str) -> None:
-    """Make /dev, whose devices are the host's."""
+    """Show devices of the host."""
     mount("tmpfs", dev, "tmpfs", MS_NOSUID, DEV_OPTIONS)
     for name in ("shm", "mqueue", "pts"):
         os.mkdir(f"{dev}/{name}", 0o755)
@@ -171,7 +171,7 @@ def make_devices(dev: str) -> None:
 
 
 def give_up_rights() -> None:
-    """Give up all capabilities, and ever gaining any."""
+    """Give up all capabilities for good."""
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     call("prctl", PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     capability = 0
@@ -182,7 +182,7 @@ def give_up_rights() -> None:
 
 
 def copy_program(original: str, path: str) -> str:
-    """Copy a program so that it can be executed but not read, and return its path, or the original's if that fails."""
+    """Make a copy that can be executed but not read; return its path, or the original's if that fails."""
     try:
         with open(original, "rb") as source, open(path, "xb") as copy:
             while part := source.read(COPY_BYTES):
@@ -194,7 +194,6 @@ def copy_program(original: str, path: str) -> str:
 
 
 def remove_file(path: str) -> None:
-    """Remove a file if it exists."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -202,7 +201,7 @@ def remove_file(path: str) -> None:
 
 
 def become(program: str, command: "list[str]", environ: "dict[str, str]", begins: int) -> "NoReturn":
-    """Become a program inside, with none of this process's descriptors and settings of signals.
+    """Become a program inside, with none of this process's descriptors and signal settings.
 
     The descriptor `begins` is closed as it begins.
     """

@@ -1,4 +1,4 @@
-"""The file systems of a sandbox: its space, image, layers and overlay, and what is shown of the host."""
+"""The file systems of a sandbox: its space, image, layers, overlay, and what it sees of the host."""
 
 import os
 import stat
@@ -28,21 +28,21 @@ from .syscalls import (
 )
 
 INODE_BYTES = 4096
-"""One file is allowed per this many bytes of space, since empty files take kernel memory too."""
+"""One file is allowed for so many bytes, since empty files take kernel memory too."""
 LEAST_INODES = 4096
 FUSE = (10, 229)
 PTYS = 64
-"""The pseudo-terminals of one sandbox; the host has 4,096 for all."""
+"""Pseudo-terminals of one sandbox; the host has 4,096 for all."""
 OVERLAY = "lowerdir={lower},upperdir=data/upper,workdir=data/work,xino=on"
-"""The layers, named relative to the space: a name may not contain a comma or a colon."""
+"""Layers have names relative to the space: a name may not contain a comma or a colon."""
 MARK = "overlay.rollout"
 LINKS = 40
-"""The symbolic links that the kernel follows in one path."""
+"""The kernel follows as many in one path."""
 EPERM, ELOOP = 1, 40
 
 
 def mount_space(space: str, size: int) -> None:
-    """Mount the file system for the sandbox's files, and a /sys that shows only this network."""
+    """Mount a file system for the sandbox's files, and a /sys that shows only this network."""
     inodes = max(LEAST_INODES, size // INODE_BYTES)
     options = f"size={size},nr_inodes={inodes},mode=0711"
     mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -58,7 +58,7 @@ def mount_space(space: str, size: int) -> None:
 
 
 def mount_terminals() -> None:
-    """Mount separate pseudo-terminals where Apptainer takes the host's from; its own would have no limit."""
+    """Mount separate pseudo-terminals for Apptainer; its own would have no limit."""
     options = f"ptmxmode=0666,mode=0620,max={PTYS}"
     mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
     if os.path.exists("/dev/ptmx") and not os.path.islink("/dev/ptmx"):
@@ -72,7 +72,7 @@ def bind_mapped(source: str, target: str, namespace: int) -> None:
 
 
 def attach_tree(tree: int, target: str, namespace: "int | None") -> None:
-    """Mount a detached tree read-only, with owners mapped by the namespace if there is one, and close it."""
+    """Mount a detached tree read-only, with owners mapped if there is a namespace, and close it."""
     os.mkdir(target)
     set_mount_attributes(
         tree, "", MOUNT_ATTR_RDONLY | (MOUNT_ATTR_IDMAP if namespace is not None else 0), namespace or 0
@@ -102,7 +102,7 @@ def move_files(upper: str, layer: str) -> None:
 
 
 def copy_layer(mounts: int, users: int, space: str) -> int:
-    """Return a detached copy of the mount with what a sandbox wrote, in which nothing runs any more.
+    """Return a detached copy of the mount with what an ended sandbox wrote.
 
     A child enters that sandbox's namespaces, since whoever is not root cannot come back from them.
     """
@@ -140,7 +140,7 @@ def copy_layer(mounts: int, users: int, space: str) -> int:
 
 
 def bind(source: str, target: str) -> None:
-    """Bind a file or folder of root's where the sandbox's user can reach it."""
+    """Bind what root owns where the sandbox's user can reach it."""
     if stat.S_ISDIR(os.stat(source).st_mode):
         os.mkdir(target)
     else:
@@ -149,13 +149,13 @@ def bind(source: str, target: str) -> None:
 
 
 def bind_image(image: str, target: str) -> None:
-    """Bind an image folder, for a user to whom its files belong."""
+    """Bind an image for a user to whom its files belong."""
     os.mkdir(target)
     mount(image, target, None, MS_BIND | MS_REC)
 
 
 def bind_fuse(space: str) -> None:
-    """Bind a FUSE device that everyone may use, since many hosts reserve theirs for root and image files need one."""
+    """Make a FUSE device that everyone may use: image files need one, and many hosts reserve theirs for root."""
     device = f"{space}/fuse"
     try:
         os.mknod(device, stat.S_IFCHR, os.makedev(*FUSE))
@@ -166,12 +166,12 @@ def bind_fuse(space: str) -> None:
 
 
 def overlay_options(lower: "list[str]", *, plain: bool) -> str:
-    """Return the options for an overlay on these layers, uppermost first, whose upper layer lies on this space.
+    """Return the options for an overlay on these layers, uppermost first.
 
     The overlay notes in extended attributes which folders hide those of the image, and where they came from. Without a
     place for its notes it would still mount, but removing or renaming a folder of the image would fail with EIO. The
-    attributes that the host's root may set also let folders be renamed; others can only use those of users, which
-    tmpfs has since Linux 6.6. A `plain` overlay is one without notes, as Apptainer makes it.
+    attributes that the host's root may set also let folders be renamed; others can only use those of users, which tmpfs
+    has since Linux 6.6. A `plain` overlay is one without notes, as Apptainer makes it.
     """
     overlay = OVERLAY.format(lower=":".join(lower))
     if plain:
@@ -180,7 +180,7 @@ def overlay_options(lower: "list[str]", *, plain: bool) -> str:
 
 
 def notes_are_trusted() -> bool:
-    """Return whether an overlay in this folder makes its notes in attributes that only the host's root may set."""
+    """Return whether an overlay here makes its notes in attributes that only the host's root may set."""
     try:
         os.setxattr("data", f"trusted.{MARK}", b"")
     except OSError as error:
@@ -192,7 +192,7 @@ def notes_are_trusted() -> bool:
 
 
 def restore_files(archive: str, upper: str, user: int, group: int) -> None:
-    """Put saved files into the upper folder of an overlay. A child does it, which has that folder as its root."""
+    """Put saved files into the upper folder of an overlay, by a child that has it as its root."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -218,7 +218,7 @@ def restore_files(archive: str, upper: str, user: int, group: int) -> None:
 
 
 def mount_overlay(space: str, user: int, group: int, layers: int, saved: str, *, plain: bool) -> None:
-    """Mount a writable overlay on "image" and the layers at "root"; `saved` tells what is written in it already.
+    """Mount a writable overlay on "image" and the layers at "root", with the files of `saved` in it.
 
     Nothing inside can change what lies below except through it.
     """
@@ -235,7 +235,7 @@ def mount_overlay(space: str, user: int, group: int, layers: int, saved: str, *,
 
 
 def find_inside(root: str, path: str) -> str:
-    """Return the host's path of a path inside, whose links are followed within `root`; it need not exist."""
+    """Return the host's path of a path that need not exist; links are followed within `root`."""
     todo, done, links = path.split("/")[::-1], "", 0
     while todo:
         part = todo.pop()
@@ -258,7 +258,7 @@ def find_inside(root: str, path: str) -> str:
 
 
 def make_point(root: str, path: str, user: int, group: int) -> None:
-    """Make an empty folder, or a file if the path does not end with "/", unless the path exists."""
+    """Make a folder, or a file if the path does not end with "/", unless the path exists."""
     found = find_inside(root, path)
     missing = []
     while not os.path.lexists(found):

@@ -1,7 +1,7 @@
-"""The process that launchers are forked from: it has started Python and loaded their code once for all of them.
+"""The process that launchers are forked from, with Python started and their code loaded.
 
-Each message on its standard input, a socket, asks for one launcher, with the descriptors that this gets. A launcher is
-a child of the service, which waits for it and kills it like any other. This process ends with the socket.
+Each message on its standard input, a socket, asks for one launcher, and has its descriptors. A launcher is a child of
+the service, which waits for it and kills it like any other. This process ends with the socket.
 """
 
 import ctypes
@@ -21,21 +21,19 @@ MOST_BYTES, MOST_DESCRIPTORS = 1 << 18, 253
 ANSWER_BYTES = 8
 CLONE_PARENT = 0x8000
 CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, -1)
-"""The number of clone(2), which the C library does not wrap for processes; -1, which no call has, if unknown."""
+"""The C library does not wrap clone(2) for processes; -1, which no call has, if unknown."""
 
 
 class LaunchRequest(TypedDict):
-    """A request for a launcher."""
-
     sandbox: str
     arguments: list[str]
     environ: dict[str, str]
     descriptors: list[int]
-    """The numbers that the descriptors of the message shall have."""
+    """Numbers for the descriptors of the message."""
 
 
 def main() -> None:
-    """Serve requests. The argument is the name of the variable that says whose process this is."""
+    """Serve requests. The argument names the variable that says whose process this is."""
     channel = socket.socket(fileno=0)
     if sys.stderr is None:  # the service has none either
         sys.stderr = open(os.dup2(1, 2), "w", buffering=1)  # noqa: SIM115  until the end
@@ -68,7 +66,7 @@ def fork_sibling() -> int:
 
 
 def run_launcher(channel: socket.socket, request: LaunchRequest, descriptors: list[int]) -> NoReturn:
-    """Be the launcher that was asked for. It answers itself, so that none lives without the service knowing it."""
+    """Answer from the launcher itself, so that none lives without the service knowing it."""
     try:
         os.setsid()
         show_variable(sys.argv[1], request["sandbox"])
@@ -84,7 +82,6 @@ def run_launcher(channel: socket.socket, request: LaunchRequest, descriptors: li
 
 
 def send_answer(channel: socket.socket, answer: int) -> None:
-    """Send the pid of a launcher, or the negative number of the error."""
     channel.send(answer.to_bytes(ANSWER_BYTES, sys.byteorder, signed=True))
 
 
@@ -99,7 +96,7 @@ def move_descriptors(descriptors: list[int], numbers: list[int]) -> None:
 
 
 def show_variable(name: str, value: str) -> None:
-    """Change a variable in the memory in which this process was given it, which is what others see of it in /proc."""
+    """Change a variable where this process was given it, which is what others see in /proc."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     room = len(os.environ[name])

@@ -23,7 +23,7 @@ LIMITS = {
     resource.RLIMIT_RTPRIO: 0,
     resource.RLIMIT_NICE: 0,
 }
-"""The limits on each process, for resources that the kernel counts per user or a process can multiply.
+"""Limits on each process, for resources that the kernel counts per user or a process can multiply.
 
 They are never above the host's. No process dumps core, since the host's handler could store it on the host's disk, and
 none gains priority over others.
@@ -31,7 +31,7 @@ none gains priority over others.
 
 
 def new_user_namespace(others: int, user: int, group: int, inside: int) -> None:
-    """Enter a user namespace whose only user is this one, as `inside`, together with the namespaces `others`."""
+    """Enter the namespaces `others`, and one whose only user is this one, as `inside`."""
     call("unshare", CLONE_NEWUSER | others)
     write("/proc/self/setgroups", "deny")
     write("/proc/self/uid_map", f"{inside} {user} 1")
@@ -67,7 +67,7 @@ def new_root_namespace(others: int, users: str, groups: str) -> None:
 
 
 def map_subordinate_ids(process: str, *maps: "tuple[str, str, str]") -> int:
-    """Run the programs that write a process's maps; return a status that is 0 if all succeeded."""
+    """Return a status that is 0 if all programs succeeded."""
     for program, own, ids in maps:
         status = os.spawnvp(os.P_WAIT, program, [program, process, "0", own, "1", "1", *ids.split()])  # noqa: S606
         if status:
@@ -84,7 +84,7 @@ def drop_root(user: int, group: int) -> None:
 
 
 def allow_user_namespaces(count: int) -> None:
-    """Allow only so many user namespaces below this one: Apptainer's own, if it makes one.
+    """Leave room for Apptainer's own, if it makes one.
 
     If /proc/sys is not writable, code inside can make others, which give no rights outside.
     """
@@ -95,7 +95,7 @@ def allow_user_namespaces(count: int) -> None:
 
 
 def set_limits() -> None:
-    """Set the limits for good, in the new user namespace: the counts in the host's namespace stay as they were."""
+    """Set limits in the new user namespace: counts of the host's namespace stay as they were."""
     for what, most in LIMITS.items():
         _, hard = resource.getrlimit(what)
         least = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -109,7 +109,7 @@ def leave_keyring() -> None:
 
 
 def swap_ids(owner: int, user: int) -> str:
-    """Return the lines of a map in which `owner` is `user`, nobody is `owner`, and all others are themselves."""
+    """Return a map in which `owner` is `user`, nobody is `owner`, and all others are themselves."""
     low, high = sorted((owner, user))
     spans = ((0, low), (low + 1, high), (high + 1, ALL_IDS))
     lines = [f"{start} {start} {end - start}" for start, end in spans if end > start]
@@ -117,7 +117,7 @@ def swap_ids(owner: int, user: int) -> str:
 
 
 def make_id_mapping(owner: int, user: int) -> int:
-    """Return a descriptor of a user namespace that maps `owner` to `user`, and all others to themselves."""
+    """Return a user namespace that maps `owner` to `user`, and all others to themselves."""
     ready, made = os.pipe()
     wait, end = os.pipe()
     child = os.fork()

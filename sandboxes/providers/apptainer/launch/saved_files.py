@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO, NoReturn
 
 TOO_LARGE, ENDED = 45, 46
-"""The exit codes for these findings, as those of `tree_reader`."""
+"""Exit codes, as those of `tree_reader`."""
 PAGE = 4096
 MAX_DEPTH = 256
 """Each level takes a descriptor."""
@@ -34,26 +34,27 @@ READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 TOP = "files"
 """The folder of the archive that has the files."""
 NOTES = ("opaque", "redirect")
-"""The attributes of an overlay without which other files would be seen. The rest only keeps inode numbers stable."""
+"""An overlay's attributes without which other files would be seen. The rest keeps inode numbers stable."""
 NOTE, ATTRIBUTE = "ROLLOUT.overlay.", "ROLLOUT.attribute."
-"""How the headers of the archive name them, and attributes of users; these names, and all values, are in hexadecimal
-digits."""
+"""Prefixes in the archive's headers, also for attributes of users, whose names, like all values, are in hexadecimal
+digits.
+"""
 TIME = "ROLLOUT.mtime"
 
 
 class FilesTooLargeError(Exception):
-    """The files are larger than the limit, or nested too deeply."""
+    """Larger than the limit, or nested too deeply."""
 
 
 def stop(code: int, message: str) -> "NoReturn":
-    """Exit with a code and a line on standard error."""
+    """Exit with a line on standard error."""
     sys.stderr.write(message)
     sys.stderr.flush()
     os._exit(code)
 
 
 def enter(launcher: int) -> str:
-    """Enter the launcher's namespaces, and return the prefix of the overlay's attributes there."""
+    """Enter the launcher's namespaces; return the prefix of the overlay's attributes there."""
     kinds = [("mnt", CLONE_NEWNS)]
     own_users = os.stat("/proc/self/ns/user").st_ino != os.stat(f"/proc/{launcher}/ns/user").st_ino
     if own_users:
@@ -66,22 +67,19 @@ def enter(launcher: int) -> str:
 
 
 def overlay_prefix(*, privileged: bool) -> str:
-    """Return the prefix of the overlay's attributes: only the host's root may set the trusted ones."""
+    """Only the host's root may set the trusted ones."""
     return "trusted.overlay." if privileged else "user.overlay."
 
 
 class Saver:
-    """Writes the archive of one folder."""
-
     def __init__(self, archive: tarfile.TarFile, limit: int, prefix: str) -> None:
-        """`prefix` is that of the overlay's attributes."""
+        """`prefix` begins the overlay's attributes."""
         self._archive = archive
         self._left = limit
         self._prefix = prefix
         self._files: dict[tuple[int, int], str] = {}
 
     def add_folder(self, folder: int, name: str, depth: int = 0) -> None:
-        """Add an open folder and everything in it."""
         if depth > MAX_DEPTH:
             raise FilesTooLargeError(f"folders are nested more than {MAX_DEPTH} levels deep")
         entry = self._entry(name, os.fstat(folder), tarfile.DIRTYPE)
@@ -160,9 +158,9 @@ class Saver:
 
 
 def restore(archive: "BinaryIO", user: int, group: int, prefix: str) -> None:
-    """Put the files of an archive in the root of this process, which may be changed by nobody else.
+    """Put the files in the root of this process, which nobody else may change.
 
-    They will belong to `user` and `group`; `prefix` is that of the attributes of the overlay that they will be part of.
+    They will belong to `user` and `group`; `prefix` begins the attributes of their overlay.
     """
     folders = []
     with tarfile.open(fileobj=archive, mode="r:") as members:
@@ -203,7 +201,6 @@ def make(members: tarfile.TarFile, entry: tarfile.TarInfo, path: str) -> None:
 
 
 def finish(path: str, entry: tarfile.TarInfo, prefix: str) -> None:
-    """Give a file or folder its attributes, mode and time."""
     if entry.ischr():
         return  # a whiteout has none
     for key, value in entry.pax_headers.items():
@@ -216,13 +213,13 @@ def finish(path: str, entry: tarfile.TarInfo, prefix: str) -> None:
 
 
 def set_time(path: str, entry: tarfile.TarInfo) -> None:
-    """Give a file, or a link itself, its time."""
+    """Links are not followed."""
     moment = int(entry.pax_headers[TIME])
     os.utime(path, ns=(moment, moment), follow_symlinks=False)
 
 
 def save(launcher: int, space: str, limit: int) -> None:
-    """Write the archive of what the launcher's sandbox wrote to the standard output."""
+    """Write what the launcher's sandbox wrote to the standard output."""
     try:
         prefix = enter(launcher)
         folder = os.open(f"{space}/data/upper", ENTER)
@@ -233,7 +230,6 @@ def save(launcher: int, space: str, limit: int) -> None:
 
 
 def main() -> None:
-    """Save what a sandbox wrote, as the arguments say."""
     try:
         save(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
     except FilesTooLargeError as error:

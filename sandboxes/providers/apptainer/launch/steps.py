@@ -54,8 +54,6 @@ HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
 
 class ApptainerLaunch:
-    """The steps of a launch, in the order that the kernel requires."""
-
     def __init__(self, told: "dict[str, str]") -> None:
         self._space = told["SPACE"]
         self._size = int(told["BYTES"])
@@ -66,7 +64,7 @@ class ApptainerLaunch:
         self._told = told
 
     def run(self) -> None:
-        """Run all steps; afterwards this process is ready to become Apptainer."""
+        """Make this process ready to become Apptainer."""
         # Neither code inside nor this depends on how the service was started.
         os.umask(0o022)
         libc.signal(SIGCHLD, SIG_DFL)
@@ -109,7 +107,7 @@ class ApptainerLaunch:
             os.close(gate)
 
     def _copy_layers(self) -> "list[tuple[int, int]]":
-        """Return the trees of the layers, each with the owner of its files."""
+        """Return the layers' trees, with the owners of their files."""
         found = []
         if "LAYERS" in self._told:
             self._pass_gate()  # an earlier sandbox decides how many files have to be moved
@@ -122,7 +120,7 @@ class ApptainerLaunch:
         return found
 
     def _attach_layer(self, tree: int, owner: int, target: str) -> None:
-        """Show what another sandbox wrote, whose user was another of the host if the service is root."""
+        """Map owners if the service is root, and the other sandbox's user was another of the host."""
         if not self._root or owner == self._user:
             attach_tree(tree, target, None)
             return
@@ -131,7 +129,7 @@ class ApptainerLaunch:
         os.close(namespace)
 
     def _enter_namespaces(self) -> None:
-        """Enter the namespaces. Root's belong to the host's user namespace, where nobody inside has any rights."""
+        """Root's belong to the host's user namespace, where nobody inside has any rights."""
         others = CLONE_NEWNS | (CLONE_NEWNET if "NETWORK" in self._told else 0)
         if self._root:
             call("unshare", others)
@@ -153,7 +151,7 @@ class ApptainerLaunch:
 
     @staticmethod
     def _bind(source: str, target: str, namespace: "int | None", *, needed: bool = False) -> None:
-        """Bind a source. A plain file is not mapped: whoever may read an image file sees its content as its own."""
+        """Map folders only: whoever may read an image file sees its content as its own."""
         if namespace is None or not os.path.isdir(source):
             bind(source, target)
             return
@@ -172,7 +170,7 @@ class ApptainerLaunch:
             make_point(f"{self._space}/root", path, self._user, self._group)
 
     def _drop_rights(self) -> None:
-        """Drop all rights. Those in a separate user namespace end with `exec`, since its user is not root."""
+        """Rights in a separate user namespace end with `exec`, since its user is not root."""
         if self._root:
             self._set_filter()
             drop_root(self._user, self._group)
@@ -187,7 +185,7 @@ class ApptainerLaunch:
             self._set_filter()
 
     def _set_filter(self) -> None:
-        """Set the filter. Unlike root, others must first give up gaining rights, which rules out newuidmap."""
+        """Unlike root, others must first give up gaining rights, which rules out newuidmap."""
         if "FILTER" not in self._told or not SECCOMP:
             return
         if not self._root:
@@ -215,7 +213,7 @@ def send_listeners(fd: int, ports: "list[int]") -> None:
 
 
 def launch(environ: "Mapping[str, str]", arguments: "list[str]") -> str:
-    """Launch the sandbox in this process; return one line on why if that fails, which the provider reports."""
+    """Launch the sandbox in this process; return one line on why if that fails."""
 
     def pick(prefix: str) -> "dict[str, str]":
         return {name[len(prefix) :]: value for name, value in environ.items() if name.startswith(prefix)}
@@ -233,5 +231,4 @@ def launch(environ: "Mapping[str, str]", arguments: "list[str]") -> str:
 
 
 def main() -> None:
-    """Launch a sandbox as the arguments and variables of this process say."""
     sys.exit(launch(os.environ, sys.argv[1:]).rstrip())

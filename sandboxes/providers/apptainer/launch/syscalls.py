@@ -18,14 +18,14 @@ OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 24, 38, 47
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 KEYCTL, SECCOMP = {"x86_64": (250, 317), "aarch64": (219, 277)}.get(os.uname().machine, (0, 0))
-"""The numbers of system calls that the C library does not wrap; 0 if unknown."""
+"""Numbers of calls that the C library does not wrap; 0 if unknown."""
 SIGCHLD = 17
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: "Any") -> int:
-    """Call a function of the C library, and raise OSError from errno if the result is negative."""
+    """Call a function of the C library; a negative result raises OSError from errno."""
     result: int = getattr(libc, name)(*arguments)
     if result < 0:
         number = ctypes.get_errno()
@@ -34,7 +34,6 @@ def call(name: str, *arguments: "Any") -> int:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """Call mount(2)."""
     call(
         "mount",
         os.fsencode(source),
@@ -52,7 +51,7 @@ class MountAttributes(ctypes.Structure):
 
 
 def set_mount_attributes(tree: int, path: str, attributes: int, namespace: int = 0) -> None:
-    """Add attributes to the mounts at a path below the folder `tree` (at `tree` itself if the path is empty)."""
+    """Add attributes to mounts at a path below `tree`, or at `tree` itself if the path is empty."""
     told = MountAttributes(attributes, 0, 0, namespace)
     flags = AT_RECURSIVE | (0 if path else AT_EMPTY_PATH)
     call("syscall", MOUNT_SETATTR, tree, os.fsencode(path), flags, ctypes.byref(told), ctypes.sizeof(told))
@@ -65,7 +64,7 @@ class FilterProgram(ctypes.Structure):
 
 
 def set_filter(program: bytes) -> None:
-    """Filter system calls from here on, in this process and everything it starts."""
+    """Filter the system calls of this process and all that it starts."""
     told = FilterProgram(len(program) // 8, program)
     call("syscall", SECCOMP, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, ctypes.byref(told))
 
