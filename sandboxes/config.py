@@ -254,9 +254,6 @@ def default_state_dir() -> Path:
     return (Path(base) if base else Path.home() / ".local/state") / "rollout-service"
 
 
-# Where this user's images, and what is made of them, are kept by default.
-
-
 def default_cache() -> Path:
     """Return `$XDG_CACHE_HOME/rollout-service`, by default below `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-service"

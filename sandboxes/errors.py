@@ -1,29 +1,4 @@
-"""Every error of this package, each named for the boundary it crossed.
-
-SandboxError
- |- SandboxConfigError
- |- ProviderUnavailableError
- |- ImageError
- |   |- ImageNotFoundError
- |   |- ImagePathError
- |   |- DockerfileError
- |   `- ImageBuildError
- |- SandboxStartError           retryable
- |   |- SandboxQuotaError       retryable
- |   `- NoProcessError          retryable; also a LimitExceededError
- |- SandboxClosedError
- |- SandboxPauseError
- |- SandboxUnsavedError
- |- SandboxResumeError          retryable
- |- SandboxLostError            retryable
- |- SessionDiedError            retryable
- |- LimitExceededError
- `- SandboxFileError
-     |- FileMissingError
-     |- FileTooLargeError
-     |- FileStalledError
-     |- DiskFullError           also a LimitExceededError
-     `- EditMatchError
+"""Errors of this package, each named for the boundary it crossed.
 
 The message says what happened, `hint` what to do next. A command that fails is not an error but a result with an exit
 code.
@@ -60,8 +35,6 @@ class ProviderUnavailableError(SandboxError):
 
 
 class ImageError(SandboxError):
-    """An image cannot be used or built."""
-
     code = "image_error"
 
 
@@ -99,7 +72,6 @@ class ImageBuildError(ImageError):
     def __init__(self, message: str, *, hint: str | None = None, output: str = "") -> None:
         super().__init__(f"{message}\n{output}".rstrip(), hint=hint)
         self.summary = message
-        """The message without the builder's output."""
 
 
 class SandboxStartError(SandboxError):
@@ -153,8 +125,6 @@ class SandboxResumeError(SandboxError):
 
 
 class SessionDiedError(SandboxError):
-    """A session ended during a command."""
-
     code = "session_died"
     retryable = True
     default_hint = "the next call starts a new session in the same sandbox; files are kept, variables are not"
@@ -184,14 +154,10 @@ class LimitExceededError(SandboxError):
 
 
 class SandboxFileError(SandboxError):
-    """A file inside the sandbox could not be read, written, listed or copied."""
-
     code = "file_error"
 
 
 class FileMissingError(SandboxFileError):
-    """There is no such file or folder in the sandbox."""
-
     code = "file_not_found"
 
 
@@ -207,8 +173,6 @@ class FileStalledError(SandboxFileError):
 
 
 class DiskFullError(LimitExceededError, SandboxFileError):
-    """The sandbox has no room left for the data."""
-
     default_hint = "remove files in the sandbox, or give it more with `disk_bytes`"
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:

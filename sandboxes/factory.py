@@ -14,7 +14,7 @@ def make_provider(
 ) -> SandboxProvider:
     """Make a provider without starting anything.
 
-    `state_dir` is created when it is first used.`images_dir` holds the named images.
+    `state_dir` is created when it is first used. `images_dir` holds the named images.
 
     Raises:
         ProviderUnavailableError: This host lacks something that the provider needs; the hint says how to install it.

@@ -180,11 +180,6 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        """Run a command of bash.
-
-        Raises:
-            RuntimeError: It did not end in time.
-        """
         done = await self._started().exec(
             [*self._as_user(self._resolve_user(user)), "bash", "-c", command],
             cwd=cwd,
@@ -201,7 +196,7 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
         )
 
     def _as_user(self, user: str | int | None) -> Sequence[str]:
-        """Return the command that runs another as this user, which is possible only if the sandbox has a root."""
+        """Another user is possible only if the sandbox has a root."""
         if user in ROOT:
             return ()
         if not self._settings.sandbox.fakeroot:
@@ -219,7 +214,6 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
         await self._upload(source, str(target.parent), target.name)
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        """Copy the contents of a folder into one of the sandbox, with modes and links."""
         await self._upload(Path(source_dir), target_dir, ".")
 
     async def _upload(self, source: Path, parent: str, name: str) -> None:
@@ -261,7 +255,6 @@ class RolloutEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
 
 
 def _folders() -> list[PurePosixPath]:
-    """Return the folders that Harbor's agents and verifiers expect."""
     paths = EnvironmentPaths()
     return [paths.agent_dir, paths.verifier_dir, paths.artifacts_dir, paths.tests_dir, paths.solution_dir]
 

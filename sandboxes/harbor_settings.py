@@ -82,7 +82,7 @@ _shared: dict[tuple[object, ...], SharedProvider] = {}
 
 
 def shared_provider(settings: HarborSandboxSettings) -> SharedProvider:
-    """Return the provider of this event loop for these settings, and make it if there is none.
+    """Return the provider of this event loop for these settings.
 
     Raises:
         ProviderUnavailableError: Apptainer is not installed.

@@ -21,7 +21,6 @@ TRANSPORTS = (
     *("containers-storage", "dir", "docker-archive", "docker-daemon", "file", "instance", "localimage"),
     *("oci", "oci-archive", "oci-layout", "oci-sif", "ostree", "sif", "tarball"),
 )
-"""Transports by which container programs read `TRANSPORT:PATH` from this machine."""
 FILES = (".sif", ".img")
 _REGISTRY = re.compile(rf"(?:{SCHEMES})://\S+")
 _PART = r"\w(?:[\w.+-]*\w)?"
@@ -31,10 +30,8 @@ _NAME = re.compile(rf"{_PART}(?::\d+(?=/))?(?:/{_PART})*(?::{_PART})?(?:@[a-z0-9
 def read_image_name(text: str, *, prefix: str = "") -> str:
     """Return the image that downloaded data names; a reference without its scheme gets `docker://`, as Docker reads it.
 
-    Args:
-        text: the whole name.
-        prefix: the beginning of it that an administrator has written. If that names a folder, such as in
-            `/images/swe-`, the image may be a path below it.
+    `prefix` is the beginning of the text that an administrator has written. If that names a folder, such as in
+    `/images/swe-`, the image may be a path below it.
 
     Raises:
         ImagePathError: The text is a path that data may not name, or no image's name at all.

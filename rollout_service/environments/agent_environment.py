@@ -28,7 +28,6 @@ from sandboxes.errors import LimitExceededError, SandboxClosedError
 RUNS_CODE = frozenset({"bash", "python"})
 """With these, an agent can end a server in its sandbox."""
 WORKDIR = "."
-"""The working folder, among the artifacts of a spec."""
 WHOLE_SYSTEM = frozenset({"/", "/etc"})
 PROGRAMS = (
     *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr", "/proc", "/sys", "/dev", "/run"),

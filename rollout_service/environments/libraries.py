@@ -83,7 +83,6 @@ class Library:
             self.prepare(folder)
 
     def _commands(self, folder: Path) -> list[list[str]]:
-        """Use uv if it is there."""
         options = ["--no-deps", "--require-hashes", "--requirement", str(self.requirements)]
         base = find_interpreter(self.name, self.python_version)
         python = str(folder / "bin" / "python")
@@ -106,7 +105,6 @@ class AddedPackages:
     requirements: tuple[str, ...]
     """As pip takes them; paths are relative to `base`."""
     base: Path
-    """The folder of the environment."""
 
     @property
     def folder(self) -> Path:

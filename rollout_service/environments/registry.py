@@ -111,7 +111,6 @@ class EnvironmentRegistry:
         )
 
     def list(self) -> list[Environment]:
-        """Sort by name."""
         return [self._environments[name] for name in sorted(self._environments)]
 
     def _try(self, source: str, load: Callable[[], Environment]) -> None:

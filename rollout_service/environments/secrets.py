@@ -27,9 +27,7 @@ log = structlog.get_logger(__name__)
 class Secret:
     environment: str
     table: str
-    """Such as `[evaluate]`."""
     key: str
-    """The commands' variable."""
     source: SecretSource
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The values that the contract takes and returns: specifications, results, and records for operators."""
+"""Specifications, results, and records for operators."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class Snapshot(ABC):
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """The specification of one sandbox. A limit of None is the provider's default."""
+    """A limit of None is the provider's default."""
 
     image: str | None = None
     """A name, a path or a reference; None is the provider's default image."""
@@ -91,7 +91,7 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True)
 class BashResult:
-    """The result of one command; standard output and error are one text, in the order written."""
+    """Standard output and error are one text, in the order written."""
 
     output: str
     exit_code: int | None
@@ -107,8 +107,6 @@ class BashResult:
 
 @dataclass(frozen=True, slots=True)
 class PythonErrorInfo:
-    """An exception that the code raised: its class, its text, and the traceback without terminal colors."""
-
     ename: str
     evalue: str
     traceback: str
@@ -116,8 +114,6 @@ class PythonErrorInfo:
 
 @dataclass(frozen=True, slots=True)
 class PythonResult:
-    """The result of one cell."""
-
     output: str
     """The text that the cell printed to both streams or displayed."""
 
@@ -135,8 +131,6 @@ class PythonResult:
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """The result of a program outside the sessions."""
-
     exit_code: int | None
     """As a shell reports it: 128 + signal for a process that a signal ended; None after a timeout."""
 

@@ -24,8 +24,6 @@ ENV = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", 
 
 
 class ProxyOwner(NamedTuple):
-    """Whom the process of the proxies runs for."""
-
     service: str
     """The prefix of its sandboxes' ids, by which the guard finds the process if it hangs."""
 
@@ -44,7 +42,6 @@ class SocketHandover:
 
     @property
     def descriptor(self) -> int:
-        """The launcher's end."""
         return self._theirs.fileno()
 
     def close_remote_end(self) -> None:

@@ -100,7 +100,6 @@ def drop_root(user: int, group: int) -> None:
 
 
 def configure_logging() -> None:
-    """Log to standard error, which is the service's."""
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

@@ -6,7 +6,7 @@ Guarantees:
 - Memory, connections and their rate are bounded, whatever the client does.
 - Every refusal says why, and what to do.
 
-It reads requests with h11, and never looks into a tunnel.
+It never looks into a tunnel.
 """
 
 import socket
@@ -44,8 +44,6 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 @dataclass(frozen=True, slots=True)
 class ProxyLimits:
-    """For one sandbox's proxy."""
-
     connections: int = 128
     head_seconds: float = 20.0
     connect_seconds: float = 15.0
@@ -96,7 +94,6 @@ class Target(NamedTuple):
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """Ask the host's resolver."""
     found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in found]
 

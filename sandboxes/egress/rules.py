@@ -111,7 +111,6 @@ class HostRule:
         return cls(name, subdomains, port)
 
     def has_host(self, host: str) -> bool:
-        """Ignore the port."""
         if self.subdomains:
             return host.endswith(f".{self.host}")
         return host == self.host

@@ -1,4 +1,4 @@
-"""Children of this process: how they start, and how they end (ask, wait, kill, wait again for a bounded time).
+"""Children of this process: how they start and end.
 
 A child may outlive that: the kernel can hold a killed process for as long as it needs, and on a busy machine all
 processes end late. Such a child is kept and collected whenever it ends.
@@ -52,8 +52,6 @@ async def start_process(
 
 
 class ChildProcess(Protocol):
-    """A child of this process, such as `subprocess.Popen` or `ForkedChild`."""
-
     @property
     def pid(self) -> int: ...
 

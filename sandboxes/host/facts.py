@@ -32,12 +32,10 @@ class HostFacts:
     """Facts that `rollout-service doctor` prints and from which the provider picks its flags."""
 
     apptainer: Path | None
-
     apptainer_version: str | None
     """A version such as "1.4.5"; None if there is no binary or it does not run."""
 
     is_root: bool
-
     fuse: bool
     """Whether /dev/fuse opens for reading and writing; an ordinary user mounts images through it."""
 
@@ -54,8 +52,6 @@ class HostFacts:
     """This user's lines of /etc/subuid; an ordinary user needs one for `--fakeroot`."""
 
     subgid_ranges: tuple[str, ...]
-    """This user's lines of /etc/subgid."""
-
     sys_admin: bool
     """Whether CAP_SYS_ADMIN is permitted. Root cannot mount images without it, as in a plain container."""
 
@@ -74,7 +70,6 @@ class HostFacts:
 
     @property
     def fakeroot(self) -> bool:
-        """Whether `--fakeroot` maps a range of ids for this user."""
         return self.is_root or bool(self.user_namespaces and self.subuid_ranges and self.subgid_ranges)
 
 

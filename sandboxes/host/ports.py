@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""The first and the last port that the kernel gives to programs that ask for any."""
 LOWEST, TRIED = 10_000, 64
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARKER = "ROLLOUT_SANDBOX"
-"""The environment variable that names the sandbox of a process."""
 
 _MARK = f"\0{MARKER}=".encode()
 

@@ -15,10 +15,7 @@ FIRST_ID, ID_COUNT = 100_000, 65_536
 
 
 class SubordinateIds(NamedTuple):
-    """One line of a file: a range of ids and the user it was given to."""
-
     owner: str
-
     ids: range
 
     def __str__(self) -> str:
@@ -26,7 +23,7 @@ class SubordinateIds(NamedTuple):
 
 
 def read_subordinate_ids(file: Path) -> list[SubordinateIds]:
-    """Return the ranges of a file, without lines that are not one; none if it cannot be read."""
+    """Leave out lines that are not a range; return none if the file cannot be read."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -49,7 +46,6 @@ def subordinate_ids_of(user: int, file: Path) -> list[SubordinateIds]:
 
 
 def has_subordinate_ids(user: int, files: tuple[Path, ...] = ID_FILES) -> bool:
-    """Return whether the user has a range in every file."""
     return all(subordinate_ids_of(user, file) for file in files)
 
 

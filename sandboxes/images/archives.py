@@ -31,15 +31,13 @@ class ImageArchive:
     """The tags of each image, in the archive's order; none for an image without a tag."""
 
     plain: bool
-    """Whether Apptainer can read it as it is."""
 
     @property
     def tags(self) -> tuple[str, ...]:
         return tuple(tag for tags in self.images for tag in tags)
 
     def number_of(self, tag: str | None) -> int:
-        """Return which image has a tag, or is the only one.
-
+        """
         Raises:
             ImageNotFoundError: No image has the tag, or there are many and no tag was given.
         """
@@ -54,8 +52,7 @@ class ImageArchive:
 
 
 def read_archive(path: Path) -> ImageArchive:
-    """Read the index of an archive.
-
+    """
     Raises:
         ImageNotFoundError: There is no such file.
         ImageError: It is not an archive of images.

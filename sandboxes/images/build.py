@@ -78,7 +78,6 @@ HINTS = (
         "an image that another user has built: set ROLLOUT_IMAGES_DIR to its folder",
     ),
 )
-"""Hints, by signs in the output of Apptainer and the definitions."""
 
 
 class ApptainerBuilder:
@@ -88,7 +87,7 @@ class ApptainerBuilder:
     """Changes when the same source would give another image."""
 
     def __init__(self, layers_dir: Path | None = None) -> None:
-        """`layers_dir` has the layers of Dockerfiles; by default it is `default_layers_dir()`."""
+        """`layers_dir` has the layers of Dockerfiles."""
         self._layers_dir = layers_dir
         self.namespace = BuildNamespace()
 
@@ -97,8 +96,7 @@ class ApptainerBuilder:
         return LayerStore(self._layers_dir or default_layers_dir(), self.namespace)
 
     def build(self, source: Source, target: Path, progress: Progress) -> None:
-        """Write the image to `target`.
-
+        """
         Raises:
             ImageBuildError: The build failed.
         """
@@ -137,7 +135,6 @@ class ApptainerBuilder:
 
 
 def _begin(source: Source, apptainer: Path) -> dict[str, str]:
-    """Return the variables that name, for a definition's %setup, the image that it may begin with."""
     if not isinstance(source, Definition) or source.begin is None:
         return {}
     return {"ROLLOUT_BEGIN": str(source.begin), "ROLLOUT_BEGIN_OFFSET": offset(apptainer, source.begin)}

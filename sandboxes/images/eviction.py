@@ -13,10 +13,7 @@ class EvictionCandidate:
     name: str
     size_bytes: int
     last_used: float
-
     of: str = ""
-    """The source it was made from."""
-
     rank: int = 0
     """Lower ranks go first, whenever they were used."""
 

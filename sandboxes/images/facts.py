@@ -24,7 +24,6 @@ PYTHON_NAME = re.compile(r"python(3\.\d+)")
 GLIBC_VERSION = re.compile(rb"GNU C Library [^\n]* version (\d+\.\d+)")
 MUSL_VERSION = re.compile(rb"\b(1\.\d+\.\d+)\0")
 DEFAULTED = re.compile(r'\s*export (\w+)="\$\{\w+:-"(.*)"\}"\s*')
-"""The line that Apptainer writes for a variable that a Docker image declares."""
 
 SECRET = re.compile(r"(?i)token|secret|passw|credential|(^|_)key($|_)")
 UNKNOWN = "of an unknown version"
@@ -40,12 +39,9 @@ class ImageFacts:
 
     libc: str | None = None
     bash: str | None = None
-
     python: str | None = None
-
     python_version: str | None = None
     ipykernel: str | None = None
-
     python_problem: str = ""
     """Empty if its files show that its python3 can run."""
 
@@ -216,7 +212,6 @@ def _problem(tree: ImageTree, python: str) -> str:
 
 
 def _ipykernel(tree: ImageTree, python: str) -> str | None:
-    """Return the version of the package that this interpreter would import."""
     version = _python_version(tree, python)
     if version is None:
         return None

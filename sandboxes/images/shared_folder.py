@@ -66,7 +66,6 @@ class SharedFolder:
             self._remove(folder)
 
     def remove_dead_drafts(self) -> list[Path]:
-        """Return the removed drafts."""
         dead = [path for path in self.drafts.glob("*~*") if self._dead(path)]
         for path in dead:
             self._remove(path)

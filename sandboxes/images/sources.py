@@ -1,6 +1,6 @@
 """Sources of images: a definition, a Dockerfile, a reference to an image made elsewhere, or a root file system.
 
-Its identity makes a second build a look-up.
+A source's identity makes a second build a look-up.
 """
 
 import hashlib
@@ -29,12 +29,9 @@ NAME_LENGTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """An Apptainer definition file, with values for its `%arguments`."""
-
     path: Path
     arguments: Mapping[str, str] = field(default_factory=dict)
     begin: Path | None = field(default=None, compare=False)
-    """An image of the same definition without arguments, to begin with."""
     kind: ClassVar[str] = "definition"
 
     def __str__(self) -> str:
@@ -163,18 +160,13 @@ class DockerfileSource:
     path: Path
     context: Path
     bases: Mapping[str, Path] = field(default_factory=dict)
-    """An image file or folder for each base."""
-
     arguments: Mapping[str, str] = field(default_factory=dict)
     target: str | None = None
-
     network: Literal["host", "none"] = "host"
-
     max_bytes: int | None = None
     """Limits the image's disk use."""
 
     cached: bool = True
-    """Whether layers of earlier builds may be used."""
     kind: ClassVar[str] = "Dockerfile"
 
     def __str__(self) -> str:
@@ -227,7 +219,6 @@ Source = Definition | Reference | ArchiveSource | Tree | DockerfileSource
 
 
 def source_of_reference(text: str, *, https: bool = True) -> Reference:
-    """Make the path of a file absolute."""
     found = REFERENCE.fullmatch(text)
     if found and found[2]:
         text = f"{found[2]}:{Path(found[3]).expanduser().absolute()}"

@@ -50,8 +50,7 @@ def read_descriptor(apptainer: Path, image: Path) -> dict[str, Any]:
 
 
 def offset(apptainer: Path, image: Path) -> str:
-    """Return where the file system begins in an image file.
-
+    """
     Raises:
         ImageError: The file is not an image, or has no squashfs in it.
     """

@@ -53,7 +53,6 @@ class StoredImage:
     path: Path
     size_bytes: int
     built_at: float
-
     key: str
     """A hash of its inputs: equal keys are equal images. It is "" for a file that was put there by hand."""
 
@@ -176,7 +175,6 @@ class ImageStore:
         )
 
     def list(self) -> list[StoredImage]:
-        """Return named images, sorted by name."""
         found = (self._stored(link) for link in sorted(self.root.glob(f"*{SUFFIX}")))
         return [stored for stored in found if stored is not None]
 
@@ -201,8 +199,7 @@ class ImageStore:
         grace_seconds: float = GRACE_SECONDS,
         dry_run: bool = False,
     ) -> Sequence[EvictionCandidate]:
-        """Remove names, pulled images first, then by last use, until all fit the budget; return all names with the
-        decisions.
+        """Remove names, pulled images first, then by last use, until all fit the budget.
 
         Images in `keep`, and those that any node used within the grace period, are kept. Leftovers of dead builders and
         files without a name are always removed.
@@ -252,7 +249,6 @@ class ImageStore:
         return _stem(path) if path is not None else None
 
     def _begun(self, source: Source) -> Source:
-        """Let a definition begin with its image without arguments, if that has been made."""
         if not isinstance(source, Definition) or not source.arguments:
             return source
         plain = self._blob(self._key(replace(source, arguments={})))

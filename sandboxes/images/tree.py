@@ -15,7 +15,6 @@ from pathlib import Path
 LINK_LIMIT = 40
 READ_LIMIT = 8 * 1024 * 1024
 ELF_MACHINES = {62: "x86_64", 183: "aarch64", 21: "ppc64le", 22: "s390x", 243: "riscv64"}
-"""Values of e_machine in elf.h, with the names that `uname -m` prints."""
 PT_INTERP = 3
 
 
@@ -25,7 +24,6 @@ class Program:
     """As `uname -m` prints it, or the number in the header."""
 
     loader: str | None
-    """Loads its libraries, if any."""
 
 
 class ImageTree:

@@ -112,7 +112,7 @@ class UnpackedImages:
     def prune(
         self, budget_bytes: int | None, *, grace_seconds: float | None = None, dry_run: bool = False
     ) -> Sequence[EvictionCandidate]:
-        """Remove folders, least recently used first, until all fit the budget; return all with the decisions.
+        """Remove folders, least recently used first, until all fit the budget.
 
         Leftovers of dead services, and folders of images that are no longer there, are always removed.
 

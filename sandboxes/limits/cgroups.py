@@ -177,7 +177,6 @@ class ControlGroups:
     def __init__(self, parents: dict[str, Path], pausing: Pausing = "none") -> None:
         self._parents = parents
         self.pausing = pausing
-        """How far a sandbox in such a group can be paused."""
 
     @property
     def enforced(self) -> frozenset[str]:

@@ -77,7 +77,6 @@ class LimitMonitor:
         self.tally[limit] += times
 
     def make_errors(self) -> tuple[LimitExceededError, ...]:
-        """Return an error for each limit in `WHOLE` that has been reached."""
         counts = self.read_counts()
         return tuple(self.make_error(limit) for limit in WHOLE if counts.get(limit))
 

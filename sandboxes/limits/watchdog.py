@@ -128,8 +128,6 @@ def _slack(limit: int) -> int:
 
 
 class ProcessorYield:
-    """Makes a sandbox yield the processor while it never rests."""
-
     def __init__(self, group: ControlGroup) -> None:
         self._group = group
         self._file = group.file("cpuacct", "cpuacct.usage")
@@ -229,7 +227,6 @@ class Watchdog:
         """Processor seconds of the last look."""
 
     def add(self, monitor: LimitMonitor, *, shares_user: bool = False) -> None:
-        """Watch a sandbox until its monitor is closed."""
         with self._lock:
             self._wards.append(WatchedSandbox(monitor, shares_user=shares_user))
             if self._thread is None and not self._stop.is_set():

@@ -1,4 +1,4 @@
-"""The base of providers on this host: folders, the guard, limits, the launch, and cleanup if a step fails."""
+"""The base of providers on this host."""
 
 import os
 import socket
@@ -65,12 +65,10 @@ LINGER_SECONDS = 2.0
 class EgressPlan:
     allowed: AllowList
     port: int
-    """On the loopback inside."""
     private: bool
     """Listed names may resolve to private addresses."""
     user: int
     group: int
-    """All sandboxes' proxies run as this user and group."""
 
 
 ListenIn = Literal["sandbox", "host"]
@@ -82,7 +80,6 @@ class LaunchPlan:
     argv: list[str]
     """As `HostProvider.spawn` starts it."""
     env: dict[str, str]
-    """The launcher's whole environment."""
     image: str
     limits: ResourceLimits
     user: int
@@ -98,7 +95,6 @@ class LaunchPlan:
     listens: ListenIn | None = None
     """The network of the owner's socket, if there is one."""
     prefix: tuple[str, ...] = ()
-    """Starts every program inside."""
     lease: UserLease | None = None
     """Of `user`, if no other sandbox uses it."""
     layers: tuple[FileLayer, ...] = ()
@@ -370,14 +366,12 @@ class HostProvider(SandboxProvider):
         return resources
 
     def make_resources(self, folder: RunFolder, group: ControlGroup | None) -> LauncherResources:
-        """Return the resources of a sandbox that is being started."""
         return LauncherResources(folder, group, self._leftovers, self.lingering_children)
 
     def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> ControlledSandbox:
         return ControlledSandbox(launched, spec, self.forget)
 
     def forget(self, sandbox_id: str) -> None:
-        """Remove it from `live`."""
         self._live.pop(sandbox_id, None)
 
     async def sweep(self) -> SweepReport:
@@ -407,6 +401,5 @@ def _refuse_saved(plan: LaunchPlan, spec: SandboxSpec) -> None:
 
 
 def _ports(plan: LaunchPlan) -> list[int]:
-    """Return the proxy's port, then the owner's."""
     proxy = [plan.egress.port] if plan.egress is not None else []
     return [*proxy, LISTENER_ADDRESS[1]] if plan.listens == "sandbox" else proxy

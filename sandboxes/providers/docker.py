@@ -65,10 +65,7 @@ ASK_SECONDS = 30.0
 
 
 class Containers:
-    """A daemon, through its client. It tells which limits hold, and has our containers."""
-
     SANDBOX = "rollout-service.sandbox"
-    """The label with a container's sandbox."""
     SERVICE = "rollout-service.folder"
     """The label with the folder that a container's service locks while it lives (see `reaper`)."""
 
@@ -158,7 +155,6 @@ class Containers:
         return removed, tuple(failures)
 
     async def _labeled(self, label: str) -> list[tuple[str, str]]:
-        """Return containers and the folders of their services."""
         shown = '{{.ID}} {{.Label "' + self.SERVICE + '"}}'
         code, said = await self.ask("ps", "--all", "--no-trunc", "--filter", f"label={label}", "--format", shown)
         lines = said.splitlines() if code == 0 else []
@@ -178,7 +174,6 @@ def container_group(sandbox_id: str) -> ControlGroup | None:
 
 
 def _memory_folder(pid: str) -> Path | None:
-    """Return the folder that counts it, in either version of control groups."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -302,7 +297,6 @@ class DockerProvider(HostProvider):
         raise ProviderUnavailableError(f"{self._config.binary} does not answer: {said.strip()}", hint=HINT)
 
     def _resolve_name(self, name: str) -> str:
-        """Add the prefix of this package's images, or remove the scheme of registries."""
         return f"{OWN_IMAGES}/{name}" if name in packaged_names() else name.removeprefix("docker://")
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:

@@ -55,12 +55,10 @@ class FileLayer:
 
     @property
     def descriptors(self) -> list[int]:
-        """A launcher needs them for `instruction`."""
         return list(self._namespaces)
 
     @property
     def instruction(self) -> str:
-        """Describes the layer to a launcher."""
         mounts, users = (*self._namespaces, -1)[:2]
         return f"{mounts} {users} {self._owner} {self._folder.overlay}"
 
@@ -84,8 +82,6 @@ class FileLayer:
 
 
 class LayeredSnapshot(Snapshot):
-    """A sandbox's layers above its image."""
-
     def __init__(self, image: Path, layers: Sequence[FileLayer]) -> None:
         """The newest of at most `MAX_LAYERS` layers comes first."""
         self._image, self._layers, self._closed = image, tuple(layers), False

@@ -72,7 +72,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.02
 SHELL, KERNEL = " ".join(ARGV), f"/{PROGRAM_INSIDE} "
 """The end of a bash session's command line, and a part of a Python session's."""
 LOOKS = 10
-"""At whether the shell has more descriptors."""
 MAX_LOOKED_AT = 64
 """For `list_running`, which takes the host about 50 us for each process."""
 MAX_RUNNING, RUNNING_CHARS = 10, 80
@@ -81,8 +80,6 @@ MAX_RUNNING, RUNNING_CHARS = 10, 80
 
 @dataclass(frozen=True, slots=True)
 class LaunchedSandbox:
-    """A running control shell, and facts that sessions need."""
-
     id: str
     provider: str
     image: str
@@ -99,9 +96,7 @@ class LaunchedSandbox:
     make_snapshot: Callable[[], Snapshot] | None = None
     """Called while the sandbox runs; None if no snapshot can be made here."""
     save_command: Callable[[int, int], list[str]] | None = None
-    """See `LaunchPlan.save_command`."""
     shell_state: bytes = b""
-    """Its bash begins with this script."""
 
 
 class ControlledSandbox(Sandbox):
@@ -115,7 +110,6 @@ class ControlledSandbox(Sandbox):
         self._closed = anyio.Event()
         self._freezer = Freezer(launched.monitor.group)
         self._lifetime_error: LimitExceededError | None = None
-        """The limit that ended the whole sandbox."""
         seen = LimitViolations(launched.monitor), LimitViolations(launched.monitor)
         self._shell = ShellSession(
             launched.control,
@@ -284,7 +278,6 @@ class ControlledSandbox(Sandbox):
         raise SandboxClosedError(f"the processes of sandbox {self.id} did not end")
 
     async def _has_processes_left(self) -> bool:
-        """Return whether the host sees any but the first process."""
         first = await self._first_process()
         return bool(children_of(first.pid))
 
@@ -450,7 +443,6 @@ class ControlledSandbox(Sandbox):
         return SandboxClosedError(f"sandbox {self.id} {how}")
 
     async def _explain(self, violations: LimitViolations, error: SessionDiedError) -> SandboxError:
-        """Return why a session died, if the sandbox knows."""
         if self._closing or not self._launched.control.alive:
             return self._make_ended_error()
         for violation in violations.drain():

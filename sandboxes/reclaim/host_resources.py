@@ -150,7 +150,6 @@ class LauncherResources:
         self._lingering = lingering
         self.process: ChildProcess | None = None
         self.lease: UserLease | None = None
-        """Its host user."""
         self.keeps_files = False
         """A snapshot of the sandbox owns the folder now."""
         self.before_release = AsyncExitStack()

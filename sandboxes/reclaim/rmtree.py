@@ -42,8 +42,6 @@ def remove_tree(path: Path, deadline: float = float("inf")) -> str | None:
 
 
 class _Removal:
-    """Remembers the first problem and goes on."""
-
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
         self._prefix = secrets.token_hex(8)

@@ -37,7 +37,6 @@ class RunFolder:
 
     @property
     def id(self) -> str:
-        """The name of the service's folder, and a number."""
         return f"{self.path.parent.name}-{self.path.name}"
 
     @property
@@ -61,7 +60,6 @@ class RunFolder:
         return self.path / "log"
 
     def log_tail(self, limit: int = 4096) -> str:
-        """Return the end of the launcher's output."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - limit))
             return file.read().decode("utf-8", errors="replace").strip() or "nothing"
@@ -99,11 +97,9 @@ class ServiceFolder:
 
     @property
     def name(self) -> str:
-        """The prefix of its sandboxes' ids."""
         return self.path.name
 
     def describe(self, groups: Iterable[str]) -> None:
-        """Record path prefixes of control groups for a later sweep."""
         write_owner(self.path, groups)
 
     @property

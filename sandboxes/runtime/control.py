@@ -63,7 +63,6 @@ class ControlShell:
 
     @property
     def alive(self) -> bool:
-        """Can take a message."""
         return not self._other_end.ended
 
     async def wait_until_ready(self) -> bool:
@@ -83,7 +82,6 @@ class ControlShell:
         return line
 
     async def _end_with_channel(self) -> None:
-        """Close the answers when the channel ends: nothing else arrives on it."""
         while await self._other_end.next() is not None:
             pass
         self._replies.close()
@@ -129,7 +127,6 @@ class ControlShell:
         await self.send("stop", str(group), name, str(since), str(tries), *map(str, kept))
 
     async def interrupt(self, leader: int) -> None:
-        """Interrupt only a session's shell."""
         await self.send("interrupt", str(leader))
 
     async def end_all(self) -> None:

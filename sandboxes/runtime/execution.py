@@ -94,8 +94,6 @@ async def _terminate(child: Child) -> None:
 
 
 class ProgramFailedError(Exception):
-    """The caller decides what it means."""
-
     def __init__(self, exit_code: int, said: str) -> None:
         super().__init__(f"ended with {exit_code}: {said}")
         self.exit_code = exit_code
@@ -212,8 +210,6 @@ ERRORS_LIMIT = 16 * 1024
 
 
 class ProgramPipes(RunningProgram):
-    """A program by the pipes of a child of the control shell."""
-
     def __init__(self, child: Child) -> None:
         self._child = child
         self._errors = OutputBuffer(ERRORS_LIMIT)

@@ -85,7 +85,6 @@ async def _require_success(path: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def raise_for_exit(path: str, code: int, message: str) -> None:
-    """Raise the error that the reader's exit code stands for, if any."""
     if code == MISSING:
         raise FileMissingError(f"{path}: no such file or folder")
     if code == TOO_LARGE:

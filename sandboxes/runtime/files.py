@@ -116,9 +116,11 @@ class Files:
         """
         Args:
             run: runs a program inside and collects its output.
-            stream: yields a program's output, up to a number of bytes; raises `ProgramFailedError`.
-            feed: feeds a stream to a program, and returns how many bytes it took; raises `ProgramFailedError`.
+            stream: yields a program's output, up to a number of bytes.
+            feed: feeds a stream to a program, and returns how many bytes it took.
             resolve: makes a path absolute, as the sandbox sees it, without looking at files.
+
+        Both `stream` and `feed` raise `ProgramFailedError`.
         """
         self._run = run
         self._stream = stream
@@ -206,7 +208,6 @@ async def _as_stream(data: bytes) -> AsyncIterator[bytes]:
 
 
 def _make_error(path: str, code: int | None, said: str) -> SandboxFileError:
-    """Return the error that a script's exit code and last words mean."""
     said = said.strip()
     if code == MISSING:
         return FileMissingError(f"{path}: no such file or folder")

@@ -35,8 +35,6 @@ NAMES = (INPUT, OUTPUT, ERROR, STATUS)
 
 
 class Pipes:
-    """Standard input, output and error, and a status pipe."""
-
     __slots__ = ("_paths", "fds")
 
     def __init__(self, base: Path) -> None:
@@ -311,7 +309,6 @@ def _join_with_note(head: bytes, tail: bytes, total: int) -> bytes:
 
 
 def _drop_partial_end(data: bytes) -> bytes:
-    """Drop the beginning of a character at the end."""
     for length in range(1, min(len(data), 3) + 1):
         first = data[-length]
         if first >= FIRST_BYTE:
@@ -323,7 +320,6 @@ def _drop_partial_end(data: bytes) -> bytes:
 
 
 def _drop_partial_start(data: bytes) -> bytes:
-    """Drop the end of a character at the start."""
     at = 0
     while at < min(len(data), 3) and CONTINUATION <= data[at] < FIRST_BYTE:
         at += 1

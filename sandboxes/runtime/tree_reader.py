@@ -67,7 +67,6 @@ def check(result: int, name: str) -> int:
 
 
 def stop(code: int, message: str = "") -> "NoReturn":
-    """Exit with a line on standard error."""
     sys.stderr.write(message)
     sys.stderr.flush()
     os._exit(code)
@@ -145,7 +144,6 @@ def encode_number(value: int, width: int) -> bytes:
 
 
 def make_header(name: bytes, kind: bytes, mode: int, size: int, mtime: int, link: bytes) -> bytes:
-    """Cut names to fit."""
     start = name[:NAME_SIZE].ljust(NAME_SIZE, b"\0") + encode_number(mode, 8) + encode_number(0, 8) * 2
     start += encode_number(size, 12) + encode_number(mtime, 12)
     end = (kind + link[:NAME_SIZE].ljust(NAME_SIZE, b"\0") + b"ustar  ").ljust(BLOCK - len(start) - 8, b"\0")
@@ -154,8 +152,6 @@ def make_header(name: bytes, kind: bytes, mode: int, size: int, mtime: int, link
 
 
 class Entry:
-    """A member, without its content."""
-
     def __init__(self, name: str, found: os.stat_result, now: int) -> None:
         self.name = os.fsencode(name)
         self.kind = FILE
@@ -175,10 +171,7 @@ class Entry:
 
 
 class Archive:
-    """Writes entries, and counts the space they would take."""
-
     def __init__(self, limit: int, top: str, kernel: "set[int]") -> None:
-        """`kernel` has the devices of file systems to leave out."""
         self._left = limit
         self._top = top
         """The path itself, as links refer to it."""

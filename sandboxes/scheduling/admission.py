@@ -92,7 +92,6 @@ class AdmissionController:
 
     @property
     def target(self) -> int:
-        """The sandboxes that there may be now."""
         return self._controller.decision.target
 
     @property
@@ -191,7 +190,6 @@ class AdmissionController:
             await anyio.sleep(self._period)
 
     def observe(self, host_metrics: HostMetrics) -> None:
-        """Update the target, and admit as many as it allows."""
         before = {hold.resource for hold in self.pressure_reasons}
         self.host_metrics = host_metrics
         decision = self._controller.update(host_metrics, used=self.used, waiting=self.waiting)

@@ -49,7 +49,6 @@ class HostReader:
         return float(fields[0]) if fields else None
 
     def _read_stall(self, name: str, kind: str) -> float | None:
-        """Return the worst of the host and our control groups."""
         files = [f"{self._proc}/pressure/{name}", *(f"{group}/{name}.pressure" for group in self._groups)]
         return max((value for file in files for value in _read_averages(file, kind)), default=None)
 
@@ -76,7 +75,6 @@ class HostReader:
 
 
 def _find_own_groups(proc: Path, cgroups: Path) -> list[Path]:
-    """Return our groups and their ancestors, as far as they are visible."""
     found: list[Path] = []
     for line in _read_text(f"{proc}/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -85,8 +85,6 @@ class HoldReason:
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencyDecision:
-    """How many sandboxes there may be, and why no more."""
-
     target: int
     hold_reasons: tuple[HoldReason, ...] = ()
 

@@ -286,7 +286,6 @@ class WarmPool(SandboxProvider):
         self._changed = anyio.Event()
 
     async def _keep(self, tasks: TaskGroup) -> None:
-        """Refill the pool and end unwanted sandboxes at each change and each second."""
         while True:
             moved = self._changed
             for kept in self._find_unwanted():
@@ -300,7 +299,6 @@ class WarmPool(SandboxProvider):
                 await moved.wait()
 
     def _find_unwanted(self) -> list[_Warm]:
-        """Return surplus, no longer requested and unhealthy ones."""
         oldest = self._clock() - self._config.idle_seconds
         self._demands = {kind: it for kind, it in self._demands.items() if it.wanted_at >= oldest}
         found = [kept for kept in self._warm if kept.kind not in self._demands or not kept.sandbox.healthy]

@@ -5,7 +5,7 @@ and goes through a pipe that the command does not have. Therefore:
 
 - output is never mistaken for a report;
 - a background process that keeps the output open delays nothing;
-- after an interrupt the shell still reports, once nothing of the command runs any more (see `interrupts`).
+- after an interrupt the shell still reports, once nothing of the command runs any more (see `Interrupter`).
 
 The shell is interactive, so SIGINT and an unset variable end the command and not the shell.
 """
@@ -45,7 +45,6 @@ class _Shell:
 
     @property
     def has_ended(self) -> bool:
-        """As far as is known."""
         return self.child.status.ended
 
     def discard(self) -> None:
@@ -64,8 +63,6 @@ class InterruptTiming:
     """For a requested interrupt, each with the seconds that the command has to react."""
 
     timeout_steps: Sequence[tuple[str, float]] = (("INT", 1.0), ("INT", 1.0), ("TERM", 1.0), ("KILL", 1.0))
-    """For a command at its timeout."""
-
     nudge_pause: float = 0.03
     """Seconds between two signals to the shell alone."""
 
@@ -73,8 +70,6 @@ class InterruptTiming:
     """How often the control shell looks for a running program after the first step, as in a loop."""
 
     questions: int = 10
-    """Put to an interrupted shell, until it is ready."""
-
     question_pause: float = 1.0
     """Seconds to answer a question."""
 
@@ -127,7 +122,6 @@ class Interrupter:
         self._control = control
         self._child = child
         self._jobs: list[int] = []
-        """In the background when the current command began."""
 
         self._requested: anyio.Event | None = None
         """Set at the end of a command whose interrupt was requested."""
@@ -354,7 +348,6 @@ def frame_command(command: str, nonce: str) -> bytes:
 
 
 def frame_state(script: bytes) -> bytes:
-    """Run another shell's state, unheard and unreported."""
     return (
         b"eval "
         + shlex.quote(script.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")

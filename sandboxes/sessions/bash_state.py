@@ -13,7 +13,6 @@ from secrets import token_hex
 from sandboxes.errors import SandboxUnsavedError
 
 MEMBER = "bash"
-"""The first member of a sandbox's archive."""
 MAX_BYTES = 1 << 20
 """A shell reads its input byte by byte, so a longer script would take it a second."""
 DUMP_SECONDS = 10.0
@@ -24,7 +23,6 @@ _OWN = (
     "BASH|BASHOPTS|BASHPID|BASH_*|COMP_*|DIRSTACK|EPOCH*|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|OLDPWD|OPTIND|PIPESTATUS|"
     "PPID|PWD|RANDOM|SECONDS|SHELLOPTS|SHLVL|SRANDOM|UID|_|__rollout_*"
 )
-"""Variables that each shell has for itself."""
 _OPTIONS = (
     "allexport braceexpand errexit errtrace functrace hashall histexpand ignoreeof interactive-comments keyword "
     "noclobber noglob nolog notify nounset physical pipefail posix verbose xtrace"
@@ -87,7 +85,6 @@ def parse_dump(output: str, nonce: str) -> bytes:
 
 
 def archive_state(script: bytes) -> bytes:
-    """Return a script as the first member of an archive."""
     member = tarfile.TarInfo(MEMBER)
     member.size = len(script)
     return member.tobuf() + script + bytes(-len(script) % tarfile.BLOCKSIZE)

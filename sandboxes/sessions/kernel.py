@@ -51,8 +51,6 @@ def make_connection_info(prefix: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class KernelPaths:
-    """Where the kernel's files are."""
-
     sockets_inside: str
     sockets: Path
     """On the host; code inside can write to it."""
@@ -71,7 +69,6 @@ class Cell:
         self.replied = anyio.Event()
         self.idle = anyio.Event()
         self.taken = 0
-        """Messages so far."""
         self._limit = limit
 
     def add_message(self, kind: str, content: Mapping[str, Any]) -> None:
@@ -221,7 +218,6 @@ class Kernel:
 
     @property
     def has_ended(self) -> bool:
-        """As far as is known."""
         return self.child.has_ended
 
     def discard(self) -> None:

@@ -101,7 +101,6 @@ def require_parts() -> None:
 
 
 def names_in_methods(owner: Any) -> set[str]:
-    """Include the attributes that the methods set."""
     codes = (getattr(method, "__code__", None) for method in vars(owner).values())
     return {name for code in codes if code is not None for name in code.co_names}
 
@@ -126,7 +125,6 @@ def load_at_first_use(name: str, part: str) -> None:
 
 
 def make_app(connection_file: str) -> Any:
-    """Return a kernel with bound sockets."""
     import traitlets
     import zmq
     from ipykernel import kernelapp
@@ -161,7 +159,6 @@ def make_app(connection_file: str) -> Any:
 
 
 def cut(text: Any) -> Any:
-    """Cut too long text in the middle."""
     if not isinstance(text, str) or len(text) <= LIMIT:
         return text
     half, left_out = LIMIT // 2, len(text) - LIMIT

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from jupyter_client.session import Session
 
 DELIM = b"<IDS|MSG>"
-"""Separates addresses from the parts of a Jupyter message."""
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 MESSAGE_LIMIT = 4 * 1024 * 1024
 QUEUE_LIMIT = 16
@@ -78,8 +77,6 @@ class Wire:
         return str(message["msg_id"])
 
     def listen(self, request: str, sink: Sink) -> None:
-        """Pass messages that answer a request to `sink`, until `stop`."""
-
         def take(frames: Sequence[bytes]) -> None:
             message = decode(self._session, frames, request)
             if message is not None:

@@ -147,7 +147,6 @@ class KernelSession(SerialSession[Kernel], PythonSession):
 
 
 async def _stop(kernel: Kernel, request: str, cell: Cell) -> None:
-    """Keep the kernel if possible."""
     await kernel.child.signal("INT")
     with anyio.move_on_after(INTERRUPT_GRACE):
         await kernel.collect(request, cell)

@@ -18,10 +18,7 @@ PROGRAM = Path(__file__).with_name("terminal_program.py")
 
 
 class SandboxTerminal:
-    """The host's side."""
-
     def __init__(self, program: RunningProgram, shown: bytes) -> None:
-        """The program has already printed `shown`."""
         self.program = program
         self._shown = shown
         self._lock = anyio.Lock()

@@ -24,7 +24,6 @@ NOT_FOUND = 127
 
 
 def main() -> None:
-    """Run the command that follows lines and columns in the arguments, and end with its exit code."""
     lines, columns, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     ended = watch_children()
     child, master = pty.fork()

@@ -43,7 +43,6 @@ from rollout_service.tokens import tool_spec
 class ResetArguments(InstanceFields):
     seed: int | None = None
     options: dict[str, JsonValue] = {}
-    """More arguments of `reset`."""
 
     @field_validator("options")
     @classmethod

@@ -19,14 +19,11 @@ from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.episodes import Episode, Score
 
 REWARDS: Final = "turn_rewards"
-"""In an episode's state."""
 MAX_PARTS: Final = 64
 """Turns that are shown with a reward of their own."""
 
 
 class Consequence(BaseModel):
-    """The other side's answer."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     text: str
@@ -37,8 +34,6 @@ class Consequence(BaseModel):
 
 
 class Partner(Protocol):
-    """The other side of an episode."""
-
     async def step(self, action: str) -> Consequence:
         """Play the policy's whole text.
 
@@ -51,7 +46,6 @@ class Partner(Protocol):
 @dataclass(slots=True)
 class Earned:
     rewards: list[float] = field(default_factory=list)
-    """One for each action."""
     finished: bool = False
     parts: dict[str, float] = field(default_factory=dict)
 
@@ -102,7 +96,6 @@ async def take_actions(episode: Episode, actions: Sequence[str], partner: Partne
 
 
 def score_turns(episode: Episode) -> Score:
-    """Add the rewards up, and show each."""
     earned: Earned = episode.state.get(REWARDS) or Earned()
     turns = {
         f"turn_{number}": reward

@@ -63,7 +63,6 @@ Name = Annotated[str, Field(min_length=1, max_length=32)]
 class LookupInstance(InstanceFields):
     question: str
     names: Annotated[list[Name], Field(min_length=1, max_length=64)]
-    """The cells to add."""
     cells: Annotated[dict[Name, Name], Field(max_length=1_024)]
     """Each has a number of up to nine digits, or another name."""
 
@@ -75,7 +74,6 @@ class LookupProblem(TypedDict):
 
 
 Make = Callable[[random.Random, int], LookupProblem]
-"""Makes a task of a size."""
 
 
 class CellKey(Arguments):
@@ -190,7 +188,6 @@ class LookupEnvironment(AgentEnvironment):
         *,
         tools: Sequence[Tool] = (),
     ) -> None:
-        """`seed` is that of the data set."""
         super().__init__(spec, extra_tools=[*tools, READ], subagent_tools=[READ])
         self._make = make
         self._sizes = sizes

@@ -207,7 +207,6 @@ def spec_from(declaration: EnvironmentSettings, **own: Any) -> EnvironmentSpec:
 
 
 def load_table(model: type[M], folder: Path) -> M:
-    """Read the `environment.toml` of a folder."""
     path = folder / FILE_NAME
     return read_table(model, parse_toml(read_text(path), where=str(path)), where=str(path))
 

@@ -68,8 +68,6 @@ class _Result(BaseModel):
 
 
 class DeclarativeEnvironment(AgentEnvironment):
-    """`load_folder` makes one."""
-
     def __init__(
         self, declaration: Declaration, folder: Path, *, in_image: bool = False, warnings: Sequence[str] = ()
     ) -> None:

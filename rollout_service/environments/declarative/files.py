@@ -54,7 +54,6 @@ def read_folder(folder: Path, *, without: Iterable[Path] = ()) -> tuple[PackedFi
 
 
 async def archive(files: Iterable[PackedFile]) -> AsyncIterator[bytes]:
-    """Yield a tar archive in chunks."""
     packed = await anyio.to_thread.run_sync(_pack, tuple(files))
     for start in range(0, len(packed), CHUNK_BYTES):
         yield packed[start : start + CHUNK_BYTES]

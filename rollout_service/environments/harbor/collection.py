@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rollout_service.environments.harbor.environment import HarborTaskEnvironment
 
 ALL = "harbor"
-"""Has the tasks of all folders."""
 KEY = "task"
 DEPTH = 3
 """Tasks are looked for so far below a folder."""

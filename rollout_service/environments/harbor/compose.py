@@ -98,8 +98,6 @@ ServiceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")
 
 
 class HealthcheckKeys(TaskSection):
-    """`healthcheck` of a service."""
-
     test: tuple[str, ...] = Field(min_length=1, max_length=MAX_ENTRIES)
     interval: Seconds = 30.0
     timeout: Seconds = Field(30.0, gt=0)

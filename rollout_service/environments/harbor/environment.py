@@ -40,7 +40,6 @@ from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxError
 
 GRADED = "harbor_rewards"
-"""Rewards of graded steps, in an episode's state."""
 OVER = frozenset({StopReason.SANDBOX_ENDED, StopReason.CONTEXT_FULL, StopReason.MAX_TOKENS})
 """An agent cannot go on with the next step."""
 SETUP_SECONDS = 120.0
@@ -126,14 +125,12 @@ async def _last_output(sandbox: Sandbox, log: str) -> str:
 
 PRINTED_CHARS = 2_000
 PRINTED = "/logs/agent/oracle.txt"
-"""A solution's output, in Harbor's place for it."""
 
 Work = Callable[[Episode, TaskStep, list[Message]], Awaitable[StopReason]]
 
 
 class HarborTaskEnvironment(AgentEnvironment):
     def __init__(self, task: HarborTask, name: str, settings: HarborSettings) -> None:
-        """`name` is the environment's."""
         super().__init__(spec_of(task, name, settings))
         self.task = task
         self.has_solution = task.has_solution

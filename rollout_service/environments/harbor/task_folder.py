@@ -86,7 +86,6 @@ class HarborTask:
     verifier_image: str | None
     """Of a separate verifier with its own image."""
     compose: Compose | None
-    """Services beside the agent."""
     warnings: tuple[str, ...]
     """Keys without effect here."""
 
@@ -244,7 +243,6 @@ def _artifacts(toml: TaskToml) -> Iterator[tuple[str, str | ArtifactTable]]:
 
 
 def artifact_paths(toml: TaskToml) -> list[str]:
-    """Include those of all steps."""
     paths = [entry if isinstance(entry, str) else entry.source for _, entry in _artifacts(toml)]
     return list(dict.fromkeys(paths))
 

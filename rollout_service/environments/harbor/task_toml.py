@@ -221,7 +221,6 @@ def read_task_toml(text: str, *, where: str) -> TaskToml:
 
 
 def _put(table: dict[str, Any], old: str, new: str, value: Any) -> None:
-    """Replace an old key."""
     del table[old]
     if new in table:
         raise ValueError(f"`{old}` is the old name of `{new}`: give one of them")

@@ -76,7 +76,6 @@ _NOT_FOUND = re.compile(
 class Verifier:
     step: TaskStep
     env: Mapping[str, str]
-    """The task's variables for its tests."""
     untrusted: Sequence[str] = ()
     """Folders with the agent's work."""
 

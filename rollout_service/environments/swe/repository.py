@@ -180,7 +180,6 @@ GIT_ENVIRONMENT = {
 class StartState:
     tree: str
     objects: str
-    """The folder of objects."""
 
 
 async def make_ready(sandbox: Sandbox, task: SweTask) -> StartState:

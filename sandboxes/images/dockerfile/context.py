@@ -27,8 +27,6 @@ PART = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ContextFile:
-    """One entry of the files to send: its name in the archive and its file, or its text."""
-
     name: str
     path: Path | None
     text: bytes = b""
@@ -127,8 +125,7 @@ class BuildContext:
 
 
 def digest(files: Iterable[ContextFile]) -> str:
-    """Hash all that is sent.
-
+    """
     Raises:
         ImageError: A file cannot be read.
     """
@@ -160,7 +157,6 @@ def send(files: Iterable[ContextFile], pipe: IO[bytes]) -> None:
 
 
 def send_tree(root: Path, pipe: IO[bytes]) -> None:
-    """Write an archive of a folder, with the files' owners."""
     with tarfile.open(fileobj=pipe, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         archive.add(root, "d")
 

@@ -44,7 +44,6 @@ class PlanExecutor:
         say: Line,
         options: BuildOptions,
     ) -> None:
-        """`bases` has an image file or folder for each of the plan's bases."""
         self._plan = plan
         self._context = context
         self._bases = bases
@@ -59,8 +58,7 @@ class PlanExecutor:
         }
 
     def build(self, target: Path) -> None:
-        """Write the image file.
-
+        """
         Raises:
             DockerfileError: An instruction means nothing with the values that its variables have.
             ImageBuildError: A step failed, or the image is too large.
@@ -126,7 +124,6 @@ class PlanExecutor:
         self._builder.do(state, one, make_key(state.key, "RUN", *parts), job)
 
     def _command(self, state: StageState, one: Instruction) -> tuple[list[str], dict[str, str]]:
-        """Return the command of a RUN, and the program that a here-document is, if any."""
         if one.array is not None:
             return list(one.array), {}
         if not one.heredocs:
@@ -160,7 +157,6 @@ class PlanExecutor:
         return mounts, seen
 
     def _mounted(self, stage: str | None, path: str, one: Instruction) -> StageState:
-        """Return another stage's state, or one with a layer of the context's files."""
         if stage is not None:
             return self._other(stage, one)
         state = StageState(make_key("context"))

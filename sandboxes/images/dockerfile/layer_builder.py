@@ -109,7 +109,6 @@ class LayerBuilder:
 
 
 ARCHITECTURES = {"x86_64": "2", "aarch64": "4"}
-"""Numbers of machines in a SIF."""
 
 ENVIRONMENT = ".singularity.d/env/90-environment.sh"
 FOLDERS = {
@@ -125,7 +124,6 @@ FOLDERS = {
 
 
 def add_settings(builder: LayerBuilder, state: StageState, origin: Instruction) -> None:
-    """Add a layer with variables, labels and the start command, as Apptainer and sandboxes read them."""
     files = {ENVIRONMENT: _environment(state), ".singularity.d/labels.json": _labels(state)}
     if start := (*state.entrypoint, *state.command):
         files[".singularity.d/runscript"] = f'#!/bin/sh\nexec {shlex.join(start)} "$@"\n'

@@ -54,11 +54,8 @@ class LayerStore:
     def make(self, key: str, of: str, fill: Callable[[Path], None], waiting: Callable[[], None]) -> ImageLayer:
         """Make a layer, unless another build has made it meanwhile.
 
-        Args:
-            key: its name.
-            of: the instruction, for people.
-            fill: gets a folder whose `fs` and `work` are an overlay's; if it raises, nothing is left.
-            waiting: called if another build is making it.
+        `of` is the instruction, for people. `fill` gets a folder whose `fs` and `work` are an overlay's; if it raises,
+        nothing is left. `waiting` is called if another build is making the layer.
         """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._shared.remove_dead_drafts()

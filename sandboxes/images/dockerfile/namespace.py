@@ -213,8 +213,6 @@ class BuildNamespace:
 
 
 class _Feeder:
-    """Sends a step its input: an archive that a function writes, in a thread, or another step's output."""
-
     def __init__(self, namespace: BuildNamespace, data: Sender | StepJob | None) -> None:
         self._other: tuple[subprocess.Popen[bytes], int] | None = None
         self._thread: threading.Thread | None = None
@@ -303,7 +301,6 @@ def _pretend_program() -> str:
 
 
 def _pass_on(output: IO[bytes] | None, say: Line) -> tuple[str, ...]:
-    """Return the last lines."""
     last: deque[str] = deque(maxlen=LAST_LINES)
     for text in plain_lines(output):
         last.append(text)

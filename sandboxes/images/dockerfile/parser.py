@@ -44,8 +44,6 @@ INSTRUCTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Heredoc:
-    """The text between `<<NAME` and NAME."""
-
     name: str
     text: str
     expands: bool
@@ -58,9 +56,7 @@ class Instruction:
     """In capitals."""
 
     text: str
-
     line: int
-
     flags: tuple[tuple[str, str], ...] = ()
     """A flag without a value has ""."""
 
@@ -89,7 +85,6 @@ class Instruction:
 @dataclass(frozen=True, slots=True)
 class ParsedDockerfile:
     file: str
-
     instructions: tuple[Instruction, ...]
     escape: str
 
@@ -203,8 +198,6 @@ class _InstructionReader:
 
 @dataclass(slots=True)
 class StageState:
-    """The state of a stage after the instructions so far."""
-
     key: str
     layers: tuple[ImageLayer, ...] = ()
     """Topmost first."""

@@ -39,11 +39,8 @@ MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 @dataclass(frozen=True, slots=True)
 class Mount:
     kind: str
-
     target: str
     source: str = ""
-    """A path within `stage` or the context, or the id of a cache."""
-
     stage: str | None = None
     """A stage or base; None is the context."""
 
@@ -55,12 +52,9 @@ class BuildStage:
     """In small letters; by default its number."""
 
     base: str
-    """A base, an earlier stage, or scratch."""
-
     origin: Instruction
     instructions: tuple[Instruction, ...]
     needs: frozenset[str] = frozenset()
-
     bases: frozenset[str] = frozenset()
 
 
@@ -74,7 +68,6 @@ class BuildPlan:
     """Those before the first FROM; a stage sees those that it declares."""
 
     given: Mapping[str, str]
-
     unused: tuple[str, ...] = ()
     """Given arguments that no ARG declares."""
 
@@ -301,7 +294,6 @@ class _Planner:
         return name.lower() if self._known(name.lower()) else name
 
     def require_pairs(self, one: Instruction) -> None:
-        """Require that the arguments are NAME=VALUE, or one name and its value."""
         words = self._words(one)
         if "=" not in words[0] and len(words) < 2:
             raise self._error(one, f"{one.keyword} {words[0]} has no value", f"write {words[0]}=VALUE")

@@ -53,7 +53,7 @@ def unquote(text: str, escape: str = DEFAULT_ESCAPE) -> str:
 
 
 def expand_heredoc(text: str, variables: Mapping[str, str], escape: str = DEFAULT_ESCAPE) -> str:
-    """Replace variables in a here-document; quotes mean nothing.
+    """Leave quotes as they are.
 
     Raises:
         ValueError: As `expand`.

@@ -87,7 +87,6 @@ class ForkServer:
         return int.from_bytes(answer, sys.byteorder, signed=True) if answer else None
 
     async def _start(self, service: str) -> socket.socket:
-        """Start the process, which belongs to a service until it is forked; return the channel."""
         await self._end()
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.setblocking(False)

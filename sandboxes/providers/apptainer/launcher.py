@@ -33,9 +33,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROBE_SECONDS = 10.0
 PROBE_BYTES = 1024 * 1024
 OVERLAYS_OF_MAPPED = (5, 19)
-"""The first with overlays on mounts with mapped owners."""
 MAPPED_TMPFS = (6, 3)
-"""The first that shows a tmpfs with mapped owners."""
 POINTS = ("/dev/", "/proc/", "/sys/", "/etc/hosts", "/etc/resolv.conf")
 """Apptainer mounts something here in every image; a folder ends with "/"."""
 NAMESPACES_HINT = (
@@ -45,8 +43,6 @@ NAMESPACES_HINT = (
 
 
 class Launcher:
-    """Makes the command, variables and flags of a launch."""
-
     def __init__(self, user: int, group: int, *, fakeroot: bool = False) -> None:
         """Sandboxes run as `user` and `group`.
 
@@ -76,7 +72,6 @@ class Launcher:
 
     @property
     def mounts(self) -> bool:
-        """Whether a sandbox gets a file system of limited size."""
         return self.root or self.namespaces
 
     @staticmethod
@@ -85,7 +80,6 @@ class Launcher:
 
     @staticmethod
     def save_command(space: Path, launcher: int, limit: int) -> list[str]:
-        """Write an archive of a sandbox's files to standard output."""
         return [*program_command("saved_files"), str(launcher), str(space), str(limit)]
 
     def make_env(

@@ -94,7 +94,6 @@ KNOWN_FAILURES = dict.fromkeys(
 @dataclass(frozen=True, slots=True)
 class _Container:
     arguments: list[str]
-    """Apptainer's command."""
     variables: dict[str, str] = field(default_factory=dict)
     """Instructions to do the same without Apptainer; empty if it must run."""
     on_ready: Callable[[], None] | None = None
@@ -141,7 +140,6 @@ class ApptainerProvider(HostProvider):
 
     @property
     def enforced(self) -> frozenset[str]:
-        """A subset of memory, processes, cpus, disk and users."""
         disk = {"disk"} if self.launcher.mounts else set()
         users = {"users"} if self._gives_own_users else set()
         return self._groups.enforced | disk | users | {"processes"}
@@ -234,7 +232,6 @@ class ApptainerProvider(HostProvider):
         overlay: bool,
         repeats: bool,
     ) -> _Container:
-        """Start a container by Apptainer, or as it did for an earlier one."""
         shown = str(self.launcher.image_path(image, folder.overlay, overlay=overlay))
         options = self._exec_command(spec, folder, overlay=overlay)
         command = ContainerCommand([*options, shown, BASH, "--norc", "-c", HIDE, "hide", *script], shown)
@@ -285,7 +282,6 @@ class ApptainerProvider(HostProvider):
         return [script, PIPES, workdir, str(limits.max_processes), str(each)]
 
     def _try_image(self, image: Path) -> tuple[bool, bool]:
-        """Return whether the launcher can mount the overlay, and make containers of the image."""
         repeats = self._config.reuse_setups and self.launcher.can_make_container(image)
         return self.launcher.can_overlay(image), repeats
 
@@ -303,7 +299,6 @@ class ApptainerProvider(HostProvider):
         return await anyio.to_thread.run_sync(self._keeps_files, prepared.image)
 
     def _keeps_files(self, image: Path) -> bool:
-        """Return whether sandboxes of an image can become snapshots."""
         return self.launcher.can_overlay(image) and (self.launcher.can_map_files or not self._has_users(image))
 
     @staticmethod
@@ -340,7 +335,6 @@ class ApptainerProvider(HostProvider):
         return self._users.lease() if self._users is not None and self._has_users(image) else None
 
     def _has_users(self, image: Path) -> bool:
-        """Return whether each sandbox of this image can have its own user."""
         if self._users is None or not self._users.available:
             return False
         return self.launcher.can_map(image, self._users.first) if image.is_dir() else self.launcher.namespaces
@@ -384,7 +378,6 @@ class ApptainerProvider(HostProvider):
 
 
 def _mount_point(bind: Bind) -> str:
-    """End a folder with "/"."""
     return f"{bind.target}/" if Path(bind.source).is_dir() else bind.target
 
 
@@ -430,8 +423,6 @@ class PreparedImage:
     python: str = "python3"
     binds: tuple[Bind, ...] = ()
     workdir: str | None = None
-    """Named by the image."""
-
     user_env: dict[str, str] = field(default_factory=dict)
     """HOME, USER and LOGNAME of the image's user."""
 

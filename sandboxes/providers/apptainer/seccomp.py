@@ -36,8 +36,6 @@ FAMILIES = (AF_UNIX, AF_INET, AF_INET6, AF_NETLINK)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """An argument is among 32-bit numbers, or is not."""
-
     argument: int
     values: tuple[int, ...]
     among: bool = True
@@ -88,8 +86,6 @@ RULES: tuple[SyscallRule, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The kernel's identifier of a machine, and its calls' numbers."""
-
     audit: int
     numbers: Mapping[str, int]
     x32: bool = False
@@ -185,7 +181,6 @@ def _comparisons(condition: Condition | Given) -> list[dict[str, object]]:
 
 
 def assemble(architecture: Architecture, rules: Sequence[SyscallRule] = RULES) -> list[bytes]:
-    """Return instructions of eight bytes."""
     found = [
         _instruction(LOAD, ARCHITECTURE_AT),
         _instruction(EQUAL, architecture.audit, if_true=1),

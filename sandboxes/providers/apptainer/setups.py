@@ -30,7 +30,6 @@ FOLDER, ID = "\0folder\0", "\0id\0"
 HOST_FILES = ("/etc/resolv.conf", "/etc/passwd", "/etc/group")
 """Apptainer makes them inside, from those of the host and the image."""
 MOUNTS = frozenset(("/", "/proc", "/dev", *(f"/dev/{name}" for name in ("shm", "mqueue", *DEVICES))))
-"""Where every container has something mounted."""
 BEGIN, END = "rollout-setup-begin", "rollout-setup-end"
 REPORT = (
     'report() { local -a text=(); mapfile -d \'\' text <"$1"; printf \'%s\\0\' "${#text[@]}" "${text[@]}"; }; '
@@ -47,7 +46,6 @@ class ContainerSetup:
     files: Mapping[str, str]
 
     def variables(self, folder: RunFolder, image: str) -> dict[str, str]:
-        """Instruct the launcher of another sandbox; `image` is the one in Apptainer's command."""
         inside = {
             name: value.replace(FOLDER, str(folder.path)).replace(ID, folder.id) for name, value in self.environ.items()
         }
@@ -81,7 +79,6 @@ class ContainerSetups:
         return None if key is None else self._found.get(key)
 
     def learn(self, key: tuple[str, ...], folder: RunFolder, command: ContainerCommand) -> None:
-        """Read the report of a sandbox that Apptainer has started."""
         with folder.log.open("rb") as file:
             report = file.read(MAX_REPORT_BYTES)
         try:

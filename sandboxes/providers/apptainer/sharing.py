@@ -29,13 +29,10 @@ class Sharing:
     """Resources that the host counts by user are counted by sandbox."""
 
     filtered: bool
-
     own_terminals: int | None
     """Sandboxes that can use all their pseudo-terminals at once; None if those have no limit."""
 
     counts: Mapping[str, int]
-    """Resources counted by user, with a user's limits."""
-
     changes_images: bool
     """Code may remove and rename folders of the image."""
 

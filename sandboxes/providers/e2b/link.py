@@ -40,7 +40,6 @@ WAIT_SECONDS = 0.01
 MOST_INCOMPLETE = 1024 * 1024
 """Bounds a line or a frame."""
 MOST_CONNECTIONS = 64
-"""Connections to the owner at once."""
 TRUSTED = "trusted"
 """A program of this mode keeps the relay's rights."""
 MOST_AHEAD = relay.WINDOW + 8 * relay.READ_SIZE
@@ -48,7 +47,6 @@ MOST_AHEAD = relay.WINDOW + 8 * relay.READ_SIZE
 WATCH_SECONDS = 5.0
 """The thread then sees whether the process is about to exit."""
 ENV_AT = 5
-"""The place of a program's variables in `spawn`."""
 
 
 class BrokenLinkError(Exception):
@@ -57,11 +55,8 @@ class BrokenLinkError(Exception):
 
 class Link(relay.Carrier):
     def __init__(self, folder: RunFolder, channel: socket.socket, inside: str) -> None:
-        """
-        Args:
-            folder: the sandbox's folder on this host.
-            channel: the end of the socket pair that a control shell would read from; owned from here on.
-            inside: the relay's folder.
+        """`channel` is the end of the socket pair that a control shell would read from; owned from here on. `inside` is
+        the relay's folder.
         """
         super().__init__()
         channel.setblocking(False)
@@ -235,7 +230,6 @@ class Link(relay.Carrier):
         self.send(relay.CLOSE, channel.number)
 
     def _read_control(self, _: int) -> None:
-        """Pass messages on, in the words of the inside."""
         try:
             data = self._control.recv(relay.READ_SIZE)
         except OSError:
@@ -280,7 +274,6 @@ class Link(relay.Carrier):
         return [*fields[:2], mode, *fields[3:program], *prefix, *fields[program:]]
 
     def _send_files(self, number: int, argv: Sequence[str]) -> None:
-        """Send files that the arguments name; listen at a kernel's sockets among them."""
         for argument in argv:
             name = argument.removeprefix(f"{self._inside}/pipes/")
             if name != argument and "/" not in name:
@@ -297,7 +290,6 @@ class Link(relay.Carrier):
             listener.close()
 
     def _accept(self, listener: socket.socket, _: int) -> None:
-        """Carry a connection to the socket of the same name inside."""
         with suppress(BlockingIOError):
             connection, number = listener.accept()[0], next(self._numbers)
             self.send(relay.CONNECT, number, Path(listener.getsockname()).name.encode())

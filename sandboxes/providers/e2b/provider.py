@@ -85,8 +85,6 @@ class RemoteResources(LauncherResources):
 
 
 class E2BSandbox(ControlledSandbox):
-    """Asks the relay, where other providers look at this host."""
-
     def __init__(
         self, launched: LaunchedSandbox, spec: SandboxSpec, forget: Callable[[str], None], remote: Remote
     ) -> None:

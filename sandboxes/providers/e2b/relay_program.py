@@ -43,7 +43,6 @@ BOOT = (
     "while len(text) < program + control: text += os.read(0, program + control - len(text))\n"
     "exec(text[:program]); main(text[program:], *sys.argv[3:])"
 )
-"""Keeps lists of processes short."""
 MARK = "--- relay ---"
 """Comes before the first frames: a template's profile may print something, too."""
 HEADER = struct.Struct("!cII")
@@ -55,7 +54,6 @@ IN, OUT, ERR, STATUS = range(4)
 NAMES = ("in", "out", "err", "st")
 CONTROL = 0
 INSIDE_FIRST = 1 << 31
-"""Of channels that begin inside."""
 WINDOW = 256 * 1024
 READ_SIZE = 64 * 1024
 LINE_SIZE = 256 * 1024
@@ -224,7 +222,6 @@ class Carrier:
                 channel.end(stream)
 
     def take(self, channel: LinkChannel, count: int) -> None:
-        """Let the other side send as much again."""
         channel.ahead -= count
         if count:
             self.send(TAKEN, channel.number, NUMBER.pack(count))
@@ -326,7 +323,6 @@ class Relay(Carrier):
             self.handles = {}
 
     def accept(self, _: int) -> None:
-        """Begin a channel for a program that calls the owner."""
         self.channels[self.next] = connected(self.next, self.listener.accept()[0], OUT, IN)
         self.send(CONNECT, self.next)
         self.next += 1
@@ -349,7 +345,6 @@ class Relay(Carrier):
             super().obey(kind, number, content)
 
     def open(self, number: int, token: str) -> None:
-        """Make the pipes of a program that is about to start."""
         paths = [f"{self.pipes}/{token}.{name}" for name in NAMES]
         for path in paths:
             os.mkfifo(path)
@@ -359,7 +354,6 @@ class Relay(Carrier):
         self.channels[number] = LinkChannel(number, reads, {IN: source}, paths)
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a file that programs may read."""
         path = self.pipes + "/" + name
         with open(path, "wb") as file:
             file.write(content)
@@ -416,7 +410,6 @@ def find_user(name: str) -> "tuple[list[str], tuple[int, int], str]":
 
 
 def main(control: bytes, folder: str, workdir: str, user: str, port: str) -> None:
-    """Carry, and leave nothing behind."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     relay = Relay(control, folder, workdir, user, int(port))
     os.write(1, f"\n{MARK}\n".encode())

@@ -49,7 +49,6 @@ KILL_PAUSES = (0.0, 1.0, 4.0)
 LEFT_SECONDS = 5.0
 """A creation whose user has left goes on so long: most are over by then, and their sandboxes known."""
 RENEW_PAUSE = 5.0
-"""After a renewal that failed."""
 RETRIES = 20
 """What a busy server refused is repeated, until the time of the request is over."""
 MOST_PAGES = 100
@@ -61,8 +60,6 @@ log = structlog.get_logger(__name__)
 
 
 class Client:
-    """Speaks with the server, in a thread."""
-
     def __init__(self, config: E2BConfig) -> None:
         """
         Raises:
@@ -108,7 +105,6 @@ class Client:
 
     @property
     def seconds(self) -> float:
-        """The life of all sandboxes together."""
         now = time.monotonic()
         return self._seconds + sum(now - began for began in list(self._alive.values()))
 

@@ -58,7 +58,6 @@ class GameDeclaration(EnvironmentSettings):
     command: str = Field(min_length=1)
     """The game, which replies to lines of JSON."""
     system: str = SYSTEM
-    """The system prompt, a template over the instance."""
     limits: EpisodeLimits = EpisodeLimits()
     sandbox: SandboxSettings = SandboxSettings()
     solution: AuditSolution | None = None
@@ -117,7 +116,6 @@ class DeclaredGame(Environment):
 
     @asynccontextmanager
     async def _begun(self, episode: Episode) -> AsyncIterator[tuple[GamePartner, str]]:
-        """Yield the program with its first reply."""
         place, name = await self._place(episode), f"the game {self.spec.name!r}"
         command, env = place.command(self._declaration.command), {**place.env(), "PYTHONUNBUFFERED": "1"}
         async with library_in_sandbox(place.sandbox, command, name, env=env) as process:

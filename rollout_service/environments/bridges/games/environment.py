@@ -32,10 +32,8 @@ COUNTS: Final = {1: "one player", 2: "two players"}
 
 class TextGame(InstanceFields):
     game: str
-    """Such as `GuessTheNumber-v0`."""
     seed: int
     options: dict[str, JsonValue] = {}
-    """Such as `max_number`."""
 
 
 class GameReply(Consequence):
@@ -82,7 +80,6 @@ class GameEnvironment(Environment):
     def __init__(self, games: GameLibrary, name: str, description: str) -> None:
         self._games = games
         self._inside = f"/opt/{games.library.name}"
-        """The library's packages in the sandbox."""
         library = games.library
         self.spec = EnvironmentSpec(
             name=name,

@@ -18,7 +18,6 @@ from rollout_service.environments.dataset_files import read_instances
 from rollout_service.environments.libraries import Library
 
 WORKER: Final = Path(__file__).with_name("worker.py")
-"""Runs a library's games."""
 LIST_SECONDS: Final = 300.0
 SEEDS: Final = {"train": range(1, 17), "held_out": range(1_001, 1_005)}
 """Of each game in a data set."""
@@ -30,7 +29,6 @@ class GameLibrary:
 
     library: Library
     part: Path
-    """Run by `worker.py`."""
 
     def command(self, python: str, packages: str | None = None) -> list[str]:
         """Run the games; `packages` is for an interpreter that does not have them."""

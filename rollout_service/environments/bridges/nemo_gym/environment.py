@@ -26,7 +26,6 @@ from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.tokens import ToolSpec, tool_spec
 
 SCORE: Final = "nemo_gym_score"
-"""In an episode's state."""
 SPEC = EnvironmentSpec(
     name=NAME,
     description="Rows of NeMo Gym with its own resources servers; `env install nemo-gym` installs it.",
@@ -169,7 +168,6 @@ class _GymRow(BaseModel):
 
 class GymTask(InstanceFields):
     server: str = Field(pattern=r"^[a-z0-9_]+$")
-    """A resources server's folder."""
     row: _GymRow
     config: dict[str, JsonValue] = {}
     """Replaces the server's own settings."""

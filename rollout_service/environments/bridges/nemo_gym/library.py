@@ -16,13 +16,10 @@ from rollout_service.environments.libraries import Library
 
 NAME: Final = "nemo-gym"
 TASKS: Final = "tasks.jsonl"
-"""The data set, in the folder of the installed library."""
 INTERPRETER: Final = "interpreter.json"
-"""Says which Python runs it, in the same folder."""
 WORKER: Final = Path(__file__).with_name("worker.py")
 BEGIN_SECONDS: Final = 300.0
 INSIDE: Final = "/opt/nemo-gym"
-"""The library in a sandbox."""
 PYTHON: Final = f"{INSIDE}/python"
 PACKAGES: Final = f"{INSIDE}/packages"
 SERVERS: Final = (
@@ -32,11 +29,9 @@ SERVERS: Final = (
 )
 """They run with these packages alone, and need neither a network nor a model."""
 HELD_OUT: Final = 1
-"""Example rows of each server."""
 
 
 def write_tasks(folder: Path) -> None:
-    """Try the servers, and write the data set."""
     packages = next(folder.glob("lib/python3.*/site-packages"))
     tasks = {server: list(_examples(packages, server)) for server in SERVERS}
 
@@ -62,7 +57,6 @@ def _examples(packages: Path, server: str) -> Iterator[dict[str, Any]]:
 
 
 def binds(library: Library) -> dict[str, str]:
-    """Show a sandbox the packages, and the Python that they are for."""
     if not library.is_installed:
         return {}
     python = _interpreter(library.folder / INTERPRETER)

@@ -67,7 +67,6 @@ class Gym:
         self._app: Any = None
         self._http: Any = None
         self._missed: list[str] = []
-        """Other servers that this one has tried to reach."""
 
     async def begin(self, request: Request) -> Reply:
         server, row = request["server"], request["row"]
@@ -177,7 +176,6 @@ def read_config(folder: Path, config: Request) -> Request:
 
 
 def interpreter() -> Reply:
-    """Return where this Python is, so that a sandbox can use it."""
     executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     shared = []
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):

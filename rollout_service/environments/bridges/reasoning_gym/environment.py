@@ -31,7 +31,6 @@ from rollout_service.episodes import Episode, EpisodeLimits, Score
 from sandboxes import ExecResult
 
 INSIDE: Final = "/opt/reasoning-gym"
-"""The library's packages in the sandbox."""
 CPU_SECONDS: Final = 20
 """Of one answer, with two seconds for imports; the slowest tasks take about ten to be made again."""
 MEMORY_KILOBYTES: Final = 2 * 1024 * 1024
@@ -57,8 +56,6 @@ SPEC = EnvironmentSpec(
 
 
 class ReasoningTask(InstanceFields):
-    """How the library makes the task again."""
-
     question: str
     task: str = Field(pattern=r"^[a-z0-9_]+$")
     module: str = Field(pattern=r"^reasoning_gym(\.[a-z0-9_]+)+$")

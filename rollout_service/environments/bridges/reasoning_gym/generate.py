@@ -20,7 +20,6 @@ from rollout_service.environments.libraries import Library
 
 NAME: Final = "reasoning-gym"
 TASKS: Final = "tasks.jsonl"
-"""The data set, in the folder of the installed library."""
 WORKER: Final = Path(__file__).with_name("worker.py")
 LEFT_OUT: Final = frozenset({"coin_flip", "game_of_life_halting"})
 """Their scorers give full marks to wrong answers."""
@@ -28,7 +27,6 @@ GENERATE_SECONDS: Final = 300.0
 SHIPPED_SEEDS: Final = {"train": 20_261, "held_out": 7_020_261}
 """Far apart: the library makes instance i of seed s like instance 0 of seed s + i."""
 SHIPPED_SPLITS: Final = {"train": 4, "held_out": 1}
-"""Instances of each task."""
 
 
 async def task_names(process: LibraryProcess) -> list[str]:

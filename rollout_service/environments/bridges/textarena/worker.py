@@ -8,7 +8,6 @@ from typing import Any
 
 Reply = dict[str, Any]
 GAME = -1
-"""The game's own texts have this sender."""
 
 
 def candidates(players: int) -> list[str]:

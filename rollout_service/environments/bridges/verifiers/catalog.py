@@ -38,7 +38,6 @@ class ListedTask(BaseModel):
     """The library's name, which changes with the content."""
     data: dict[str, JsonValue] = {}
     messages: list[Message] = []
-    """They begin the conversation."""
     agent_seconds: float | None = None
     scoring_seconds: float | None = None
 

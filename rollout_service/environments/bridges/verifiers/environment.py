@@ -43,7 +43,6 @@ from rollout_service.episodes import Episode, Score
 from rollout_service.tokens import ToolSpec
 
 INSIDE: Final = "/opt/verifiers"
-"""The library's packages in the sandbox; those of tasksets are next to it."""
 STATE: Final = "verifiers_state"
 """The tools' state for the rewards, in an episode's state."""
 STOP: Final = "verifiers_stop"

@@ -84,7 +84,7 @@ class Code(AgentEnvironment):
     """Instances: `question`, `kind` and `tests`.
 
     Tests of kind `stdio` are `{"input", "output"}`; those of kind `assert` are assertions in the forms of
-    `hidden_tests.parse_assertion`. `time_limit` is the CPU time of one test.
+    `parse_assertion`. `time_limit` is the CPU time of one test.
     """
 
     def check(self, instance: dict[str, JsonValue]) -> None:

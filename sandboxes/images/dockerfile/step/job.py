@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """A job, done in this process, which enters the namespaces, and in a child."""
-
     def __init__(self, job: "dict[str, Any]", report: int) -> None:
         self._job = job
         self._report = report
@@ -49,7 +47,6 @@ class Step:
         return exit_code
 
     def _enter(self) -> None:
-        """Enter the namespaces, become root in them, and mount the image."""
         job, parent, layers = self._job, os.getppid(), Layers()
         network = CLONE_NEWNET if job["network"] == "none" else 0
         enter_namespaces(job["ids"], CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | network)

@@ -92,7 +92,6 @@ def _mount_asked(number: int, one: "dict[str, Any]", cwd: str) -> None:
 
 
 def _source(number: int, one: "dict[str, Any]") -> str:
-    """Return the source of a mount; for a tmpfs, some folder."""
     if one["kind"] == "tmpfs":
         return SPACE
     if one["kind"] == "cache":

@@ -67,7 +67,6 @@ class ContainerCommand:
     """Apptainer's arguments, with its binds and the command inside."""
 
     def __init__(self, arguments: "list[str]", image: str) -> None:
-        """`image` is the folder that Apptainer gets as the image."""
         self.arguments, self._image = arguments, image
         where = arguments.index(image)
         self._options, self.inside = arguments[:where], arguments[where + 1 :]
@@ -76,7 +75,6 @@ class ContainerCommand:
         return ContainerCommand([by if each == argument else each for each in self.arguments], self._image)
 
     def binds(self) -> "Iterator[tuple[str, str, bool]]":
-        """Yield sources, targets, and whether they are read-only."""
         for flag, value in zip(self._options, self._options[1:], strict=False):
             if flag == "--bind":
                 source, *rest = value.split(":")
@@ -131,7 +129,6 @@ def run_container(
 
 
 def make_container(space: str, root: str, command: ContainerCommand, etc: "dict[str, str]") -> None:
-    """Mount everything below `root`, and make that the root of this process."""
     mount(root, root, None, MS_BIND | MS_REC)  # the mount itself is locked, since another namespace made it
     make_devices(find_inside(root, "/dev"))
     mount("proc", find_inside(root, "/proc"), "proc", MS_NOSUID | MS_NODEV)
@@ -157,7 +154,6 @@ def bind_inside(root: str, source: str, target: str, attributes: int) -> None:
 
 
 def make_devices(dev: str) -> None:
-    """Show devices of the host."""
     mount("tmpfs", dev, "tmpfs", MS_NOSUID, DEV_OPTIONS)
     for name in ("shm", "mqueue", "pts"):
         os.mkdir(f"{dev}/{name}", 0o755)

@@ -42,7 +42,6 @@ EPERM, ELOOP = 1, 40
 
 
 def mount_space(space: str, size: int) -> None:
-    """Mount a file system for the sandbox's files, and a /sys that shows only this network."""
     inodes = max(LEAST_INODES, size // INODE_BYTES)
     options = f"size={size},nr_inodes={inodes},mode=0711"
     mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -66,13 +65,11 @@ def mount_terminals() -> None:
 
 
 def bind_mapped(source: str, target: str, namespace: int) -> None:
-    """Bind a folder read-only where the sandbox's user can reach it, with owners mapped by the namespace."""
     tree = call("syscall", OPEN_TREE, AT_FDCWD, os.fsencode(source), OPEN_TREE_CLONE | AT_RECURSIVE)
     attach_tree(tree, target, namespace)
 
 
 def attach_tree(tree: int, target: str, namespace: "int | None") -> None:
-    """Mount a detached tree read-only, with owners mapped if there is a namespace, and close it."""
     os.mkdir(target)
     set_mount_attributes(
         tree, "", MOUNT_ATTR_RDONLY | (MOUNT_ATTR_IDMAP if namespace is not None else 0), namespace or 0
@@ -140,7 +137,6 @@ def copy_layer(mounts: int, users: int, space: str) -> int:
 
 
 def bind(source: str, target: str) -> None:
-    """Bind what root owns where the sandbox's user can reach it."""
     if stat.S_ISDIR(os.stat(source).st_mode):
         os.mkdir(target)
     else:
@@ -149,7 +145,6 @@ def bind(source: str, target: str) -> None:
 
 
 def bind_image(image: str, target: str) -> None:
-    """Bind an image for a user to whom its files belong."""
     os.mkdir(target)
     mount(image, target, None, MS_BIND | MS_REC)
 

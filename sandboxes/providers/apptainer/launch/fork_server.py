@@ -29,7 +29,6 @@ class LaunchRequest(TypedDict):
     arguments: list[str]
     environ: dict[str, str]
     descriptors: list[int]
-    """Numbers for the descriptors of the message."""
 
 
 def main() -> None:
@@ -86,7 +85,6 @@ def send_answer(channel: socket.socket, answer: int) -> None:
 
 
 def move_descriptors(descriptors: list[int], numbers: list[int]) -> None:
-    """Give descriptors other numbers, and close everything else."""
     above = 1 + max(*descriptors, *numbers)
     copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
     os.closerange(0, above)

@@ -32,7 +32,6 @@ MAX_DEPTH = 256
 ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 TOP = "files"
-"""The folder of the archive that has the files."""
 NOTES = ("opaque", "redirect")
 """An overlay's attributes without which other files would be seen. The rest keeps inode numbers stable."""
 NOTE, ATTRIBUTE = "ROLLOUT.overlay.", "ROLLOUT.attribute."
@@ -47,7 +46,6 @@ class FilesTooLargeError(Exception):
 
 
 def stop(code: int, message: str) -> "NoReturn":
-    """Exit with a line on standard error."""
     sys.stderr.write(message)
     sys.stderr.flush()
     os._exit(code)
@@ -73,7 +71,6 @@ def overlay_prefix(*, privileged: bool) -> str:
 
 class Saver:
     def __init__(self, archive: tarfile.TarFile, limit: int, prefix: str) -> None:
-        """`prefix` begins the overlay's attributes."""
         self._archive = archive
         self._left = limit
         self._prefix = prefix
@@ -219,7 +216,6 @@ def set_time(path: str, entry: tarfile.TarInfo) -> None:
 
 
 def save(launcher: int, space: str, limit: int) -> None:
-    """Write what the launcher's sandbox wrote to the standard output."""
     try:
         prefix = enter(launcher)
         folder = os.open(f"{space}/data/upper", ENTER)

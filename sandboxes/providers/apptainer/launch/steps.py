@@ -64,7 +64,6 @@ class ApptainerLaunch:
         self._told = told
 
     def run(self) -> None:
-        """Make this process ready to become Apptainer."""
         # Neither code inside nor this depends on how the service was started.
         os.umask(0o022)
         libc.signal(SIGCHLD, SIG_DFL)
@@ -107,7 +106,6 @@ class ApptainerLaunch:
             os.close(gate)
 
     def _copy_layers(self) -> "list[tuple[int, int]]":
-        """Return the layers' trees, with the owners of their files."""
         found = []
         if "LAYERS" in self._told:
             self._pass_gate()  # an earlier sandbox decides how many files have to be moved
@@ -194,7 +192,6 @@ class ApptainerLaunch:
 
 
 def raise_loopback() -> None:
-    """Bring up `lo`, with 127.0.0.1 and ::1."""
     fd = call("socket", AF_INET, SOCK_DGRAM, 0)
     request = b"lo".ljust(NAME_SIZE, b"\0") + IFF_UP.to_bytes(2, sys.byteorder)
     fcntl.ioctl(fd, SIOCSIFFLAGS, request.ljust(IFREQ_SIZE, b"\0"))

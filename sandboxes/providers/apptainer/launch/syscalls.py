@@ -45,8 +45,6 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 class MountAttributes(ctypes.Structure):
-    """struct mount_attr of linux/mount.h."""
-
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "namespace"))
 
 
@@ -58,8 +56,6 @@ def set_mount_attributes(tree: int, path: str, attributes: int, namespace: int =
 
 
 class FilterProgram(ctypes.Structure):
-    """struct sock_fprog of linux/filter.h."""
-
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
