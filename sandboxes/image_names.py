@@ -1,8 +1,7 @@
 """The images that a downloaded task, an instance or a Dockerfile may name.
 
-What an administrator writes (settings, an environment's folder, a command) names images as it likes. Downloaded data is
-read by nobody before it is used, so it names no path of this machine: whoever starts a sandbox with a path, or copies
-from it, gives the files there to the agent.
+An administrator (settings, an environment's folder, a command) names images as they like. Downloaded data is read by
+nobody before it is used, so it names no path of this machine: the agent would get the files there.
 
 Guarantee: data names an image of this machine by its name, an image of a registry, a file in the folder that it came
 in, or an image below a folder that an administrator has written in front of it. Links, `..`, `~`, variables and

@@ -1,6 +1,6 @@
 """Environments, which turn a task into an episode: built-in ones and plug-ins.
 
-Authors of environments and tools import everything from here; these names stay. Each is loaded when it is first used.
+Authors of environments and tools import everything from here; these names stay.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,7 @@
 """The contract of an environment: how a task is set up, what the agent may do, how the outcome is scored.
 
-Three coroutines: `init` and `run`, for which `agent_environment.AgentEnvironment` has working defaults, and `evaluate`.
-
 Guarantees of the pipeline:
-- Each runs under its stage's deadline, and may be cancelled at any await.
+- Each of `init`, `run` and `evaluate` runs under its stage's deadline, and may be cancelled at any await.
 - `evaluate` may be called again after a failure that may pass.
 - The sandbox in `Episode` is alive and belongs to this rollout alone. The pipeline releases it, never the environment.
 - Anything that `evaluate` must keep from the agent stays out of the sandbox until the agent has ended.
@@ -321,8 +319,8 @@ class Environment(ABC):
     async def prepare(self, episode: Episode) -> None:  # noqa: B027 - a working default: nothing is shared
         """Prepare the files of the sandbox that all rollouts of the instance may share, before `init`.
 
-        With `shares_setup`, a node runs this for one of the rollouts that it works on, and the others start from the
-        files that it left and with copies of `episode.state`. Its processes are ended. It must not use the policy.
+        With `shares_setup`, a node runs this for one of its rollouts, and the others start from the files that it left,
+        with copies of `episode.state`. Its processes are ended. It must not use the policy.
         """
 
     async def init(self, episode: Episode) -> None:  # noqa: B027 - a working default: nothing to prepare
@@ -359,7 +357,7 @@ class Environment(ABC):
         """Score the artifacts of a checkpoint; return whether those after it matter.
 
         Called in order, before `evaluate`, for each `Episode.checkpoint` that `run` made; `number` counts from 0. Each
-        has a fresh sandbox of its own, with the artifacts of that moment. Keep the outcome in `episode.state`.
+        has a fresh sandbox with the artifacts of that moment. Keep the outcome in `episode.state`.
         """
         return False
 
@@ -371,7 +369,7 @@ class Environment(ABC):
         """Run the agent's program, if `spec.runs_submission`, and keep its output as data in `episode.state`.
 
         The sandbox is a fresh one with the artifacts, replaced by another for `evaluate`; or the agent's own, whose
-        processes are ended before `evaluate`. A program that fails is the agent's doing: don't raise for it.
+        processes are ended before `evaluate`. Don't raise for a program that fails.
         """
 
     def private_texts(self) -> dict[str, str]:

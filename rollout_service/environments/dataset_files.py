@@ -1,7 +1,7 @@
 """Data sets in an environment's folder (JSON Lines), and instances as models.
 
-Guarantee: every instance is a JSON object that can be stored; a line that is not is reported by its file and number,
-counted from 1.
+Guarantee: every instance is a JSON object that can be stored; any other line is reported by its file and number, from
+1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Packages with a virtual environment and processes of their own, since their requirements are not the service's.
 
-Guarantees: an environment is complete or not there; one of other requirements has another folder. Packages that are
-not installed, or cannot be, raise ConfigurationError, with the end of the installer's output.
+Guarantees: an environment is complete or not there; other requirements have another folder. Packages that are not
+installed, or cannot be, raise ConfigurationError, with the end of the installer's output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The environments of a service: built-in ones, plug-ins, folders, images, and tasks in Harbor's format.
 
-Guarantees: an environment that cannot be loaded does not hide the others, and looking it up raises the reason; if two
-have the same name, the second one is an error.
+Guarantees: an environment that cannot be loaded does not hide the others, and looking it up raises the reason; of two
+with the same name, the second is an error.
 """
 
 from __future__ import annotations
@@ -275,10 +275,7 @@ KINDS: Final = {
     "swe": f"{_HERE}.swe.environment:load_swe",
     "verifiers": f"{_HERE}.bridges.verifiers.environment:load_verifiers",
 }
-"""The loader of each kind, imported with the first folder of it; `load_folder` loads a folder that names none.
-
-Each raises ConfigurationError if the environment is not valid; the message says why.
-"""
+"""The loader of each kind, imported when needed; raises ConfigurationError with what is wrong."""
 
 
 def load_declared(folder: Path) -> Environment:

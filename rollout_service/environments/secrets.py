@@ -1,5 +1,4 @@
-"""Secrets of environments: read on the host when a stage begins, for that stage alone, and masked in everything that is
-shown.
+"""Secrets of environments: read on the host for one stage alone, and masked in everything that is shown.
 
 Guarantees: an environment gets no variable or file of the host that the operator has not allowed; an error names the
 environment, the key and the source, never the value.

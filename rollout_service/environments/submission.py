@@ -1,8 +1,7 @@
 """Runs of an agent's program, kept as data for the grader.
 
 Guarantees:
-- While the program runs, its sandbox holds nothing of the grader or the result, and of the instance only this run's
-  input.
+- While the program runs, its sandbox holds nothing of the grader, the result or the instance but this run's input.
 - Each run has a limit on time and output, and all runs together have one on time.
 - No process survives into the next run.
 - Damage that the program does to its sandbox fails that run, never the evaluation.

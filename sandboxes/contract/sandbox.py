@@ -89,8 +89,8 @@ class Sandbox(ABC):
     def listener(self) -> socket.socket | None:
         """A socket that listens at `LISTENER_ADDRESS` on the loopback inside; None unless `spec.listens`.
 
-        The owner accepts connections from it, and they reach nothing else. It is closed with the sandbox. Where code
-        inside has the host's network, the port is another, and every program of the host can connect to it.
+        The owner accepts connections from it; it is closed with the sandbox. Where code inside has the host's network,
+        the port is another, and every program of the host can connect to it.
         """
         return None
 
@@ -150,7 +150,7 @@ class Sandbox(ABC):
         """Run a program outside the sessions, several at once if need be.
 
         A program that does not exist gives exit code 127, as in a shell. At the timeout its process group is ended;
-        background processes of a program that ends by itself go on. `output_limit` applies to each of the two streams.
+        otherwise its background processes go on. `output_limit` applies to each of the two streams.
 
         Raises:
             ValueError: `argv` is empty, a string contains a NUL character, or a limit is not positive.
@@ -162,8 +162,8 @@ class Sandbox(ABC):
     ) -> AbstractAsyncContextManager[RunningProgram]:
         """Start a program outside the sessions, and exchange bytes with it within the block.
 
-        At the end of the block, however it ends, the program's process group is killed, unless `leave_group` was
-        called. Several may run at once. A program that does not exist ends at once with exit code 127.
+        At its end the program's process group is killed, unless `leave_group` was called. Several may run at once. A
+        program that does not exist ends at once with exit code 127.
 
         Raises:
             SandboxStartError: The program did not start, for example because no process was left.
@@ -200,10 +200,10 @@ class Sandbox(ABC):
 
     @abstractmethod
     def read_stream(self, path: str, *, limit: int | None = None) -> AsyncGenerator[bytes, None]:
-        """Read a file of any size in chunks of at most 64 KiB, as fast as the caller takes them.
+        """Read a file of any size in chunks of at most 64 KiB, as fast as the caller takes them, in constant memory.
 
-        They hold the contents of the file when it was opened; anything appended later is left out. Memory use here does
-        not grow with the file. Close the generator (`contextlib.aclosing`) if you leave it before its end.
+        They hold the contents of the file when it was opened; anything appended later is left out. Close the generator
+        (`contextlib.aclosing`) if you leave it before its end.
 
         Raises:
             FileMissingError: There is no such file.
@@ -225,7 +225,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def write_stream(self, path: str, data: AsyncIterable[bytes]) -> None:
-        """Write a file of any size from a stream, as `write_file` does; memory use here does not grow with it.
+        """Write a file of any size from a stream, as `write_file` does, in constant memory.
 
         If the stream raises, or the call is cancelled, the file stays as it was.
 
@@ -260,16 +260,15 @@ class Sandbox(ABC):
     def export_path(self, path: str, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncGenerator[bytes, None]:
         """Read a file or folder as a tar stream with one top-level entry, named after the last part of the path.
 
-        The host reads it; nothing runs inside. Entries are folders, regular files, hard links to files of the
-        stream, and symbolic links that stay within the path. Anything else is left out, as are owners, attributes
-        and modes beyond the nine bits. Files are read even if their modes forbid it. Their contents are as hostile
-        as the code inside. Call `end_processes` first, or the tree may change while it is read. Close the
-        generator (`contextlib.aclosing`) if you leave it before its end.
+        The host reads it; nothing runs inside. Entries are folders, regular files, hard links to files of the stream,
+        and symbolic links that stay within the path. Anything else is left out, as are owners, attributes and modes
+        beyond the nine bits. Files are read even if their modes forbid it. Call `end_processes` first, or the tree may
+        change meanwhile. Close the generator (`contextlib.aclosing`) if you leave it before its end.
 
         Raises:
             FileMissingError: There is no such path.
-            FileTooLargeError: The tree is larger than `limit`. A file counts with its whole size, holes included,
-                and every entry with at least 4 KiB. Discard the output before.
+            FileTooLargeError: The tree is larger than `limit`. A file counts with its whole size, holes included, and
+                every entry with at least 4 KiB. Discard the output before.
             SandboxFileError: The tree cannot be read.
         """
 
@@ -284,12 +283,11 @@ class Sandbox(ABC):
         """
 
     async def snapshot(self) -> Snapshot:
-        """End the sandbox, and return its files for others to start from (`SandboxSpec.snapshot`).
+        """End the sandbox and its processes, and return its files for others to start from (`SandboxSpec.snapshot`).
 
-        Its processes are ended first. Each sandbox that starts from the files sees them as its own, and what it changes
-        is seen by no other. Files of the provider's own mounts are not among them: /dev, /dev/shm, /etc/hosts,
-        /etc/resolv.conf, /etc/passwd and /etc/group. As with files of the image, a hard link becomes a file of its own
-        once it is changed.
+        Each sandbox that starts from them has its own view of them. Files of the provider's own mounts are not among
+        them: /dev, /dev/shm, /etc/hosts, /etc/resolv.conf, /etc/passwd and /etc/group. A hard link becomes a file of
+        its own once it is changed, as in the image.
 
         Raises:
             SandboxConfigError: This provider takes no snapshots here; see `SandboxProvider.takes_snapshots`.
@@ -299,12 +297,12 @@ class Sandbox(ABC):
     def save(self, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncGenerator[bytes, None]:
         """Read what the sandbox has beyond its image and its snapshot, for another to begin with (`SandboxSpec.saved`).
 
-        That is its files, as in `snapshot`, and the state of its bash: see `sandboxes.sessions.bash_state`. The sandbox
-        goes on; nothing may use it meanwhile. Close the generator (`contextlib.aclosing`) if you leave it early.
+        That is its files, as in `snapshot`, and the state of its bash: see `sandboxes.sessions.bash_state`. Nothing may
+        use the sandbox meanwhile. Close the generator (`contextlib.aclosing`) if you leave it early.
 
         Raises:
-            SandboxUnsavedError: It has something else: a program in the background, a Python that has run code, or
-                open files of its bash.
+            SandboxUnsavedError: It has something else: a program in the background, a Python that has run code, or open
+                files of its bash.
             FileTooLargeError: The files are larger than `limit`, counted as in `export_path`. Discard the output.
             SandboxConfigError: Sandboxes cannot be saved here; see `SandboxProvider.saves`.
         """
@@ -314,9 +312,9 @@ class Sandbox(ABC):
     async def pause(self) -> bool:
         """Stop everything inside until the sandbox is used again; return whether it is stopped.
 
-        It is not if a call or a program is under way or begins meanwhile, or if the sandbox `listens`. Every call of
-        it or of its sessions, except `list_running`, `responds` and `reclaim`, lets it go on first; so do `close` and
-        the end of its lifetime. Programs in the background stop too, and find that time has passed.
+        It is not if a call or a program is under way or begins meanwhile, or if the sandbox `listens`. Every call but
+        `list_running`, `responds` and `reclaim` lets it go on first; so does the end of its lifetime. Programs in the
+        background find that time has passed.
 
         Raises:
             SandboxConfigError: Sandboxes cannot be paused here; see `SandboxProvider.pausing`.

@@ -20,23 +20,23 @@ class BashSession(ABC):
     ) -> BashResult:
         """Run a command of any number of lines in this session's shell.
 
-        At the timeout the command gets SIGINT, then SIGTERM, then SIGKILL. Its output is returned with
-        `timed_out`, and the session goes on. Processes that it put into the background live on.
+        At the timeout the command gets SIGINT, then SIGTERM, then SIGKILL, and its output is returned with `timed_out`.
+        Processes that it put into the background live on.
 
         Raises:
-            SessionDiedError: The shell ended (`exit`, a kill, or a command that nothing else could stop), now
-                or since the last command; raised once. The next `run` starts a new shell in the working folder.
+            SessionDiedError: The shell ended (`exit`, a kill, or a command that nothing else could stop), now or since
+                the last command; raised once. The next `run` starts a new shell in the working folder.
             LimitExceededError: The kernel ended the shell because the sandbox used up its memory.
             ValueError: The command contains a NUL character, or a limit is not positive.
         """
 
     @abstractmethod
     async def interrupt(self) -> None:
-        """Interrupt the running command, as Ctrl-C does; do nothing if none is running.
+        """Interrupt the running command, if any, as Ctrl-C does.
 
-        Its `run` returns the output and the shell's exit code, 130 for most commands, and the session lives on,
-        as do processes in the background. A command that goes on gets a second SIGINT after one second; one that
-        ignores both runs until its timeout.
+        Its `run` returns the output and the shell's exit code, 130 for most commands; the session and processes in the
+        background live on. A command that goes on gets a second SIGINT after one second; one that ignores both runs
+        until its timeout.
         """
 
     @abstractmethod

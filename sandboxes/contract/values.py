@@ -9,10 +9,10 @@ from typing import Literal
 from sandboxes.errors import LimitExceededError
 
 Network = Literal["none", "full"] | tuple[str, ...]
-"""The network of a sandbox. "none" is its own loopback and nothing else. A tuple is an allow list of hosts: each is
-`HOST` or `*.HOST`, with or without `:PORT` (443 and 80 by default), and is reached through an egress proxy that the
-environment's proxy variables name. "full" is the host's own network, including its loopback; never use it for hostile
-code."""
+""""none" is its own loopback and nothing else. A tuple is an allow list of hosts: each is `HOST` or `*.HOST`, with or
+without `:PORT` (443 and 80 by default), and is reached through an egress proxy that the proxy variables name. "full" is
+the host's own network, including its loopback; never use it for hostile code.
+"""
 
 LISTENER_ADDRESS = ("127.0.0.1", 47747)
 """Where a sandbox with its own network finds its owner; always the same, so that programs print the same."""

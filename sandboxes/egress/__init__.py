@@ -1,4 +1,4 @@
 """The way out of a sandbox that may reach a list of hosts: an HTTP proxy on the host, for that sandbox alone.
 
-`rules` decides, `proxy` serves, `process` runs the proxies of a service in one separate process, and `host` starts it.
+`rules` decides, `proxy` serves, `process` runs a service's proxies, and `host` starts it.
 """

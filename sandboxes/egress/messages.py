@@ -27,7 +27,7 @@ class ProxyRequest:
 
 @dataclass(slots=True)
 class EgressCounts:
-    """What sandboxes send and receive through their allow lists; counts only grow."""
+    """Traffic of sandboxes through their allow lists; counts only grow."""
 
     connections: int = 0
     allowed: int = 0

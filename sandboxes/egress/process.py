@@ -1,7 +1,7 @@
 """The process that runs the proxies of one service, so sandbox traffic takes none of the service's time.
 
-It gives up root once it has loaded. It reads requests from a socket whose other end the service holds, and ends when
-that closes, even if the service was killed.
+It gives up root once it has loaded. It ends when the service's end of its socket closes, even if the service was
+killed.
 """
 
 import os

@@ -1,7 +1,6 @@
 """Facts about this machine: where Apptainer is, and what the kernel allows.
 
-Only `find_apptainer` raises: a fact that cannot be read is reported as the poorer one (`None`, `False`), so a caller
- never relies on something that was not seen.
+A fact that cannot be read is reported as the poorer one (`None`, `False`); only `find_apptainer` raises.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Find the processes of sandboxes on this host, and end them.
 
-A process belongs to a sandbox if its environment names the sandbox, or if its mounts show the sandbox's folder. The
-launcher is given the first; a process inside cannot be without the second. Nothing here finds a process by its name.
-Signals go through a pidfd, which cannot hit another process that got the same number.
+A process belongs to a sandbox if its environment names the sandbox, as a launcher's does, or if its mounts show the
+sandbox's folder, as those of all inside do. Signals go through a pidfd, which cannot hit another process that got the
+same number.
 
 Only the standard library is used here, because the guard starts without anything else.
 """
@@ -85,10 +85,10 @@ def find_processes(belongs: Callable[[str], bool]) -> list[int]:
 class _Marks:
     """The sandbox of each process of the host.
 
-    A scan reads only about processes that earlier scans have not seen, since a host may have thousands. The inode of
-    /proc/PID tells whether a number has been given to another process since. A process never leaves its sandbox. One
-    without a sandbox may be a child of this service that has yet to become a launcher, so it is read again during its
-    first minute, and after that too as long as nobody could look.
+    A scan reads only about processes that earlier scans have not seen, since a host may have thousands; the inode of
+    /proc/PID tells whether a number is another process's by now. A process never leaves its sandbox. One without a
+    sandbox may be a child of this service that has yet to become a launcher, so it is read again during its first
+    minute, and as long as nobody could look.
     """
 
     def __init__(self) -> None:

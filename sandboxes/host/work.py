@@ -1,7 +1,7 @@
 """How much work the processes of sandboxes have done, as the kernel counts it.
 
-A process that ends takes its counts along, unless its parent collects them. So only a change of the counts means
-something, not its direction.
+Only a change of the counts means something, not its direction: a process that ends takes its counts along, unless its
+parent collects them.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Archives of images: OCI image layouts, and the output of `docker save`; told apart by their contents.
 
 Apptainer takes no tag for a part of an archive, refuses names that begin with "./", and unpacks no compressed archive
-of the OCI's kind. So the chosen image is copied into an archive of its own where that is needed.
+of the OCI's kind. Such an image is copied into an archive of its own.
 """
 
 import io

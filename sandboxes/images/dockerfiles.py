@@ -124,11 +124,9 @@ async def build_many(
 ) -> Sequence[BuildOutcome]:
     """Build images, a few at a time, and return the outcomes in the order of `sources`. One that fails stops no other.
 
-    Images that are unchanged are look-ups. If this is cancelled, the steps that run are ended; a second call goes on
-    from the layers that were made by then.
+    If this is cancelled, the running steps are ended; a second call goes on from the layers that were made by then.
 
     Args:
-        store: where the images go; a cancellation ends the steps of its builder.
         sources: by the names of their images; that of a reference follows from itself.
         given: bases, as in `find_bases`.
         jobs: how many builds run at once; by default, half as many as there are CPUs, and at least one.

@@ -1,7 +1,7 @@
 """The features of an image, read from its files; nothing of it is started.
 
-Sessions need bash; file operations need the core utilities and tar. The Python tool needs a python3 with ipykernel. The
-image's own is used if its files show that it can run here; otherwise the toolkit takes its place.
+Sessions need bash; file operations need the core utilities and tar. The Python tool uses the image's own python3 with
+ipykernel if its files show that it can run here, otherwise the toolkit's.
 """
 
 import json

@@ -2,12 +2,12 @@
 
 Guarantees, on local disks and on shared file systems:
 - An item is complete or not there: it is made in a draft, whose name no other process has, and then renamed.
-- Correctness rests on unique names and renames alone. Locks only avoid duplicate work: on some shared file systems
-  they hold for one node, or not at all.
-- A draft whose maker died is removed: on the same machine at once, by the identity of its process; from another
-  machine once it has shown no sign of life for `SILENT_SECONDS`.
-- A stamp records when a node last used an item, so other nodes do not remove it. Ages are measured by the clock of
-  the file system, because the clocks of nodes differ.
+- Correctness rests on unique names and renames alone. Locks only avoid duplicate work: on some shared file systems they
+  hold for one node, or not at all.
+- A draft whose maker died is removed: on the same machine at once, by the identity of its process; from another machine
+  once it has shown no sign of life for `SILENT_SECONDS`.
+- A stamp records when a node last used an item, so other nodes do not remove it. Ages are measured by the clock of the
+  file system, because the clocks of nodes differ.
 """
 
 import errno

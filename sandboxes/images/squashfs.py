@@ -10,9 +10,10 @@ from typing import Any
 from sandboxes.errors import ImageError
 
 COMPRESSION = "-comp zstd -Xcompression-level 3 -b 64K"
-"""Arguments of mksquashfs, chosen by measurement. Every start of a sandbox mounts the image anew and reads it without
-a cache, so the cost of a start is decompression. zstd is within a sixth of an uncompressed image's start at a third of
-its size; gzip, the default, costs 1.4 times as much as this, and blocks of 1 MB cost 1.6 times as much."""
+"""Arguments of mksquashfs, chosen by measurement. Every start of a sandbox mounts the image anew and reads it without a
+cache, so the cost of a start is decompression. zstd is within a sixth of an uncompressed image's start at a third of
+its size; gzip, the default, costs 1.4 times as much, and blocks of 1 MB 1.6 times as much.
+"""
 
 UNPACK_SECONDS = 3600.0
 # Not with `apptainer build`, which as root asks for capabilities that containers and jobs often lack. An ordinary user

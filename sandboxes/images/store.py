@@ -6,8 +6,8 @@ Guarantees:
 - A builder that fails, or is killed at any moment, leaves the names as they were.
 - No file is removed that another node has used within the grace period: it may have it mounted.
 
-In the root, `NAME.sif` is a link to `blobs/KEY.sif`. `blobs/KEY.json` says where that came from, and `uses/` which node
-used which image and when. Names are removed only by `remove`, or by `prune` if all images together exceed a budget.
+`NAME.sif` is a link to `blobs/KEY.sif`. `blobs/KEY.json` says where that came from, and `uses/` which node used which
+image and when. Only `remove` and `prune` remove names.
 """
 
 import hashlib

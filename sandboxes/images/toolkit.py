@@ -1,12 +1,12 @@
 """A Python with ipykernel that runs in any image: bound read-only in one place, it brings everything it loads.
 
-It is the interpreter, the standard library, the packages and the C library of the base image. The interpreter is
-started through its own loader, which learns from arguments, not from variables, where its libraries are. Programs
-started from it therefore use the image's own libraries, whatever C library those use. It finds its modules by its own
-location, and ignores the variables and folders by which other Pythons find theirs.
+It is the interpreter, the standard library, the packages and the C library of the base image. Its own loader learns
+from arguments, not from variables, where its libraries are, so programs started from it use the image's own, whatever C
+library those use. It finds its modules by its own location, and ignores the variables and folders by which other
+Pythons find theirs.
 
-The Python tool then imports the toolkit's packages, not the image's; bash sees the image's own Python. The image
-needs bash and nothing else.
+The Python tool then imports the toolkit's packages, not the image's; bash sees the image's own Python. The image needs
+only bash.
 """
 
 import os
@@ -36,8 +36,8 @@ exec {loader} --inhibit-cache --library-path {libraries} --argv0 "$0" {python} -
 def assemble(root: Path, facts: ImageFacts, target: Path) -> None:
     """Make a toolkit in the empty folder `target` from an unpacked image that has a Python with ipykernel.
 
-    If both folders are on one file system, files are linked, not copied. That takes a second and no space, and both
-    share the kernel's cache of the files.
+    On one file system, files are linked, not copied: that takes a second and no space, and both share the kernel's
+    cache.
 
     Raises:
         ImageError: The image has no such Python, or one that no toolkit can be made from.

@@ -1,7 +1,7 @@
 """Read the files of an unpacked image, which may be hostile, from the host.
 
-A path means what it would mean inside: links are followed within the tree, and none leads out of it. Only plain files
-are read, each up to a bound. Nothing of the image is run.
+Links are followed as inside, and none leads out of the tree. Only plain files are read, each up to a bound. Nothing of
+the image is run.
 """
 
 import os

@@ -1,12 +1,11 @@
 """Images unpacked on disk, each once for all its sandboxes: no FUSE, a shared page cache, faster starts.
 
 A folder is complete or not there. It belongs to the user that sandboxes run as, and is only ever the lower layer of
-their overlays, so none of them can change it. Its contents are read once, when it is made. An image file that is
-replaced counts as another image.
+their overlays, so none of them can change it. An image file that is replaced counts as another image.
 
-When an image is unpacked, folders of images that are no longer there are removed. If the others exceed the budget, or
-the disk is full, the least recently used are removed, too. Folders that a process of this machine has mounted, or that
-were used a moment ago, stay.
+When an image is unpacked, folders of images that are no longer there are removed, and the least recently used of the
+others if they exceed the budget or the disk is full. Folders that a process of this machine has mounted, or that were
+used a moment ago, stay.
 
 It should be on a disk of this machine, while the image files may be on a shared one.
 """

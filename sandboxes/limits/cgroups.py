@@ -1,8 +1,8 @@
 """Limit memory, processes and processor time by control groups, version 1 or 2, if this process may make them.
 
-`ControlGroups.enforced` names the limits that hold, and no others. A group contains the launcher, its helpers and
-everything inside, and is removed with the sandbox. Each has the weight of an ordinary process: with less, a short
-command would wait for everything else on the host. Sandboxes that never rest yield instead (see `watchdog`).
+`ControlGroups.enforced` names the limits that hold. A group contains the launcher, its helpers and everything inside,
+and is removed with the sandbox. Each has the weight of an ordinary process: with less, a short command would wait for
+everything else on the host. Sandboxes that never rest yield instead (see `watchdog`).
 """
 
 import os
@@ -17,8 +17,9 @@ from typing import Literal
 from sandboxes.errors import SandboxStartError
 
 Pausing = Literal["none", "processes", "files", "memory"]
-"""How far a sandbox can be paused. "none": not at all. "processes": everything inside stops. "files": the host also
-gets back the memory that caches files. "memory": it gets back all of the memory, since it has swap."""
+""""none": not at all. "processes": everything inside stops. "files": the host also gets back the memory that caches
+files. "memory": it gets back all of the memory, since it has swap.
+"""
 
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000
@@ -30,7 +31,7 @@ REMOVE_SECONDS = 2.0
 READ_SIZE = 4096
 SWAPS = Path("/proc/swaps")
 RECLAIMS = ("memory.reclaim", "memory.force_empty")
-"""Take memory from a group: in version 2 as much as is written to the file, in version 1 all they can."""
+"""Files that take memory from a group: in version 2 as much as is written, in version 1 all they can."""
 RECLAIM_BYTES = 64 << 20
 """Taken at once; in between, the sandbox may be used again."""
 

@@ -1,7 +1,7 @@
 """Stops everything inside a sandbox between two uses of it.
 
-One `Freezer` owns the state of one sandbox, on the event loop. Nothing is awaited between a decision and the write to
-the kernel that carries it out, so no use begins in a frozen sandbox, and none is frozen, whatever is cancelled.
+One `Freezer` owns the state of one sandbox, on the event loop. Nothing is awaited between a decision and its write to
+the kernel, so no use begins in a frozen sandbox, and none is frozen, whatever is cancelled.
 """
 
 import select

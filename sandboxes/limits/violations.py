@@ -1,7 +1,7 @@
 """Report which limits of a sandbox were reached: each violation once per caller, as a typed error.
 
-Counts only grow, and every session compares them with those it has seen. So all sessions learn of a limit that one of
-them reached, once each. The check costs a call a few microseconds. The sources are:
+Counts only grow, and every session compares them with those it has seen, so each learns of a limit once. The check
+costs a call a few microseconds. The sources are:
 
 - the kernel's counter of processes killed for lack of memory;
 - the group's number of processes, compared with its limit;

@@ -1,19 +1,17 @@
 """Enforce the limits that control groups do not, in one thread per provider that does not depend on the event loop.
 
-- A sandbox that never rests yields the processor. If it used more than half of one processor at two looks in a row,
-  it runs only when nothing else wants to (`cpu.idle`), until it rests again. Busy sandboxes then share the processor
-  evenly, and neither the service nor a short command of a neighbor waits for them. One look is not enough: the start
-  of a kernel would count.
+- A sandbox that used more than half of one processor at two looks in a row runs only when nothing else wants to
+  (`cpu.idle`), until it rests again. Busy sandboxes then share the processor evenly, and neither the service nor a
+  short command of a neighbor waits for them. One look is not enough: the start of a kernel would count.
 - If no control group limits a sandbox's memory, the resident memory of its processes is added up. Above the limit,
   shared pages are counted once (PSS); if the sum is still too large, everything inside is killed.
-- If sandboxes share a user of the host, everything inside a sandbox with more than its share of that user's epoll
-  watches is killed.
+- If sandboxes share a user of the host, everything inside one with more than its share of that user's epoll watches is
+  killed.
 - If no control group counts processes, reaching the limit, which rlimits enforce, is recorded.
 
-Processes are found from the launcher down. Code inside cannot leave that tree, since orphans go to the first process
-of its namespace. Two things escape: memory that no process has mapped, such as a file in memory, and anything that is
-over between two looks. A look at 100 sandboxes takes some milliseconds. Looks are spaced to take less than a hundredth
-of one processor.
+Processes are found from the launcher down; orphans go to the first process of the namespace, so none leaves that tree.
+Two things escape: memory that no process has mapped, such as a file in memory, and anything that is over between two
+looks. A look at 100 sandboxes takes some milliseconds. Looks are spaced to take less than a hundredth of one processor.
 """
 
 import os

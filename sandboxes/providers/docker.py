@@ -1,13 +1,13 @@
 """Sandboxes in Docker: one container each, whose process 1 is the control shell.
 
-A container has its own processes, mounts and IPC, and a network with only a loopback. It has no capabilities and no way
-to gain any, and Docker's system call filter. The image is read-only; where code may write there are memory file
-systems, each within the disk limit and together within the memory limit. It runs as an ordinary user and has no socket
-of the daemon. It shares the kernel, and the user ids unless the daemon remaps them.
+A container has its own processes, mounts and IPC, a network with only a loopback, Docker's system call filter, no
+capabilities or way to gain any, and no socket of the daemon. The image is read-only; where code, an ordinary user, may
+write there are memory file systems, each within the disk limit and together within the memory limit. It shares the
+kernel, and the user ids unless the daemon remaps them.
 
 The container lives as long as its `docker run`, whose standard input belongs to the service. When that closes, even by
 the service's death, process 1 ends and the daemon removes the container. Containers left anyway carry labels with the
-sandbox's id and its service's folder; `sweep` removes those whose service is dead. Container names play no part.
+sandbox's id and its service's folder; `sweep` removes those whose service is dead.
 
 The working folder is a memory file system too, and hides the image's content there.
 """
@@ -119,10 +119,9 @@ class Containers:
         return len(said.split()) - 1  # without the heading
 
     async def make_reader(self, sandbox_id: str, image: str, command: Sequence[str]) -> list[str]:
-        """Run the file reader in a second container.
+        """Run the file reader in a second container, which sees the sandbox's processes, and its files through them.
 
-        That container sees the sandbox's processes, and its files through them. It has no network, and no rights except
-        to read and inspect. The reader's script is bound from the host.
+        It has no network, and no rights except to read and inspect. The reader's script is bound from the host.
 
         Raises:
             SandboxClosedError: The sandbox's container no longer exists.

@@ -1,8 +1,8 @@
 """Snapshots of files: what one sandbox wrote becomes a layer below others, without a copy.
 
-The files stay where they are, in a file system in memory that exists only among the mounts of the sandbox's launcher. A
-layer holds these mounts, and the folder that the file system is mounted on, since removing that would unmount it. The
-launcher of each sandbox that starts from the layer copies the mount; see `apptainer.launch`.
+The files stay in a file system in memory that exists only in the mounts of the sandbox's launcher. A layer holds these
+mounts, and the folder that they are mounted on, since removing that would unmount it. The launcher of each sandbox that
+starts from the layer copies the mount; see `apptainer.launch`.
 
 If the service is killed, the kernel frees the memory with the last descriptor, and the reaper removes the folder.
 """

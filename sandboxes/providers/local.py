@@ -1,8 +1,7 @@
 """Sandboxes that are plain processes of this user, for tests and trusted code only.
 
-They isolate NOTHING. Code inside can read and change whatever this user can, reach the network, and end other
-processes. Limits on memory, processes, disk and processor time are not enforced. Images are not used. The network can
-neither be switched off nor restricted to a list of hosts. These do hold: the contract's sessions, timeouts and output
+They isolate NOTHING: code inside can do whatever this user can. Limits on memory, processes, disk and processor time
+are not enforced, nor is `network`. Images are not used. These do hold: the contract's sessions, timeouts and output
 limits, a clean environment, and a private working folder that is removed with the sandbox.
 """
 

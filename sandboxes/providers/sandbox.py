@@ -1,7 +1,6 @@
 """A sandbox built on a control shell: its sessions, programs and files, independent of the provider.
 
-A provider launches `control.sh` in its own way and passes the result on as a `LaunchedSandbox`. Everything else is the
-same for all providers.
+A provider launches `control.sh` in its own way and passes the result on as a `LaunchedSandbox`.
 """
 
 import asyncio

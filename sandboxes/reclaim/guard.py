@@ -1,12 +1,12 @@
 """The guard of a service: a process that outlives it for as long as it takes to remove the service's remains.
 
 It waits for the end of a pipe whose other end only the service holds. A word on the pipe is a goodbye after a clean
-close; an end without one means that the service died, by whatever cause. Until then the guard is a waiting `sh` of
-a few hundred kilobytes. Only then does it become Python, with the standard library and this package's own sweep.
+close; an end without one means that the service died, by whatever cause. Until then the guard is a waiting `sh` of a
+few hundred kilobytes. Only then does it become Python, with the standard library and this package's own sweep.
 
-It has its own session, so whatever ends the service's process group spares it. It ignores SIGHUP, SIGINT, SIGTERM,
-SIGUSR1 and SIGUSR2: they are sent to whole jobs and terminals, where the service's own end decides. If the guard is
-killed too, the sweep of the next start does its work.
+It has its own session, so whatever ends the service's process group spares it, and ignores SIGHUP, SIGINT, SIGTERM,
+SIGUSR1 and SIGUSR2, which are sent to whole jobs and terminals. If the guard is killed too, the sweep of the next start
+does its work.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Processes, folders and control groups that a service and its sandboxes have on this host, and how they end.
 
-A service has a guard and a folder that it holds a lock on. A sandbox has a launcher, a folder inside the service's,
-and control groups. The folder is created first and removed last, so anything left on the host has one; see `reaper`.
+A service has a guard and a locked folder; a sandbox has a launcher, a folder inside that, and control groups. The
+folder is created first and removed last, so anything left on the host has one; see `reaper`.
 """
 
 import time

@@ -1,10 +1,9 @@
 """End the processes and remove the files that dead services left on this host.
 
 Every service has one folder (`run_folders.ServiceFolder`), created before anything else and removed last. Sandbox ids,
-process marks and control groups begin with the folder's name. The service holds a lock on the folder, which the kernel
-releases when the service ends and for no other reason: not while it is stopped, and not because its pid is reused. A
-process that gets the lock knows that the service is dead, and alone removes its leftovers. So any number of services
-and guards may sweep at once.
+process marks and control groups begin with its name. The kernel releases the service's lock on it when the service ends
+and for no other reason: not while it is stopped, and not because its pid is reused. A process that gets the lock alone
+removes the leftovers, so any number of services and guards may sweep at once.
 
 Folders of other users, of other hosts and with other names are not touched.
 

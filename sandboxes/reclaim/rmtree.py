@@ -1,8 +1,8 @@
 """Remove a folder that hostile code has filled, such as the files that a sandbox wrote.
 
-It never leaves the folder through a link or a mount. However deep the folders are nested, it needs no recursion and
-three descriptors. It opens folders whose modes forbid it. It raises nothing: failures to remove are reported.
-Subfolders are moved up to the top before they are emptied, so paths do not grow.
+It never leaves the folder through a link or a mount. Whatever the depth, it needs no recursion and three descriptors,
+and moves subfolders up to the top, so paths do not grow. It opens folders whose modes forbid it. It raises nothing:
+failures to remove are reported.
 
 Only the standard library is used here, because the guard starts without anything else.
 """

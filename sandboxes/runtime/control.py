@@ -1,8 +1,7 @@
 """The host's side of `control.sh`, the first process of every sandbox, and of the processes it starts.
 
-The control shell reads from one end of a socket pair, and the host holds the other. The agent's programs have neither,
-so they cannot start, signal or confuse anything through it. When the host's end closes, even by the service's death,
-the shell ends and everything inside with it.
+The control shell reads from one end of a socket pair, which the agent's programs do not have. When the host's end
+closes, even by the service's death, the shell ends and everything inside with it.
 """
 
 import os

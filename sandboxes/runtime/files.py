@@ -5,8 +5,7 @@ They serve the agent, who may have replaced the programs. For grading, `export` 
 - A path means what it means inside: a link that the agent made leads nowhere else.
 - Everything that comes back is untrusted, so it is bounded and checked.
 - Contents pass in pieces, so memory on the host does not grow with them.
-- A reader inside finds the whole old file or the whole new one: new content goes into a draft next to the file, which
-  replaces it once the sandbox has confirmed that every byte arrived.
+- A reader inside finds the whole old file or the whole new one: a draft replaces the file once every byte has arrived.
 
 The image needs bash, coreutils and tar.
 """

@@ -13,8 +13,8 @@ Guarantees:
 - No more than LIMIT is read. Each entry counts as the pages it would take unpacked, so sparse files count in full. The
   archive is at most twice as long.
 
-A sandbox belongs to another user namespace. The reader enters it, with the ids of the sandbox's own processes, before
-it opens anything: there it can read files whose modes forbid it, and nothing of the host.
+The reader enters the sandbox's user namespace, with the ids of the sandbox's own processes, before it opens anything:
+there it can read files whose modes forbid it, and nothing of the host.
 """
 
 # pathlib and tarfile take longer to import than all of this to run.

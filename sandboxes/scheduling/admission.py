@@ -5,7 +5,7 @@ Guarantees:
 - The last place is reserved for graders, so finished work can always be scored. This rules out deadlock: a rollout that
   holds a sandbox may wait for a grader, and the grader never waits for such a rollout.
 - Graders come before agents; within each, first come, first served.
-- Guests, which belong to no rollout, come last: they never wait, and get a place only if nobody else wants one.
+- Guests, which belong to no rollout, never wait, and get a place only if nobody else wants one.
 - The first agent and the first grader are admitted under any pressure, so work always goes on.
 - Leaving the queue, by admission or cancellation, never takes a place from anyone else.
 - The reason for waiting is available in words (`hold_reasons`), counted, and logged when it changes.

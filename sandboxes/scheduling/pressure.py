@@ -2,11 +2,11 @@
 
 Guarantees, for any readings:
 - The target is between one and the ceiling.
-- A resource throttles starts from the first reading above its threshold until one well below it, so the decision
-  does not flap.
+- A resource throttles from the first reading above its threshold until one well below it, so the decision does not
+  flap.
 - While a resource throttles, the target does not grow, and no sandbox is ended. If something runs out (memory, disk
   space, descriptors, processes), nothing starts and sandboxes that end are not replaced, down to the last one. Busy
-  processors and disks only slow things down, which passes; they cut the target step by step, down to a floor.
+  processors and disks only slow things down; they cut the target step by step, down to a floor.
 - While none throttles, the target grows by a step with each reading, as long as it is used.
 
 Pure: no clock, no files. The constants assume one reading per second.

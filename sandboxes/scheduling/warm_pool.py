@@ -3,14 +3,14 @@
 Guarantees:
 - Single use: a sandbox is handed out once, and ends with its user.
 - A warm sandbox equals one that a cold start would give now: the same specification except for its label, the same
-  image and bound files by identity, alive with all its sessions. Otherwise the start is a cold one.
-- The sandboxes alive, in use and warm together, never exceed the ceiling. A cold start that needs the place ends a
-  warm one.
-- Cold starts come first: nothing is started ahead while one is under way, or while there is no headroom.
+  image and bound files by identity, alive with all its sessions.
+- The sandboxes alive, in use and warm together, never exceed the ceiling. A cold start that needs the place ends a warm
+  one.
+- Nothing is started ahead while a cold start is under way, or while there is no headroom.
 - A cancelled start takes nothing, and leaving `running` ends every warm sandbox.
 
-The pool learns from demand which kinds to keep. If a refill fails, the failure is counted and logged, and the refill
-is retried after a delay that doubles. Until then cold starts serve the demand, and they report the problem.
+The pool learns from demand which kinds to keep. A refill that fails is counted, logged, and retried after a delay that
+doubles. Until then cold starts serve the demand, and report the problem.
 """
 
 import time

@@ -1,9 +1,8 @@
 """One IPython kernel: its process inside, and the Unix sockets between it and the host.
 
 The kernel binds its sockets in a folder that the sandbox can write to. Code inside could replace one by a link to
-another socket of the host, so the host never connects by name: it opens each socket without following links, checks
-that it is a socket, and connects to the open handle. Messages are untrusted: their size and number are bounded, and
-every field is checked before use.
+another socket of the host, so the host opens each without following links, checks that it is a socket, and connects to
+the open handle. The size and number of messages are bounded, and every field is checked before use.
 """
 
 import os

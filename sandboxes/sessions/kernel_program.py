@@ -1,8 +1,7 @@
 """Run ipykernel without the parts that no cell here uses, and with bounds on the messages it sends.
 
-It is written into each sandbox as text and never imported. It leaves out Jupyter's client side, garbage collection
-while modules load, the heartbeat thread, and waits for output that does not exist. It changes nothing that code
-computes:
+It is written into each sandbox as text. It leaves out Jupyter's client side, garbage collection while modules load, the
+heartbeat thread, and waits for output that does not exist. It changes nothing that code computes:
 
 - Long prints go out in several messages. Long results and exceptions are cut in the middle. The host refuses no message
   for its size.

@@ -1,9 +1,8 @@
 """Jupyter's messages on two ZeroMQ sockets, read by the event loop while someone waits for them.
 
-jupyter_client's `Session` writes and reads the messages. Its clients are not used: they parse each message several
-times and have no bounds. The peer is untrusted. A message for another request is dropped before it is decoded,
-malformed ones are dropped, and a flood is read at a bounded rate. Messages are not signed
-(see `kernel.make_connection_info`).
+jupyter_client's `Session` writes and reads them; its clients parse each several times and have no bounds. The peer is
+untrusted. A message for another request is dropped before it is decoded, malformed ones are dropped, and a flood is
+read at a bounded rate. Messages are not signed (see `kernel.make_connection_info`).
 """
 
 from __future__ import annotations

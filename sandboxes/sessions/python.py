@@ -1,7 +1,7 @@
 """The persistent Python session: an IPython kernel inside the sandbox that runs one cell at a time.
 
 A cell is done when the kernel has replied and all output has arrived. At its timeout the cell and the processes it
-started get SIGINT, like Ctrl-C in a terminal. The output and the session's variables are kept.
+started get SIGINT; the output and the session's variables are kept.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A terminal in a sandbox for a person, such as one for an interactive shell.
 
-The pseudo-terminal is made inside, by the sandbox's Python, so it works with every provider. The command ends with the
-block, as every program of a sandbox does. Everything that arrives is untrusted, escape sequences included.
+The sandbox's Python makes it inside, so it works with every provider. The command ends with the block. Everything that
+arrives is untrusted, escape sequences included.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence

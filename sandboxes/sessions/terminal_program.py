@@ -1,8 +1,8 @@
 """Run a command on a pseudo-terminal of this sandbox, and carry bytes between it and standard input and output.
 
-The program is given to the sandbox's Python as text and never imported there, so it uses nothing newer than Python 3.6.
-On standard input it takes frames: the lines and columns of the window, 0 if they are as before, then the length of the
-keys, and the keys. It ends with the command, and the command ends with its input.
+The program is given to the sandbox's Python as text, so it uses nothing newer than Python 3.6. On standard input it
+takes frames: the lines and columns of the window, 0 if they are as before, then the length of the keys, and the keys.
+It ends with the command, and the command ends with its input.
 """
 
 import fcntl

@@ -1,7 +1,7 @@
 """One session of an OpenEnv server: a WebSocket that resets an environment and steps through it.
 
-Guarantees: the session is closed with its block, and its server is given a moment to end it; pings are answered while
-the policy thinks; an exchange has a deadline and an answer a largest size; redirects are not followed. An answer is an
+Guarantees: the session is closed with its block, and its server gets a moment to end it; pings are answered while the
+policy thinks; an exchange has a deadline and an answer a largest size; redirects are not followed. An answer is an
 observation or a typed error, never a guess.
 """
 

@@ -1,8 +1,8 @@
 """A library in a process of its own: one JSON value a line goes in, and one comes back.
 
-Guarantees: the process ends with its block, however that ends; a request that takes longer than it may ends the
-process, and so does a reply that is not JSON. Nothing that the library prints can become a reply, and the reply to a
-request that was cancelled does not become that to the next.
+Guarantees: the process ends with its block, with a request that takes too long, and with a reply that is not JSON.
+Nothing that the library prints can become a reply, and the reply to a cancelled request does not become that to the
+next.
 """
 
 from __future__ import annotations

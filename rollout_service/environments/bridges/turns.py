@@ -1,7 +1,7 @@
 """Episodes in turns: the policy says something, and a game, a simulator or a tutor answers, until one of them ends it.
 
-Guarantees: rewards are those that the other side reported, added up; an agent that is stopped by a limit keeps the
-rewards that it had by then; a failure of the other side fails the rollout, and is never a reward.
+Guarantees: rewards are those that the other side reported, added up, even if a limit stops the agent; a failure of the
+other side fails the rollout, and is never a reward.
 """
 
 from __future__ import annotations

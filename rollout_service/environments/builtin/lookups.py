@@ -1,8 +1,7 @@
 """The base of `pointers` and `split`: named cells, a tool that reads one, and a sum as the answer.
 
 Guarantees:
-- The answer is written, not computed: `37+12` is as right as `49`. So a policy that can copy can be right, and it is
-  trained to divide the work.
+- The answer `37+12` is as right as `49`, so a policy that can copy can be right, and is trained to divide the work.
 - The cells' own hash decides whether a task is held out, and the shipped policy never saw a held-out one.
 """
 

@@ -1,7 +1,7 @@
 """`pointers`: add values that are two look-ups away each, in fewer steps than one agent needs.
 
-An agent that reads everything itself is right within the budget only for two values. One that assigns each value to a
-sub-agent in one turn is done in five steps, however many there are.
+One that reads everything itself is right within the budget only for two values. One that assigns each value to a
+sub-agent in one turn is done in five steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`split`: read an index, then add all that it names, in fewer steps than one agent needs.
 
-Only for the smallest index can one agent read all items within the budget. For the others, the work must be divided
-evenly among up to four sub-agents; a task that is assigned before the index was read is wasted.
+Only for the smallest index can one agent read all items within the budget. The others must be divided evenly among up
+to four sub-agents, after the index was read.
 """
 
 from __future__ import annotations

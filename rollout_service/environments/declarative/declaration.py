@@ -1,8 +1,7 @@
 """The keys of `environment.toml`, and how the file is read.
 
-Guarantees: an unknown key is rejected with its path and the nearest known key; a declaration agrees with the folder
-that its file is in. One that cannot be read, or is not valid, raises ConfigurationError, with a line for every key at
-fault.
+Guarantees: an unknown key is rejected with its path and the nearest known key; a declaration agrees with its folder.
+One that is not valid raises ConfigurationError, with a line for every key at fault.
 """
 
 from __future__ import annotations

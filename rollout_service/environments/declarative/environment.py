@@ -1,10 +1,10 @@
 """An environment without Python: a folder with an `environment.toml` and the commands that it names.
 
 Guarantees:
-- While the agent works, its sandbox holds nothing of the grader, and of the instance only the parts that the prompt and
-  the init command put there.
-- The grader runs outside the agent's folders, after every process of the agent has ended. Its files are copied in for
-  it. Its result has an unguessable path, and the host reads it after the grader's processes have ended too.
+- While the agent works, its sandbox holds nothing of the grader, and of the instance only what the prompt and the init
+  command put there.
+- The grader and its files come after every process of the agent has ended, outside the agent's folders. Its result has
+  an unguessable path, and the host reads it after the grader's processes have ended too.
 - A result that is missing or is not a finite number is an error, never a zero.
 """
 

@@ -21,8 +21,7 @@ from sandboxes.images.tree import ImageTree
 def extract_environment(image: Path, cache: Path | None = None) -> Path:
     """Copy regular files below `/environment` out of an image, once per version of it.
 
-    The image is read but not started. This blocks for about a second, so call it in a thread. `cache` is the folder of
-    the copies.
+    The image is not started. This blocks for about a second. `cache` is the folder of the copies.
 
     Raises:
         ConfigurationError: The image has no such folder, or cannot be read.
@@ -80,10 +79,7 @@ def _copy(tree: ImageTree, path: str, target: Path) -> None:
 
 
 def empty_folder() -> Path:
-    """Return a folder to show in place of one that nobody in a sandbox should see.
-
-    It is below the system's temporary folder, where every user that runs sandboxes can reach it.
-    """
+    """Return an empty folder that every user that runs sandboxes can reach."""
     folder = Path(tempfile.gettempdir()) / f"rollout-service-empty-{os.geteuid()}"
     folder.mkdir(mode=0o555, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.geteuid() or any(folder.iterdir()):

@@ -1,7 +1,7 @@
 """Folders of tasks in Harbor's format as one environment, whose instances name a task.
 
-Guarantees: an instance can name only tasks that were loaded, so it leads to no other path of this machine; a task that
-cannot be used does not hide the others, and naming it says why.
+Guarantees: an instance can name only tasks that were loaded, so no other path of this machine; a task that cannot be
+used does not hide the others, and naming it says why.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A task's Compose file, as far as its services can be processes of the task's one sandbox, and its variables.
 
-Guarantees: the file is small, and reading it takes little memory, whatever it says; it names no path of the host; a key
-that cannot be had here is refused with its path and what to do instead.
+Guarantees: the file is small and takes little memory, whatever it says; it names no path of the host; a key that cannot
+be had here is refused with its path and what to do instead.
 """
 
 from __future__ import annotations

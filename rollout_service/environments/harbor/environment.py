@@ -67,8 +67,8 @@ Check = Callable[[Sandbox, HealthcheckTable], Awaitable[None]]
 
 
 async def start_services(sandbox: Sandbox, compose: Compose, require_healthy: Check) -> None:
-    """Start all services but the agent's own as processes of the sandbox, in the order of their dependencies. When it
-    returns, each is healthy if it has a check, has not failed, and is reached by its name.
+    """Start all services but the agent's own as processes of the sandbox, in the order of their dependencies. Then each
+    is healthy if it has a check, has not failed, and is reached by its name.
 
     Raises:
         HealthcheckFailedError: One did not become healthy, or failed.

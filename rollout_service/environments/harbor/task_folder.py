@@ -1,7 +1,8 @@
 """One task on disk: `task.toml`, the instructions, the tests, the solution, and the image's Dockerfile.
 
-Guarantees: a task is read when it is loaded, except for its tests and its solution; nothing outside its folder is read,
-whatever links there are. A task that is not valid, or has an unsupported key, raises ConfigurationError with its path.
+Guarantees: everything but the tests and the solution is read when the task is loaded; nothing outside its folder is
+read, whatever links there are. A task that is not valid, or has an unsupported key, raises ConfigurationError with its
+path.
 """
 
 from __future__ import annotations

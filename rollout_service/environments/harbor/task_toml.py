@@ -1,7 +1,7 @@
 """The keys of a task's `task.toml` in Harbor's format, and how the file is read.
 
-Guarantees: an unknown key is rejected with its path and the nearest known key; old spellings are read as the keys that
-replaced them; nothing of the host is looked up.
+Guarantees: an unknown key is rejected with its path and the nearest known key; old spellings still work; nothing of the
+host is looked up.
 """
 
 from __future__ import annotations

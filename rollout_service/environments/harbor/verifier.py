@@ -1,14 +1,13 @@
 """The verifier of a task: copies the tests in, runs `test.sh`, and reads the reward that it wrote.
 
 Guarantees:
-- The tests are copied in here, after the agent; before that, no sandbox of the rollout has them.
+- No sandbox of the rollout has the tests before the agent has ended.
 - The host reads the reward after every process of the verifier has ended.
-- A program is looked for first in folders that the agent did not fill, and no Python module in its folder is imported
-  by accident.
-- Tests that did not run are a failure, whatever reward was written: so is a missing, an empty, or an infinite one.
+- Programs are looked for first in folders that the agent did not fill, and no Python module in them is imported by
+  accident.
+- Tests that did not run, or wrote no finite reward, are a failure.
 
-What it does not cover: tests that run the agent's program in their own sandbox, as Harbor's format has it, can be
-deceived by that program.
+Not covered: tests that run the agent's program in their own sandbox, as is Harbor's format, can be deceived by it.
 """
 
 from __future__ import annotations
@@ -232,7 +231,7 @@ def is_below(rewards: Rewards, least: float | Mapping[str, float] | None) -> boo
 def combine(steps: Sequence[tuple[str, Rewards]], strategy: Literal["mean", "final"]) -> Score:
     """Score a task by its graded steps, at least one, with their names, if any.
 
-    `mean` is that of each key over the graded steps, in which a missing key counts as 0; `final` is the last step's.
+    `mean` is that of each key over the steps, a missing key counting as 0; `final` is the last step's.
     """
     if strategy == "final":
         total = steps[-1][1]

@@ -2,9 +2,9 @@
 
 Guarantees:
 - The agent's sandbox has no test of the evaluation, no reference repair, and no history after the task's commit.
-- Only a patch leaves the agent's sandbox. Tests and the configuration of their runner are left out of it.
-- Before the first patch of a task is judged, its tests prove on the repository as it was that they can be run. So a
-  run without results is the patch's doing, and a task that cannot be judged fails; neither is the other.
+- Only a patch leaves it, without changes of tests and of the configuration of their runner.
+- Before the first patch of a task is judged, its tests must run on the repository as it was. So a run without results
+  is the patch's doing, and a task that cannot be judged fails.
 - A report that does not show the failure of the canary (see `scripts`) gives no reward.
 """
 

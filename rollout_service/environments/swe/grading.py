@@ -1,5 +1,5 @@
-"""Scores a patch in a fresh sandbox, by the log of its tests: the package swebench judges it in a process of its own,
-or the expected statuses do.
+"""Scores a patch in a fresh sandbox, by the log of its tests: swebench judges it in its own process, or the expected
+statuses do.
 
 Guarantee: a log is hostile text; reading it ends within `GRADING_SECONDS`, and no reading of it is a failure of the
 service.

@@ -3,8 +3,7 @@
 Guarantees:
 - The agent finds no commit that came after the task's, and no reference, log or object that leads to one.
 - What the agent changed is read with a git folder of our own: its settings, hooks, attributes and index take no part.
-- Where git fails before the agent, functions raise EnvironmentFailedError.
-- Where git fails after the agent, it worked before: the agent's work then counts as nothing.
+- If git fails before the agent, functions raise EnvironmentFailedError; after it, the agent's work counts as nothing.
 - Leftovers of the agent, such as a core file or a folder of builds, do not make its repair too long to be graded.
 """
 

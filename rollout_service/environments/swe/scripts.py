@@ -1,7 +1,7 @@
 """Scripts of bash that run a task's tests, in the form of swebench's own, and the canary in them.
 
-A canary is a test that must fail, in a file with a random name that no patch can know. A run whose report does not say
-that it failed is no evidence, whatever it says of the other tests.
+A canary is a test that must fail, in a file with a random name that no patch can know. A report without its failure is
+no evidence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The program that reads a log of tests with the package swebench; it runs in that package's own environment.
+"""The program that reads a log of tests with swebench, in that package's own environment, without importing this
+project.
 
-A request is a JSON object on standard input, its answer one on standard output; the process then ends. It imports
-nothing of this project. Guarantee: the verdict is that of swebench's own functions.
+A JSON object goes to standard input, and one comes from standard output. The verdict is that of swebench's own
+functions.
 """
 
 import importlib.util

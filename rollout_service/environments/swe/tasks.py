@@ -1,8 +1,8 @@
 """One task of SWE-bench's family, whatever set its instance is from.
 
-The sets differ in the names of fields and images, in the reference repair, and in how tests are run.
-`read_task` knows SWE-bench (also Verified, Lite and Multilingual), SWE-Gym, SWE-smith, SWE-rebench and R2E-Gym, and
-instances that bring a `test_cmd` and a `log_parser`.
+The sets differ in names of fields and images, in the reference repair, and in how tests are run. `read_task` knows
+SWE-bench (also Verified, Lite and Multilingual), SWE-Gym, SWE-smith, SWE-rebench and R2E-Gym, and instances with a
+`test_cmd` and a `log_parser`.
 
 Guarantees: an instance that lacks fields that the evaluation needs is rejected with their paths; nothing is run.
 """

@@ -1,7 +1,7 @@
 """The files that a build may copy: those of one folder, without the paths that its .dockerignore excludes.
 
-A link in it never leads out. Files are sent as an archive for `step`, always in the same order, and their digest, which
-decides whether a layer can be used again, counts names, modes, links and contents, but no times and no owners.
+A link in it never leads out. The digest, which decides whether a layer can be used again, counts names, modes, links
+and contents, but no times and no owners.
 """
 
 import hashlib

@@ -1,5 +1,4 @@
-"""Puts layers on stages: each step that changes files makes one, unless the same step has made it before. A last layer
-has what Apptainer and sandboxes read; then all are packed into an image file.
+"""Puts layers on stages, one for each step that changes files, then packs them with one for Apptainer and sandboxes.
 
 A layer's key is a hash of its parent's key, the instruction, the variables that it sees, and the content of the files
 that it copies. Whatever fails is named with file, line and instruction.

@@ -1,9 +1,8 @@
 """The layers of builds: folders named by a hash of their inputs, which later builds use again.
 
-A layer is complete or not there: it is made in a draft and renamed. Nothing changes it afterwards. It belongs to users
-of the build namespace, so `BuildNamespace.remove` removes it. When all layers exceed a budget, the least recently used
-go first; none goes that a build of this machine has mounted, or has used within the grace period. A layer whose parent
-is gone can still be used: its name says everything that it was made from.
+A layer is complete or not there: it is made in a draft and renamed. It belongs to users of the build namespace, so
+`BuildNamespace.remove` removes it. Above a budget, the least recently used layers go first, but none that a build of
+this machine has mounted, or has used within the grace period. A layer whose parent is gone can still be used.
 
 The folder must be on a disk of this machine: overlays do not work on shared file systems.
 """

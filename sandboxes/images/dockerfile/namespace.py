@@ -1,8 +1,8 @@
 """Run the steps of builds in namespaces, by the program in `step`.
 
-As root, and for a user with subordinate ids, 65,536 ids are mapped, so an image may have any users. A user without such
-ids gets a namespace with one, in which calls that change an owner or the user succeed without effect: packages install,
-and all files belong to root. Files of mapped ids cannot be removed from outside, so `remove` does it.
+As root, and for a user with subordinate ids, 65,536 ids are mapped, so an image may have any users; only `remove` can
+remove their files. A user without such ids gets a namespace with one, in which calls that change an owner or the user
+succeed without effect: packages install, and all files belong to root.
 """
 
 import json

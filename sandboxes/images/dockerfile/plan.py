@@ -1,8 +1,7 @@
 """Plan a Dockerfile's build: its stages, their order, and its unsupported parts.
 
 Whatever is refused is named with its line here, so no build fails after an hour for a reason that could be seen at its
-start. Variables are known only while a stage is built, since a base brings its own; only FROM is expanded here, from
-arguments.
+start. Only FROM is expanded here, since a base brings its own variables.
 """
 
 import platform

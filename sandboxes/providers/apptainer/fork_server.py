@@ -40,9 +40,8 @@ class ForkServer:
     async def launch(
         self, arguments: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]
     ) -> ForkedChild:
-        """Start a launcher with the variables `env` only; `descriptors` are by their number in it.
-
-        The caller shields it from cancellation, since the answer to this launch would be taken for that to the next.
+        """Start a launcher with the variables `env` only; `descriptors` are by their number in it. The caller shields
+        it from cancellation, since answers come in order.
 
         Raises:
             OSError: No process can be started.

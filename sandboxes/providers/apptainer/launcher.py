@@ -1,11 +1,10 @@
 """The command that launches sandboxes on this host: the program `launch`, its instructions, and what it can do here.
 
-As root, and where plain programs may make user namespaces, a sandbox gets its file systems and its network from
-`launch`. Elsewhere (Ubuntu's AppArmor allows user namespaces only to programs that it knows) Apptainer makes the
-network, and an ordinary user's sandbox has no file system with a size limit.
+As root, and where plain programs may make user namespaces, `launch` makes a sandbox's file systems and network.
+Elsewhere (Ubuntu's AppArmor allows user namespaces only to programs that it knows) Apptainer makes the network, and an
+ordinary user's sandbox has no file system with a size limit.
 
-The overlay on an unpacked image is `launch`'s as well, because Apptainer mounts its own without a place to note that
-a folder of the image was removed: such a removal fails with EIO.
+The overlay on an unpacked image is `launch`'s as well: in Apptainer's, removing a folder of the image fails with EIO.
 """
 
 import os

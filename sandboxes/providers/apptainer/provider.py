@@ -1,9 +1,9 @@
 """Sandboxes in Apptainer: one `apptainer exec` each, or a repetition of one, whose first process is the control shell.
 
-A sandbox has its own user, process, mount, network and IPC namespaces and a clean environment. It has no capabilities
-and no way to gain any. The image is read-only, below a writable overlay that vanishes with the sandbox; code may remove
-and rename the image's folders, with the exceptions of `Launcher.can_change_images`. Nothing runs as the host's root: a
-service that is root drops root first, since even without capabilities that user could write to the host's /proc/sys.
+A sandbox has its own user, process, mount, network and IPC namespaces, a clean environment, and no capabilities or way
+to gain any. The image is read-only, below a writable overlay that vanishes with the sandbox; code may remove and rename
+the image's folders, with the exceptions of `Launcher.can_change_images`. Nothing runs as the host's root, who could
+write to the host's /proc/sys even without capabilities.
 
 Sandboxes share the kernel. `enforced` names the limits that hold for a sandbox as a whole. Memory and processor time
 need control groups; the disk limit and lists of hosts need user namespaces for plain programs. Otherwise the memory

@@ -1,8 +1,8 @@
 """The containers that Apptainer made of the first sandboxes of a kind, from which the launcher makes the next ones.
 
 Two sandboxes are of one kind if Apptainer gets the same arguments for the same image, apart from the sandbox's own
-folder and id. The first one reports, before anything else runs inside, its environment, its mounts, and the files that
-Apptainer puts into /etc. If the launcher would not mount the same, Apptainer starts the others of the kind too.
+folder and id. The first reports, before anything else runs inside, its environment, its mounts, and Apptainer's files
+in /etc. If the launcher would not mount the same, Apptainer starts the others too.
 
 What an image reports falsely changes sandboxes of that image alone, since all rights are given up before.
 """

@@ -1,7 +1,7 @@
 """The host's side of a relay: it joins a sandbox's pipes and sockets on this host with those inside.
 
-To everything above, the sandbox looks like one on this host: its control shell is at the end of a socket, its programs
-are at the ends of named pipes, and its kernels have sockets in a folder. `relay_program` describes what passes between.
+To everything above, the sandbox looks like one on this host, with a socket of its control shell, named pipes of its
+programs, and a folder with its kernels' sockets. `relay_program` describes what passes between.
 
 A link is a thread, so that floods of a sandbox take no time of the service's event loop. Whatever arrives is untrusted:
 what is no frame, or more than a channel may send ahead, ends the sandbox.
@@ -124,7 +124,7 @@ class Link(relay.Carrier):
             tasks.cancel_scope.cancel()
 
     async def receive(self, text: str) -> None:
-        """Take the relay's output as fast as the thread does."""
+        """Pass on the relay's output as fast as the thread takes it."""
         while self._waiting > MOST_WAITING:  # noqa: ASYNC110  a thread counts it down
             await anyio.sleep(WAIT_SECONDS)
         self._waiting += len(text)

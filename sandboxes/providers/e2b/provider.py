@@ -1,13 +1,13 @@
 """Sandboxes of a server that speaks E2B's API: E2B's cloud, AgentENV, OpenSandbox and others.
 
 The server isolates, and how well is its own affair: E2B's are small virtual machines. Processes, memory and disk are
-limited by the template, not by a specification, and nothing here sees when such a limit is reached. `network = "none"`
-asks the server to refuse all traffic; lists of hosts, read-only binds and snapshots are refused.
+limited by the template, and nothing here sees when such a limit is reached. `network = "none"` asks the server to
+refuse all traffic; lists of hosts, read-only binds and snapshots are refused.
 
 The service's end of each sandbox is a folder with pipes and sockets, joined with the inside by a relay (`link`). The
-relay runs as root where the server allows it, and code as an ordinary user without any rights. The host cannot look
-into the sandbox: that all processes have ended, and what a tree of files has, is the relay's word. Code that is root
-can make it lie, so let a grader that matters run in a fresh sandbox.
+relay runs as root where the server allows it, and code as an ordinary user without any rights. That all processes have
+ended, and what a tree of files has, is the relay's word. Code that is root can make it lie, so let a grader that
+matters run in a fresh sandbox.
 
 A sandbox ends with its task, a time after its last renewal in any case, and at the next start of the service on this
 host with the same state folder, which finds it by its metadata.

@@ -1,8 +1,8 @@
 """Carry the streams of a control shell and its programs between a sandbox and the service, over one pair of streams.
 
-The program is given to the sandbox as text and never imported there, so it uses nothing newer than version 3.6 of the
-language. `BOOT` reads it from standard input, with the control shell's text after it. After that, standard input has
-frames. Standard output has frames too, as lines of base64, because E2B's client decodes it as text.
+The program is given to the sandbox as text, so it uses nothing newer than version 3.6 of the language. `BOOT` reads it
+from standard input, with the control shell's text after it. After that, standard input has frames; standard output has
+them as lines of base64, because E2B's client decodes it as text.
 
 A channel is a program's four pipes, or one connection. Whoever sends on a channel may be `WINDOW` bytes ahead of what
 the other side has taken, so a stream that nobody reads holds up no other channel. What a program wrote before its end

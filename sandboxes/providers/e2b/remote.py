@@ -1,11 +1,10 @@
 """E2B's client, in a thread with an event loop of its own, and one sandbox of the server from its creation to its end.
 
-The real client carries everything: sandboxes are created, renewed, listed and killed through it, and the relay is a
-command whose input and output it streams for as long as the sandbox lives. It answers 429 and 503 by waiting as long as
-the server says, within the time of the request.
+The real client carries everything; the relay is a command whose input and output it streams for as long as the sandbox
+lives. It answers 429 and 503 by waiting as long as the server says, within the time of the request.
 
-A sandbox of the server is one task here. The task alone creates it, and nobody cancels the task: it sees that the
-user has left, and kills the sandbox. If the answer to a creation is lost, the sandbox is found by its metadata.
+A sandbox of the server is one task here, which alone creates it and which nobody cancels: it sees that the user has
+left, and kills the sandbox. If the answer to a creation is lost, the sandbox is found by its metadata.
 """
 
 import os
@@ -50,7 +49,7 @@ LEFT_SECONDS = 5.0
 """A creation whose user has left goes on so long: most are over by then, and their sandboxes known."""
 RENEW_PAUSE = 5.0
 RETRIES = 20
-"""What a busy server refused is repeated, until the time of the request is over."""
+"""Requests that a busy server refused are repeated, until their time is over."""
 MOST_PAGES = 100
 NOT_FOUND, FIRST_SERVER_ERROR = 404, 500
 LOG_BYTES = 64 * 1024

@@ -1,7 +1,7 @@
 """A game of one's own: a folder with an `environment.toml` of `kind = "game"`, and the program that it names.
 
-Guarantees: the program runs in the agent's sandbox, and nothing but the policy's texts reaches it; rewards are those
-that it replies. A program that ends, hangs or sends no usable reply fails the rollout, and is never a zero.
+Guarantees: the program runs in the agent's sandbox, and gets nothing but the policy's texts; rewards are those that it
+replies. A program that ends, hangs or sends no usable reply fails the rollout, and is never a zero.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Environments of games: a game and a seed are the task, and the policy plays it turn by turn.
 
-Guarantees: the reward is the game's own; the game runs in the agent's sandbox, in a process of its own for
-each episode, so that a seed gives the same game whatever else is played. A game that fails or hangs fails the rollout.
+Guarantees: the reward is the game's own; each episode's game has its own process in the agent's sandbox, so a seed
+gives the same game whatever else is played. A game that fails or hangs fails the rollout.
 """
 
 from __future__ import annotations

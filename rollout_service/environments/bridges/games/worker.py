@@ -1,15 +1,15 @@
 """The program that runs a library's games: it lists them on the host, and plays one in a sandbox.
 
-It uses the standard library alone, since the interpreter of either place runs it. Its arguments are the source of the
-library's part, and the folder of the library's packages unless they can be imported already. The part defines
-`candidates(players)`, which returns the games that there may be for so many players, and `begin(request)`, which
-returns a function from an action to a reply, and the first text for the player.
+It uses the standard library alone. Its arguments are the source of the library's part, and the folder of the library's
+packages unless they can be imported already. The part defines `candidates(players)`, which returns the games that there
+may be for so many players, and `begin(request)`, which returns a function from an action to a reply, and the first
+text.
 
 Requests and replies are lines of JSON: `{"op": "games", "players"}`, `{"op": "reset", "game", "seed", "options"}` and
 `{"op": "step", "action"}`. A reply has `text` and `player`, whose turn it is; after an action also `reward`, `done` and
 `parts`.
 
-Guarantee: a seed gives the same game, since the process's own generator, from which games draw, is seeded here.
+Guarantee: a seed gives the same game, since the process's own generator is seeded here.
 """
 
 import json

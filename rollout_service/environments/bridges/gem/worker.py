@@ -1,7 +1,7 @@
 """The part of the games' worker for GEM; `games/worker.py` describes the calls.
 
-GEM imports reasoning-gym, with 40 packages, only to list its tasks; these have a bridge of their own, so GEM gets an
-empty list here.
+GEM imports reasoning-gym, with 40 packages, only to list tasks that have a bridge of their own: here it gets an empty
+list.
 
 Guarantee: the text that a game appends to each of its observations is kept.
 """

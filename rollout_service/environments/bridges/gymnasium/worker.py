@@ -1,7 +1,6 @@
 """The part of the games' worker for Gymnasium's toy texts; `games/worker.py` describes the calls.
 
-Gymnasium's actions and observations are numbers. Here each game has names for its actions, a function `act` from a text
-to an action, and a function `show` from an observation to a text.
+Gymnasium's actions and observations are numbers; `act` and `show` of a game translate them from and to text.
 
 Guarantee: a text without an action changes nothing in the game; it is counted, and the reply says so.
 """

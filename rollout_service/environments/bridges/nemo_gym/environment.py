@@ -1,8 +1,7 @@
 """`nemo-gym`: rows of NeMo Gym, whose tools are answered and whose rewards are given by its own resources servers.
 
-Guarantees: the reward is the server's own for the same conversation; the server runs in the agent's sandbox, in a
-process of its own for each rollout, and neither on the host nor with a network. A failed verification fails the
-rollout.
+Guarantees: the reward is the server's own for the same conversation; each rollout has a process of the server in the
+agent's sandbox, without a network. A failed verification fails the rollout.
 """
 
 from __future__ import annotations

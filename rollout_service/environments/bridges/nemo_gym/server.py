@@ -1,8 +1,8 @@
 """A resources server of NeMo Gym at work in a sandbox, for one episode.
 
-Guarantees: a reward is a finite number that the server itself gave; a verification that fails, takes too long or needed
-a judge that cannot be reached is a failure. A tool's answer is the server's text, errors included, as NeMo Gym's own
-agent shows it.
+Guarantees: a reward is a finite number that the server gave; a verification that fails, takes too long or needed a
+judge that cannot be reached is a failure. A tool's answer is the server's text, errors included, as in NeMo Gym's own
+agent.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 It uses the standard library and NeMo Gym's packages alone. Requests and replies are lines of JSON: `{"op": "begin",
 "server", "row", "config"}`, `{"op": "call", "tool", "arguments"}`, `{"op": "verify", "row"}`, `{"op": "step", "row"}`
-and, while it is being installed, `{"op": "interpreter"}`.
+and, during installation, `{"op": "interpreter"}`.
 
-Guarantees: the episode has one jar of cookies, so one session; whatever a server makes of a model or of another server
-that it cannot reach, the verification fails and is never a reward.
+Guarantees: the episode has one jar of cookies, so one session; a verification fails, and is never a reward, if the
+server tried to reach a model or another server, whatever it made of that.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """`reasoning-gym`: puzzles that the library makes from a seed, scored by the library's own scorers.
 
-Guarantees: the reward is the library's own for the same answer, except for answers that are code (see `worker`), which
-score like nonsense. An answer is scored in a fresh sandbox with limits of time and memory, since the library executes
-some of them. The library's own failure fails the rollout.
+Guarantees: the reward is the library's own, except for answers that are code (see `worker`), which score like nonsense.
+An answer is scored in a fresh sandbox with limits of time and memory, since the library executes some. The library's
+own failure fails the rollout.
 """
 
 from __future__ import annotations

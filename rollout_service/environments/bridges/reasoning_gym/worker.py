@@ -1,13 +1,11 @@
 """The program that runs reasoning-gym: makes tasks on the host, and scores answers in a sandbox.
 
-It uses the standard library and reasoning-gym alone, since the interpreter of either place runs it. Requests and
-replies are lines of JSON: `{"op": "generate", "task", "seed", "size", "config"}` and `{"op": "score", ..., "index",
-"question", "answer"}`. A score is preceded by a line `{"ready": true}`: a failure before it is the library's, and one
-after it is caused by the answer.
+It uses the standard library and reasoning-gym alone. Requests and replies are lines of JSON: `{"op": "generate",
+"task", "seed", "size", "config"}` and `{"op": "score", ..., "index", "question", "answer"}`. A score is preceded by a
+line `{"ready": true}`: a failure before it is the library's, one after it the answer's.
 
-Guarantee: of an answer that the library would execute, only literals and arithmetic are. The library evaluates answers
-of some tasks as Python, in which an answer could read the right one, or claim a score; such an answer scores like one
-that cannot be read.
+Guarantee: of an answer that the library would evaluate as Python, only literals and arithmetic are executed. Other code
+could read the right answer, or claim a score; it scores like an answer that cannot be read.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """`textarena-two-players`: games of TextArena for two, of whom the policy is one and the engines of a pool the other.
 
-Guarantees: the reward is the policy's own; nothing that the opponent samples becomes part of a trajectory but as the
-text that the game shows of its moves. An opponent that gives no whole move fails the rollout, and is never a victory.
+Guarantees: the reward is the policy's own; of what the opponent samples, a trajectory has only what the game shows of
+its moves. An opponent that gives no whole move fails the rollout, and is never a victory.
 """
 
 from __future__ import annotations

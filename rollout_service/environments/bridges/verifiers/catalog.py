@@ -1,7 +1,7 @@
 """The tasks and tools of tasksets, as verifiers lists them on this host.
 
-Guarantees: the library and the packages of tasksets are imported in a process of their own; their answers are kept in
-the cache for as long as the declaration, the packages and the library stay the same.
+Guarantees: packages of tasksets are imported in a process of their own; answers are cached as long as the declaration,
+the packages and the library stay the same.
 """
 
 from __future__ import annotations

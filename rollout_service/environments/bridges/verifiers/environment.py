@@ -1,8 +1,8 @@
 """Tasksets of verifiers, with the built-in agent: their prompts, their tools, and their rewards.
 
-Guarantees: the reward is that of the library's own `Task.score` for the same conversation, in a fresh sandbox that
-holds nothing of the agent's. A task whose hooks need more than the conversation is refused before it begins, since the
-library would leave their rewards out. What fails in the library fails the rollout.
+Guarantees: the reward is that of the library's own `Task.score` for the same conversation, in a fresh sandbox. A task
+whose hooks need more than the conversation is refused before it begins, since the library would leave their rewards
+out. What fails in the library fails the rollout.
 """
 
 from __future__ import annotations

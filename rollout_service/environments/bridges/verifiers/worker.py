@@ -1,12 +1,12 @@
 """The program that runs verifiers: lists tasks on the host, and runs their tools and scores their agents in a sandbox.
 
-It uses the standard library and verifiers alone, since the interpreter of either place runs it. Requests and replies
-are lines of JSON: `{"op": "list", "tasksets"}` on the host; in a sandbox `{"op": "open", "task"}` and then `{"op":
-"call", "name", "arguments", "seconds"}` and `{"op": "state"}`, or one `{"op": "score", "task", ...}`.
+It uses the standard library and verifiers alone. Requests and replies are lines of JSON: `{"op": "list", "tasksets"}`
+on the host; in a sandbox `{"op": "open", "task"}` and then `{"op": "call", "name", "arguments", "seconds"}` and `{"op":
+"state"}`, or one `{"op": "score", "task", ...}`.
 
-Guarantees: a task is scored by the library's own `Task.score`, on a trace that was filled as the library fills it; a
-reward or a metric without a value is an error. A task that cannot be run so is listed with the reason, since the
-library would leave out the rewards that it cannot compute, and say nothing.
+Guarantees: a task is scored by the library's own `Task.score`, on a trace filled as the library fills it; a reward or a
+metric without a value is an error. A task that cannot be run so is listed with the reason, since the library would
+silently leave out rewards that it cannot compute.
 """
 
 import ast

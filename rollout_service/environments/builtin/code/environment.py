@@ -1,8 +1,7 @@
 """`code`: write a Python program to `solution.py`; right when it passes all hidden tests in a fresh sandbox.
 
-Guarantees: the tests are part of the instance and never enter the agent's sandbox; only inputs, never expected outputs,
-enter the fresh one. A program that is missing, crashes, or runs out of time or memory fails its tests; a sandbox that
-fails is an error.
+Guarantees: the tests never enter the agent's sandbox, and of them only the inputs enter the fresh one. A program that
+is missing, crashes, or runs out of time or memory fails its tests; a sandbox that fails is an error.
 """
 
 from __future__ import annotations

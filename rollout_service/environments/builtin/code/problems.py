@@ -1,7 +1,7 @@
 """Small programming problems with hidden tests, made from a seed.
 
-Each problem is a function that solves it, whose docstring is the question, and a maker of inputs. The expected outputs
-come from running the function; none is written by hand.
+Each is a function that solves it, whose docstring is the question, and a maker of inputs. Running the function gives
+the expected outputs.
 """
 
 from __future__ import annotations

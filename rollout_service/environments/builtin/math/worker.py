@@ -1,15 +1,15 @@
 """The process that compares answers: `python -m rollout_service.environments.builtin.math.worker`.
 
-sympy may take forever, or all memory, on a model's answer (`9^{9^{9^{9}}}`), and nothing inside a process can stop
-it. So each check runs in its own forked process, under limits of CPU time and memory that the kernel enforces. It
-forks from this process because importing sympy takes two seconds.
+sympy may take forever, or all memory, on a model's answer (`9^{9^{9^{9}}}`), and nothing inside a process can stop it.
+So each check runs in a fork of this process, which has spent two seconds on importing sympy, under the kernel's limits
+of CPU time and memory.
 
-Guarantee: a verdict is given only after the gold answer was parsed, and compared with 0, under the same limits.
-After that, running out of CPU time or memory is the answer's doing and therefore a verdict; a process that ends in any
-other way is a failure and gives no score.
+Guarantee: a verdict is given only after the gold answer was parsed, and compared with 0, under the same limits. After
+that, running out of CPU time or memory is the answer's doing and therefore a verdict; any other end of the process is a
+failure and gives no score.
 
-A request is a line of JSON, `[gold, answer, cpu_seconds]`, and so is its answer: a verdict, or why there is none.
-The process ends with its standard input.
+A request is a line of JSON, `[gold, answer, cpu_seconds]`, and so is its answer: a verdict, or why there is none. The
+process ends with its standard input.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 r"""`stem`: questions of science and engineering with one answer in \boxed{}.
 
-Rules decide first: choices by their letter, numbers by their unit and tolerance, expressions by math-verify. A judge
-decides only the cases that they cannot. An answer without a box is wrong. An answer that nobody can decide fails the
-rollout: it is never a zero.
+Rules decide first: choices by their letter, numbers by their unit and tolerance, expressions by math-verify; a judge
+decides the rest. An answer without a box is wrong. One that nobody can decide fails the rollout: it is never a zero.
 """
 
 from __future__ import annotations
@@ -177,8 +176,8 @@ def _shipped() -> list[dict[str, JsonValue]]:
 def read_task(instance: dict[str, JsonValue]) -> StemTask:
     r"""Return the task of an instance, which may be a row of a data set such as SCP-116K.
 
-    Such a row has a `problem` in place of a `question`, and a solution in place of an `answer`. The last `\boxed{}` of
-    the solution is then the answer, or the whole solution is the reference for the judge.
+    Such a row has a `problem` in place of a `question`, and a solution in place of an `answer`: its last `\boxed{}` is
+    then the answer, or else all of it the reference for the judge.
 
     Raises:
         InvalidFieldError: A field is missing or wrong.

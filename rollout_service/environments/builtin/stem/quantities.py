@@ -63,8 +63,8 @@ class Quantity:
     def equals(self, given: Quantity, tolerance: float) -> bool | None:
         """Compare within a relative tolerance; None if the quantities cannot be compared.
 
-        A bare number can only be the same as one with a percent sign or an angle, such as 0.25 and 25 %; if it is not,
-        it may have been meant in that unit.
+        A bare number can only be the same as one with a percent sign or an angle, such as 0.25 and 25 %; otherwise it
+        may have been meant in that unit.
         """
         if self.unit.powers != given.unit.powers:
             return None

@@ -4,10 +4,10 @@ Python runs this folder, as `python -I -S step JOB REPORT`: JOB is a descriptor 
 descriptor REPORT goes one line of JSON with `exit`, or with `error` or `full`. `namespace.py` writes the job and reads
 the report.
 
-The step has a user namespace in which it is root and has no rights on the host, and a mount namespace in which the
-layers of the image are an overlay. A program of the image, and whatever reads or writes the image's files, runs below
-that as process 1 of a process namespace, where the host's files are gone and most capabilities with them. Everything
-ends with this process, and this process ends with the one that started it.
+The step is root in a user namespace without rights on the host, and in its mount namespace the layers of the image are
+an overlay. A program of the image, and whatever reads or writes the image's files, runs below that as process 1 of a
+process namespace, without the host's files and most capabilities. Everything ends with this process, and this process
+with the one that started it.
 
 It runs without this project's packages, so its modules import each other by relative names, and calls of the kernel go
 through ctypes. Each imports its modules at the start: later, the files of Python are gone.

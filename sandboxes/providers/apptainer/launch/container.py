@@ -1,7 +1,7 @@
 """Make a sandbox's container as Apptainer made that of an earlier one, without running Apptainer.
 
 Apptainer takes most of the time of a start to find out what to do, which is the same for all sandboxes of a kind. The
-provider knows from the first of them its environment and its files in /etc; the rest is in Apptainer's arguments.
+provider knows from the first its environment and its files in /etc; the rest is in Apptainer's arguments.
 
 Guarantee: nothing of the image is read or run before all rights are given up. The process that makes the container has
 imported everything by then, and becomes the image's bash by one `execve`.

@@ -163,10 +163,10 @@ def bind_fuse(space: str) -> None:
 def overlay_options(lower: "list[str]", *, plain: bool) -> str:
     """Return the options for an overlay on these layers, uppermost first.
 
-    The overlay notes in extended attributes which folders hide those of the image, and where they came from. Without a
-    place for its notes it would still mount, but removing or renaming a folder of the image would fail with EIO. The
-    attributes that the host's root may set also let folders be renamed; others can only use those of users, which tmpfs
-    has since Linux 6.6. A `plain` overlay is one without notes, as Apptainer makes it.
+    The overlay notes in extended attributes which folders hide those of the image, and where they came from; else
+    removing or renaming a folder of the image would fail with EIO. The attributes that the host's root may set also let
+    folders be renamed; others can only use those of users, which tmpfs has since Linux 6.6. A `plain` overlay has no
+    notes, as Apptainer makes it.
     """
     overlay = OVERLAY.format(lower=":".join(lower))
     if plain:

@@ -1,7 +1,7 @@
 """The process that launchers are forked from, with Python started and their code loaded.
 
 Each message on its standard input, a socket, asks for one launcher, and has its descriptors. A launcher is a child of
-the service, which waits for it and kills it like any other. This process ends with the socket.
+the service. This process ends with the socket.
 """
 
 import ctypes

@@ -23,10 +23,9 @@ LIMITS = {
     resource.RLIMIT_RTPRIO: 0,
     resource.RLIMIT_NICE: 0,
 }
-"""Limits on each process, for resources that the kernel counts per user or a process can multiply.
-
-They are never above the host's. No process dumps core, since the host's handler could store it on the host's disk, and
-none gains priority over others.
+"""For each process, of resources that the kernel counts per user or a process can multiply. They are never above the
+host's. No process dumps core, since the host's handler could store it on the host's disk, and none gains priority over
+others.
 """
 
 
