@@ -174,12 +174,8 @@ async def stream_in(
 
 
 async def _read_some(fd: int) -> bytes:
-    """Return the next bytes, or b"" at the end. Other tasks get a turn in between, however fast bytes arrive."""
     with _stall_limit():
-        await anyio.lowlevel.checkpoint()
-        while (data := read_some(fd, READ_SIZE)) is None:
-            await anyio.wait_readable(fd)
-    return data
+        return await _receive(fd)
 
 
 async def _write_piece(child: Child, part: bytes) -> bool:
@@ -264,7 +260,7 @@ class ProgramPipes(RunningProgram):
 
 
 async def _receive(fd: int) -> bytes:
-    """Return the next bytes, or b"" at the end, however long they take."""
+    """Return the next bytes, or b"" at the end. Other tasks get a turn in between, however fast bytes arrive."""
     await anyio.lowlevel.checkpoint()
     while (data := read_some(fd, READ_SIZE)) is None:
         await anyio.wait_readable(fd)

@@ -22,6 +22,7 @@ from typing import IO, Any, Literal
 
 from sandboxes.errors import ImageBuildError
 from sandboxes.host.subordinate_ids import SUBGID, SUBUID, has_subordinate_ids, subordinate_ids_of
+from sandboxes.host.uid_leases import covered_by_this_namespace
 from sandboxes.images.facts import PATH
 from sandboxes.reclaim.rmtree import remove_tree
 
@@ -272,7 +273,7 @@ class _Feeder:
 
 def _ids() -> dict[str, str]:
     if os.geteuid() == 0:
-        first = ROOT_IDS if _is_mapped(ROOT_IDS + COUNT - 1) else 0
+        first = ROOT_IDS if covered_by_this_namespace(range(ROOT_IDS, ROOT_IDS + COUNT)) else 0
         return {"kind": "mapped", "users": f"{first} {COUNT}", "groups": f"{first} {COUNT}"}
     user = os.geteuid()
     if has_subordinate_ids(user) and shutil.which("newuidmap") and shutil.which("newgidmap"):
@@ -280,13 +281,6 @@ def _ids() -> dict[str, str]:
         users, groups = (f"{ids.start} {len(ids)}" for ids in ranges)
         return {"kind": "subordinate", "users": users, "groups": groups}
     return {"kind": "single", "users": "", "groups": ""}
-
-
-def _is_mapped(number: int) -> bool:
-    """Return whether this process's user namespace, which may be a container's, has an id."""
-    lines = Path("/proc/self/uid_map").read_text().splitlines()
-    spans = ([int(field) for field in line.split()] for line in lines)
-    return any(inside <= number < inside + count for inside, _, count in spans)
 
 
 def _pretend_program() -> str:
