@@ -55,6 +55,8 @@ CHMOD_SECONDS = 10.0
 MAX_RESULT_BYTES = 64 * 1024
 EXIT_TEXT_CHARS = 2_000
 RESULT_HINT = 'Write {"reward": NUMBER, "parts": {"name": NUMBER}} to the file that $ROLLOUT_RESULT names.'
+NAMED = re.compile(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)")
+"""A file of the environment in a command."""
 _FOLDER = re.compile(rf"(?<![\w./-]){INSIDE}(?![\w.-])")
 
 
@@ -380,8 +382,7 @@ def _init_files(declaration: Declaration, files: tuple[PackedFile, ...]) -> list
     if declaration.init is None:
         return []
     commands = f"{declaration.init.command}\n{declaration.init.each or ''}"
-    named = re.findall(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)", commands)
-    wanted = [*named, *declaration.init.files]
+    wanted = [*NAMED.findall(commands), *declaration.init.files]
     chosen = {
         file.path: file
         for name in wanted

@@ -6,7 +6,6 @@ replies. A program that ends, hangs or sends no usable reply fails the rollout, 
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,7 +27,6 @@ from rollout_service.environments.contract import (
 )
 from rollout_service.environments.dataset_files import find_empty, read_files
 from rollout_service.environments.declarative.declaration import (
-    INSIDE,
     AuditSolution,
     DatasetTable,
     dataset_files,
@@ -37,6 +35,7 @@ from rollout_service.environments.declarative.declaration import (
     spec_from,
 )
 from rollout_service.environments.declarative.environment import (
+    NAMED,
     SecretFolder,
     below,
     instance_file,
@@ -46,8 +45,6 @@ from rollout_service.environments.declarative.files import read_folder
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 
 KIND: Final = "game"
-NAMED = re.compile(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)")
-"""A file of the environment in a command."""
 
 
 class GameDeclaration(EnvironmentSettings):
