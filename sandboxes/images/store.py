@@ -136,7 +136,7 @@ class ImageStore:
             ProviderUnavailableError: Apptainer is not installed.
         """
         link = self._link(name or _name_of(source))
-        key, say = self._key(source), progress or _silent
+        key, say = self._key(source), progress or (lambda _line: None)
         if not force and self._has_name(link, key):
             self._stamp(link)
             if (stored := self._stored(link)) is not None:
@@ -372,9 +372,6 @@ def _name_of(source: Source) -> str:
     if isinstance(source, Definition | Tree):
         return source.path.stem
     return name_of_reference(source.text)
-
-
-def _silent(_line: str) -> None: ...
 
 
 def _hash(*parts: str) -> str:

@@ -83,7 +83,7 @@ class LayerStore:
             self.namespace.make_folder(folder)
         return folder
 
-    def scratch(self) -> "SharedFolder":
+    def scratch(self) -> SharedFolder:
         """Return the folder in which images are packed; a draft of it is removed with its maker."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         return self._shared
