@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import anyio
 
-from sandboxes.contract import BashSession, PythonSession, Sandbox, SandboxProvider
+from sandboxes.contract import BashResult, BashSession, PythonResult, PythonSession, Sandbox, SandboxProvider
 from sandboxes.errors import SandboxError
 
 T = TypeVar("T")
@@ -28,6 +28,13 @@ def expect(holds: bool, found: object) -> None:
     """
     if not holds:
         raise ConformanceError(f"found {found!r}")
+
+
+def expect_cut(result: BashResult | PythonResult) -> None:
+    """Expect that the output, euro signs alone, was cut between two of them."""
+    head, _note, tail = result.output.partition("\n[")
+    tail = tail.partition("]\n")[2]
+    expect(result.truncated and set(head) == set(tail) == {"€"}, result)
 
 
 async def expect_error(kind: type[SandboxError], call: Awaitable[object]) -> SandboxError:

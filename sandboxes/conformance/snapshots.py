@@ -61,28 +61,41 @@ def _from(snapshot: Snapshot, sandbox: Sandbox) -> SandboxSpec:
     return replace(sandbox.spec, snapshot=snapshot)
 
 
-async def _said(sandbox: Sandbox, script: str) -> str:
+async def said(sandbox: Sandbox, script: str) -> str:
     done = await sandbox.exec(["bash", "-c", script])
-    return done.stdout.decode() + done.stderr.decode()
+    return done.stdout.decode(errors="surrogateescape") + done.stderr.decode()
+
+
+async def walls(sandbox: Sandbox, provider: SandboxProvider) -> str:
+    return await said(sandbox, ALIKE + (ATTACKS if provider.isolates else ""))
+
+
+async def expect_walls(sandbox: Sandbox, provider: SandboxProvider, plain: str) -> None:
+    """Expect that the sandbox has the walls of a plain one, and that its sessions work."""
+    different = set((await walls(sandbox, provider)).splitlines()) ^ set(plain.splitlines())
+    expect(not different, sorted(different))
+    bash, python = await sandbox.bash(), await sandbox.python()
+    expect((await bash.run("echo $((6*7))")).output == "42\n", "bash")
+    expect((await python.execute("6*7")).result == "42", "python")
 
 
 async def snapshot_has_files(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """A snapshot ends its sandbox; others start from its files, with modes, links and times, and without processes."""
-    await _said(sandbox, PREPARE + (VOLATILE if provider.isolates else ""))
+    await said(sandbox, PREPARE + (VOLATILE if provider.isolates else ""))
     async with _snapshot(sandbox, provider) as snapshot:
         if snapshot is None:
             return
         await expect_error(SandboxClosedError, sandbox.exec(["true"]))
         expect(snapshot.size_bytes > 0, snapshot.size_bytes)
         async with await provider.start(_from(snapshot, sandbox)) as other:
-            found = [" ".join(line.split()) for line in (await _said(other, LOOK)).splitlines()]
+            found = [" ".join(line.split()) for line in (await said(other, LOOK)).splitlines()]
             expect(tuple(found) == SEEN, found)
             expect(await other.list_running() == [], await other.list_running())
 
 
 async def snapshot_is_shared(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """No other sandbox that starts from the same snapshot, then or later, sees the changes of one."""
-    await _said(sandbox, PREPARE)
+    await said(sandbox, PREPARE)
     async with _snapshot(sandbox, provider) as snapshot:
         if snapshot is None:
             return
@@ -90,24 +103,24 @@ async def snapshot_is_shared(sandbox: Sandbox, provider: SandboxProvider) -> Non
             await provider.start(_from(snapshot, sandbox)) as first,
             await provider.start(_from(snapshot, sandbox)) as second,
         ):
-            expect(await _said(first, CHANGE) == "moved\n", "the files cannot be changed")
+            expect(await said(first, CHANGE) == "moved\n", "the files cannot be changed")
             expect(
-                await _said(second, "ls; cat kept/file") == "gone\nkept\nfirst\n",
-                await _said(second, "ls"),
+                await said(second, "ls; cat kept/file") == "gone\nkept\nfirst\n",
+                await said(second, "ls"),
             )
         async with await provider.start(_from(snapshot, sandbox)) as third:
-            expect(await _said(third, "ls; cat kept/file kept/link") == "gone\nkept\nfirst\nfirst\n", "changed")
+            expect(await said(third, "ls; cat kept/file kept/link") == "gone\nkept\nfirst\nfirst\n", "changed")
 
 
 async def snapshot_of_snapshot(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """A sandbox that started from a snapshot can become one, which outlives the first; removed files stay away."""
     # Without isolation, the image's files are those of the host.
-    removed = (await _said(sandbox, PREPARE + (IMAGE_CHANGES if provider.isolates else ""))).strip()
+    removed = (await said(sandbox, PREPARE + (IMAGE_CHANGES if provider.isolates else ""))).strip()
     async with _snapshot(sandbox, provider) as snapshot:
         if snapshot is None:
             return
         second = await provider.start(_from(snapshot, sandbox))
-        expect(await _said(second, f"{CHANGE}; ls -d {removed} 2>&1 | wc -l") == "moved\n1\n", removed)
+        expect(await said(second, f"{CHANGE}; ls -d {removed} 2>&1 | wc -l") == "moved\n1\n", removed)
         async with _snapshot(second, provider) as later:
             await snapshot.close()
             if later is None:
@@ -115,13 +128,13 @@ async def snapshot_of_snapshot(sandbox: Sandbox, provider: SandboxProvider) -> N
             async with await provider.start(_from(later, sandbox)) as third:
                 gone = f"kept gone moved/link {removed}"
                 script = f"cat moved/file; stat -c %Y moved/old; ls -d {gone} 2>/dev/null"
-                found = await _said(third, script)
+                found = await said(third, script)
                 expect(found == "changed\n1000000000\n", found)
 
 
 async def snapshot_closes(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """No sandbox starts from a closed snapshot; one that did keeps its files. Closing is idempotent."""
-    await _said(sandbox, PREPARE)
+    await said(sandbox, PREPARE)
     async with _snapshot(sandbox, provider) as snapshot:
         if snapshot is None:
             return
@@ -129,26 +142,20 @@ async def snapshot_closes(sandbox: Sandbox, provider: SandboxProvider) -> None:
             await snapshot.close()
             await snapshot.close()
             await expect_error(SandboxClosedError, provider.start(_from(snapshot, sandbox)))
-            expect(await _said(other, "cat kept/hard") == "first\n", await _said(other, "ls -R"))
+            expect(await said(other, "cat kept/hard") == "first\n", await said(other, "ls -R"))
             await other.end_processes()
-            found = await _said(other, "echo more >>kept/file; cat kept/file")
+            found = await said(other, "echo more >>kept/file; cat kept/file")
             expect(found == "first\nmore\n", found)
 
 
 async def snapshot_is_walled(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """A sandbox that started from a snapshot has the rights, limits, mounts and network of any other."""
-    look = ALIKE + (ATTACKS if provider.isolates else "")
-    plain = await _said(sandbox, look)
+    plain = await walls(sandbox, provider)
     async with _snapshot(sandbox, provider) as snapshot:
         if snapshot is None:
             return
         async with await provider.start(_from(snapshot, sandbox)) as other:
-            found = await _said(other, look)
-            different = set(found.splitlines()) ^ set(plain.splitlines())
-            expect(not different, sorted(different))
-            bash, python = await other.bash(), await other.python()
-            expect((await bash.run("echo $((6*7))")).output == "42\n", "bash")
-            expect((await python.execute("6*7")).result == "42", "python")
+            await expect_walls(other, provider, plain)
 
 
 CHECKS: tuple[Check, ...] = (
