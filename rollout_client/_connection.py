@@ -6,6 +6,7 @@ closes its connection.
 
 from __future__ import annotations
 
+import logging
 import random
 import ssl
 import urllib.request
@@ -23,12 +24,15 @@ from api_schemas.nodes import Readiness
 from rollout_client._answers import error_from, parse, readiness_from
 from rollout_client._download import LargeBody
 from rollout_client.errors import (
+    AddressError,
     CaFileError,
     ProtocolError,
     ProxySettingsError,
     UnavailableError,
     UnreachableError,
 )
+
+log = logging.getLogger("rollout_client")
 
 T = TypeVar("T")
 Receive = Callable[[httpx.Response], Awaitable[object]]
@@ -37,6 +41,8 @@ Query: TypeAlias = Mapping[str, str | float | Sequence[str] | None]
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
+TELL_SECONDS = 2.0
+"""After how long a call that is repeated says so in the log; a restart takes less."""
 FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 5.0
 
@@ -51,7 +57,7 @@ class Connection:
         ca_file: str | Path | None,
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = _checked(base_url).rstrip("/")
         self.patience_seconds = patience_seconds
         self._context = _trusting(ca_file)
         proxy = find_proxy(httpx.URL(self.base_url)) if transport is None else None
@@ -212,6 +218,16 @@ def _trusting(ca_file: str | Path | None) -> ssl.SSLContext:
     return context
 
 
+def _checked(base_url: str) -> str:
+    try:
+        url = httpx.URL(base_url)
+    except httpx.InvalidURL as error:
+        raise AddressError(f"{base_url!r} is not a URL: {error}") from error
+    if url.scheme not in {"http", "https"} or not url.host:
+        raise AddressError(f"{base_url!r} is not the URL of a server. Name it as in http://127.0.0.1:8080")
+    return base_url
+
+
 def find_proxy(url: httpx.URL) -> str | None:
     """Return the environment's proxy, if any; never for this machine's own addresses, which it cannot reach."""
     proxies = urllib.request.getproxies()
@@ -251,6 +267,7 @@ class Patience:
         self._address = address
         self._seconds = seconds
         self._deadline: float | None = None
+        self._has_told = False
         self._pause = FIRST_BACKOFF_SECONDS
 
     async def wait(self, error: httpx.TransportError | UnavailableError) -> None:
@@ -263,12 +280,14 @@ class Patience:
         now = anyio.current_time()
         if self._deadline is None:
             self._deadline = now + self._seconds
-        left = self._deadline - now
+        left, reason = self._deadline - now, str(error) or type(error).__name__
         if left <= 0:
             if isinstance(error, UnavailableError):
                 raise error
-            reason = str(error) or type(error).__name__
             raise UnreachableError(f"no answer from {self._address}: {reason}") from error
+        if not self._has_told and self._seconds - left >= TELL_SECONDS:
+            self._has_told = True
+            log.warning("%s: %s; trying again for %.0f s", self._address, reason, left)
         pause = random.uniform(0.5, 1.0) * self._pause  # noqa: S311 - spreads clients, keeps no secret
         if isinstance(error, UnavailableError):
             pause = max(pause, random.uniform(1.0, 1.5) * error.retry_after)  # noqa: S311 - the same

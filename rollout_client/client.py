@@ -26,6 +26,7 @@ from rollout_client.calls.rollouts import RolloutCalls, with_id
 from rollout_client.calls.service import ServiceCalls
 from rollout_client.calls.sessions import SessionCalls
 from rollout_client.errors import (
+    AddressError,
     CaFileError,
     ClientError,
     ConflictError,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     """Takes a request that the server refuses, with its reason."""
 
 __all__ = [
+    "AddressError",
     "CaFileError",
     "ClientError",
     "ClientRun",
@@ -95,6 +97,7 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
         """Create a client of the service at an address; on this machine, it does not use the environment's proxy.
 
         Raises:
+            AddressError: `base_url` does not begin with http:// or https:// and a host.
             CaFileError: `ca_file` cannot be used.
             ProxySettingsError: The proxy that the environment names for it cannot be used.
         """

@@ -2,6 +2,7 @@
 
 ClientError
  |- UnreachableError       no response within the patience of this client
+ |- AddressError           the server's URL is not one of HTTP
  |- ProxySettingsError     the proxy that the environment names cannot be used
  |- CaFileError            the file of certificates to trust cannot be used
  |- ProtocolError          a response that is not one of this API
@@ -27,6 +28,10 @@ class ClientError(Exception):
 
 class UnreachableError(ClientError):
     """No server answered within the patience of this client."""
+
+
+class AddressError(ClientError):
+    """The server's URL is not one of HTTP, so no server can ever answer."""
 
 
 class ProxySettingsError(ClientError):

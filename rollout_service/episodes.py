@@ -82,7 +82,8 @@ def require_score(value: object, environment: str) -> Score:
     """
     if not isinstance(value, Score):
         raise _no_score(environment, f"{value!r:.100}")
-    for name, number in (("the reward", value.reward), *value.parts.items()):
+    numbers: list[tuple[str, object]] = [("the reward", value.reward), *value.parts.items()]
+    for name, number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
             raise _no_score(environment, f"{number!r:.100} for {name}")
     return value

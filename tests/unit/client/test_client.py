@@ -14,6 +14,7 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_client import _connection
 from rollout_client.client import (
+    AddressError,
     ConflictError,
     InvalidRequestError,
     NotFoundError,
@@ -119,6 +120,21 @@ async def test_patience_ends():
     async with client:
         with pytest.raises(UnreachableError, match=r"service\.test: nobody listens"):
             await client.backends()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8080", "localhost:8080", "ftp://host", "http://", "", "http://[::1"])
+def test_a_url_at_which_no_server_can_be_is_refused_at_once(url):
+    with pytest.raises(AddressError, match="is not"):
+        RolloutClient(url)
+
+
+async def test_a_call_that_is_repeated_for_long_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(_connection, "TELL_SECONDS", 0.05)
+    client = RolloutClient(URL, transport=httpx.MockTransport(lambda _: problem(503)), patience_seconds=0.4)
+    with pytest.raises(UnavailableError) as refused:
+        await client.get("r")
+    [told] = caplog.messages
+    assert told.startswith(f"{URL}: {refused.value}; trying again")
 
 
 async def test_patience_begins_with_the_failure_and_not_with_the_call():
