@@ -140,6 +140,11 @@ def _name(name_or_path: str) -> str:
 
 async def _pick(client: RolloutClient, name: str, index: int) -> dict[str, JsonValue]:
     found = await client.dataset(name, limit=1, offset=index)
+    if not found and index == 0:
+        raise CommandError(
+            f"{name} has no data set",
+            hint=f"Pass the task's instance, or give the environment a data set. {INSTANCE_HINT}",
+        )
     if not found:
         raise CommandError(
             f"{name} has no instance with index {index}; indices start at 0",

@@ -267,6 +267,14 @@ def test_env_run_shows_a_whole_trajectory(server):
     assert "no instance with index 100000" in missing.stderr
 
 
+def test_env_run_says_that_there_is_no_data_set(tmp_path):
+    (tmp_path / "environment.toml").write_text('name = "e"\nimage = "base"\n[evaluate]\ncommand = "true"\n')
+    result = invoke("env", "run", str(tmp_path), "--sandbox", "local")
+    assert result.exit_code == 1
+    assert "e has no data set" in result.stderr
+    assert "--instance" in result.stderr
+
+
 def test_a_new_environment_rewards_its_own_solution_and_nothing_less(tmp_path):
     assert invoke("env", "new", "word-count", "--folder", str(tmp_path)).exit_code == 0
     folder, lazy = tmp_path / "word-count", tmp_path / "lazy.jsonl"

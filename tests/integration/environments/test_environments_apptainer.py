@@ -48,6 +48,7 @@ def shop(folder):
     files = re.findall(r"^```\w+\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     for name, text in zip(("environment.toml", "start.sh", "database.py", "grade.py"), files, strict=True):
         (folder / name).write_text(text)
+    (folder / "tasks.jsonl").write_text('{"order": 2}\n')
     return load_folder(folder)
 
 
@@ -70,7 +71,8 @@ urllib.request.urlopen("http://127.0.0.1:8123", data=sql)
 async def test_a_database_that_init_started_lives_for_the_agent_and_the_grader(code, reward, sandboxes, tmp_path):
     (tmp_path / "shop").mkdir()
     policy = ScriptedPolicy([turn("", call("python", code=code)), "Done."])
-    trial = await play(shop(tmp_path / "shop"), {"order": 2}, policy, sandboxes)
+    environment = shop(tmp_path / "shop")
+    trial = await play(environment, environment.dataset()[0], policy, sandboxes)
     assert trial.score.reward == reward, policy.messages
 
 

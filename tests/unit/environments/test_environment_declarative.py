@@ -51,6 +51,15 @@ async def test_the_example_of_the_documentation(sandboxes, number, reward):
     assert "the sea is calm" in trial.episode.policy.messages[3].content
 
 
+async def test_the_solution_of_the_example_solves_its_first_task(sandboxes):
+    turns = [json.loads(line) for line in (WORDCOUNT / "solution.jsonl").read_text().splitlines()]
+    calls = [[call(each["name"], **each["arguments"]) for each in one["tool_calls"]] for one in turns]
+    env = load_folder(WORDCOUNT)
+    policy = ScriptedPolicy([turn("", *each) for each in calls])
+    trial = await play(env, env.dataset()[0], policy, sandboxes)
+    assert (trial.stop_reason, trial.score.reward) == (StopReason.FINISHED, 1.0)
+
+
 async def test_missing_files_of_the_agent_score_zero(sandboxes):
     env = load_folder(WORDCOUNT)
     trial = await run(env, sandboxes, instance=env.dataset()[1])
