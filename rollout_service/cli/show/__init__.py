@@ -11,6 +11,7 @@ from rollout_service.cli import common, completion
 from rollout_service.cli.show.colors import Coloring
 
 if TYPE_CHECKING:
+    from api_schemas.rollouts import Rollout
     from api_schemas.views.summaries import RolloutSummary
     from rollout_client.client import RolloutClient
     from rollout_service.cli.console import SafeConsole
@@ -23,7 +24,9 @@ async def command(
     client: RolloutClient,
     rollout_id: Annotated[
         str,
-        typer.Argument(help="Id of the rollout; `submit` prints the ids.", autocompletion=completion.rollouts),
+        typer.Argument(
+            help="Id of the rollout; `submit` writes it into each result.", autocompletion=completion.rollouts
+        ),
     ],
     tree: Annotated[
         bool, typer.Option("--tree", help="Show the sub-agents too: what each was for, and what it did.")
@@ -67,9 +70,9 @@ async def command(
     from rollout_service.cli.show.trajectory import render_branches, render_head
     from rollout_service.cli.show.tree import render_tree
 
+    rollout = await _get(client, rollout_id, trajectory=as_json and color is not None)
     if html is not None:
         await _save(client, rollout_id, html)
-    rollout = await client.get(rollout_id, trajectory=as_json and color is not None)
     nodes = await client.rollout_nodes(rollout_id) if tree else None
     if as_json:
         common.print_json(nodes or rollout)
@@ -81,6 +84,19 @@ async def command(
         console.print(render_tree(nodes))
     if color is not None:
         await _show_tokens(client, console, rollout_id, color, node, pager=not no_pager)
+
+
+async def _get(client: RolloutClient, rollout_id: str, *, trajectory: bool) -> Rollout:
+    from rollout_client.client import NotFoundError
+
+    try:
+        return await client.get(rollout_id, trajectory=trajectory)
+    except NotFoundError as error:
+        raise common.CommandError(
+            str(error),
+            hint="Results of `submit` have the id as `rollout_id`; "
+            f"curl -s {client.base_url}/v1/rollouts lists the rollouts of the server.",
+        ) from error
 
 
 async def _group(client: RolloutClient, rollout_id: str) -> list[RolloutSummary]:

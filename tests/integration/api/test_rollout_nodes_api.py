@@ -128,4 +128,6 @@ def test_the_command_line_shows_the_tree(url):
     tree = json.loads(run("r-none", "--tree", "--json"))
     assert [node["agent"] for node in tree["nodes"]] == ["reader", "reader"]
     assert json.loads(run("r-none", "--json"))["rollout_id"] == "r-none"
-    assert "there is no rollout nobody" in run("nobody", "--tree", exit_code=1)
+    missing = run("nobody", "--tree", exit_code=1)
+    assert "there is no rollout nobody" in missing
+    assert f"curl -s {url}/v1/rollouts" in missing
