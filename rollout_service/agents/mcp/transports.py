@@ -89,7 +89,8 @@ class PipeTransport:
         said = self._program.errors().strip()[-ERROR_CHARS:]
         return McpServerError(
             f"the MCP server {self._name!r} has ended with exit code {code}: {said or 'it printed nothing'}",
-            hint="Run its command in a sandbox by hand. Whatever is not a message belongs on standard error.",
+            hint="Run its command in the sandbox that `rollout-service env shell DIR` opens. Whatever is not a message "
+            "belongs on standard error.",
         )
 
 

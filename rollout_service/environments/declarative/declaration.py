@@ -39,6 +39,7 @@ NO_GPU = "sandboxes have no GPU. Let a service do what needs one, and list its h
 TEXT_HINT = "Put the file there, saved as text in UTF-8."
 TOML_HINT = "Correct that line: texts and dates need quotes at both ends, lists and tables their closing brackets."
 VALUES_HINT = "docs/reference/environment-toml.md says what each key takes."
+EVALUATE_HINT = 'Add a line [evaluate] and below it: command = "python3 /environment/grade.py".'
 INSIDE = "/environment"
 """Commands find the environment's folder here."""
 
@@ -255,6 +256,8 @@ def _explain(model: type[BaseModel], item: Any) -> str:
 
 def _keys_there_are(model: type[BaseModel], items: Sequence[Any]) -> str:
     """Name the keys of tables with an unknown or a missing one; empty if only values are wrong."""
+    if [(item["type"], item["loc"]) for item in items] == [("missing", ("evaluate",))]:
+        return EVALUATE_HINT
     places = [item["loc"][:-1] for item in items if item["type"] in ("extra_forbidden", "missing")]
     tables = dict.fromkeys(tuple(map(str, place)) for place in places)
     return " ".join(f"{_name_of(table)} takes {', '.join(sorted(known_fields(model, [*table])))}." for table in tables)

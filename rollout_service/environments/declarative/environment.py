@@ -57,6 +57,12 @@ EXIT_TEXT_CHARS = 2_000
 RESULT_HINT = 'Write {"reward": NUMBER, "parts": {"name": NUMBER}} to the file that $ROLLOUT_RESULT names.'
 NAMED = re.compile(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)")
 """A file of the environment in a command."""
+HOW_TO_SEE_IT_FAIL = {
+    "init": "Begin the command with `set -x; ` to see here which step fails.",
+    "evaluate": "Its result counts only if it exits with 0. `rollout-service env shell DIR --stage evaluate` opens a shell "
+    "where it runs.",
+    "solution": "`rollout-service env shell DIR` opens a shell where it runs.",
+}
 _FOLDER = re.compile(rf"(?<![\w./-]){INSIDE}(?![\w.-])")
 
 
@@ -344,7 +350,7 @@ def require_success(stage: str, command: str, result: ExecResult) -> None:
         f"{_printed(result) or 'it printed nothing'}",
         hint="Let the command need less, or raise the limit in [sandbox] of the environment."
         if reached
-        else "Run the command by hand in a copy of the folder, with a file at $ROLLOUT_INSTANCE, to see it fail.",
+        else HOW_TO_SEE_IT_FAIL[stage],
     )
 
 

@@ -83,6 +83,7 @@ async def test_a_server_that_dies_or_hangs_is_a_typed_failure(local_sandbox, mon
         with pytest.raises(McpServerError, match="has ended with exit code 7: out of notes") as caught:
             await call(tools["notes__die"])
         info = describe(caught.value)
+        assert "env shell" in (info.hint or "")
         assert (info.code, info.boundary, info.retryable) == ("mcp_server_failed", "environment", True)
         with pytest.raises(McpServerError, match="has ended"):
             await call(tools["notes__add"], a=1, b=1)

@@ -189,6 +189,7 @@ async def test_a_failed_grader_is_not_a_zero(tmp_path, sandboxes, evaluate, mess
     with pytest.raises(EnvironmentFailedError, match=message) as caught:
         await run(environment(tmp_path / "e", evaluate), sandboxes)
     assert caught.value.hint
+    assert ("env shell DIR --stage evaluate" in caught.value.hint) == ("exit code" in message)
     assert "env run" not in caught.value.hint, "which may be what failed"
 
 

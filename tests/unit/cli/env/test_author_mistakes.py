@@ -65,7 +65,7 @@ MISTAKES = {
     ),
     "a table is missing": (
         {"environment.toml": 'name = "sums"\nimage = "base"\n'},
-        "{at}/environment.toml: the key evaluate is missing | The file takes dataset,",
+        "{at}/environment.toml: the key evaluate is missing | [evaluate] and below it: command = ",
     ),
     "a number is a text": (
         declared("[evaluate]", '[limits]\nmax_turns = "many"\n[evaluate]'),
