@@ -88,7 +88,9 @@ class AuditReport:
         """Findings that may be intended, but seldom are."""
         found = [f"instance {one.index}: {text}" for one in self.instances for text in one.warnings()]
         if not self.has_solution:
-            found.append("without [solution] nothing shows that a task can be solved")
+            found.append(
+                "without a solution nothing shows that a task can be solved; add [solution], or in Python `solve`"
+            )
         return found
 
     @property

@@ -78,8 +78,9 @@ def show(report: AuditReport, console: Console) -> None:
         console.print(Text(finding, style="red"), soft_wrap=True)
     for warning in report.warnings:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    verdict = "good" if report.has_solution else "without findings"
     console.print(
-        f"{report.environment}: {len(report.good)} of {common.count(len(report.instances), 'instance')} good; "
+        f"{report.environment}: {len(report.good)} of {common.count(len(report.instances), 'instance')} {verdict}; "
         f"network {report.network}, {common.count(report.connections, 'connection')}, {report.refused} refused"
     )
 

@@ -1,6 +1,7 @@
 """An audit finds what makes a task worthless, and counts no failure as a reward."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -106,7 +107,7 @@ async def test_rewards_of_another_scale_are_warned_of(make, sandboxes):
     assert warning.startswith("instance 0: rewards beyond -1 and 1: 57; ")
     assert report.as_dict()["warnings"] == [warning]
     assert (await audited(make(solution=None), sandboxes)).warnings == [
-        "without [solution] nothing shows that a task can be solved"
+        "without a solution nothing shows that a task can be solved; add [solution], or in Python `solve`"
     ]
 
 
@@ -151,6 +152,8 @@ def test_a_pass_rate_leaves_failures_out_and_the_table_shows_it(capsys):
     assert "33%" in said
     assert "failed" in said
     assert "e: 1 of 2 instances good" in said
+    show(replace(report, has_solution=False), common.out())
+    assert "e: 1 of 2 instances without findings" in capsys.readouterr().out
 
 
 async def test_instances_are_audited_at_once(make, sandboxes, tmp_path):
