@@ -132,6 +132,8 @@ def _literal_length(path: str) -> int:
 
 def _http_detail(request: Request, error: HTTPException) -> str:
     if error.status_code == HTTPStatus.NOT_FOUND:
+        if request.url.path.startswith("/v1/v1/"):
+            return f"there is no route {request.url.path}; leave /v1 out of the server's URL"
         close = difflib.get_close_matches(request.url.path, [route.path for route in request.app.state.routes], n=1)
         return f"there is no route {request.url.path}" + (
             f"; did you mean {close[0]}?" if close else "; /docs lists the routes"
@@ -151,8 +153,8 @@ def _path(item: dict[str, Any], body: object) -> str:
     where, *inside = item["loc"]
     if where != "body":
         return ".".join(map(str, item["loc"]))
-    if item["type"] == "json_invalid":
-        return "body"  # the message has the position
+    if item["type"] == "json_invalid" or not inside:
+        return "body"  # for invalid JSON, the message has the position
     return ".".join(["body", *map(str, path_as_sent(inside, body, missing=item["type"] == "missing"))])
 
 
@@ -162,6 +164,8 @@ def _message(item: dict[str, Any], known: Callable[[Sequence[int | str]], set[st
         return f"unknown field{did_you_mean(str(name), known(parents))}"
     if item["type"] == "json_invalid":
         return f"not valid JSON: {item.get('ctx', {}).get('error', item['msg'])}"
+    if item["loc"] == ("body",) and item["type"] == "missing":
+        return "missing; send a JSON object, which may be {} if no field is required"
     if item["loc"] == ("body",) and isinstance(item.get("input"), bytes):
         return "not sent as JSON; send it with `Content-Type: application/json`"
     return str(item["msg"]).removeprefix("Value error, ")

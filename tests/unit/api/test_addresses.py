@@ -7,7 +7,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from api_schemas.external import RolloutEnd
 from rollout_service.base.errors import ConfigurationError
+from rollout_service.http import problems
 from rollout_service.http.allowed_hosts import AllowedHosts
 from rollout_service.server.api.app import create_app
 from rollout_service.settings import load_settings
@@ -236,3 +238,21 @@ async def test_a_body_that_a_form_can_send_is_a_415(http, kind):
             refused = await http.post(path, content=b"{}", headers=headers)
             assert refused.status_code == 415
             assert "application/json" in refused.json()["detail"]
+
+
+async def test_a_base_url_with_the_version_is_named(http):
+    async with http:
+        detail = (await http.get("/v1/v1/rollouts/x")).json()["detail"]
+        assert detail == "there is no route /v1/v1/rollouts/x; leave /v1 out of the server's URL"
+
+
+async def test_a_missing_body_is_named():
+    app = FastAPI()
+    problems.install(app)
+
+    @app.post("/end")
+    async def end(end: RolloutEnd) -> None: ...
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+        detail = (await http.post("/end")).json()["detail"]
+    assert detail == "body: missing; send a JSON object, which may be {} if no field is required"
