@@ -113,6 +113,11 @@ def check_unique(keys: Sequence[ApiKey]) -> None:
             raise ValueError(f"two keys have the same {kind}")
 
 
+KEYS_HINT = (
+    'For each key, write a line [[keys]] and below it name = "NAME", role = "submit" and key = "KEY", on a line each.'
+)
+
+
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -131,13 +136,13 @@ def read_keys(path: Path) -> list[ApiKey]:
     except OSError as error:
         raise ConfigurationError(f"the keys file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        raise ConfigurationError(f"the keys file {path} is not valid TOML") from None
+        raise ConfigurationError(f"the keys file {path} is not valid TOML", hint=KEYS_HINT) from None
     except ValidationError as error:
         wrong = "; ".join(
             f"{'.'.join(str(part) for part in item['loc'])}: {item['msg'].removeprefix('Value error, ')}"
             for item in error.errors(include_input=False)
         )
-        raise ConfigurationError(f"the keys file {path}: {wrong}") from None
+        raise ConfigurationError(f"the keys file {path}: {wrong}", hint=KEYS_HINT) from None
 
 
 POLL_SECONDS = 2.0

@@ -111,7 +111,7 @@ class FileClaim:
             os.close(self._descriptor)
             raise StoreError(
                 f"{path} is in use by the process with pid {pid}",
-                hint="Stop that service, or give this one its own state directory.",
+                hint="Stop that service, or give this one another folder with --state-dir or ROLLOUT_STATE_DIR.",
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)

@@ -95,6 +95,7 @@ def test_the_message_ends_before_the_hint_begins(tmp_path):
             first.communicate(timeout=60)
     assert second.returncode != 0
     assert f"is in use by the process with pid {first.pid}. " in second.stderr
+    assert "--state-dir" in second.stderr
 
 
 CONFIG = 'log_format = "json"\nlog_level = "debug"\n'

@@ -171,6 +171,7 @@ async def test_a_changed_file_is_in_force_without_a_restart_and_a_wrong_one_chan
         (None, "cannot be read"),
         ("keys = ", "not valid TOML"),
         ("", "keys: Field required"),
+        ('[keys]\na = "a-key-of-enough-characters"', "keys: Input should be a valid list"),
         (FILE.format(name="a") * 2, "the same name"),
         (FILE.format(name="a").replace("-of-enough-characters", ""), "needs 16"),
     ],
@@ -182,6 +183,7 @@ def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path, text, says):
     with pytest.raises(ConfigurationError, match=re.escape(says)) as refused:
         create_app(load_settings(host="0.0.0.0", keys_file=path))
     assert "a-key" not in str(refused.value)
+    assert "[[keys]]" in refused.value.hint or "valid list" not in says
 
 
 def test_a_file_that_others_may_read_is_reported(tmp_path):
