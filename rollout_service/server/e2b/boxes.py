@@ -157,10 +157,7 @@ class Boxes:
             raise ShuttingDownError
         ticket = self._admission.admit_guest(self.settings.max_sandboxes or self._admission.ceiling // 2)
         if ticket is None:
-            raise TooManySandboxesError(
-                "there is no place for another sandbox now",
-                hint="Kill sandboxes that are no longer used, try later, or raise `e2b.max_sandboxes`.",
-            )
+            raise self._no_place()
         try:
             sandbox = await self._provider.start(spec)
         except BaseException:
@@ -170,6 +167,18 @@ class Boxes:
         box.renew(new.timeout)
         self._tasks.start_soon(self._keep, box, ticket)
         return box
+
+    def _no_place(self) -> TooManySandboxesError:
+        if reasons := self._admission.pressure_reasons:
+            return TooManySandboxesError(
+                f"the host is under pressure: {', '.join(hold.text for hold in reasons)}",
+                hint="Try later, or end other programs on the host.",
+            )
+        return TooManySandboxesError(
+            "there is no place for another sandbox now",
+            hint="Kill sandboxes that are no longer used, try later when rollouts have ended, or raise "
+            "`e2b.max_sandboxes`.",
+        )
 
     async def fork(self, box: Box, seconds: int, count: int) -> list[Box | Exception]:
         """Start sandboxes with the files of one, which keeps running; return each, or the error that prevented it.

@@ -14,8 +14,13 @@ from starlette.requests import Request
 
 from rollout_service.base.errors import RequestError, TooLargeError
 from rollout_service.server.e2b import files
+from rollout_service.server.e2b.boxes import Boxes
 from rollout_service.server.e2b.control import BoxQuery
 from rollout_service.server.e2b.transfer import PIECE, MultipartForm, _bounded, _decoded
+from rollout_service.settings.http import E2BApiSettings
+from sandboxes.config import PressureConfig
+from sandboxes.scheduling.admission import AdmissionController
+from sandboxes.scheduling.pressure import HostMetrics, PressureController
 
 BOUNDARY = b"b0undary"
 NEAR = st.sampled_from([b"\r", b"\n", b"-", b"\r\n", b"\r\n--", b"\r\n--b0undar", b"--b0undary", b"x"])
@@ -109,3 +114,13 @@ def test_any_moment_may_be_asked_for(moment, is_before):
         began=datetime(2026, 1, 1, 0, 0, 1, tzinfo=UTC),
     )
     assert BoxQuery.model_validate({"startedAfter": moment}).has(box) is is_before
+
+
+@pytest.mark.parametrize(("stall", "says"), [(99.0, "under pressure: cpu: "), (0.0, "e2b.max_sandboxes")])
+def test_a_refused_creation_names_the_pressure_of_the_host(stall, says):
+    pressure = PressureController(PressureConfig(), 8, 2)
+    pressure.update(HostMetrics(cpus=2, cpu_stall=stall), used=0, waiting=1)
+    admission = AdmissionController(pressure, HostMetrics, ceiling=8)
+    boxes = Boxes(E2BApiSettings(), SimpleNamespace(), admission, lambda: False)
+    refused = boxes._no_place()
+    assert says in f"{refused} {refused.hint}"
