@@ -54,7 +54,7 @@ def split_by_turn(segment: Segment) -> Iterator[TokenSpan]:
 
 
 def render_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool = False) -> RenderableType:
-    """Render a rollout with its trajectory; log-probabilities of a scripted model are marked as made up."""
+    """Render a rollout with its trajectory; log-probabilities of a scripted model, which are made up, are left out."""
     head = render_head(rollout)
     if rollout.trajectory is None:
         return head
@@ -86,7 +86,7 @@ def render_branches(rollout_id: str, group: Sequence[RolloutSummary]) -> Rendera
 
 
 def render_trajectory(trajectory: Trajectory, tokenizer: ChatTokenizer, *, scripted: bool = False) -> RenderableType:
-    """Render every token of a trajectory: context dim, sampled tokens green with their log-probabilities."""
+    """Render every token: context dim, sampled tokens green, with log-probabilities unless `scripted`."""
     parts: list[RenderableType] = []
     for number, segment in enumerate((*trajectory.segments, *trajectory.untrained)):
         counts = f"{len(segment.token_ids)} tokens, {sum(segment.loss_mask)} sampled"
@@ -106,13 +106,13 @@ def _render_span(span: TokenSpan, tokenizer: ChatTokenizer, scripted: bool) -> R
     head = Text(f"tokens {span.start}-{end - 1}: {kind}", style="cyan")
     text = tokenizer.decode(list(span.token_ids))
     body = [Text(text.strip("\n"), style=SAMPLED if span.sampled else CONTEXT)]
-    if span.sampled:
-        body.append(_logprobs(span, tokenizer, scripted))
+    if span.sampled and not scripted:
+        body.append(_logprobs(span, tokenizer))
     return Group(head, Padding(Group(*body), (0, 0, 0, 2), expand=False))
 
 
-def _logprobs(span: TokenSpan, tokenizer: ChatTokenizer, scripted: bool) -> Text:
-    line = Text("logprobs (made up, the model is scripted): " if scripted else "logprobs: ", style=CONTEXT)
+def _logprobs(span: TokenSpan, tokenizer: ChatTokenizer) -> Text:
+    line = Text("logprobs: ", style=CONTEXT)
     for token_id, logprob in zip(span.token_ids, span.logprobs, strict=True):
         token = tokenizer.decode([token_id]).replace("\n", "\\n")
         line.append(token, style=SAMPLED)

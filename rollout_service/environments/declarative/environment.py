@@ -59,8 +59,8 @@ NAMED = re.compile(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)")
 """A file of the environment in a command."""
 HOW_TO_SEE_IT_FAIL = {
     "init": "Begin the command with `set -x; ` to see here which step fails.",
-    "evaluate": "Its result counts only if it exits with 0. `rollout-service env shell DIR --stage evaluate` opens a shell "
-    "where it runs.",
+    "evaluate": "Its result counts only if it exits with 0. `rollout-service env shell DIR --stage evaluate` opens a "
+    "shell where it runs.",
     "solution": "`rollout-service env shell DIR` opens a shell where it runs.",
 }
 _FOLDER = re.compile(rf"(?<![\w./-]){INSIDE}(?![\w.-])")

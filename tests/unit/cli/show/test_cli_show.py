@@ -214,10 +214,9 @@ def test_a_line_says_why_sandboxes_wait():
     )
 
 
-def test_log_probabilities_of_a_scripted_model_are_marked_as_made_up(tokenizer):
-    marked = printed(render_rollout(rollout(), tokenizer, scripted=True))
-    assert "logprobs (made up, the model is scripted): " in marked
-    assert "made up" not in printed(render_rollout(rollout(), tokenizer))
+def test_made_up_log_probabilities_of_a_scripted_model_are_left_out(tokenizer):
+    assert "logprobs" not in printed(render_rollout(rollout(), tokenizer, scripted=True))
+    assert "logprobs: " in printed(render_rollout(rollout(), tokenizer))
 
 
 @pytest.mark.parametrize("ended_at", [None, NOW])
