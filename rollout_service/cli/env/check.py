@@ -124,13 +124,19 @@ def load_environment(name_or_path: str) -> Environment:
 
     Raises:
         ConfigurationError: The environment at the path is invalid.
-        InvalidFieldError: There is no installed environment with this name.
+        CommandError: There is neither a folder nor an installed environment with this name.
     """
     settings = load_settings()
     place = environment_path(name_or_path)
     if place is not None:
         return load_path(place, settings.harbor)
-    return EnvironmentRegistry.load(settings.environments, harbor=settings.harbor).get(name_or_path)
+    try:
+        return EnvironmentRegistry.load(settings.environments, harbor=settings.harbor).get(name_or_path)
+    except InvalidFieldError as error:
+        found = "; ".join(field.message for field in error.fields)
+        raise CommandError(
+            f"there is no folder ./{name_or_path} with an {FILE_NAME} here, and {found}", hint=error.hint
+        ) from error
 
 
 def check_environment(name_or_path: str) -> EnvironmentReport:

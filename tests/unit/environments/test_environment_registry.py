@@ -142,6 +142,12 @@ def test_a_python_file_is_an_environment(tmp_path):
     assert load_path(file).spec.name == "made"
 
 
+def test_a_name_of_nothing_is_also_not_a_folder_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CommandError, match=r"no folder ./nothere .* here, and there is no environment 'nothere'$"):
+        load_environment("nothere")
+
+
 @pytest.mark.parametrize("name", ["words_of_mine:Mine", "words_of_mine:made", "words_of_mine.py:Mine"])
 def test_an_object_of_a_module_is_an_environment(tmp_path, monkeypatch, name):
     monkeypatch.setattr(sys, "path", [*sys.path])
