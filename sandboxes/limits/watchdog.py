@@ -16,6 +16,7 @@ looks. A look at 100 sandboxes takes some milliseconds. Looks are spaced to take
 
 import os
 import re
+import signal
 import threading
 import time
 from collections import defaultdict
@@ -26,7 +27,6 @@ from pathlib import Path
 
 import structlog
 
-from sandboxes.host.processes import kill_if, start_time
 from sandboxes.limits.cgroups import ControlGroup
 from sandboxes.limits.violations import LimitMonitor
 
@@ -51,10 +51,6 @@ class Process:
     """Ticks since boot."""
     resident: int
     """Bytes, including shared pages."""
-
-    def has(self, pid: int) -> bool:
-        """Return whether the number is still this process's."""
-        return start_time(pid) == self.start
 
 
 class Processes:
@@ -110,6 +106,18 @@ def _proportional_size(process: Process) -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return process.resident
+
+
+def _kill(process: Process) -> None:
+    """Send SIGKILL to a process, unless its pid belongs to another one by now."""
+    with suppress(OSError):
+        fd = os.pidfd_open(process.pid)
+        try:
+            now = _read(str(process.pid))
+            if now is not None and now.start == process.start:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        finally:
+            os.close(fd)
 
 
 def _slack(limit: int) -> int:
@@ -192,7 +200,7 @@ class WatchedSandbox:
     def _kill_all(self, inside: list[Process], limit: str) -> None:
         self.monitor.record(limit)
         for process in inside[1:]:
-            kill_if(process.pid, process.has)
+            _kill(process)
 
     @staticmethod
     def _exceeds(inside: list[Process], limit: int) -> bool:
