@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from rich.table import Table
 from rich.text import Text
 
-from rollout_service.base.errors import InvalidFieldError, ServiceError
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError, ServiceError
 from rollout_service.cli.common import CommandError, count, err
 from rollout_service.cli.console import SafeConsole, id_column, table
 from rollout_service.cli.image.tables import unpacked_images
@@ -123,8 +123,7 @@ def load_environment(name_or_path: str) -> Environment:
     """Load an installed environment, or the one at a path.
 
     Raises:
-        ConfigurationError: The environment at the path is invalid.
-        CommandError: There is neither a folder nor an installed environment with this name.
+        ConfigurationError: The environment at the path is invalid, or nothing has this name.
     """
     settings = load_settings()
     place = environment_path(name_or_path)
@@ -134,7 +133,7 @@ def load_environment(name_or_path: str) -> Environment:
         return EnvironmentRegistry.load(settings.environments, harbor=settings.harbor).get(name_or_path)
     except InvalidFieldError as error:
         found = "; ".join(field.message for field in error.fields)
-        raise CommandError(
+        raise ConfigurationError(
             f"there is no folder ./{name_or_path} with an {FILE_NAME} here, and {found}", hint=error.hint
         ) from error
 
