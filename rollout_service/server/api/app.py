@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 import anyio
@@ -49,7 +49,7 @@ from rollout_service.server.api.routes import (
     trajectories,
 )
 from rollout_service.server.dashboard import routes as dashboard
-from rollout_service.server.lifecycle import Service, open_service
+from rollout_service.server.lifecycle import open_service
 from rollout_service.settings import Settings
 
 MODULES = (
@@ -84,6 +84,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
     hosts = AllowedHosts(settings.allowed_hosts, bound=settings.host, keyed=settings.is_keyed)
     keyring = Keyring(settings.keys, settings.keys_file, reloaded=metrics.count_key_reload)
     ending = shutdown or Shutdown(settings.pipeline.drain_seconds)
+    serving_e2b = _import_e2b() if settings.e2b.enabled else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -93,8 +94,10 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
                 async with AsyncExitStack() as stack:
                     with ending.starting(scope):
                         service = await stack.enter_async_context(open_service(settings, metrics, ending))
-                        if settings.e2b.enabled:
-                            await stack.enter_async_context(_serving_e2b(settings, service, keyring, ending))
+                        if serving_e2b is not None:
+                            observe = metrics.count_refused_connection
+                            e2b = serving_e2b(settings, service.node, keyring, lambda: ending.begun, observe)
+                            await stack.enter_async_context(e2b)
                     app.state.service, is_started = service, True
                     await stack.enter_async_context(keyring.watching())
                     async with _draining(ending, service.pipeline):
@@ -145,17 +148,15 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
     return app
 
 
-def _serving_e2b(
-    settings: Settings, service: Service, keyring: Keyring, shutdown: Shutdown
-) -> AbstractAsyncContextManager[None]:
+def _import_e2b() -> Callable[..., AbstractAsyncContextManager[None]]:
+    """Import this before the service starts: it takes so long that the event loop would be found blocked."""
     try:
         from rollout_service.server.e2b.app import serving_e2b
     except ModuleNotFoundError as missing:
         raise ConfigurationError(
             f"e2b.enabled is set, but {missing.name} is not installed", hint="Install rollout-service[e2b]."
         ) from missing
-    observe = service.metrics.count_refused_connection
-    return serving_e2b(settings, service.node, keyring, lambda: shutdown.begun, observe)
+    return serving_e2b
 
 
 @asynccontextmanager
