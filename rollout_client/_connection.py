@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from ipaddress import ip_address
+from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -43,6 +44,7 @@ CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
 TELL_SECONDS = 2.0
 """After how long a call that is repeated says so in the log; a restart takes less."""
+TELL_AGAIN_SECONDS = 30.0
 FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 5.0
 
@@ -73,6 +75,8 @@ class Connection:
                 trust_env=False,  # `find_proxy` has looked at it
             )
         self._direct = transport is None and proxy is None
+        self._told_at = -inf
+        """When this last said in the log that it repeats a call; hundreds may wait for one server."""
         self._through = "" if proxy is None else f" through {_described(proxy)}"
 
     async def call(
@@ -192,7 +196,13 @@ class Connection:
                 await patience.wait(error)
 
     def patience(self) -> Patience:
-        return Patience(self.base_url + self._through, self.patience_seconds)
+        return Patience(self.base_url + self._through, self.patience_seconds, self._tell)
+
+    def _tell(self, reason: str, left: float) -> None:
+        now = anyio.current_time()
+        if now - self._told_at >= TELL_AGAIN_SECONDS:
+            self._told_at = now
+            log.warning("%s: %s; trying again for %.0f s", self.base_url + self._through, reason, left)
 
     async def _receive(self, request: httpx.Request, receive: Receive | None) -> httpx.Response:
         response = await self.http.send(request, stream=True)
@@ -263,11 +273,12 @@ def _described(proxy: str) -> str:
 class Patience:
     """Random pauses that double up to a limit. Time counts from the first failure: requests may wait long."""
 
-    def __init__(self, address: str, seconds: float) -> None:
+    def __init__(self, address: str, seconds: float, tell: Callable[[str, float], None]) -> None:
+        """`tell` gets the reason and the seconds left, before each pause of a call that has failed for long."""
         self._address = address
+        self._tell = tell
         self._seconds = seconds
         self._deadline: float | None = None
-        self._has_told = False
         self._pause = FIRST_BACKOFF_SECONDS
 
     async def wait(self, error: httpx.TransportError | UnavailableError) -> None:
@@ -285,9 +296,8 @@ class Patience:
             if isinstance(error, UnavailableError):
                 raise error
             raise UnreachableError(f"no answer from {self._address}: {reason}") from error
-        if not self._has_told and self._seconds - left >= TELL_SECONDS:
-            self._has_told = True
-            log.warning("%s: %s; trying again for %.0f s", self._address, reason, left)
+        if self._seconds - left >= TELL_SECONDS:
+            self._tell(reason, left)
         pause = random.uniform(0.5, 1.0) * self._pause  # noqa: S311 - spreads clients, keeps no secret
         if isinstance(error, UnavailableError):
             pause = max(pause, random.uniform(1.0, 1.5) * error.retry_after)  # noqa: S311 - the same

@@ -128,9 +128,17 @@ def test_a_url_at_which_no_server_can_be_is_refused_at_once(url):
         RolloutClient(url)
 
 
-async def test_a_call_that_is_repeated_for_long_says_so_once(monkeypatch, caplog):
+async def test_calls_that_are_repeated_for_long_say_so_once(monkeypatch, caplog):
     monkeypatch.setattr(_connection, "TELL_SECONDS", 0.05)
     client = RolloutClient(URL, transport=httpx.MockTransport(lambda _: problem(503)), patience_seconds=0.4)
+
+    async def call() -> None:
+        with pytest.raises(UnavailableError):
+            await client.get("r")
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(call)
     with pytest.raises(UnavailableError) as refused:
         await client.get("r")
     [told] = caplog.messages
