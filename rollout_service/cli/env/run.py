@@ -56,7 +56,10 @@ class OwnServer:
             if turns is not None:
                 backend = (await stack.enter_async_context(scripted_engine(turns))).url
             engines = await stack.enter_async_context(self.pools.engines())
-            client = await stack.enter_async_context(running_server(Path(folder), self._flags(backend)))
+            try:
+                client = await stack.enter_async_context(running_server(Path(folder), self._flags(backend)))
+            except CommandError as error:  # its log, which names the cause, is printed, and goes with the folder
+                raise CommandError(str(error).partition("\n")[0]) from error
             for engine in engines:
                 await client.add_backend(engine)
             yield client
