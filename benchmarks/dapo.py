@@ -47,9 +47,10 @@ from rollout_service.groups import (
     GroupProgress,
     SampleOutcome,
     groups_to_start,
-    is_too_old,
+    oldest_allowed_version,
 )
 from rollout_service.groups.filters import ZeroVariance
+from rollout_service.store.rules import is_stale
 
 BATCH = 32
 ETA = 8
@@ -184,9 +185,8 @@ class Service:
         """Deliver a batch if there is one; the trainer's version increases immediately."""
         if len(self._ready) < BATCH:
             return
-        fresh = [
-            group for group in self._ready if not is_too_old(group.version, version=self.delivered, max_staleness=ETA)
-        ]
+        oldest = oldest_allowed_version(version=self.delivered, max_staleness=ETA)
+        fresh = [group for group in self._ready if not is_stale(group.version, oldest)]
         self.stale += len(self._ready) - len(fresh)
         self._ready = fresh
         if len(self._ready) >= BATCH:

@@ -7,7 +7,6 @@ from rollout_service.groups.acceptance import (
     admission_capacity,
     groups_needed,
     groups_to_start,
-    is_too_old,
     oldest_allowed_version,
 )
 from rollout_service.groups.branching import branch_points
@@ -63,7 +62,6 @@ __all__ = [
     "group_statistics",
     "groups_needed",
     "groups_to_start",
-    "is_too_old",
     "leave_one_out",
     "oldest_allowed_version",
     "parallel_figures",

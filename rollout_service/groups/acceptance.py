@@ -170,8 +170,3 @@ def groups_to_start(run: AdmissionState, under_way: Mapping[GroupProgress, int],
 def oldest_allowed_version(*, version: int, max_staleness: int | None) -> int | None:
     """Return None if there is no limit."""
     return None if max_staleness is None else version - max_staleness
-
-
-def is_too_old(oldest_version: int | None, *, version: int, max_staleness: int | None) -> bool:
-    oldest_allowed = oldest_allowed_version(version=version, max_staleness=max_staleness)
-    return oldest_allowed is not None and oldest_version is not None and oldest_version < oldest_allowed

@@ -1,6 +1,5 @@
 """The admission formula agrees with an independent model, and bounds how far groups run ahead of the trainer."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,7 +9,6 @@ from rollout_service.groups import (
     AdmissionState,
     admission_capacity,
     groups_to_start,
-    is_too_old,
 )
 
 
@@ -140,10 +138,3 @@ def test_groups_to_start_are_within_the_capacity_and_never_negative(size, eta, a
     assert 0 <= groups <= max(0, admission_capacity(state))
     if ready >= (1 + ahead) * size:
         assert groups == 0
-
-
-@pytest.mark.parametrize(
-    ("oldest", "eta", "old"), [(None, 0, False), (3, None, False), (5, 0, False), (4, 0, True), (3, 2, False)]
-)
-def test_is_too_old(oldest, eta, old):
-    assert is_too_old(oldest, version=5, max_staleness=eta) is old
