@@ -1,11 +1,11 @@
 """The contract as runnable checks, for anyone who writes a provider.
 
-    python -m sandboxes.conformance apptainer python -m sandboxes.conformance my_package.provider:make --json
-    report.json
+    python -m sandboxes.conformance apptainer
+    python -m sandboxes.conformance my_package.provider:make --json report.json
 
-Each check gets a fresh sandbox and its provider, and raises `ConformanceError`; its docstring is the contract's
-promise. A provider may name checks that it fails (`known_failures`). Checks that attack do not run if the provider says
-that it does not isolate.
+Each check gets a fresh sandbox and its provider, and raises `ConformanceError` if the contract is broken; its docstring
+is the contract's promise. A provider names the checks that it is known to fail (`known_failures`); any other failure
+counts. Checks that attack do not run if the provider says that it does not isolate.
 """
 
 from sandboxes.conformance import (

@@ -203,7 +203,7 @@ async def bash_characters(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect(result.output == "€\n", result)
     for limit in (1000, 1001, 1002, 1003):
         result = await bash.run("printf '€%.0s' {1..3000}", output_limit=limit)
-        expect_cut(result)
+        expect_cut(result, limit)
 
 
 CHECKS: tuple[Check, ...] = (

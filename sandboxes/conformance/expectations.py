@@ -30,11 +30,11 @@ def expect(holds: bool, found: object) -> None:
         raise ConformanceError(f"found {found!r}")
 
 
-def expect_cut(result: BashResult | PythonResult) -> None:
-    """Expect that the output, euro signs alone, was cut between two of them."""
+def expect_cut(result: BashResult | PythonResult, limit: int) -> None:
+    """Expect that the output, euro signs alone, was cut between two of them at this limit."""
     head, _note, tail = result.output.partition("\n[")
     tail = tail.partition("]\n")[2]
-    expect(result.truncated and set(head) == set(tail) == {"€"}, result)
+    expect(result.truncated and set(head) == set(tail) == {"€"}, (limit, result))
 
 
 async def expect_error(kind: type[SandboxError], call: Awaitable[object]) -> SandboxError:

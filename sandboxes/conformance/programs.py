@@ -8,7 +8,7 @@ from sandboxes.conformance.expectations import GRACE, Check, expect
 from sandboxes.contract import Sandbox, SandboxProvider
 
 NAMES = ("count", "mode", "pipe", "pipes", "groups", "message", "max_processes", "max_data")
-"""They mean nothing to programs, and something to the shell that starts them."""
+"""Variables that mean nothing to programs, and something to the shell that starts them."""
 
 
 async def exec_programs(sandbox: Sandbox, _: SandboxProvider) -> None:

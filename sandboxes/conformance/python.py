@@ -125,7 +125,7 @@ async def python_characters(sandbox: Sandbox, _: SandboxProvider) -> None:
     python = await sandbox.python()
     for limit in (1000, 1001, 1002, 1003):
         result = await python.execute("print('€' * 3000, end='')", output_limit=limit)
-        expect_cut(result)
+        expect_cut(result, limit)
 
 
 CHECKS: tuple[Check, ...] = (
