@@ -1,7 +1,7 @@
 """Errors of this package, each named for the boundary it crossed.
 
-The message says what happened, `hint` what to do next. A command that fails is not an error but a result with an exit
-code.
+The message says what happened, `hint` what to do next, and `retryable` whether the same call may work later. A command
+that fails is not an error but a result with an exit code.
 """
 
 from typing import ClassVar
@@ -98,7 +98,7 @@ class SandboxLostError(SandboxError):
 
 
 class SandboxClosedError(SandboxError):
-    """The sandbox was closed or ended by itself."""
+    """The sandbox was closed or ended by itself; nothing can run in it any more."""
 
     code = "sandbox_closed"
     default_hint = "start a new sandbox"
@@ -125,6 +125,8 @@ class SandboxResumeError(SandboxError):
 
 
 class SessionDiedError(SandboxError):
+    """A session ended during a command. Its variables are lost, files stay, and the next call starts a new session."""
+
     code = "session_died"
     retryable = True
     default_hint = "the next call starts a new session in the same sandbox; files are kept, variables are not"
@@ -162,6 +164,8 @@ class FileMissingError(SandboxFileError):
 
 
 class FileTooLargeError(SandboxFileError):
+    """The file, or the tree, is larger than the caller allows."""
+
     code = "file_too_large"
 
 

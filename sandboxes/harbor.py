@@ -1,8 +1,8 @@
 """This project's sandboxes as an environment of Harbor: `harbor run -e sandboxes.harbor:RolloutEnvironment`.
 
 Guarantees:
-- Each trial has its own Apptainer sandbox, which ends with `stop`, a failed `start`, and at the latest Harbor's
-  process.
+- Each trial has its own Apptainer sandbox, which ends with `stop`, a failed or cancelled `start`, and at the latest
+  Harbor's process.
 - A task has no network unless it lists hosts, or the caller allows what "public" means.
 - What comes back from a sandbox is written below the target only, whatever its archive says.
 

@@ -29,7 +29,8 @@ class RunningProgram(ABC):
 
     @property
     @abstractmethod
-    def group(self) -> int: ...
+    def group(self) -> int:
+        """The id of its process group, as code inside sees it."""
 
     @abstractmethod
     async def send(self, data: bytes) -> bool:
@@ -83,14 +84,15 @@ class Sandbox(ABC):
 
     @property
     @abstractmethod
-    def workdir(self) -> str: ...
+    def workdir(self) -> str:
+        """The working folder as code inside sees it: `spec.workdir` if the provider isolates files."""
 
     @property
     def listener(self) -> socket.socket | None:
         """A socket that listens at `LISTENER_ADDRESS` on the loopback inside; None unless `spec.listens`.
 
-        The owner accepts connections from it; it is closed with the sandbox. Where code inside has the host's network,
-        the port is another, and every program of the host can connect to it.
+        The owner accepts connections from it, and they reach nothing else. It is closed with the sandbox. Where code
+        inside has the host's network, the port is another, and every program of the host can connect to it.
         """
         return None
 
@@ -162,8 +164,8 @@ class Sandbox(ABC):
     ) -> AbstractAsyncContextManager[RunningProgram]:
         """Start a program outside the sessions, and exchange bytes with it within the block.
 
-        At its end the program's process group is killed, unless `leave_group` was called. Several may run at once. A
-        program that does not exist ends at once with exit code 127.
+        At the end of the block the program's process group is killed, unless `leave_group` was called. Several may run
+        at once. A program that does not exist ends at once with exit code 127.
 
         Raises:
             SandboxStartError: The program did not start, for example because no process was left.
@@ -262,8 +264,9 @@ class Sandbox(ABC):
 
         The host reads it; nothing runs inside. Entries are folders, regular files, hard links to files of the stream,
         and symbolic links that stay within the path. Anything else is left out, as are owners, attributes and modes
-        beyond the nine bits. Files are read even if their modes forbid it. Call `end_processes` first, or the tree may
-        change meanwhile. Close the generator (`contextlib.aclosing`) if you leave it before its end.
+        beyond the nine bits. Files are read even if their modes forbid it, and their contents are hostile. Call
+        `end_processes` first, or the tree may change meanwhile. Close the generator (`contextlib.aclosing`) if you
+        leave it before its end.
 
         Raises:
             FileMissingError: There is no such path.
@@ -297,8 +300,8 @@ class Sandbox(ABC):
     def save(self, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncGenerator[bytes, None]:
         """Read what the sandbox has beyond its image and its snapshot, for another to begin with (`SandboxSpec.saved`).
 
-        That is its files, as in `snapshot`, and the state of its bash: see `sandboxes.sessions.bash_state`. Nothing may
-        use the sandbox meanwhile. Close the generator (`contextlib.aclosing`) if you leave it early.
+        That is its files, as in `snapshot`, and the state of its bash: see `sandboxes.sessions.bash_state`. The sandbox
+        goes on; nothing may use it meanwhile. Close the generator (`contextlib.aclosing`) if you leave it early.
 
         Raises:
             SandboxUnsavedError: It has something else: a program in the background, a Python that has run code, or open

@@ -21,7 +21,7 @@ class BashSession(ABC):
         """Run a command of any number of lines in this session's shell.
 
         At the timeout the command gets SIGINT, then SIGTERM, then SIGKILL, and its output is returned with `timed_out`.
-        Processes that it put into the background live on.
+        The session and processes that it put into the background live on.
 
         Raises:
             SessionDiedError: The shell ended (`exit`, a kill, or a command that nothing else could stop), now or since

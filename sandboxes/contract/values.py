@@ -25,6 +25,8 @@ SessionName = Literal["bash", "python"]
 
 @dataclass(frozen=True, slots=True)
 class Bind:
+    """A file or folder of the host that the sandbox sees at `target` and cannot change."""
+
     source: str
     target: str
 
@@ -107,6 +109,8 @@ class BashResult:
 
 @dataclass(frozen=True, slots=True)
 class PythonErrorInfo:
+    """The class and text of an exception that the code raised, and the traceback without terminal colors."""
+
     ename: str
     evalue: str
     traceback: str

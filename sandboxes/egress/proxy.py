@@ -51,6 +51,8 @@ class ProxyLimits:
 
 
 class RefusedError(Exception):
+    """A refused request; `code` is stable, for counters."""
+
     def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
         super().__init__(message)
         self.status = status
@@ -61,6 +63,7 @@ class Target(NamedTuple):
     host: str
     port: int
     path: str | None
+    """None for a tunnel."""
 
     @classmethod
     def of(cls, request: h11.Request) -> "Target":
@@ -226,7 +229,7 @@ class EgressProxy:
         return addresses
 
     async def _relay(self, client: SocketStream, server: SocketStream) -> None:
-        """Copy both ways until both end, or nothing has arrived for long."""
+        """Copy both ways until both end, or nothing has arrived for long. A slow reader holds up its writer."""
         async with _idle_limit(self._limits.idle_seconds) as touch:
 
             def sent(size: int) -> None:
@@ -296,7 +299,7 @@ def _refusal(wire: h11.Connection, refused: RefusedError) -> bytes:
 
 
 def _forwarded(request: h11.Request, target: Target, path: str) -> bytes:
-    """Return the head of a plain request as its server should see it."""
+    """Return the head of a plain request as its server should see it: for one answer and no more."""
     named = {
         name.strip().lower()
         for header, value in request.headers

@@ -43,7 +43,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_address(text: str) -> Address | None:
-    """Return None if the text is not an address in its usual form, without a zone."""
+    """Return an address in its usual form; None if the text is not one, or has a zone."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -94,7 +94,7 @@ def split_port(text: str) -> tuple[str, int | None]:
 class HostRule:
     host: str
     subdomains: bool
-    """It then does not match `host` itself."""
+    """Whether it matches the subdomains of `host`, and not `host` itself."""
     port: int | None
     """None means `DEFAULT_PORTS`."""
 
@@ -125,6 +125,10 @@ def _invalid_entry(entry: str, why: str) -> SandboxConfigError:
 
 class AllowList:
     def __init__(self, entries: Iterable[str]) -> None:
+        """
+        Raises:
+            SandboxConfigError: An entry is not valid, or there are too many.
+        """
         self.entries = tuple(entries)
         if len(self.entries) > MAX_ENTRIES:
             raise SandboxConfigError(

@@ -1,7 +1,7 @@
 """Ports for servers that must know their port before they start.
 
 Guarantee: where the kernel's own range leaves room below it, a port is there, so no program that asks for any port gets
-it. A server may take a minute to listen.
+it. A server may take a minute to listen, and its port must not be given to another until then.
 """
 
 import random

@@ -16,6 +16,8 @@ FIRST_ID, ID_COUNT = 100_000, 65_536
 
 class SubordinateIds(NamedTuple):
     owner: str
+    """A user's name or number."""
+
     ids: range
 
     def __str__(self) -> str:

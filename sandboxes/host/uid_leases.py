@@ -1,9 +1,10 @@
 """Lease a host user to each sandbox: no two live sandboxes share one, whichever service of the host started them.
 
 The kernel then counts for each sandbox alone the resources that it counts by user (descriptors in flight, epoll
-watches, inotify instances, pipes, keys, signals). A service that is root holds a block of ids by a lock on a file. It
-takes a block only if no process and no user of the host has one of its ids, so processes that a dead service left
-behind keep theirs. An id is used again only after all others of the block, and only if no process has it.
+watches, inotify instances, pipes, keys, signals). A service that is root holds a block of ids by a lock on a file,
+which ends with the service. It takes a block only if no process and no user of the host has one of its ids, so
+processes that a dead service left behind keep theirs. An id is used again only after all others of the block, and only
+if no process has it.
 """
 
 import os

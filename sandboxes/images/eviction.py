@@ -13,6 +13,8 @@ class EvictionCandidate:
     name: str
     size_bytes: int
     last_used: float
+    """Unix time."""
+
     of: str = ""
     rank: int = 0
     """Lower ranks go first, whenever they were used."""

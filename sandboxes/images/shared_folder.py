@@ -35,7 +35,7 @@ DRAFT = re.compile(r".+~(?P<machine>\w+-\d+)-(?P<pid>\d+)-(?P<start>\d+)-\w+")
 
 
 class SharedFolder:
-    """Its methods block."""
+    """Drafts, locks and stamps below `root`. Its methods block."""
 
     def __init__(self, root: Path, *, remove: Callable[[Path], object] = remove_tree) -> None:
         """`remove` removes a folder whose files this user could not."""

@@ -40,7 +40,7 @@ from sandboxes.images.sources import (
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 SUFFIX = ".sif"
 GRACE_SECONDS = 24 * 3600.0
-"""An image may be mounted somewhere for so long after its last use; sandboxes live less."""
+"""How long after its last use an image may still be mounted somewhere; longer than sandboxes live."""
 
 ATTEMPTS = 20
 """Attempts to give a name that another process keeps removing; all but the first are quick."""
@@ -53,6 +53,8 @@ class StoredImage:
     path: Path
     size_bytes: int
     built_at: float
+    """Unix time."""
+
     key: str
     """A hash of its inputs: equal keys are equal images. It is "" for a file that was put there by hand."""
 

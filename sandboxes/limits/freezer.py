@@ -16,7 +16,7 @@ from sandboxes.errors import SandboxConfigError, SandboxPauseError, SandboxResum
 from sandboxes.limits.cgroups import ControlGroup
 
 FREEZE_SECONDS = 2.0
-"""The kernel waits for calls that nothing interrupts, as of a lost disk."""
+"""The kernel may take so long to stop everything; it waits for calls that nothing interrupts, as of a lost disk."""
 
 
 class Freezer:

@@ -47,7 +47,7 @@ class LimitMonitor:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._at: dict[str, bool] = {}
-        """At the last look."""
+        """Whether a limit was reached at the last look."""
         self._kills = 0
         self._oom_kills = group.file("memory", "memory.oom_control", "memory.events") if group else None
         self._peak = group.file("pids", "pids.peak") if group else None

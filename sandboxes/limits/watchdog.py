@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 INTERVAL = 0.5
 SHARE = 0.01
 HOG = 0.5
-"""A sandbox that uses more of one processor is busy."""
+"""A sandbox that uses more than this share of one processor is busy."""
 PATIENCE = 2
 """So many busy looks in a row make a sandbox yield."""
 PAGE = os.sysconf("SC_PAGE_SIZE")

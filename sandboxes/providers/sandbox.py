@@ -74,7 +74,7 @@ LOOKS = 10
 MAX_LOOKED_AT = 64
 """For `list_running`, which takes the host about 50 us for each process."""
 MAX_RUNNING, RUNNING_CHARS = 10, 80
-"""Of the result of `list_running`: a note for people is to stay short."""
+"""Command lines that `list_running` returns, and characters of each: a note for people is to stay short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +412,7 @@ class ControlledSandbox(Sandbox):
             self._at_rest.set()
 
     def begin_lifetime(self) -> None:
-        """Start `spec.lifetime_seconds` anew, for a sandbox that was started ahead of its use.
+        """Start `spec.lifetime_seconds` now, also anew for a sandbox that was started ahead of its use.
 
         When it is over, everything inside ends. Folders and groups are removed when the sandbox is closed.
         """

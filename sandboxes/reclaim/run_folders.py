@@ -104,7 +104,7 @@ class ServiceFolder:
 
     @property
     def intact(self) -> bool:
-        """Somebody may have emptied /tmp."""
+        """Whether the folder is still in its place: somebody may have emptied /tmp."""
         return is_still_at(self._handle, self.path)
 
     def new(self) -> RunFolder:

@@ -1,7 +1,8 @@
 """The host's side of `control.sh`, the first process of every sandbox, and of the processes it starts.
 
-The control shell reads from one end of a socket pair, which the agent's programs do not have. When the host's end
-closes, even by the service's death, the shell ends and everything inside with it.
+The control shell reads from one end of a socket pair, which the agent's programs do not have, so they cannot start,
+signal or confuse anything through it. When the host's end closes, even by the service's death, the shell ends and
+everything inside with it.
 """
 
 import os

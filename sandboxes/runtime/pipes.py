@@ -1,8 +1,8 @@
 """The host's ends of the pipes of one sandboxed process, read by the event loop, and its output in bounded memory.
 
-They are named pipes in a folder that only the host writes to, unlinked as soon as the process has opened them. A flood
-from inside is read at a bounded rate: the buffer bounds the memory; `FLOOD_PAUSE`, and a longer pause for a long flood,
-bound the processor time.
+They are named pipes in a folder that only the host writes to, unlinked as soon as the process has opened them: nothing
+else inside can find them. A flood from inside is read at a bounded rate: the buffer bounds the memory; `FLOOD_PAUSE`,
+and a longer pause for a long flood, bound the processor time.
 """
 
 import array

@@ -1,4 +1,4 @@
-"""Decide who may start a sandbox, and when: no more than the ceiling, and than the host can bear.
+"""Decide who may start a sandbox, and when: never more than the ceiling, and no more than the host can bear.
 
 Guarantees:
 - The sandboxes in use never exceed the ceiling. After it is lowered, nobody is admitted until they fit below it.
@@ -74,7 +74,7 @@ class AdmissionController:
         Args:
             controller: sets the target; it has the same ceiling.
             read: reads the host's metrics; called in a thread.
-            ceiling: at least two.
+            ceiling: the most sandboxes that may be alive; at least two.
             on_held_back: called with each resource for which a start has to wait.
             period: seconds between two readings.
         """

@@ -60,7 +60,7 @@ PID_DIGITS = 10
 @dataclass(frozen=True, slots=True)
 class InterruptTiming:
     interrupt_steps: Sequence[tuple[str, float]] = (("INT", 1.0),) * 10
-    """For a requested interrupt, each with the seconds that the command has to react."""
+    """The signals of a requested interrupt, each with the seconds that the command has to react."""
 
     timeout_steps: Sequence[tuple[str, float]] = (("INT", 1.0), ("INT", 1.0), ("TERM", 1.0), ("KILL", 1.0))
     nudge_pause: float = 0.03

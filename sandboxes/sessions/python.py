@@ -49,10 +49,10 @@ class KernelSession(SerialSession[Kernel], PythonSession):
         self._context = context
         self._start_timeout = start_timeout
         self._has_run = False
-        """Code inside may have kept the next kernel from starting."""
+        """Whether a kernel has run before; code inside may then keep the next one from starting."""
         self._running = False
         self.has_run_code = False
-        """The kernel then differs from a new one."""
+        """Whether any cell was run, so that the kernel differs from a new one."""
 
     async def _start(self) -> None:
         env = {**self._env, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}

@@ -112,7 +112,8 @@ class SerialSession(ABC, Generic[P]):
 
 
 # Restarts are bounded, so that code that keeps killing its session costs little: a kernel takes a quarter of a second
-# of processor time to start, which neighboring sandboxes would notice.
+# of processor time to start, which neighboring sandboxes would notice. After the free ones, one starts every `PERIOD`
+# seconds, and the caller waits.
 
 FREE = 5
 """Starts without a wait, for an agent that types `exit` or runs out of memory."""

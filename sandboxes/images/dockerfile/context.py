@@ -1,7 +1,7 @@
 """The files that a build may copy: those of one folder, without the paths that its .dockerignore excludes.
 
-A link in it never leads out. The digest, which decides whether a layer can be used again, counts names, modes, links
-and contents, but no times and no owners.
+A link in the folder never leads out. The digest, which decides whether a layer can be used again, counts names, modes,
+links and contents, but no times and no owners.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class IgnoreRules:
         lines = (line.strip() for line in text.removeprefix("\ufeff").splitlines() if not line.startswith("#"))
         self._rules = [(not line.startswith("!"), _compile(line.removeprefix("!").strip())) for line in lines if line]
         self.has_exceptions = any(not ignored for ignored, _ in self._rules)
-        """So something below an ignored folder may be wanted."""
+        """Whether something below an ignored folder may be wanted all the same."""
 
     def ignores(self, path: str) -> bool:
         """`path` is relative to the context."""

@@ -2,7 +2,8 @@
 
 A layer is complete or not there: it is made in a draft and renamed. It belongs to users of the build namespace, so
 `BuildNamespace.remove` removes it. Above a budget, the least recently used layers go first, but none that a build of
-this machine has mounted, or has used within the grace period. A layer whose parent is gone can still be used.
+this machine has mounted, or has used within the grace period. A layer whose parent is gone can still be used: its name
+says everything that it was made from.
 
 The folder must be on a disk of this machine: overlays do not work on shared file systems.
 """

@@ -40,6 +40,8 @@ class Mount:
     kind: str
     target: str
     source: str = ""
+    """The path within `stage`, or within the context; the id of a cache."""
+
     stage: str | None = None
     """A stage or base; None is the context."""
 

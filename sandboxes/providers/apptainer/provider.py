@@ -84,7 +84,7 @@ GIVE_UP = (
 
 SESSION_ENV = {"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"}
 REFUSED = (errno.EPERM, errno.ENOSYS, errno.EINVAL)
-"""Here, no process may make a child of its parent."""
+"""The errors of a host that lets no process make a child of its parent."""
 KNOWN_FAILURES = dict.fromkeys(
     ("image_folders_removed", "image_folders_renamed"),
     "this host lets the service mount no overlay that can note the removal of an image's folder",

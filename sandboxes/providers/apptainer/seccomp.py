@@ -36,6 +36,8 @@ FAMILIES = (AF_UNIX, AF_INET, AF_INET6, AF_NETLINK)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
+    """An argument is among these 32-bit numbers, or is not."""
+
     argument: int
     values: tuple[int, ...]
     among: bool = True

@@ -45,7 +45,7 @@ TRUSTED = "trusted"
 MOST_AHEAD = relay.WINDOW + 8 * relay.READ_SIZE
 """How much of a channel may wait here: a status comes after all that the pipes had."""
 WATCH_SECONDS = 5.0
-"""The thread then sees whether the process is about to exit."""
+"""Between two looks of the thread at whether the process is about to exit."""
 ENV_AT = 5
 
 

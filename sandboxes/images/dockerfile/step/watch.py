@@ -16,7 +16,7 @@ def watch(child: int, folder: str, max_bytes: int) -> int:
     """Wait for a child that writes into `folder`; return its exit code.
 
     Raises:
-        FullError: The folder takes more than `max_bytes`, which 0 does not limit; the child has ended.
+        FullError: The folder takes more than `max_bytes` (0 is no limit); the child has ended.
     """
     handle, pause = os.pidfd_open(child), WATCH_SECONDS
     while not select.select([handle], [], [], pause if max_bytes else None)[0]:

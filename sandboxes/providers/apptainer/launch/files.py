@@ -37,7 +37,7 @@ OVERLAY = "lowerdir={lower},upperdir=data/upper,workdir=data/work,xino=on"
 """Layers have names relative to the space: a name may not contain a comma or a colon."""
 MARK = "overlay.rollout"
 LINKS = 40
-"""The kernel follows as many in one path."""
+"""Symbolic links that the kernel follows in one path."""
 EPERM, ELOOP = 1, 40
 
 

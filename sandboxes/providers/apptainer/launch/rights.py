@@ -83,7 +83,7 @@ def drop_root(user: int, group: int) -> None:
 
 
 def allow_user_namespaces(count: int) -> None:
-    """Leave room for Apptainer's own, if it makes one.
+    """Allow only so many user namespaces below this one: Apptainer's own, if it makes one.
 
     If /proc/sys is not writable, code inside can make others, which give no rights outside.
     """
@@ -94,7 +94,7 @@ def allow_user_namespaces(count: int) -> None:
 
 
 def set_limits() -> None:
-    """Set limits in the new user namespace: counts of the host's namespace stay as they were."""
+    """Set the limits for good, in the new user namespace: counts of the host's namespace stay as they were."""
     for what, most in LIMITS.items():
         _, hard = resource.getrlimit(what)
         least = most if hard == resource.RLIM_INFINITY else min(most, hard)

@@ -65,7 +65,7 @@ def enter(launcher: int) -> str:
 
 
 def overlay_prefix(*, privileged: bool) -> str:
-    """Only the host's root may set the trusted ones."""
+    """Return the prefix of the overlay's attributes: only the host's root may set the trusted ones."""
     return "trusted.overlay." if privileged else "user.overlay."
 
 
