@@ -163,6 +163,7 @@ class Generation:
     """Natural logarithm of each sampled token's probability under the temperature-scaled distribution, before
     top_k, top_p and min_p; of greedy sampling, under that at temperature 1."""
     versions: list[int]
+    """The weight version that sampled each token."""
     finish_reason: FinishReason
     matched: int | str | None = None
     """The id or text that ended a `stop`, if the engine reports it."""
@@ -173,7 +174,7 @@ class Generation:
     """Those of `versions` whose tokens may attend to KV that older weights computed; a single backend's answer leaves
     it empty."""
     backend_id: str
-    """The one that served the last attempt."""
+    """The backend that served the last attempt."""
     engine_seconds: float
     """Spent waiting for engines, summed over the attempts."""
     extras: ReturnedExtras = NOTHING_RETURNED

@@ -155,7 +155,7 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class MarkerTokens:
-    """Text that looks like one is text."""
+    """The control tokens around an argument's name and its value; text that looks like one is text."""
 
     texts: tuple[str, str, str, str]
     """Around the name, then around the value."""

@@ -144,7 +144,7 @@ class TokenBytes:
         return len(self._table)
 
     def of_ids(self, ids: Sequence[int]) -> list[bytes]:
-        """Return none for an id outside of the vocabulary."""
+        """Return the bytes of each id; an id outside of the vocabulary has none."""
         table, size = self._table, len(self._table)
         return [table[number] if 0 <= number < size else b"" for number in ids]
 
@@ -325,7 +325,7 @@ class TransformersTokenizer:
 
 
 def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:
-    """Load from a folder or a hub name; `with_template`, the result can also apply the model's chat template."""
+    """Load from a folder or a hub name; with `with_template`, the result can also apply the model's chat template."""
     # Texts are encoded one by one; without this setting the Rust library warns when the process forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     folder = Path(path).expanduser()

@@ -62,7 +62,7 @@ _ERROR_KEYS = ("error", "message", "detail")
 QUOTED_CHARACTERS = 500
 """The part of an engine's error message that is passed on."""
 QUOTED_BYTES = 100
-"""The part of an answer that is not JSON that is passed on."""
+"""The part of an answer other than JSON that is passed on."""
 ParseAnswer = Callable[[object, GenerateRequest, str, ModelInfo | None, float], Generation]
 """Checks the answer to a request, given the backend's id, its model, and the seconds that the engine took."""
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")

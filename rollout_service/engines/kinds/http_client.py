@@ -1,4 +1,4 @@
-"""A minimal HTTP/1.1 client for one engine, because every turn waits for it twice.
+"""A minimal HTTP/1.1 client for one engine, kept small because every turn waits for it twice.
 
 httpx's pool takes time that grows with the square of its connections, and aiohttp a fifth of a turn's CPU time.
 
@@ -31,7 +31,7 @@ ANSWER_BYTES = 16 << 20
 
 
 class AnswerTimeoutError(TimeoutError):
-    """No complete answer arrived in time."""
+    """A request was sent, and no complete answer arrived in time."""
 
 
 class AnswerTooLargeError(OSError):
@@ -39,6 +39,8 @@ class AnswerTooLargeError(OSError):
 
 
 class HttpClient:
+    """The connections to one engine; use it from one event loop, and close it."""
+
     def __init__(self, url: str) -> None:
         """`url` may have a path that prefixes all others."""
         parts = urlsplit(url)
@@ -173,7 +175,7 @@ class EventSplitter:
         return len(self._line) + sum(map(len, self._data))
 
     def feed(self, part: bytes) -> bool:
-        """Return whether they completed an event."""
+        """Add bytes, and return whether they completed an event."""
         self._line += part
         if b"\n" not in part:
             return False

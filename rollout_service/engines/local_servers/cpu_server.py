@@ -21,7 +21,7 @@ from sandboxes.host.ports import free_port
 CHECKOUT = Path(__file__).parents[3]
 """The checkout of this project, where scripts install the engines."""
 MAX_RUNNING = 32
-"""Sampled at once; other requests wait in the server's queue."""
+"""Requests sampled at once; others wait in the server's queue."""
 _THREADS = 1
 
 

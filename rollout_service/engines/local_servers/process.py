@@ -52,7 +52,7 @@ class ServerCommand:
 
 
 class ServerProcess(ABC):
-    """Inside the context, `/health` answers 200.
+    """A server in a child process for as long as the context lasts; inside, `/health` answers 200.
 
     Raises:
         EngineStartError: The server did not start; raised on entering.
@@ -82,7 +82,7 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def _server_command(self, folder: Path) -> ServerCommand:
-        """`folder` is its working directory, deleted afterwards."""
+        """`folder` is the server's working directory, deleted afterwards."""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:

@@ -76,7 +76,7 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class BackendHandle:
-    """`in_flight` is decremented however a call ends."""
+    """One backend of a pool; `in_flight` is decremented however a call ends."""
 
     backend: Backend
     kind: str
@@ -168,7 +168,7 @@ class BackendHandle:
         self.sampled_version = None
 
     def sampled_with(self, version: int) -> None:
-        """Warn once of each that it was not given."""
+        """Note the version of the newest tokens; warn once of each that the backend was not given."""
         other = None if version == self.info.weight_version else version
         if other not in (None, self.sampled_version):
             log.warning(
@@ -216,7 +216,7 @@ class BackendHandle:
             await self.backend.close()
 
     def bring_back(self, info: ModelInfo, *, is_tried: bool) -> None:
-        """Begin with a small share; weights that are not tried are at the next resume."""
+        """Put it into service, with a small share at first; weights that are not tried yet are at the next resume."""
         self.info, self.sampled_version = info, None
         self.tried_version = info.weight_version if is_tried else None
         self.state = BackendState.READY

@@ -84,6 +84,8 @@ _BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class CutStops:
+    """Stop strings that an interruption has cut: an engine looks for them only in the tokens that it samples itself."""
+
     stops: Sequence[str]
     decode: Callable[[Sequence[int]], str]
 
@@ -144,7 +146,7 @@ class Continuation:
     _exposed: set[int] = field(default_factory=set)
     _extras: MergedExtras = field(init=False)
     _streamed: list[TokenChunk] = field(default_factory=list)
-    """Those of the present attempt."""
+    """The chunks that the present attempt has delivered."""
     _began: float = 0.0
     _cut_stops: CutStops | None = field(init=False, default=None)
     _to_complete: int = 0

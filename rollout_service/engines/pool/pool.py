@@ -33,7 +33,7 @@ from rollout_service.engines.routing import Observer, Router
 
 
 class BackendPool:
-    """Made by `Pools`, which owns the tasks that probe them."""
+    """The backends of one policy; made by `Pools`, which owns the tasks that probe them."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class StallDetector:
         self._options = options
 
     async def watch(self, handle: BackendHandle) -> None:
-        """Run until cancelled, or until it turns out to report nothing."""
+        """Follow one engine until cancelled, or until it turns out to report nothing."""
         last = _LastProgress(_delivered(handle), "", handle.clock())
         while True:
             try:

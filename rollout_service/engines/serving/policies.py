@@ -149,7 +149,7 @@ class PolicyServing:
         self._announce(EventKind.POOL_ABANDONED, pool, {"rollouts": cancelled})
 
     async def renew(self, backend_id: str) -> None:
-        """Extend a lease by its `lease_seconds` from now; do nothing without one.
+        """Extend a backend's lease by its `lease_seconds` from now; do nothing without one.
 
         Raises:
             UnknownBackend: No backend with that id is registered, perhaps because its lease ran out.
@@ -258,7 +258,7 @@ class PolicyServing:
         return self._pools.handle(backend_id)
 
     def frozen_version_changes(self) -> dict[str, int]:
-        """Return the changes by pool, which were all made at the engines."""
+        """Return how often the version of each frozen pool has changed, which only an engine itself can do."""
         return {name: count for name, count in self._pools.version_changes().items() if is_frozen(name)}
 
     def absences(self, pool: str | None = None) -> list[str]:

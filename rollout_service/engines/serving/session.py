@@ -24,7 +24,7 @@ from rollout_service.episodes import ContextFullError, Policy, PolicyTurn
 from rollout_service.tokens import Conversation, ToolSpec
 
 INLINE_CHARS = 4_096
-"""In a prompt; longer ones are rendered in a thread. This leaves at most 4 ms of work on the event loop; going to a
+"""Prompts of more characters are rendered in a thread. This leaves at most 4 ms of work on the event loop; going to a
 thread and back takes 0.13 ms."""
 
 

@@ -25,7 +25,7 @@ class _RadixNode:
 
 
 class PrefixCache:
-    """At most `budget` tokens; used from one thread only."""
+    """Holds the KV of at most `budget` tokens; used from one thread only."""
 
     def __init__(self, budget: int) -> None:
         self.budget = max(0, budget)

@@ -68,7 +68,7 @@ class KVStore:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """As `[inputs, outputs]`."""
+    """Weights of one layer, as `[inputs, outputs]`."""
 
     input_norm: Array
     qkv: Array
@@ -214,7 +214,7 @@ def _widen(array: Array, capacity: int) -> Array:
 
 
 def _rotations(config: ModelConfig) -> tuple[Array, Array]:
-    """`[context_length, head_dim]` each."""
+    """Return cosines and sines of every position, `[context_length, head_dim]` each."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequencies: Array = np.power(np.float32(config.rope_theta), -exponents)
     angles_of_half = np.arange(config.context_length, dtype=np.float32)[:, None] * frequencies

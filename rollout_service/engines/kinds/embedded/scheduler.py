@@ -37,7 +37,7 @@ class EngineOptions:
     kv_tokens: int = 131_072
     """For running requests and the prefix cache together."""
     prefill_chunk: int = 512
-    """Processed between two tokens of the running requests."""
+    """Prompt tokens processed between two tokens of the running requests."""
 
 
 @dataclass(slots=True)

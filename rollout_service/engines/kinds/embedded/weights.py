@@ -87,7 +87,7 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
 
 
 def read_tensors(folder: Path) -> dict[str, Array]:
-    """Read the safetensors files of a folder.
+    """Read the safetensors files of a folder, as float32.
 
     Raises:
         ModelError: There are no such files, or one is malformed.

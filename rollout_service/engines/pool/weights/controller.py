@@ -44,7 +44,7 @@ Exclusive = Callable[[str], AbstractAsyncContextManager[None]]
 
 
 class PoolController:
-    """`lock` is held while one runs."""
+    """Runs commands on all backends of a registry; `lock` is held while one runs."""
 
     def __init__(self, registry: BackendRegistry, exclusive: Exclusive | None = None) -> None:
         """`exclusive` is for backends that other services command too: in its block, none of them does."""
@@ -153,7 +153,10 @@ class PoolController:
     # ---- weights
 
     async def update_weights(self, request: WeightsRequest, *, is_repeated: bool = False) -> PoolOutcome:
-        """Load weights; if `is_repeated`, as the service that began this is gone, only where they are missing."""
+        """Load weights, pausing by the request's mode unless paused already.
+
+        If the update `is_repeated`, because the service that began it is gone, load them only where they are missing.
+        """
         async with self.lock:
             with anyio.CancelScope(shield=True):
                 outcome = await self._update(request, is_repeated=is_repeated)

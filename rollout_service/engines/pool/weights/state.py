@@ -84,7 +84,7 @@ class PoolWeights:
         self.kept, self.unknown = frozenset(kept), set(unknown)
 
     def plan_update(self, request: WeightsRequest, versions: Iterable[int]) -> WeightSet | None:
-        """Return None if the pool has them; `versions` are those of the backends."""
+        """Return the weights to load, or None if the pool has them; `versions` are those of the backends."""
         wanted, present = WeightSet(request.weights, request.version), self.present
         newest = present.version if present else max(versions, default=0)
         if request.force:
@@ -107,7 +107,7 @@ class PoolWeights:
         return None
 
     async def bring_up_to_date(self, backend: Backend, version: int) -> int:
-        """Load the weights unless the backend's `version` has them; return its version then."""
+        """Give the pool's weights to a backend that reports `version`, and return its version then."""
         if self.present is None or (version == self.present.version and backend.id not in self.unknown):
             self._refuse_unknown(backend)
             return version
