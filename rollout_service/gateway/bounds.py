@@ -1,7 +1,7 @@
 """The bounds of one request, whatever its API.
 
-A call that passes `check_call` has a bounded number of everything that is looped over for it. Its body was bounded
-before, and its prompt is compared with the model's context before it is rendered.
+A call that passes `check_call` has a bounded number of everything that is looped over for it. Its body was bounded in
+bytes and in values before, and its prompt is compared with the model's context before it is rendered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_SCHEMA_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class BoundedFields:
-    """Their paths in an API, for errors; empty where it has no such field."""
+    """The paths of the bounded fields in an API, for errors; empty where it has no such field."""
 
     messages: str
     tools: str

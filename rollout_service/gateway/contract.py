@@ -158,7 +158,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """As they were sampled if that was JSON."""
+    """More of a call's arguments, as they were sampled if that was JSON."""
 
     index: int
     text: str
@@ -166,7 +166,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """`error` says why it is malformed."""
+    """A call is complete; `error` says why it is malformed."""
 
     index: int
     error: str | None = None

@@ -126,7 +126,7 @@ class GatewayMetrics:
 
 
 def _parameter(name: str) -> str:
-    """Return its name if that is known, or that of its list."""
+    """Return a parameter's label: its name if that is known, or that of the list in which it stands."""
     listed, bracket, _ = name.partition("[")
     label = f"{listed}[]" if bracket else name
     return label if listed in PARAMETERS else OTHER

@@ -158,6 +158,11 @@ _WRAPPING = " \t\r\n.,;:!*_`'\"()[]{}"
 
 
 def read_verdict(answer: str, labels: Iterable[str]) -> str | None:
+    r"""Return the label that the judge marked with `VERDICT:` or `\boxed{}`, or by saying nothing else.
+
+    The last mark counts, even if it has no known label. Reasoning is never a verdict, nor is an answer whose reasoning
+    does not end. The time is linear in the length.
+    """
     if (after := without_reasoning(answer)) is None:
         return None
     marks = list(_MARK.finditer(after))

@@ -75,11 +75,11 @@ class ConversationConsent:
         return self.refused.is_complete or sum(message.role == "user" for message in new) <= 1
 
     async def refuse(self, messages: Sequence[ClientMessage]) -> OptOuts:
-        """Return the opt-outs to remember."""
+        """Note that messages are not to be stored, and return the opt-outs to remember."""
         return self._add(await self._hashed(messages))
 
     def refuse_answer(self, sent: SentAnswer) -> OptOuts:
-        """Return the opt-outs to remember."""
+        """Note that an answer is not to be stored, and return the opt-outs to remember."""
         return self._add(self.hashes.of_answer(sent))
 
     async def _hashed(self, messages: Sequence[ClientMessage]) -> frozenset[bytes]:

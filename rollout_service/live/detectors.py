@@ -27,7 +27,7 @@ GROUP: Final = "rollout_service.detectors"
 """The entry point group; each entry point is a `Detector`."""
 
 Find = str | tuple[int, int]
-"""A kind; or a begin and an end, of the kind of the detector's name."""
+"""The kind of a find; or where it begins and ends, and its kind is then the detector's name."""
 Detector = Callable[[str], Iterable[Find]]
 """Finds each occurrence. It runs in a thread."""
 
@@ -118,7 +118,7 @@ class Detectors:
 
     @classmethod
     def load(cls, names: Iterable[str], *, plugins: Iterable[EntryPoint] | None = None) -> Detectors:
-        """Import plug-ins, so call this in a thread."""
+        """Load detectors by their names; this imports plug-ins, so call it in a thread."""
         built_in: dict[str, Detector] = {name: partial(_find, patterns) for name, patterns in BUILT_IN.items()}
         return cls(load_functions(names, built_in, group=GROUP, setting="live.detectors", plugins=plugins))
 

@@ -28,7 +28,7 @@ HELD_SECONDS: Final = (0.1, 0.5, 1, 2.5, 5, 10, 15, 20, 25, 30, 60)
 JUDGE_SECONDS: Final = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3_600)
 PART_SECONDS: Final = (1, 5, 15, 60, 300, 900, 3_600, 14_400, 86_400)
 REFRESH_SECONDS: Final = 2.0
-"""A reader of the metrics waits for the store; then it gets the last figures."""
+"""How long a reader of the metrics waits for the store; then it gets the last figures."""
 VERSIONS: Final = 8
 """The newest versions of each pool have series."""
 STEPS: Final = ("served", "recorded", "judged")

@@ -28,6 +28,11 @@ DEFAULT_TENANT = "default"
 
 
 class UserHashes:
+    """Users as salted hashes; users of two tenants are two users, whatever their names.
+
+    The salt never leaves the node's state folder, and only its owner can read it.
+    """
+
     def __init__(self, salt: bytes) -> None:
         self._salt = salt
 

@@ -54,6 +54,7 @@ class _ForkCause(NamedTuple):
     reason: ForkReason
     after: RecordedTurn | None
     is_summary: bool = False
+    """Whether the answer of `after` replaces the history."""
 
 
 class PlannedTurn:
@@ -93,6 +94,7 @@ class PlannedTurn:
 
     @property
     def follows(self) -> RecordedTurn | None:
+        """The recorded turn whose answer is the last one in the call's messages."""
         return self.match.answered
 
     @property
@@ -153,7 +155,7 @@ class PlannedTurn:
 
 @dataclass(slots=True)
 class TurnCapture:
-    """A tree of turns. Not for use from two threads at once."""
+    """The conversations of one rollout, as a tree of turns. Not for use from two threads at once."""
 
     renderer: ChatRenderer
     policy: CapturePolicy = CapturePolicy()

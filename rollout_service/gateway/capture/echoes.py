@@ -98,6 +98,8 @@ class RecordedTurn:
 
 @dataclass(slots=True)
 class Match:
+    """Where a call is among the recorded conversations."""
+
     state: bytes
     """All messages lead to it."""
     turn: RecordedTurn | None = None
@@ -247,7 +249,7 @@ def said_role(call: ModelCall) -> SegmentRole | None:
 
 
 def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapping[int, SegmentRole]:
-    """Return the role of each turn by its id; those `compacted` wrote the text that replaced the agent's own history.
+    """Return the role of each turn by its id; turns in `compacted` wrote the text that replaced the agent's history.
 
     The client's own word holds. Of the other conversations, the first with tools is the agent's own, and so is each
     that goes on from it or has the same system prompt and tools; one without tools, or that must answer in a schema, is
@@ -272,7 +274,7 @@ def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapp
 
 
 class TurnHead(Protocol):
-    """With the turns before, these show whose conversation a turn is in."""
+    """The properties that, with the turns before, show whose conversation a turn is in."""
 
     @property
     def head(self) -> Head: ...

@@ -150,7 +150,7 @@ class Splitter:
             self._region = _Region.WAIT
 
     def _mark(self, token: int) -> bool:
-        """Return False if it is text here."""
+        """Read a control token; return False if it is text here."""
         known = self._format
         if known is None or self._region in (_Region.WAIT, _Region.OVER):
             return True
@@ -308,7 +308,7 @@ class StreamFormat:
     tagged: bool
     """A call ends reasoning, text goes on after a call, and reasoning may begin anywhere."""
     text_ends_reasoning: bool
-    """The token that ends reasoning does so too as text."""
+    """The token that ends reasoning ends it also when it is spelled out as text."""
 
 
 def stream_format(renderer: ChatRenderer) -> StreamFormat | None:

@@ -260,6 +260,11 @@ _STRUCTURE = re.compile(r'["{}\[\]\\]')
 
 @dataclass(slots=True)
 class JsonCall:
+    """A tool call that is written as JSON, read as it is sampled.
+
+    The form is `{"name": NAME, "arguments": OBJECT}`, in this order; any other call is read only once it is complete.
+    """
+
     name: str | None = None
     """Known once the arguments have begun."""
     arguments: str = ""

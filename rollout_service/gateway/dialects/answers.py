@@ -71,7 +71,7 @@ class WholeAnswer:
         return self.end
 
     def events(self) -> Iterator[AnswerEvent]:
-        """Yield as few events as possible."""
+        """Yield events of which the answer can be put together again, as few as possible."""
         yield self.begin
         calls = 0
         for part in self.parts:

@@ -24,7 +24,7 @@ from rollout_service.gateway.errors import RefusedParameterError, UnsupportedCon
 from rollout_service.tokens import ToolSpec, tool_spec
 
 MAX_VALUES = 500_000
-"""In a document. They take up to 200 bytes each, where the document has three: `{},`."""
+"""The most values of a document. They take up to 200 bytes each, where the document has three: `{},`."""
 _SURROGATE = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )

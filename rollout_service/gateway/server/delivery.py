@@ -17,7 +17,7 @@ from rollout_service.gateway.dialects import DialectCodec, ErrorAnswer, WholeAns
 from rollout_service.gateway.sessions.answer import LiveAnswer
 
 HEAD_SECONDS = 20.0
-"""The head of a whole answer waits for it: until then, an error can still have a status of its own."""
+"""How long the head of a whole answer waits for it: until then, an error can still have a status of its own."""
 BLANK = b" "
 """Keeps the client of a whole answer waiting: JSON may begin with white space."""
 JSON = "application/json"

@@ -81,7 +81,7 @@ class GatewayRequest:
 
     @property
     def target(self) -> str:
-        """With its query, as dialects read it."""
+        """The path with the query, as dialects read it."""
         return f"{self.path}?{self.query}" if self.query else self.path
 
 

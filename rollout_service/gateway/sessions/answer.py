@@ -63,7 +63,7 @@ class LiveAnswer:
 
     @property
     def is_forgotten(self) -> bool:
-        """No client has waited for so long that none will come back."""
+        """Whether it has been without a client for so long that none will come back."""
         return not self.is_read and anyio.current_time() >= self._left_at + self._retry_seconds
 
     @property

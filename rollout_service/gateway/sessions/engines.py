@@ -21,7 +21,7 @@ from rollout_service.gateway.capture import PlannedTurn
 from rollout_service.gateway.contract import ClientMessage, ModelCall
 
 UNSTREAMED_CHUNK = 32
-"""For chunks that no client waits for: few enough that little is sampled again if the engine is lost."""
+"""Tokens of a chunk that no client waits for: few enough that little is sampled again if the engine is lost."""
 _OBEYED = {"temperature": (0.0, 100.0), "top_p": (1e-6, 1.0), "top_k": (-1, 2**31 - 1), "min_p": (0.0, 1.0)}
 """Parameters that a client may change, with the values that engines accept."""
 
@@ -115,7 +115,7 @@ class PolicyEngines:
 
 
 def _seed_of(seed: int | None, sibling: int) -> int | None:
-    """Return a seed of each answer to a request, since they would all be the same with one."""
+    """Return an answer's own seed, since with one seed all answers to a request would be the same."""
     if seed is None or sibling == 0:
         return seed
     return int.from_bytes(blake2b(f"{seed}/{sibling}".encode(), digest_size=4).digest()) >> 1

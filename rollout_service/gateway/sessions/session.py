@@ -80,7 +80,7 @@ class SessionPlace:
 
 
 class GatewaySession(UndrivenPolicy):
-    """Implements `episodes.Policy` and `episodes.GatewayAccess`."""
+    """The policy of one rollout; implements `episodes.Policy` and `episodes.GatewayAccess`."""
 
     def __init__(
         self, capture: TurnCapture, engines: PolicyEngines, limits: EpisodeLimits, place: SessionPlace

@@ -116,6 +116,13 @@ PromptOf = Callable[[TurnRecord], Awaitable[RecordedPrompt]]
 
 
 class JudgedHints:
+    """Hints in hindsight: what the next state tells about what an answer should have been.
+
+    A hint is between marks that the judge wrote in its own answer, and comes from a vote that says that there is one.
+    The augmented prompt is rendered by the policy's own chat format from the recorded messages. Whatever fails, the
+    turn keeps its value and the mark says why there is no hint.
+    """
+
     def __init__(
         self,
         judge: Judge,
@@ -233,6 +240,10 @@ async def overlaps(
     hinted: Sequence[Sequence[int]],
     sampled_ids: Sequence[int],
 ) -> list[int]:
+    """Sum for each hint, over positions of the recorded answer, the likeliest tokens that both expect next.
+
+    Both read the same recorded tokens: the policy without the hint, and the teacher with it.
+    """
     places = positions(len(sampled_ids))
     limit = anyio.CapacityLimiter(AT_ONCE)
     found: dict[tuple[int, int], frozenset[int]] = {}

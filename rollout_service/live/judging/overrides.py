@@ -96,7 +96,7 @@ class Overrides:
 
     @classmethod
     def load(cls, names: Iterable[str], *, plugins: Iterable[EntryPoint] | None = None) -> Overrides:
-        """Import plug-ins, so call this in a thread."""
+        """Load rules by their names; this imports plug-ins, so call it in a thread."""
         setting = "live.judge.overrides"
         return cls(load_functions(names, BUILT_IN, group=GROUP, setting=setting, plugins=plugins))
 

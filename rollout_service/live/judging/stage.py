@@ -74,7 +74,7 @@ class JudgeStage:
         self._changed.notify()
 
     def note_feedback(self, session_id: str, turn: int) -> None:
-        """Ask for a hint, if hints are asked for.
+        """Ask for a hint for a turn that its user has rated, if hints are asked for.
 
         Such turns are not in the store's queue: those that wait when the service ends, or that are too many, get none.
         """

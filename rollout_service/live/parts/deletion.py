@@ -71,7 +71,7 @@ class SessionDeletion:
         return await self._store.runs.erase(names) if names else {}
 
     async def _left_in_runs(self, user: str | None) -> list[PartRecord]:
-        """Find parts of a user's sessions that were removed before."""
+        """Find the parts that runs have of a user's sessions which were removed before."""
         found: list[PartRecord] = []
         for rollout_id in [] if user is None else await self._store.runs.rollouts_of(user):
             sample = SampleId.parse(rollout_id)

@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 ENVIRONMENT = "session"
 """The environment whose tasks are parts of sessions."""
 RUNS_SECONDS = 10.0
-"""While there are neither runs nor parts: nodes share the store of runs."""
+"""Between two looks for runs while there are neither runs nor parts: nodes share the store of runs."""
 WARN_SECONDS = 60.0
 """How long parts may wait for others to fill a batch before the service warns."""
 
@@ -74,7 +74,7 @@ class PartDelivery:
         self.is_idle = False
         """The last look found neither a run nor a part."""
         self._look_at = 0.0
-        """For runs, though there is no part."""
+        """When to look for runs again though there is no part."""
         self._reconciled: set[str] = set()
         """Runs whose stored offsets are known to be those of tasks."""
         self._warned: dict[str, str] = {}

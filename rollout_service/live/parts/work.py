@@ -57,6 +57,8 @@ SESSIONS_AT_ONCE = 100
 
 
 class PartCloser:
+    """Puts turns into parts, each turn once, for the run that takes their session; `decide` alone decides."""
+
     def __init__(
         self,
         store: SqliteLiveStore,

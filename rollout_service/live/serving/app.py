@@ -47,6 +47,8 @@ _MODEL_API = re.compile(r"/v\d\w*/(?:chat/|responses|messages|models|tokenize)")
 
 @dataclass(frozen=True, slots=True)
 class CallsRoute:
+    """The route under which metrics count the calls of sessions."""
+
     path: str
 
 

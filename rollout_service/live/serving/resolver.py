@@ -251,7 +251,7 @@ class RequestRate:
 KEPT = 2_000
 KEEP_SECONDS = 300.0
 MIN_KEEP_SECONDS = 10.0
-"""For a request to be read after its session was found."""
+"""Long enough for a request to be read after its session was found."""
 
 
 @dataclass(slots=True)
@@ -263,6 +263,8 @@ class ActiveSession:
 
 
 class _Turnstile:
+    """A lock that exists while someone waits for it."""
+
     __slots__ = ("__weakref__", "lock")
 
     def __init__(self) -> None:

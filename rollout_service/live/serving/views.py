@@ -66,7 +66,7 @@ def show_turn(turn: TurnRecord) -> TurnMark:
 
 
 def mark_of(turn: TurnRecord, *, usable: bool, because: MaskReason | None, with_text: bool = False) -> TurnMark:
-    """Include the text of the next state `with_text`."""
+    """Return the mark of a turn; with `with_text`, it has the text of the next state."""
     names = ("value", "reason", "source", "votes", "judge", "hint")
     state = turn.next_state
     return TurnMark(

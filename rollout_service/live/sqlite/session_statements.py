@@ -193,7 +193,7 @@ _FIGURES = "SELECT * FROM version_values WHERE turns > 0 ORDER BY pool, version"
 
 
 def record(db: sqlite3.Connection, turn: TurnRecord) -> None:
-    """Count a turn of a known session as served. A second one with the same id changes nothing."""
+    """Keep a turn of a known session, and count it as served. A second one with the same id changes nothing."""
     values = {
         "id": turn.session_id,
         "turn": turn.turn,

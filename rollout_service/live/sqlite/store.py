@@ -62,7 +62,7 @@ def forget_opt_outs(db: sqlite3.Connection, before: float) -> None:
 
 
 class SqliteLiveStore:
-    """The path `:memory:` is for tests.
+    """The durable sessions of one node; the path `:memory:` is for tests.
 
     Most methods are statements, which describe them.
 

@@ -60,7 +60,7 @@ PARAMETERS = ParameterTable(
 
 
 _BILLING = "x-anthropic-billing-header:"
-"""The begin of the system block with Claude Code's version, which differs between otherwise equal prompts."""
+"""Begins the system block with Claude Code's version, which differs between otherwise equal prompts."""
 _LIMITS = frozenset({"max_tokens"})
 
 

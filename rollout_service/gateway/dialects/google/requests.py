@@ -193,7 +193,7 @@ _WITHOUT_MEANING = frozenset({"propertyOrdering", "property_ordering", "nullable
 
 
 def to_json_schema(schema: Any) -> Any:
-    """Translate the OpenAPI kind, in which Google's clients declare functions; other values are unchanged."""
+    """Translate an OpenAPI schema, in which Google's clients declare functions; other values are unchanged."""
     if not isinstance(schema, dict):
         return schema
     translated: dict[str, Any] = {}

@@ -173,7 +173,7 @@ def _read_calls(message: Fields) -> Iterator[ClientToolCall]:
 
 
 def read_arguments(call: Fields, name: str) -> str:
-    """Accept an object in the place of its text, as clients send it."""
+    """Return a call's arguments; clients may send an object in the place of its text."""
     value = call.values.get(name)
     return dump_json(value) if isinstance(value, dict) else call.text(name) or ""
 
