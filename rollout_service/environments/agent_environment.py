@@ -89,6 +89,11 @@ class AgentEnvironment(Environment):
             await self._agent.prepare(episode)
 
     def messages(self, instance: dict[str, JsonValue]) -> list[Message]:
+        """Return the messages that begin the conversation.
+
+        Raises:
+            InvalidFieldError: The instance lacks a field which the prompts use, or one that they write is null.
+        """
         prompt = Message(role="user", content=self._prompt.render(instance))
         if self._system is None:
             return [prompt]

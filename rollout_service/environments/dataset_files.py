@@ -24,6 +24,10 @@ ROW_HINT = 'Each line is one instance, a JSON object in UTF-8, such as {"questio
 
 
 def parse_instance(line: bytes) -> dict[str, JsonValue]:
+    """
+    Raises:
+        ValueError: The line is not an object that can be stored, or is too large.
+    """
     if len(line) > MAX_INSTANCE_BYTES:
         raise ValueError(
             f"an instance of over {MAX_INSTANCE_BYTES / 1e6:.1f} MB, of which every sample would have a copy; put "
@@ -119,6 +123,10 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def read_instance(model: type[M], instance: dict[str, JsonValue], *, hint: str = "") -> M:
+    """
+    Raises:
+        InvalidFieldError: A field is missing or wrong; the paths start at `instance`.
+    """
     try:
         return model.model_validate(instance)
     except ValidationError as error:

@@ -26,7 +26,7 @@ from sandboxes.config import default_cache
 INSTALL_SECONDS = 1_800.0
 START_SECONDS = 30.0
 NEWER_MINORS = 3
-"""Minor versions that are looked for: later ones may lack builds of the packages."""
+"""Minor versions after the oldest that are looked for: later ones may lack builds of the packages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class Artifacts:
         return max(1, self.limit - self._used)
 
     def keep(self) -> None:
-        """Make the archives so far a checkpoint."""
+        """Make the archives so far a checkpoint; those that follow begin anew."""
         self.checkpoints.append(list(self.archives))
         self.archives.clear()
 

@@ -76,7 +76,7 @@ class StoreAwayError(Exception):
 
 
 AWAY_SECONDS = 5.0
-"""An attempt that cannot begin keeps its worker while its shard is away."""
+"""How long an attempt that cannot begin keeps its worker while its shard is away."""
 
 
 async def until_stored(context: AttemptContext, what: str, call: Callable[[], Awaitable[T]]) -> T:

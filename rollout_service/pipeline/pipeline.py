@@ -140,7 +140,7 @@ class Pipeline:
             await self._rollout_ended.wait()
 
     async def _wind_down(self, work: TaskGroup) -> None:
-        """Cancel what a drain leaves, and hand it back even if it has not ended."""
+        """Drain, unless that is done; then cancel the rest, and hand it back even if it has not ended."""
         with anyio.move_on_after(0.0 if self._draining else self._settings.drain_seconds):
             await self.drain()
         work.cancel_scope.cancel()

@@ -1,7 +1,7 @@
 """The sandboxes of agents at work, saved now and then, so that an interrupted rollout runs no tool of before again.
 
-- A sandbox is saved while its agent waits for the engine, whose next call waits until that has ended. No failure to
-  save it reaches the rollout.
+- A sandbox is saved while its agent waits for the engine, and the agent's next call waits until that has ended. No
+  failure to save it reaches the rollout.
 - A rollout goes on from a sandbox's files only if exactly the whole turns that they are after were saved too.
 - Each file, and all of one node together, are bounded. A file is removed when its rollout ends or begins anew; one
   whose rollout has ended elsewhere is removed at the next start of its node or, an hour later, of another.

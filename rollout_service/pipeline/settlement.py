@@ -1,7 +1,8 @@
 """Settles how attempts end: completed, failed, or queued again for another attempt; and what this node claims next.
 
 Every attempt that still holds its lease is settled exactly once, and has freed its resources before its result is
-written. A defect in one result takes no other rollout with it.
+written. Only failures that may pass are retried, within a budget. A defect in one result takes no other rollout with
+it.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Timer:
 
     @contextmanager
     def sandbox(self) -> Iterator[None]:
-        """Count the block's time."""
+        """Count the block's time as spent on sandboxes."""
         started = time.perf_counter()
         try:
             yield

@@ -31,7 +31,7 @@ JsonObject = dict[str, Any]
 
 
 class Transport(Protocol):
-    """For one caller at a time."""
+    """Carries messages of JSON-RPC, for one caller at a time."""
 
     version: str
 

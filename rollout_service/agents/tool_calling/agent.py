@@ -35,7 +35,7 @@ from sandboxes.task_groups import open_task_group
 
 
 class CallRunner(Protocol):
-    """`ToolCalls` is the plain one."""
+    """Runs the tool calls of an agent's turns; `ToolCalls` is the plain one."""
 
     @property
     def definitions(self) -> list[ToolSpec]: ...

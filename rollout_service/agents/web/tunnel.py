@@ -52,7 +52,7 @@ HTTP_ERRORS = (
 
 
 class _TunnelStream(ProgramStream):
-    """Ends with its program."""
+    """A connection of a sandbox, which ends with its program."""
 
     def __init__(self, program: RunningProgram, stack: AsyncExitStack) -> None:
         super().__init__(program)

@@ -92,7 +92,7 @@ class LibraryProcess:
 
 @asynccontextmanager
 async def library_process(command: Sequence[str | Path], name: str) -> AsyncIterator[LibraryProcess]:
-    """Run it on this host within the block; its standard error is the service's."""
+    """Run a library's process on this host within the block; its standard error is the service's."""
     process = await start_process(
         [str(part) for part in command],
         stdin=subprocess.PIPE,
@@ -130,7 +130,7 @@ def run_while_installing(work: Callable[[], Awaitable[T]], problem: str) -> T:
 async def library_in_sandbox(
     sandbox: Sandbox, command: Sequence[str], name: str, *, env: Mapping[str, str] | None = None
 ) -> AsyncIterator[LibraryProcess]:
-    """Run a library that reads an agent's texts within the block."""
+    """Run a library's process in a sandbox within the block: the place for one that reads an agent's texts."""
     async with sandbox.program(command, env=env) as program:
         stream = ProgramStream(program)
         yield LibraryProcess(

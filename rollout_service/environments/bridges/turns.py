@@ -56,7 +56,7 @@ class Earned:
 
 
 async def take_turns(episode: Episode, messages: Sequence[Message], partner: Partner) -> StopReason:
-    """Let the policy act until a limit is reached; `messages` begin the conversation."""
+    """Let the policy act until the episode ends or a limit is reached; `messages` begin the conversation."""
     earned = episode.state[REWARDS] = Earned()
     with episode.clock.limit(episode.limits.agent_seconds):
         return await _take_turns(episode, list(messages), partner, earned)

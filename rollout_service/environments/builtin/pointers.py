@@ -1,6 +1,6 @@
 """`pointers`: add values that are two look-ups away each, in fewer steps than one agent needs.
 
-One that reads everything itself is right within the budget only for two values. One that assigns each value to a
+An agent that reads everything itself is right within the budget only for two values. One that assigns each value to a
 sub-agent in one turn is done in five steps.
 """
 

@@ -79,7 +79,10 @@ def _copy(tree: ImageTree, path: str, target: Path) -> None:
 
 
 def empty_folder() -> Path:
-    """Return an empty folder that every user that runs sandboxes can reach."""
+    """Return an empty folder to show in place of one that nobody inside a sandbox should see.
+
+    Every user that runs sandboxes can reach it.
+    """
     folder = Path(tempfile.gettempdir()) / f"rollout-service-empty-{os.geteuid()}"
     folder.mkdir(mode=0o555, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.geteuid() or any(folder.iterdir()):

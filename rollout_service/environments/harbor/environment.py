@@ -41,7 +41,7 @@ from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxErro
 
 GRADED = "harbor_rewards"
 OVER = frozenset({StopReason.SANDBOX_ENDED, StopReason.CONTEXT_FULL, StopReason.MAX_TOKENS})
-"""An agent cannot go on with the next step."""
+"""Reasons for which an agent cannot go on with the next step."""
 SETUP_SECONDS = 120.0
 
 

@@ -3,9 +3,9 @@
 Guarantees:
 - No sandbox of the rollout has the tests before the agent has ended.
 - The host reads the reward after every process of the verifier has ended.
-- Programs are looked for first in folders that the agent did not fill, and no Python module in them is imported by
-  accident.
-- Tests that did not run, or wrote no finite reward, are a failure.
+- A program is looked for first in folders that the agent did not fill, and no Python module in its folder is imported
+  by accident.
+- Tests that did not run are a failure, whatever reward was written; so is a missing, an empty, or an infinite one.
 
 Not covered: tests that run the agent's program in their own sandbox, as is Harbor's format, can be deceived by it.
 """

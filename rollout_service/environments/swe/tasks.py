@@ -66,7 +66,7 @@ class SweTask:
     base_commit: str = ""
     """Before the repair; "" means the image's."""
     branch: str = ""
-    """Where the image has others too; "" means the image's."""
+    """The branch or commit to start from where the image has others too; "" means the image's."""
     bug: bytes = b""
     """A patch for images without the bug and without its branch."""
     reverse_gold: bool = False

@@ -121,7 +121,7 @@ def _as_messages(given: Any) -> Any:
 
 
 class _InputMessage(BaseModel):
-    """An assistant's message would not be the policy's."""
+    """A message with which the conversation begins; an assistant's own would not be the policy's."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user"]

@@ -38,7 +38,7 @@ MAX_ANSWER_CHARS: Final = 65_536
 ReadAnswer = Callable[[str | None], str | None]
 _LIMITED: Final = 'ulimit -v "$1" && ulimit -t "$2" && shift 2 && exec "$@"'
 _KILLED: Final = (137, 152)
-"""The kernel ended the process for its memory, or its CPU time."""
+"""Exit codes of a process that the kernel ended for its memory, or its CPU time."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 SPEC = EnvironmentSpec(

@@ -29,7 +29,7 @@ from rollout_service.episodes import ContextFullError, Episode
 from rollout_service.judging.contract import SampledText, TextSampler
 
 MAX_MOVES = 64
-"""Moves of the opponent in a row, such as illegal ones that the game lets repeat."""
+"""Moves of the opponent in a row before the game counts as failed, such as illegal ones that the game lets repeat."""
 
 
 class OpponentSettings(EnvironmentSettings):

@@ -1,7 +1,7 @@
 """Checks in a separate process whether an answer equals the gold answer (see `worker`).
 
-Guarantees: the workers belong to a verifier, not to an event loop, and start with the first check; a cancelled check
-runs on until its own limits end it.
+Guarantees: the workers belong to a verifier, not to an event loop; they start with the first check and end with the
+verifier or the service; a cancelled check runs on until its own limits end it.
 """
 
 from __future__ import annotations
