@@ -119,10 +119,11 @@ class BaseStore(StoreShard):
     async def _summaries(
         self, which: SummaryFilter, order: SummaryOrder, after: int | None, limit: int
     ) -> tuple[Sequence[RolloutSummary], int | None]:
-        """Return also the number after which to go on, None if nothing is left."""
+        """Return rollouts after a number, and the number after which to go on, None if nothing is left."""
 
     @abstractmethod
-    async def _page(self, state: RolloutState | None, after: int, limit: int) -> RolloutPage: ...
+    async def _page(self, state: RolloutState | None, after: int, limit: int) -> RolloutPage:
+        """Return up to `limit` rollouts with numbers above `after`, only those in `state` if that is set."""
 
     async def list(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
@@ -197,15 +198,15 @@ class BaseRuns(ShardRuns):
 
     @abstractmethod
     async def _trajectories(self, run_id: str, number: int) -> Sequence[bytes]:
-        """Keep the order of the group's samples, without stale ones."""
+        """Return the encoded trajectories of a closed group in the order of its samples, without stale ones."""
 
     @abstractmethod
     async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead | None]:
-        """Keep the order; None stands for a head that has to be made again."""
+        """Return the stored heads of closed groups, in this order; None for one that has to be made again."""
 
     @abstractmethod
     async def _whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
-        """Leave out rollouts that do not exist."""
+        """Return the rows of the rollouts that exist, with their encoded trajectories."""
 
 
 def unknown_run(run_id: str) -> NotFoundError:

@@ -26,7 +26,7 @@ from rollout_service.base.errors import ConfigurationError, ConflictError, NotFo
 
 HEARTBEAT_SECONDS = 2.0
 DEAD_SECONDS = 10.0
-"""A node that is silent for so long is dead: four of its heartbeats have been lost."""
+"""How long a node may be silent; four of its heartbeats have then been lost."""
 LEADER_SECONDS = 6.0
 """How long a role stays with a leader that has stopped renewing; a leader renews with every heartbeat."""
 
@@ -172,6 +172,6 @@ class ClusterStore(Protocol):
         """
 
     async def resign(self, role: str, owner: str) -> None:
-        """Idempotent."""
+        """Give up a role, so that another service can lead at once. Idempotent."""
 
     async def leader(self, role: str) -> RoleLease | None: ...

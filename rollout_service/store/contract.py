@@ -118,10 +118,10 @@ class Store(SummaryStore, Protocol):
 
     @property
     def shards(self) -> Sequence[StoreShard]:
-        """Their order never changes; the store itself if it is not spread."""
+        """The shards, in an order that never changes; the store itself if it is not spread."""
 
     def shard_of(self, name: str) -> int:
-        """`name` is the id of a run or a rollout."""
+        """Return the number of the shard that has a run or a rollout, by its id."""
 
     @property
     def failing(self) -> Mapping[int, StoreError]:
@@ -132,7 +132,7 @@ class Store(SummaryStore, Protocol):
 
     @property
     def engines(self) -> EnginesStore | None:
-        """None if only one service can have the store open."""
+        """The engines of all services that share the store; None if only one can have it open."""
 
     @property
     def cluster(self) -> ClusterStore: ...
@@ -256,7 +256,8 @@ class Store(SummaryStore, Protocol):
         is created as cancelled.
         """
 
-    async def cancel_requested(self, owner: str) -> list[str]: ...
+    async def cancel_requested(self, owner: str) -> list[str]:
+        """Return the ids of this owner's leases whose cancellation was requested."""
 
     async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:
         """Return a rollout without trajectories.
@@ -293,7 +294,7 @@ class Store(SummaryStore, Protocol):
     async def list(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
     ) -> RolloutPage:
-        """Return rollouts without trajectories and sub-agents, oldest first.
+        """Return a page of rollouts, oldest first, without trajectories and sub-agents.
 
         Raises:
             InvalidFieldError: The cursor is not one that an earlier page returned.
@@ -310,7 +311,7 @@ class StoreShard(Store, Protocol):
     def runs(self) -> ShardRuns: ...
 
     async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
-        """Return events in the order of their ids."""
+        """Return events with ids above `after`, in order."""
 
     async def last_event(self) -> int:
         """Return the id of the newest event; 0 if there is none."""

@@ -74,12 +74,14 @@ class BackendStore(Protocol):
     """
 
     @property
-    def is_shared(self) -> bool: ...
+    def is_shared(self) -> bool:
+        """Whether other services may change the backends."""
 
     async def put(self, backend: SharedBackend) -> None:
         """Add a backend, or replace the one with its id."""
 
-    async def remove(self, backend_id: str) -> bool: ...
+    async def remove(self, backend_id: str) -> bool:
+        """Remove a backend; return whether it was there."""
 
     async def backends(self) -> Sequence[SharedBackend]:
         """Return all backends in the order in which they were first put."""
@@ -104,13 +106,13 @@ class EnginesStore(BackendStore, Protocol):
         """Record that a service holds its requests for the open command."""
 
     async def begin(self, pool: str, number: int) -> bool:
-        """Return whether nobody had begun before."""
+        """Record that the open command is carried out; return whether nobody had begun before."""
 
     async def finish(self, pool: str, number: int, result: str, state: str) -> bool:
-        """Return whether the command was still open."""
+        """End the open command; return whether it was still open."""
 
     async def save_state(self, pool: str, revision: int, state: str) -> bool:
-        """Change nothing during a command, or at another revision; return whether the state was replaced."""
+        """Replace the state of a pool without an open command, if it still has this revision; return whether it had."""
 
     async def result(self, pool: str, number: int) -> str | None:
-        """Only the last results are kept."""
+        """Return the result of a finished command, as it was given to `finish`; only the last ones are kept."""

@@ -23,7 +23,7 @@ _SPECS = TypeAdapter(list[BackendSpec])
 
 
 class FileBackends(BackendStore):
-    """A drain lasts until the service ends, and leases begin again with it."""
+    """Backends in a JSON file; a drain lasts until the service ends, and leases begin again with it."""
 
     is_shared = False
 

@@ -27,7 +27,7 @@ from rollout_service.base.errors import StoreError
 log = structlog.get_logger(__name__)
 
 PROBLEM_SECONDS = 3.0
-"""`problem` reports a failure at least for so long."""
+"""The shortest time for which `problem` reports a failure."""
 COMMIT_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 MAX_BATCH = 256
 """The most jobs that are done as one, so that the first does not wait for too many others."""
@@ -68,10 +68,10 @@ class JobResult(Generic[J]):
 
 
 class JobThread(ABC, Generic[J]):
-    """Does jobs from `start` to `close`; create it on the event loop."""
+    """A thread that does jobs from `start` to `close`; create it on the event loop."""
 
     def __init__(self, name: str, address: str, commit_seconds: Histogram | None = None) -> None:
-        """`address` is for the log. Threads may share `commit_seconds`."""
+        """`address` is for the log. Several threads may share `commit_seconds`, and any thread may read it."""
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[J | None] = SimpleQueue()
         self._opened: asyncio.Future[None] = self._loop.create_future()
@@ -84,7 +84,7 @@ class JobThread(ABC, Generic[J]):
 
     @property
     def problem(self) -> StoreError | None:
-        """None if no reason is known."""
+        """Why the database cannot be used at the moment; None if no reason is known."""
         return self._failure or self.health.problem
 
     @property
@@ -113,7 +113,7 @@ class JobThread(ABC, Generic[J]):
         raise self._failure or StoreError("the store failed")
 
     async def close(self) -> None:
-        """Do the remaining jobs first; idempotent."""
+        """Do the remaining jobs, close the database and end the thread; idempotent."""
         self._refuse()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._thread.join)
@@ -154,7 +154,7 @@ class JobThread(ABC, Generic[J]):
             JobResult(job, error=self._failure).deliver()
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Skip a loop that is closed: nobody waits."""
+        """Call a function on the event loop, unless that is closed: nobody waits then."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -170,7 +170,7 @@ class JobThread(ABC, Generic[J]):
     def _disconnect(self) -> None: ...
 
     def _next_job(self) -> J | None:
-        """None ends the thread."""
+        """Wait for a job; None ends the thread."""
         return self._jobs.get()
 
     def _work(self) -> None:

@@ -16,7 +16,7 @@ from api_schemas.views.summaries import SummaryFilter, SummaryOrder, SummaryPage
 
 LOOKED_AT = 50_000
 CLOCK_STEP_SECONDS = 300.0
-"""The clock may have been set back by so much without hiding a rollout from a search by time."""
+"""By how much the clock may ever have been set back without hiding a rollout from a search by time."""
 
 
 class SummaryStore(Protocol):
@@ -28,7 +28,7 @@ class SummaryStore(Protocol):
         cursor: str | None = None,
         limit: int = 100,
     ) -> SummaryPage:
-        """Order rollouts by their submission.
+        """Return a page of rollouts in the order of their submission, or its reverse.
 
         Raises:
             StoreError: The store fails.
@@ -62,11 +62,11 @@ class RunLists(Protocol):
         cursor: str | None = None,
         limit: int = 50,
     ) -> GroupPage:
-        """Order groups by number.
+        """Return a page of groups by number, or the highest number first.
 
         Raises:
             InvalidFieldError: The cursor is not one that an earlier page of this order returned.
         """
 
     async def history(self, run_id: str, *, points: int) -> RunHistory:
-        """Return up to `points` intervals of about as many closed groups each."""
+        """Return how the run went, in up to `points` intervals of about as many closed groups each."""

@@ -19,18 +19,18 @@ from rollout_service.groups import DELETED, NOT_FILTERED, STALE, oldest_allowed_
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup, NoBatch, ReadyGroup, RunRecord
 
 DROPPED = "dropped:"
-"""Prefix; the reason follows."""
+"""The prefix of the counters of dropped groups; the reason follows."""
 WORK = "work:"
-"""Prefix; the name in `groups.work_sums` follows."""
+"""The prefix of the sums of how rollouts used sub-agents; the name in `groups.work_sums` follows."""
 DROPPED_IN_A_ROW = "in_a_row:dropped:"
-"""Prefix for groups since the last one that was kept; the reason follows."""
+"""The prefix of the counters of groups dropped since the last one that was kept; the reason follows."""
 FAILED_IN_A_ROW = "in_a_row:failed:"
-"""Prefix for groups that one permanent error ended; its code follows."""
+"""The prefix of the counter of groups in a row that one permanent error ended; its code follows."""
 OVER = frozenset({RunState.ENDED, RunState.FINISHED})
 
 
 class BatchState(StrEnum):
-    """The last two are final."""
+    """The states of a batch; the last two are final."""
 
     LEASED = "leased"
     RETURNED = "returned"
@@ -39,12 +39,12 @@ class BatchState(StrEnum):
 
 
 def oldest_allowed(run: RunRecord) -> int | None:
-    """Return None if the run sets no limit."""
+    """Return the oldest version that a token in a batch may have; None if the run sets no limit."""
     return oldest_allowed_version(version=run.version, max_staleness=run.request.max_staleness)
 
 
 def is_stale(oldest_version: int | None, bound: int | None) -> bool:
-    """Compare with a bound; without one, nothing is stale."""
+    """Return whether tokens of this version are older than the bound; without one, nothing is stale."""
     return bound is not None and oldest_version is not None and oldest_version < bound
 
 
@@ -59,7 +59,9 @@ class NewBatch:
 def next_batch(
     run: RunRecord, ready: Sequence[ReadyGroup], *, bound: int | None, due_in: float = math.inf
 ) -> NewBatch | NoBatch:
-    """`ready` are all ready groups, in the order of their numbers, with their owners if the run has live sessions. A
+    """Return the next new batch of a run, or why there is none now.
+
+    `ready` are all ready groups, in the order of their numbers, with their owners if the run has live sessions. A
     `bound` of None takes stale groups too. `due_in` is after how many seconds the next lease of another batch runs out.
     """
     if any(is_stale(group.oldest_version, bound) for group in ready):
@@ -76,7 +78,7 @@ def next_batch(
 
 
 def _batch(run: RunRecord, ready: Sequence[ReadyGroup], *, is_last: bool) -> Sequence[ReadyGroup]:
-    """Return no groups if they do not fill the batch, unless it is the last one."""
+    """Return the groups of the next batch; none if they do not fill it, unless it is the last one."""
     size, live = run.request.batch_size, run.request.live
     if live is not None:
         return shares.next_batch(ready, size, live, is_last=is_last)
@@ -110,7 +112,7 @@ def _with_prefix(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
 
 
 def added_counts(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """Leave out counts that have not grown."""
+    """Return by how much counts have grown, without zeros."""
     return {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
 
 
@@ -150,12 +152,12 @@ def restart_counts(counters: Mapping[str, int], *prefixes: str) -> dict[str, int
 
 
 def ends_problem(run: RunRecord, closure: GroupClosure) -> bool:
-    """The problem of a run that goes on is that no group was kept."""
+    """Return whether a group ends the problem of a run that goes on: that none was kept."""
     return closure.reason is None and run.problem is not None and run.state is RunState.RUNNING
 
 
 def delivered_rollouts(samples: Sequence[ClosedSample]) -> list[str]:
-    """Leave out stale rollouts."""
+    """Return the rollouts whose tokens are delivered: all but the stale ones."""
     return [sample.rollout_id for sample in samples if sample.masked_because != STALE]
 
 
@@ -167,7 +169,10 @@ def first_rollouts(rollout_ids: Iterable[str]) -> list[str]:
 def without_erased(
     samples: Sequence[ClosedSample], rollout_ids: Collection[str], *, is_settled: bool
 ) -> list[ClosedSample]:
-    """Samples of a settled group are history, and only nobody's any more."""
+    """Mask the samples whose rollouts were erased, and take away their owner.
+
+    The samples of a settled group are history, so these only lose their owner.
+    """
 
     def erased(sample: ClosedSample) -> ClosedSample:
         sample = replace(sample, owner=None)
@@ -190,14 +195,14 @@ def total_tasks(source: TaskSource, tasks: int) -> int | None:
 
 
 def is_finished(run: RunRecord) -> bool:
-    """All tasks are taken, and every batch is acknowledged."""
+    """Return whether a run has taken all its tasks and every batch of it is acknowledged."""
     if run.state in OVER or run.total is None or run.cursor < run.total:
         return False
     return not any(run.count(state) for state in ("open", "ready", "batched"))
 
 
 def next_state(run: RunRecord, requested: RunState | None) -> RunState:
-    """None requests no change.
+    """Return the state of a run after a request to change it; None requests no change.
 
     Raises:
         ConflictError: The run is over and cannot be paused or resumed.
@@ -236,7 +241,7 @@ def check_append(run: RunRecord, offset: int) -> None:
 
 
 def is_appended(run: RunRecord, there: Sequence[Task], tasks: Sequence[Task], *, close: bool) -> bool:
-    """The same tasks are `there`, and the run is as open as it is to be."""
+    """Return whether tasks were appended before: the same are `there`, and the run is as open as it is to be."""
     return bool(tasks) and list(there) == list(tasks) and (run.total is not None) == close
 
 
@@ -284,7 +289,7 @@ def check_return(batch_id: str, state: BatchState) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SettledGroup:
-    """A group that still has its trajectories."""
+    """A group that was acknowledged or dropped, and that still has its trajectories."""
 
     number: int
     bytes: int

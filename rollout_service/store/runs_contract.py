@@ -41,7 +41,7 @@ from rollout_service.store.lists_contract import RunLists
 class RunRecord:
     run_id: str
     request: RunRequest
-    """Has all patches applied; inline tasks are stored separately."""
+    """The request with all patches applied; inline tasks are stored separately."""
     state: RunState
     version: int
     first_version: int
@@ -78,7 +78,7 @@ class NewGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """Has only state that is cheap to read."""
+    """A rollout of an open group, as far as its state is cheap to read."""
 
     sample: int
     rollout_id: str
@@ -94,7 +94,7 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A group that was not closed yet."""
+    """A group whose rollouts have not all ended, or that was not closed yet."""
 
     number: int
     members: Sequence[GroupMember]
@@ -107,7 +107,7 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class ClosedSample:
-    """`GroupSample` without the rollout."""
+    """One sample of a closed group: `GroupSample` without the rollout."""
 
     sample: int
     rollout_id: str
@@ -124,7 +124,7 @@ class ReadyGroup:
     number: int
     oldest_version: int | None
     owners: Sequence[Owner] = ()
-    """Known in runs of live sessions."""
+    """Whose sessions its samples are parts of, in runs of live sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class GroupHead:
     """A `Group` with empty columns."""
     samples: Sequence[ClosedSample]
     tokens: Sequence[Sequence[int]]
-    """Numbers by sample and segment; empty for a sample without a trajectory."""
+    """The number of tokens of each segment, by sample; empty for a sample without a trajectory."""
     oldest_version: int | None
     newest_version: int | None
 
@@ -181,7 +181,7 @@ class BatchLeaseRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchLease:
-    """Its groups are read one by one."""
+    """A leased batch; its groups are read one by one."""
 
     batch_id: str
     run_id: str
@@ -237,7 +237,9 @@ class RunStore(RunLists, Protocol):
         request: RunRequest | None = None,
         problem: ErrorInfo | None = None,
     ) -> RunRecord:
-        """A version only grows. Resuming clears the problem, and the counters of groups in a row.
+        """Change the given fields, and return the run.
+
+        A version only grows. Resuming clears the problem, and the counters of groups in a row.
 
         Raises:
             ConflictError: The run is over and cannot be paused or resumed.
@@ -264,9 +266,11 @@ class RunStore(RunLists, Protocol):
 
     async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None: ...
 
-    async def mark_stragglers(self, run_id: str, number: int, samples: Sequence[int]) -> None: ...
+    async def mark_stragglers(self, run_id: str, number: int, samples: Sequence[int]) -> None:
+        """Record that these samples of an open group are being cut off."""
 
-    async def cancel_groups(self, run_id: str, reason: str) -> None: ...
+    async def cancel_groups(self, run_id: str, reason: str) -> None:
+        """Record why the open groups are being cancelled."""
 
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
         """Keep or drop an open group; one that is kept ends the problem of a run that is running.
@@ -293,7 +297,7 @@ class RunStore(RunLists, Protocol):
         """
 
     async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
-        """Return when the lease expires, `seconds` from now.
+        """Renew the lease of a batch for `seconds` from now; return when it expires.
 
         An expired lease can be renewed until somebody else leases the batch.
 
@@ -302,14 +306,14 @@ class RunStore(RunLists, Protocol):
         """
 
     async def acknowledge(self, run_id: str, batch: int) -> None:
-        """Idempotent.
+        """Acknowledge a batch, so that it is never delivered again; idempotent.
 
         Raises:
             ConflictError: The batch was dissolved.
         """
 
     async def give_back(self, run_id: str, batch: int) -> None:
-        """The batch can be leased again at once.
+        """Return a batch, so that it can be leased again at once.
 
         Raises:
             ConflictError: The batch is acknowledged.

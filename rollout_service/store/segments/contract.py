@@ -39,7 +39,7 @@ class SegmentFile(Protocol):
     """Whether another write may follow the first."""
 
     def append(self, parts: Sequence[bytes], offset: int) -> None:
-        """Return once the parts are durable."""
+        """Write all parts, one after the other; return once they are durable."""
 
     def is_there(self) -> bool:
         """Return whether readers who know its name find what was written."""
@@ -54,53 +54,56 @@ class SegmentFiles(Protocol):
     """
 
     write_seconds: float
-    """A service gathers records so long, from the beginning of one write to that of the next."""
+    """How long a service gathers records, from the beginning of one write to that of the next."""
     reads_at_once: int
-    """Limits the threads."""
+    """How many threads may read at once."""
 
     @property
     def texts(self) -> PlaceTexts: ...
 
     def prepare(self) -> None:
-        """Create the place if possible."""
+        """Create the place if that is possible and it does not exist."""
 
     def begin(self, name: str) -> SegmentFile:
-        """Records come after `FILE_HEADER`. The name must be one that nobody else uses, now or later."""
+        """Begin a segment file, whose records come after `FILE_HEADER`.
+
+        The name must be one that nobody else uses, now or later.
+        """
 
     def store(self, name: str, data: bytes) -> None:
         """Write a whole file, durably."""
 
     def store_once(self, name: str, data: bytes) -> None:
-        """Write a whole file durably.
+        """Write a whole file, durably, if nobody has written one of this name.
 
         Raises:
             FileExistsError: There is such a file.
         """
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Return fewer bytes where the file ends.
+        """Return up to `length` bytes; fewer where the file ends.
 
         Raises:
             FileNotFoundError: There is no such file.
         """
 
     def overwrite(self, name: str, offset: int, length: int) -> None:
-        """Write zeros durably.
+        """Overwrite bytes of a file with zeros, durably.
 
         Raises:
             FileNotFoundError: There is no such file.
         """
 
     def delete(self, *names: str) -> None:
-        """Delete also what was left of unfinished files of these names."""
+        """Delete files, if they exist, and what was left of unfinished ones of these names."""
 
     def has(self, name: str) -> bool: ...
 
     def sizes(self) -> dict[str, int]:
-        """Return bytes by name."""
+        """Return the size of each file in bytes, by its name."""
 
     def ages(self) -> dict[str, float]:
         """Return for how many seconds each file is unchanged, by the place's own clock."""
 
     def failed(self, error: OSError) -> StoreError:
-        """The error says what to do next."""
+        """Return the store's error for a failure of the place, with what to do next."""

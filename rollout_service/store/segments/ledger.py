@@ -21,10 +21,12 @@ from typing import Protocol, Self
 @dataclass(frozen=True, slots=True)
 class SegmentTotals:
     files: int
+    """Files that are open or referenced."""
     records: int
     bytes: int
-    """Files are larger by the records that were dropped from them."""
+    """The length of these records; the files are larger by the records that were dropped from them."""
     garbage: int
+    """Files that are yet to be deleted."""
 
 
 class SegmentLedger(Protocol):
@@ -48,13 +50,13 @@ class SegmentLedger(Protocol):
         """Return open files whose owner has left the cluster, or was declared dead."""
 
     async def garbage(self, limit: int) -> Sequence[str]:
-        """Return sealed files without references."""
+        """Return up to `limit` sealed files without references."""
 
     async def forget(self, files: Collection[str]) -> None:
         """Remove garbage from the ledger once it is deleted."""
 
     async def unknown(self, files: Collection[str]) -> Sequence[str]:
-        """Return files that are neither open, nor referenced, nor garbage."""
+        """Return those of the files that are neither open, nor referenced, nor garbage."""
 
     async def totals(self) -> SegmentTotals: ...
 
@@ -117,6 +119,6 @@ class SegmentReference:
 
 
 def frame(file: str, offset: int, data: bytes) -> tuple[SegmentReference, bytes]:
-    """Return also the record's header."""
+    """Return a record's reference and its header."""
     crc = zlib.crc32(data)
     return SegmentReference(file, offset, len(data), crc), _HEADER.pack(len(data), crc)
