@@ -39,6 +39,12 @@ _DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class FunctionLibrary:
+    """The functions that change the store, as one library: the files of `lua/`, each with one local table.
+
+    A function runs to its end before any other command. The library and its functions are named by a digest of their
+    text, so services of several releases use one Redis at once, each with its own functions.
+    """
+
     name: str
     text: str
     suffix: str
@@ -46,7 +52,7 @@ class FunctionLibrary:
 
 
 def library_name(listed: Any) -> str:
-    """`listed` is a part of the answer to FUNCTION LIST."""
+    """Return the name of a library in the answer to FUNCTION LIST."""
     pairs = listed.items() if isinstance(listed, dict) else zip(listed[::2], listed[1::2], strict=True)
     return str(dict(pairs)[b"library_name"].decode())
 
@@ -68,7 +74,7 @@ _ANYWAY = 'or accept that a crash of Redis loses work: [store] redis_durability 
 
 
 class ConnectionLostError(redis.ConnectionError):
-    """The command was not sent."""
+    """The connection was lost before this command, which was not sent."""
 
 
 class _OneConnection:
@@ -140,7 +146,7 @@ def open_client(config: RedisConfig, url: str | None = None) -> redis.Redis:
 
 
 def open_owner(config: RedisConfig, identity: StoreIdentity | None = None) -> redis.Redis:
-    """Return a client of the node that has the store's slot, in a cluster."""
+    """Return a client of the settings' Redis or, in a cluster, of the node that has the store's slot."""
     seeds = list(dict.fromkeys([config.url, *(identity.nodes if identity else ())]))
     for url in seeds[:-1]:
         with suppress(redis.RedisError, OSError):
@@ -177,7 +183,7 @@ def _owner_url(client: redis.Redis, config: RedisConfig, url: str, identity: Sto
 
 
 def _node_url(seed: str, node: Sequence[Any]) -> str:
-    """A node that names no host is at the seed's."""
+    """Return the URL of a node of the seed's cluster; one that names no host is at the seed's."""
     parts = urlsplit(seed)
     user, at, _ = parts.netloc.rpartition("@")
     host = _text(node[0] or "") or parts.hostname or "127.0.0.1"
@@ -213,7 +219,7 @@ def load(client: redis.Redis) -> None:
 
 
 def call_arguments(config: RedisConfig, name: str, now: float | None, *arguments: Any) -> tuple[Any, ...]:
-    """`now` is in Unix seconds, None for Redis's clock."""
+    """Return the command that calls a function; `now` is in Unix seconds, None for Redis's clock."""
     clock = "" if now is None else repr(now)
     return ("FCALL", name + function_library().suffix, 1, config.root, clock, *arguments)
 
@@ -246,7 +252,7 @@ def _check_settings(client: redis.Redis, config: RedisConfig, info: dict[str, An
 
 
 def _settings(client: redis.Redis, info: dict[str, Any]) -> dict[str, str]:
-    """Fall back on INFO where CONFIG is not allowed."""
+    """Return the server's settings; where CONFIG is not allowed, those that INFO has."""
     found: dict[str, str] = {}
     try:
         for name in (*_DURABLE, "maxmemory", "maxmemory-policy"):

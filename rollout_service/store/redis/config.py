@@ -29,16 +29,16 @@ class RedisConfig:
     url: str
     """`redis://`, `rediss://` or `unix://`, as redis-py reads it."""
     prefix: str = "rollouts"
-    """Begins the keys of all services with the same work."""
+    """The name that the keys of all services with the same work begin with."""
     password_file: Path | None = None
-    """Read again for every new connection."""
+    """The file with the password, which is read again for every new connection."""
     durability: Durability = Durability.STRICT
     replicas: int = 0
     """Replicas that must have a write before it is acknowledged."""
     answer_seconds: float = 10.0
     """How long Redis may take to accept a connection or to answer."""
     shard: int = 0
-    """Counts from 0."""
+    """Which part of the store this is, from 0."""
     shards: int = 1
     home: str = ""
     """The id of the store's first shard, which the others keep; empty for the first one."""

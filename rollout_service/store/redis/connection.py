@@ -28,7 +28,7 @@ from rollout_service.store.redis.problems import breaks_connection, explain, is_
 from rollout_service.store.redis.topics import TopicReader
 
 REPLICA_SECONDS = 2.0
-"""Replicas may take so long to have a write."""
+"""How long replicas may take to have a write."""
 LOOK_SECONDS = 10.0
 """How often to look at Redis's memory, and whether it still has the store."""
 
@@ -41,7 +41,7 @@ class _RedisJob(Job):
 
 
 class RedisConnection(JobThread[_RedisJob]):
-    """Sends calls from `open` to `close`.
+    """A store's connection, from `open` to `close`.
 
     `call` runs a function that writes, `read` one that does not, and `command` any other command that does not. Answers
     are those of redis-py: texts are bytes.
@@ -66,7 +66,7 @@ class RedisConnection(JobThread[_RedisJob]):
         self._client: redis.Redis | None = None
         self._was_connected = False
         self.reconnects = 0
-        """Each time, the Redis may be another, which lacks the last writes."""
+        """How often it has connected again: the Redis may then be another, which lacks the last writes."""
         self._identity = checks.StoreIdentity()
         self.topics = TopicReader(config, self._identity, self.health, self._die)
         self._used_memory, self._looked_at = 0, -LOOK_SECONDS
@@ -81,7 +81,7 @@ class RedisConnection(JobThread[_RedisJob]):
         commit_seconds: Histogram | None = None,
         may_be_away: bool = False,
     ) -> RedisConnection:
-        """`clock` returns Unix seconds, and Redis's own clock is used without it.
+        """Connect to a Redis and check it; `clock` returns Unix seconds, and Redis's own clock is used without it.
 
         Shards share one `commit_seconds`. A Redis that may be away is connected to as soon as it answers.
 
@@ -108,14 +108,14 @@ class RedisConnection(JobThread[_RedisJob]):
         return self._used_memory
 
     async def call(self, function: str, *arguments: Argument) -> Any:
-        """Cancelling the caller does not stop the function."""
+        """Run a function that writes, and return its answer; cancelling the caller does not stop it."""
         return await self._run(self._function(function, arguments), writes=True)
 
     async def read(self, function: str, *arguments: Argument) -> Any:
         return await self._run(self._function(function, arguments), writes=False)
 
     async def command(self, *command: Argument) -> Any:
-        """`key` has the full names of keys."""
+        """Run a command that only reads; `key` has the full names of keys."""
         return await self._run(command, writes=False)
 
     @property

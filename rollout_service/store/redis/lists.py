@@ -41,7 +41,7 @@ async def find_summaries(
     after: int | None,
     limit: int,
 ) -> tuple[list[RolloutSummary], int | None]:
-    """Return also the number after which to go on, None if nothing is left."""
+    """Return rollouts after a number, and the number after which to go on, None if nothing is left."""
     bounds = await _span(connection, which)
     if bounds is None:
         return [], None
@@ -62,7 +62,7 @@ class _RowSearch:
         self.newest = newest
         self.rows: list[RolloutSummary] = []
         self.after: int | None = None
-        """None if nothing is left."""
+        """The number after which to go on; None if nothing is left."""
         self._filter, self._states, self._limit = _filter(which), _states(which), limit
 
     @property
@@ -78,7 +78,7 @@ class _RowSearch:
         return to_json({"filter": given, "states": self._states, "newest": self.newest} | among)
 
     async def look(self, low: int, high: int, **among: Sequence[str] | Sequence[int]) -> None:
-        """`low` and `high` are included; `among` has `ids` or `numbers`, if only some rollouts are to be looked at."""
+        """Look at the rollouts from `low` to `high`, only at some if `among` has their `ids` or `numbers`."""
         found, last = await self.connection.read(
             "lists_summaries", self.text(**among), low, high, ROWS_AT_ONCE, self.wanted
         )
@@ -174,13 +174,13 @@ _COLUMNS = (
     *("seq", "state", "attempt", "pool", "environment", "run_id", "group_number", "reward", "stop_reason"),
     *("code", "created_at", "changed_at", "turns", "tokens", "worked", "branch_of"),
 )
-"""The order is that of `lists.lua`."""
+"""The fields of a row, in the order of `lists.lua`."""
 
 
 CHUNK = 8_192
-"""One key has bits for so many numbers, as in `index.lua`."""
+"""How many numbers one key has bits for, as in `index.lua`."""
 CHUNKS_AT_ONCE = 32
-"""One command reads so many keys of each name, 32 kB."""
+"""How many keys of each name one command reads: 32 kB."""
 
 _Names = Sequence[Sequence[str]]
 

@@ -44,11 +44,11 @@ class FolderReport:
     lost: Sequence[LostTrajectory]
 
     def by_run(self) -> Counter[str | None]:
-        """None stands for rollouts of no run."""
+        """Return how many trajectories each run has lost; None stands for rollouts of no run."""
         return Counter(one.run_id for one in self.lost)
 
     def by_environment(self) -> Counter[str]:
-        """`session` has parts of live sessions."""
+        """Return how many trajectories of each environment are lost; `session` has parts of live sessions."""
         return Counter(one.environment for one in self.lost)
 
 

@@ -60,7 +60,7 @@ def is_away(error: redis.RedisError | OSError) -> bool:
 
 
 def explain(error: redis.RedisError | OSError, address: str) -> ServiceError:
-    """The error becomes the cause."""
+    """Return the service's error for an error of Redis, which becomes its cause."""
     text = str(error) or type(error).__name__
     hint = _hint(error, text)
     failure: ServiceError
@@ -73,7 +73,7 @@ def explain(error: redis.RedisError | OSError, address: str) -> ServiceError:
 
 
 def too_few_replicas(reached: Any, config: RedisConfig) -> StoreError | None:
-    """`reached` is the answer to WAIT."""
+    """Return an error if a write is not in enough replicas; `reached` is the answer to WAIT."""
     if isinstance(reached, int) and reached >= config.replicas:
         return None
     return StoreError(
@@ -83,13 +83,13 @@ def too_few_replicas(reached: Any, config: RedisConfig) -> StoreError | None:
 
 
 def was_not_run(error: BaseException) -> bool:
-    """The call is to be repeated at once: Redis has lost the library, or another node has the store."""
+    """Return whether to repeat a call at once: Redis has lost the library, or another node has the store."""
     is_lost = isinstance(error, redis.ResponseError) and "unction not found" in str(error)
     return is_lost or isinstance(error, redis.exceptions.MovedError)
 
 
 def breaks_connection(error: BaseException) -> bool:
-    """The connection is gone, or leads to the wrong server."""
+    """Return whether to connect anew: the connection is gone, or leads to the wrong server."""
     return isinstance(
         error,
         redis.ConnectionError

@@ -19,7 +19,7 @@ STATES = (
 
 
 RolloutRow = dict[str, Any]
-"""Its fields have the names that the codecs use."""
+"""A stored rollout: its fields by the names that the codecs use, and those of the queue."""
 
 FIELDS: Mapping[str, tuple[str, Callable[[bytes], Any]]] = {
     "seq": ("n", int),
@@ -44,7 +44,7 @@ FIELDS: Mapping[str, tuple[str, Callable[[bytes], Any]]] = {
     "branch_of": ("b", bytes.decode),
     "is_erased": ("Y", bool),
 }
-"""Their names in a rollout's hash, as in `rollouts.lua`, and how they are read."""
+"""The fields of a rollout's hash: their names there, as in `rollouts.lua`, and how they are read."""
 
 
 def decode_row(reply: Sequence[Any]) -> RolloutRow:

@@ -247,11 +247,11 @@ class RedisRollouts(BaseStore):
         return deleted
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """`stored` are records in Redis of trajectories that no rollout has any more."""
+        """Overwrite trajectories that no rollout has any more, given their records in Redis."""
         await self._place.overwrite(stored)
 
     async def collect_garbage(self) -> None:
-        """Call it from one service at a time."""
+        """Delete the files of trajectories that are gone. Call it from one service at a time."""
         await self._place.collect()
 
     async def get(self, rollout_id: str, *, whole_tree: bool = False) -> Rollout | None:
@@ -309,7 +309,7 @@ class RedisRollouts(BaseStore):
         return codec.make_page([decode_row(row) for row in found], limit, decode_counts(counts))
 
     async def rows(self, rollout_ids: Sequence[str], *, trajectories: bool = False) -> Sequence[RolloutRow]:
-        """Leave out rollouts that do not exist; return Redis's records of their trajectories."""
+        """Return the rows of the rollouts that exist, in this order, with Redis's records of their trajectories."""
         found: list[RolloutRow] = []
         for some in chunks(rollout_ids, ROWS_AT_ONCE):
             answer = await self._connection.read("rollouts_rows", int(trajectories), *some)
@@ -317,7 +317,7 @@ class RedisRollouts(BaseStore):
         return found
 
     async def whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[RolloutRow]:
-        """As `rows`, with encoded trajectories.
+        """Return the rows of the rollouts that exist, in this order, with their encoded trajectories.
 
         Raises:
             RecordLostError: A trajectory is damaged, or gone without having been pruned.
@@ -328,7 +328,7 @@ class RedisRollouts(BaseStore):
         return [row | {"trajectory": found.get(row["rollout_id"])} for row in rows]
 
     async def _follow(self, owner: str) -> None:
-        """Call it before anything is published on the owner's topic."""
+        """Follow the topic of an owner; call it before anything is published there."""
         if owner not in self._owners:
             self._owners.add(owner)
             self._connection.topics.listen(f"owner:{owner}", self._signals.told)
@@ -336,7 +336,7 @@ class RedisRollouts(BaseStore):
                 await self._connection.topics.confirmed(f"owner:{owner}")
 
     async def _lease(self, reply: Sequence[Any], owner: str) -> Lease | None:
-        """A rollout whose record is damaged ends as failed."""
+        """Return the lease of a claimed row; a rollout whose record is damaged ends as failed."""
         row = decode_row(reply)
         try:
             return codec.decode_lease(row)
@@ -360,7 +360,7 @@ class RedisRollouts(BaseStore):
         trajectory: bytes,
         outcome: Sequence[str | int],
     ) -> bool | None:
-        """Return whether the lease was held, or None if the file of the result's trajectory was sealed."""
+        """Write a result; return whether the lease was held, or None if the file of its trajectory was sealed."""
         key = (lease.rollout_id, lease.token)
         values = (int(key in self._lost_results), state.value, result, trajectory, *outcome)
         try:

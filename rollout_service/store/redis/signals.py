@@ -54,7 +54,7 @@ class RolloutSignals:
         self.cancels = NewsSignal()
 
     def told(self, message: bytes | None) -> None:
-        """None means that some messages may be lost."""
+        """Wake those whom a message to an owner concerns; None means that some may be lost."""
         if message is None:
             self.work.forget()
             self.cancels.forget()
@@ -63,12 +63,12 @@ class RolloutSignals:
         (self.cancels if what == b"cancel" else self.work).happened(int(number))
 
     def cluster_changed(self, message: bytes | None) -> None:
-        """A node that may claim again got nothing before."""
+        """Wake those who wait for work if a node may claim again; before, it got nothing."""
         if message is None or message.startswith((b"node.ready", b"node.joined")):
             self.work.forget()
 
     def claimed(self, *, due_in: float, lease_seconds: float) -> None:
-        """Both are in seconds.
+        """Record in how many seconds a claim found that there may be work, and how long its leases last.
 
         Others' leases that the claim has not seen cannot end before one that began now. Then it is time to look, also
         since whoever is woken for a rollout may end before it has it.

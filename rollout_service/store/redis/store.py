@@ -115,7 +115,7 @@ _REPORT = TypeAdapter(NodeReport)
 
 
 class RedisCluster(ClusterStore):
-    """All times are those of Redis's clock.
+    """The cluster of all services with the same prefix in one Redis, by whose clock all times are.
 
     A leader that let its lease expire keeps its token if nobody else led meanwhile, since nothing can have happened
     that it would write over.
@@ -234,7 +234,7 @@ def _encoded(report: NodeReport) -> tuple[bytes, int, bytes, bytes]:
 
 
 def _counts(pairs: Any) -> dict[str, int]:
-    """Inside a function's answer, that to HGETALL is a flat list."""
+    """Read an answer to HGETALL, which is a flat list inside a function's answer."""
     flat = [part for pair in pairs.items() for part in pair] if isinstance(pairs, dict) else list(pairs)
     return {name.decode(): int(count) for name, count in zip(flat[::2], flat[1::2], strict=True)}
 
@@ -321,7 +321,7 @@ class RedisStore(RedisRollouts):
         return self._connection.reconnects
 
     async def collect_garbage(self) -> None:
-        """Delete also, now and then, the functions that no node calls."""
+        """Delete the files of trajectories that are gone and, now and then, the functions that no node calls."""
         await super().collect_garbage()
         if time.monotonic() >= self._look_at_libraries:
             self._look_at_libraries = time.monotonic() + LIBRARIES_SECONDS

@@ -37,9 +37,9 @@ PING_SECONDS = 5.0
 LINGER_SECONDS = 5.0
 """How long a topic stays subscribed after the last wait for it, since most waits are repeated."""
 CONFIRM_SECONDS = 1.0
-"""A caller that goes on without a confirmation is woken by it later."""
+"""The longest wait for a subscription. A caller that goes on without it is woken once it is confirmed."""
 _AT_ONCE = 500
-"""Limits a command's topics, and the messages that are passed on together."""
+"""The most topics in one command, and the most messages that are passed on together."""
 _RETRY_SECONDS = 0.5
 
 TopicListener = Callable[[bytes | None], None]
@@ -59,7 +59,7 @@ class _Topic:
 
 
 class TopicReader:
-    """Passes messages on, on the event loop."""
+    """Passes on, on the event loop, what is published on the topics that somebody follows."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class TopicReader:
         self._is_moving = threading.Event()
         self._topics: dict[str, _Topic] = {}
         self._ticks = 0
-        """Counters are never below those of an earlier subscription."""
+        """The number of changes so far: counters are never below those of an earlier subscription."""
         self._orders: SimpleQueue[tuple[str, bool]] = SimpleQueue()
         """Orders to the thread: topics to subscribe to (True) or no longer (False)."""
         self._woken, self._waker = socket.socketpair()
@@ -92,7 +92,7 @@ class TopicReader:
         self._prefix = f"{config.root}:topic:"
 
     async def start(self, *, may_be_away: bool = False) -> None:
-        """A Redis that may be away is connected to as soon as it answers.
+        """Connect; if the Redis may be away, as soon as it answers.
 
         Raises:
             StoreError: The Redis fails.
@@ -114,7 +114,7 @@ class TopicReader:
 
     @asynccontextmanager
     async def watching(self, topic: str) -> AsyncIterator[MonotonicCounter]:
-        """The counter grows with every message, and whenever one may be lost."""
+        """Follow a topic in the block; the counter grows with every message, and whenever one may be lost."""
         found = self._topics.get(topic) or self._subscribe(topic)
         if found.end is not None:
             found.end.cancel()
@@ -129,7 +129,7 @@ class TopicReader:
                 found.end = self._loop.call_later(LINGER_SECONDS, self._unsubscribe, topic)
 
     def changes(self, topic: str) -> int:
-        """Return 0 if nobody has watched the topic lately."""
+        """Return the counter of a topic; 0 if nobody has watched it lately."""
         found = self._topics.get(topic)
         return found.changes.value if found is not None else 0
 
@@ -139,7 +139,7 @@ class TopicReader:
         self._interrupt()
 
     async def close(self) -> None:
-        """Idempotent."""
+        """End the thread; idempotent."""
         self._closing.set()
         for topic in self._topics.values():
             if topic.end is not None:
@@ -216,7 +216,7 @@ class TopicReader:
                 self._closing.wait(_RETRY_SECONDS)
 
     def _connect(self) -> None:
-        """Subscribe again to everything."""
+        """Connect, and subscribe to everything that was subscribed to before."""
         self._is_moving.clear()
         self._ending.clear()
         self._client = checks.connect(self._config, self._identity)
@@ -231,10 +231,11 @@ class TopicReader:
             client.close()
 
     def _take_orders(self) -> None:
-        """Keep the order in which this was asked for."""
+        """Subscribe to topics, and end subscriptions, in the order in which this was asked for."""
         orders: list[tuple[str, bool]] = []
         while not self._orders.empty():
             orders.append(self._orders.get())
+        # Before any is sent: those that cannot be sent now are subscribed to by the next connection.
         for topic, subscribe in orders:
             if subscribe:
                 self._subscribed[topic] = None

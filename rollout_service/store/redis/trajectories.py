@@ -35,13 +35,13 @@ class TrajectoryPlace(Protocol):
         """Put the next trajectories elsewhere, since Redis refused to store this."""
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """Redis no longer refers to these; those that are gone are no error."""
+        """Overwrite trajectories to which Redis no longer refers; it is not an error if some are gone."""
 
     async def collect(self) -> int:
         """Delete what belongs to no rollout any more; return how many files."""
 
     async def read(self, stored: Mapping[str, bytes]) -> Sequence[bytes]:
-        """`stored` has Redis's records by rollout. Keep their order."""
+        """Return the trajectories of Redis's records, which are by rollout, in their order."""
 
 
 class InRedis(TrajectoryPlace):
@@ -57,7 +57,7 @@ class InRedis(TrajectoryPlace):
         raise DefectError(f"Redis refused a trajectory of {len(stored)} bytes", hint="Report it with the log.")
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """Redis itself has deleted them."""
+        """Do nothing: Redis itself has deleted them."""
 
     async def collect(self) -> int:
         return 0  # nothing is left behind
@@ -114,7 +114,7 @@ def _whole(record: bytes | RecordLostError) -> bytes:
 
 
 class RedisSegmentLedger(SegmentLedger):
-    """Each step is one function of Redis, so services that share the store see the same files."""
+    """The ledger in Redis: each step is one function, so services that share the store see the same files."""
 
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection

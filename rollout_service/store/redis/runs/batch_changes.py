@@ -106,7 +106,7 @@ def _leased(change: RunTransaction, batch: BatchRecord) -> BatchLease:
 
 
 def dissolve(change: RunTransaction, batch: BatchRecord) -> Sequence[WaitingGroup]:
-    """Return the groups, which wait again."""
+    """Dissolve a batch, so that its groups wait again; return them."""
     change.settle_batch(batch, BatchState.DISSOLVED)
     for group in batch.groups:
         change.move_group(group.number, run_changes.BATCHED, run_changes.READY)
@@ -115,7 +115,7 @@ def dissolve(change: RunTransaction, batch: BatchRecord) -> Sequence[WaitingGrou
 
 
 def stale_groups(change: RunTransaction, replies: Replies, bound: int) -> list[int]:
-    """Dissolve returned batches with stale groups first."""
+    """Return the waiting groups that are older than this version, after dissolving returned batches with such."""
     waiting = read_waiting(replies[1])
     for batch in read_batches(replies[0]).values():
         if batch.state is BatchState.RETURNED and rules.is_stale(batch.oldest_version, bound):
@@ -137,7 +137,7 @@ def acknowledge(change: RunTransaction, replies: Replies, number: int) -> None:
 
 
 def renew(change: RunTransaction, replies: Replies, number: int, *, key: str | None, seconds: float) -> float:
-    """Return when the lease ends, in Unix seconds."""
+    """Extend the lease of a batch; return when it expires, in Unix seconds."""
     batch, state = _batch(change, replies, number)
     name, holder = str(BatchId(change.keys.run_id, number)), batch.lease_key if batch else None
     rules.check_renewal(name, state, holder=holder, key=key)
@@ -157,7 +157,7 @@ def give_back(change: RunTransaction, replies: Replies, number: int) -> None:
 
 
 def _batch(change: RunTransaction, replies: Replies, number: int) -> tuple[BatchRecord | None, BatchState]:
-    """Return None for a batch that is settled, with its final state."""
+    """Return a batch and its state; None with the final state if it is settled."""
     stored, final = replies
     if stored is not None:
         batch = BatchRecord.decode(stored)

@@ -75,7 +75,7 @@ class RunDatabase:
         return run, now, replies
 
     async def closed_records(self, run_id: str, numbers: Sequence[int]) -> dict[int, ClosedRecord]:
-        """Leave out groups that are not closed, or deleted."""
+        """Return the records of those of these groups that are closed and not deleted."""
         if not numbers:
             return {}
         _, (found,) = await self.read([("HMGET", self.keys(run_id).closed, *numbers)])
@@ -83,7 +83,7 @@ class RunDatabase:
         return {number: ClosedRecord.decode(data) for number, data in pairs if data is not None}
 
     async def create(self, run_id: str, fields: Mapping[str, Any], tasks: Sequence[Task]) -> RunRecord | None:
-        """Return None, with nothing written, if there is a run of this id."""
+        """Create a run with its inline tasks; return None, with nothing written, if there is one of this id."""
         now, _ = await self.read([])
         run = RunDraft.create(run_id, {**fields, "created_at": now, "changed_at": now})
         change = RunTransaction(self.keys(run_id), run, now)
@@ -128,7 +128,7 @@ class RunDatabase:
                     return result
 
     async def commit(self, transaction: RunTransaction) -> bool:
-        """Return False, with nothing written, if the run has changed since it was read."""
+        """Apply a change; return False, with nothing written, if the run has changed since it was read."""
         if not (commands := transaction.finish()):
             return True
         run, fence = transaction.run, self._fence

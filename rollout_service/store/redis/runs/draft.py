@@ -53,7 +53,7 @@ class RunDraft:
         return float(text) if name in _TIMES else text
 
     def set(self, **fields: Any) -> None:
-        """None removes a field."""
+        """Change fields; None removes one."""
         for name, value in fields.items():
             if value is None:
                 self._fields.pop(name, None)
@@ -66,12 +66,12 @@ class RunDraft:
 
     @property
     def revision(self) -> str:
-        """Empty for a run that is not stored yet."""
+        """The revision that was read; empty for a run that is not stored yet."""
         return self._before.get("revision", "")
 
     @property
     def reported(self) -> dict[str, int]:
-        """The counts that the latest batch reported."""
+        """The counts of dropped groups that the latest batch reported."""
         return dict(json.loads(self["reported"]))
 
     @property
@@ -105,5 +105,5 @@ class RunDraft:
 
 @lru_cache(maxsize=256)
 def _request(text: str) -> RunRequest:
-    """Nobody changes the request; parsing it costs more than the rest of the record."""
+    """Parse a request, which nobody changes; that costs more than the rest of the record."""
     return RunRequest.model_validate_json(text)

@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from rollout_service.store.redis.rollouts import RedisRollouts
 
 
-# The states of groups have no gaps.
+# A page goes through the states of groups by their numbers, which have no gaps.
 
 STATES_AT_ONCE = 2_000
 RECORDS_AT_ONCE = 10_000
 """The most records of a history in one read: 0.8 MB."""
 GROUPS_AT_ONCE = 512
-"""Each has about 0.3 KB."""
+"""The most records of groups in one read of a listing; each has about 0.3 KB."""
 MEMBERS_AT_ONCE = 1_000
-"""Takes Redis about a millisecond."""
+"""The most rollouts that one read looks at, which takes Redis about a millisecond."""
 MAX_HEAD_BYTES = 65_536
 """A larger head is not kept in memory of Redis, but made again when its group is delivered."""
 _ROW = ("state", "reward", "code", "tokens", "environment")
@@ -70,7 +70,7 @@ class GroupReader(BaseRuns):
     async def _matching(
         self, run_id: str, which: GroupSelection, numbers: Sequence[int], limit: int
     ) -> tuple[dict[int, GroupStatus], int | None]:
-        """Return also the number after which to go on, None if none is left."""
+        """Return up to `limit` groups that match, and the number after which to go on, None if none is left."""
         keys, found, last = self._database.keys(run_id), dict[int, GroupStatus](), None
         for some in chunks(numbers[:LOOKED_AT], STATES_AT_ONCE):
             _, (states,) = await self._database.read([("HMGET", keys.states, *some)])
@@ -216,7 +216,7 @@ class GroupReader(BaseRuns):
         return {number: GroupStatus.parse(text.decode()).counter for number, text in by_number(reply).items()}
 
     async def _samples(self, run_id: str, numbers: Sequence[int]) -> AsyncIterator[tuple[int, list[ClosedSample]]]:
-        """Leave out groups that are not closed, or deleted."""
+        """Yield the samples of those of these groups that are closed and not deleted."""
         for some in chunks(numbers, GROUPS_AT_ONCE):
             _, (records,) = await self._database.read([("HMGET", self._database.keys(run_id).closed, *some)])
             for pair in await anyio.to_thread.run_sync(_decode_samples, some, records):
@@ -285,7 +285,7 @@ def _decode_samples(numbers: Sequence[int], records: Sequence[bytes | None]) -> 
 
 
 def _pack_head(row: Row, members: Sequence[Row]) -> bytes | None:
-    """Return None if the head cannot be made or is too large to keep."""
+    """Return the head of a group as bytes; None if it cannot be made or is too large to keep."""
     head = group_codec.encode_head(row, members)
     if head is None:
         return None

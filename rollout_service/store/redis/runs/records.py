@@ -1,6 +1,6 @@
 """The records of groups and batches as Redis keeps them.
 
-That of a closed group is compressed, since a run keeps one for each: about 0.3 KB for eight samples instead of 1.3 KB.
+The record of a closed group is compressed, since a run keeps all of them: about 0.3 KB for eight samples, not 1.3 KB.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEVEL = 1
 class OpenRecord:
     epoch: int
     members: list[str]
-    """Ids by sample."""
+    """The ids of its present rollouts, by sample."""
     opened_at: float
     earlier: list[str] = field(default_factory=list)
     """Rollouts that were replaced."""
@@ -100,7 +100,7 @@ class ClosedRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """Its text is `open`, `ready`, `batched:BATCH`, `acknowledged:BATCH` or `dropped:REASON`."""
+    """The state of a group; as text `open`, `ready`, `batched:BATCH`, `acknowledged:BATCH` or `dropped:REASON`."""
 
     state: str
     detail: str | None = None
@@ -159,7 +159,7 @@ class BatchRecord:
 
     @property
     def oldest_version(self) -> int | None:
-        """None if no group knows."""
+        """The lowest version of a token in it; None if no group knows."""
         versions = (group.oldest_version for group in self.groups if group.oldest_version is not None)
         return min(versions, default=None)
 

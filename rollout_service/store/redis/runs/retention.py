@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DELETED_AT_ONCE = 64
 """Each takes 25 µs of Redis's thread, so that no other call waits for long; a group is deleted as a whole."""
 GROUPS_AT_ONCE = 64
-"""Limits the several calls of one step, and one change."""
+"""The most groups that one step deletes, in several calls, or that one change prunes."""
 RUNS_AT_ONCE = 128
 _UNREAD = -1
 """Stands for all groups that are newer than those that were read."""
@@ -114,7 +114,7 @@ class RunRetention:
         return await self._database.change_in_steps(run_id, [_oldest(self._keys(run_id).settled)], plan)
 
     async def _delete_settled_groups(self, age: float) -> int:
-        """Keep the record that the groups existed."""
+        """Delete the rollouts of settled groups of this age, but keep the record that the groups existed."""
         now, names = await self._runs()
         deleted = 0
         for some in chunks(names, RUNS_AT_ONCE):
@@ -204,7 +204,7 @@ def _delete_groups(change: RunTransaction, records: Mapping[int, ClosedRecord], 
 
 
 def _is_expired(run: RunDraft, before: float) -> bool:
-    """`before` is in Unix seconds. The run has to be fully acknowledged."""
+    """Return whether a run is over and fully acknowledged, and unchanged since a time in Unix seconds."""
     record = run.record
     is_settled = not any(record.count(state) for state in ("open", "ready", "batched"))
     is_old = run["changed_at"] <= before and run["settled_at"] <= before

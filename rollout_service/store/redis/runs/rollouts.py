@@ -45,22 +45,22 @@ class RunKeys:
 
 
 def all_runs(root: str) -> str:
-    """A sorted set, oldest first."""
+    """Return the key of the sorted set of all runs, oldest first."""
     return f"{root}:runs"
 
 
 def active_runs(root: str) -> str:
-    """A sorted set of runs that still need work, oldest first."""
+    """Return the key of the sorted set of the runs that still need work, oldest first."""
     return f"{root}:runs:active"
 
 
 def fields_read(root: str, rollout_id: str, names: Iterable[str]) -> Command:
-    """The reply is for `replies.decode_fields`."""
+    """Return the command that reads these of `replies.FIELDS` of a rollout, for `replies.decode_fields`."""
     return ("HMGET", f"{root}:r:{rollout_id}", *(FIELDS[name][0] for name in names))
 
 
 def erased_read(root: str, rollout_id: str) -> Command:
-    """The reply is `1`, or nothing."""
+    """Return the command that reads whether a rollout was erased: `1`, or nothing."""
     return ("HGET", f"{root}:r:{rollout_id}", "Y")
 
 
@@ -69,5 +69,5 @@ def result_read(root: str, rollout_id: str) -> Command:
 
 
 def size_read(root: str, rollout_id: str) -> Command:
-    """The bytes are those of the encoded trajectory."""
+    """Return the command that reads a rollout's state, and the bytes of its encoded trajectory."""
     return ("HMGET", f"{root}:r:{rollout_id}", "s", "B")

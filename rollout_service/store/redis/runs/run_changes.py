@@ -114,7 +114,7 @@ def _open_group(replies: Replies) -> OpenRecord | None:
 
 
 def cancel_groups(change: RunTransaction, replies: Replies, reason: str) -> None:
-    """A reason that is recorded stays."""
+    """Record why the open groups are being cancelled; a reason that is recorded stays."""
     for number, group in open_records(replies[0]).items():
         if group.reason is None:
             group.reason = reason
@@ -124,7 +124,10 @@ def cancel_groups(change: RunTransaction, replies: Replies, reason: str) -> None
 def close_group(
     change: RunTransaction, replies: Replies, closure: GroupClosure, *, size: int, head: bytes | None
 ) -> None:
-    """`replies` has the group's record, and for each usable sample whether it was erased; `size` is in bytes."""
+    """Keep or drop an open group; `replies` has its record, and for each usable sample whether it was erased.
+
+    `size` is the bytes of its trajectories.
+    """
     stored, *erased = replies
     if stored is None or any(erased):
         return
@@ -144,7 +147,10 @@ def close_group(
 
 
 def reclose_group(change: RunTransaction, replies: Replies, closure: GroupClosure, *, head: bytes | None) -> None:
-    """`replies` has what the group waits with, its record, and for each usable sample whether it was erased."""
+    """Close a group that waits for a batch again.
+
+    `replies` has what it waits with, its record, and for each usable sample whether it was erased.
+    """
     waiting, stored, *erased = replies
     if waiting is None or stored is None or any(erased):
         return
@@ -163,7 +169,10 @@ def reclose_group(change: RunTransaction, replies: Replies, closure: GroupClosur
 def erase_sample(
     change: RunTransaction, replies: Replies, number: int, results: Mapping[str, bytes | None]
 ) -> int | None:
-    """Return the batch of the sample's group; `replies` has the group's record once it is closed, and its state."""
+    """Erase the rollouts of a sample, of which `results` has the stored ones; return the batch of its group, if any.
+
+    `replies` has the record of the group once it is closed, and its state.
+    """
     for rollout_id, result in results.items():
         change.do("erase", rollout_id, "" if result is None else rollout_codec.erase_result(result.decode()))
     stored, status = replies

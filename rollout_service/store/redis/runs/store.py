@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 RUNS_AT_ONCE = 128
 ROLLOUTS_AT_ONCE = 64
-"""Queueing them takes Redis some ten milliseconds; the number is approximate."""
+"""About the most rollouts that one change starts: queueing them takes Redis some ten milliseconds."""
 
 
 class RedisRuns(GroupReader):
@@ -244,7 +244,7 @@ class RedisRuns(GroupReader):
         return await self._retention.erase(rollout_ids)
 
     async def overwrite_deleted(self) -> None:
-        """Redis keeps what it deletes in its append-only file alone, until that is rewritten."""
+        """Do nothing: Redis keeps what it deletes in its append-only file alone, until that is rewritten."""
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
         return await self._retention.prune(run_id, seconds=seconds, max_bytes=max_bytes)
@@ -259,7 +259,7 @@ class RedisRuns(GroupReader):
 
 
 def _of_size(groups: Sequence[NewGroup], rollouts: int) -> Iterator[Sequence[NewGroup]]:
-    """Each part has at least one group."""
+    """Return the groups in parts of up to `rollouts` rollouts, at least one group each."""
     part: list[NewGroup] = []
     for group in groups:
         if part and sum(len(one.requests) for one in (*part, group)) > rollouts:

@@ -36,7 +36,7 @@ from rollout_service.store.runs_contract import GroupClosure
 T = TypeVar("T")
 
 TASKS_AT_ONCE = 1_000
-"""A command in a function has at most some thousand words."""
+"""The most tasks in one command, since a command in a function has at most some thousand words."""
 
 
 class RunTransaction:
@@ -68,7 +68,7 @@ class RunTransaction:
             self.touch()
 
     def submit(self, request: RolloutRequest, number: int) -> str:
-        """Return the rollout's id."""
+        """Queue a rollout of a group; return its id."""
         if request.rollout_id is None:
             raise ValueError("set the request's rollout_id before submitting it")
         text = request.model_dump_json()
@@ -77,7 +77,7 @@ class RunTransaction:
         return request.rollout_id
 
     def move_group(self, number: int, before: str | None, after: GroupStatus) -> None:
-        """`before` is the counter of the group's state so far."""
+        """Record the state of a group and count it; `before` is the counter of its state so far."""
         if before is not None:
             self.run.count(before, -1)
         self.run.count(after.counter)
@@ -96,7 +96,7 @@ class RunTransaction:
             self.do("SETRANGE", self.keys.history, closure.number * runs.SIZE, record)
 
     def write_reason(self, number: int, reason: str) -> None:
-        """The group had passed the filters."""
+        """Write why a group was dropped after it had passed the filters."""
         if number < runs.MAX_GROUPS:
             place = number * runs.SIZE + runs.REASON_AT
             self.do("SETRANGE", self.keys.history, place, runs.encode_reason(reason))
@@ -114,7 +114,7 @@ class RunTransaction:
         self._release(number, record)
 
     def delete_group(self, number: int, record: ClosedRecord, *, is_held: bool) -> None:
-        """The group's state stays."""
+        """Delete the rollouts and the record of a settled group; its state stays."""
         for rollout_id in record.rollout_ids:
             self.do("delete", rollout_id)
         self.do("HDEL", self.keys.closed, number)
@@ -160,7 +160,7 @@ class RunTransaction:
 
 
 def by_number(reply: Sequence[bytes]) -> dict[int, bytes]:
-    """Sort the values of a hash, from the reply to HGETALL."""
+    """Return the values of a hash by their numbers, in order, from the reply to HGETALL."""
     pairs = ((int(name), value) for name, value in zip(reply[::2], reply[1::2], strict=True))
     return dict(sorted(pairs))
 
@@ -170,5 +170,5 @@ def open_records(reply: Sequence[bytes]) -> dict[int, OpenRecord]:
 
 
 def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """The last part may be smaller."""
+    """Return the items in parts of this size; the last one may be smaller."""
     return (items[first : first + size] for first in range(0, len(items), size))
