@@ -39,7 +39,7 @@ MAX_NODES_BYTES = 1 << 20
 
 
 def decode_group(row: Row, members: Sequence[Row]) -> Group:
-    """Leave out the tokens of stale samples."""
+    """Return a group as a trainer gets it: without the tokens of stale samples."""
     kept = _delivered(row)
     rollouts = (
         decode_whole(member) if member["rollout_id"] in kept else rollout_codec.decode_rollout(member)
@@ -49,7 +49,7 @@ def decode_group(row: Row, members: Sequence[Row]) -> Group:
 
 
 def decode_exported(row: Row, members: Sequence[Row]) -> list[ExportedSample]:
-    """Return no samples if all rollouts of the group were lost before it was cancelled."""
+    """Return the samples for an export; none if all rollouts were lost before the group was cancelled."""
     if not members:
         return []
     by_id = {member["rollout_id"]: member for member in members}
@@ -125,7 +125,7 @@ def locate_columns(packed: Sequence[bytes]) -> list[Columns]:
 
 
 def _delivered_group(row: Row, rollouts: Iterable[Rollout]) -> Group:
-    """Leave out sub-agents that are too large."""
+    """Return a group for a batch, in which sub-agents that are too large are left out."""
     delivered, referred = {}, set()
     for rollout in rollouts:
         if sum(len(node.model_dump_json()) for node in rollout.nodes) > MAX_NODES_BYTES:
@@ -162,7 +162,7 @@ class StoredGroups:
 
 
 def make_row(group: StoredGroup, rollouts: Mapping[str, Row]) -> GroupRow:
-    """The rollouts have `state`, `reward`, `code`, `tokens` and `environment`.
+    """Return a group with its rollouts, which have `state`, `reward`, `code`, `tokens` and `environment`.
 
     The row is whole as far as they are still stored; the statistics and the time of its close outlive them.
     """
@@ -198,7 +198,7 @@ def make_row(group: StoredGroup, rollouts: Mapping[str, Row]) -> GroupRow:
 
 
 def group_json(group: Group) -> bytes:
-    """Go sample by sample, so that other threads can run in between."""
+    """Return a group as JSON, made sample by sample so that other threads can run in between."""
     samples = b",".join(sample.model_dump_json().encode() for sample in group.samples)
     rest = group.model_dump_json(exclude={"samples"}).encode()
     return b'{"samples":[' + samples + b"]," + rest[1:]
@@ -210,7 +210,7 @@ def encode(head: GroupHead) -> dict[str, Any]:
 
 
 def decode(row: Row) -> GroupHead | None:
-    """Return None if there is no head, or if it is of other wire models."""
+    """Return the head from a group's row joined with it; None if it is of other wire models, or there is none."""
     if row["form"] != _form():
         return None
     return _head(row, zstandard.ZstdDecompressor().decompress(row["json"]), json.loads(row["tokens"]))

@@ -23,7 +23,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def join(own: bytes, others: Sequence[bytes]) -> bytes:
-    """Empty bytes stand for a missing trajectory."""
+    """Return the record of encoded trajectories; empty bytes stand for a missing one."""
     if not any(others):
         return own
     parts = [_JOINED]

@@ -55,7 +55,7 @@ _RESULT_FIELDS = {
 
 
 _INLINE_TOKENS = 2_048
-"""Up to so many tokens are encoded on the event loop, which takes about 1 ms."""
+"""The most tokens that are encoded on the event loop, which takes about 1 ms."""
 _IMPERSONAL_FIELDS = {"stop_reason", "error", "usage", "spans", "kind"}
 
 
@@ -74,7 +74,7 @@ def reading(rollout_id: str) -> Iterator[None]:
 
 
 def encode_result(result: Rollout) -> str:
-    """Leave out what the store keeps elsewhere."""
+    """Return the part of a result that the store does not keep elsewhere, as JSON."""
     check_frozen(result.nodes)
     text = result.model_dump_json(include=_RESULT_FIELDS)
     if result.nodes:
@@ -105,7 +105,7 @@ async def encode_finished(lease: Lease, result: Rollout) -> tuple[str, bytes | N
 
 
 def erase_result(text: str) -> str:
-    """Leave out the rollout's contents: its tokens, texts, score, and whose it was."""
+    """Return a stored result without the rollout's contents: its tokens, texts, score, and whose it was."""
     result = json.loads(text)
     return json.dumps({name: value for name, value in result.items() if name in _IMPERSONAL_FIELDS})
 
@@ -116,14 +116,14 @@ def encode_failure(error: ErrorInfo) -> str:
 
 
 def version_range(trajectory: Trajectory | None) -> dict[str, int | None]:
-    """Look only at tokens to train on; None for both if there is none."""
+    """Return the oldest and the newest version of the tokens to train on; None for both if there are none."""
     pairs = ((s.versions, s.loss_mask) for s in (trajectory.segments if trajectory else []))
     sampled = {version for versions, mask in pairs for version in set(compress(versions, mask))}
     return {"oldest_version": min(sampled, default=None), "newest_version": max(sampled, default=None)}
 
 
 class Shown(Enum):
-    """Which exports to return with a rollout."""
+    """How much of its sub-agents, and of the marks of its turns, to return with a rollout."""
 
     ALL = auto()
     """Everything but the trajectories of sub-agents."""
@@ -134,13 +134,13 @@ class Shown(Enum):
 
 
 def decode_rollout(row: Row, shown: Shown = Shown.REQUESTED) -> Rollout:
-    """The row is joined with its request and, if there is one, its result."""
+    """Return a rollout from its row, joined with its request and, if there is one, its result."""
     with reading(row["rollout_id"]):
         return _decode_rollout(row, shown)
 
 
 def make_page(rows: Sequence[Row], limit: int, counts: dict[RolloutState, int]) -> RolloutPage:
-    """The rows are one more than the limit if another page follows."""
+    """Return a page of rollouts from their rows, of which there is one more if another page follows."""
     return RolloutPage(
         rollouts=[decode_rollout(row, Shown.WORK) for row in rows[:limit]],
         next_cursor=str(rows[limit - 1]["seq"]) if len(rows) > limit else None,
@@ -149,7 +149,7 @@ def make_page(rows: Sequence[Row], limit: int, counts: dict[RolloutState, int]) 
 
 
 def decode_tree(row: Row) -> RolloutNodes | None:
-    """Return trajectories, too, if the row has the record of its tokens."""
+    """Return the sub-agents of a rollout, with their trajectories if the row has the record of its tokens."""
     if row["result"] is None:
         return None
     with reading(row["rollout_id"]):
@@ -201,7 +201,7 @@ def encode_spans(spans: Sequence[Span]) -> str:
 
 
 def decode_lease(row: Row) -> Lease:
-    """The row is joined with its request."""
+    """Return a lease from a claimed row, joined with its request."""
     with reading(row["rollout_id"]):
         return Lease(
             rollout_id=row["rollout_id"],
@@ -270,7 +270,7 @@ def check_frozen(nodes: Sequence[AgentNode]) -> None:
 
 
 def encode(nodes: Sequence[AgentNode]) -> str:
-    """Leave out the trajectories."""
+    """Return the descriptions of sub-agents, without their trajectories, as text."""
     return _packed(_NODES.dump_json(list(nodes), exclude=_WITHOUT_TRAJECTORY))
 
 
@@ -279,7 +279,10 @@ def decode(text: str) -> list[AgentNode]:
 
 
 def encode_tokens(rollout: Rollout, request: RolloutRequest) -> bytes | None:
-    """Return None for a rollout without a trajectory of its own."""
+    """Return the trajectories of a rollout, and of its sub-agents if asked for, as one record.
+
+    None stands for a rollout without a trajectory of its own.
+    """
     if rollout.trajectory is None:
         return None
     others = (node.trajectory for node in _recorded(rollout, request))
@@ -290,7 +293,7 @@ def encode_tokens(rollout: Rollout, request: RolloutRequest) -> bytes | None:
 
 
 def count_tokens(rollout: Rollout, request: RolloutRequest) -> int:
-    """The cost of `encode_tokens` is proportional to this."""
+    """Count the tokens that `encode_tokens` encodes; its cost is proportional to that."""
     trajectories = (rollout.trajectory, *(node.trajectory for node in _recorded(rollout, request)))
     return sum(len(segment.token_ids) for one in trajectories if one for segment in _segments(one))
 

@@ -39,7 +39,7 @@ _OWNERS = {"__all__": {"owner"}}
 
 
 def without_tasks(request: RunRequest) -> RunRequest:
-    """Inline tasks may be many and are stored one by one."""
+    """Return the request without its inline tasks, which may be many and are stored one by one."""
     if not isinstance(request.source, InlineTasks):
         return request
     return request.model_copy(update={"source": request.source.model_copy(update={"tasks": []})})
@@ -54,7 +54,7 @@ def decode_tasks(texts: Iterable[str | bytes]) -> list[Task]:
 
 
 def decode_run(row: Row, counters: Mapping[str, int], *, request: RunRequest | None = None) -> RunRecord:
-    """`request` is the row's, if it is parsed already."""
+    """Return a run from its row and its counters; `request` is the row's, if it is parsed already."""
     return RunRecord(
         run_id=row["run_id"],
         request=request or RunRequest.model_validate_json(row["request"]),
@@ -73,7 +73,7 @@ def decode_run(row: Row, counters: Mapping[str, int], *, request: RunRequest | N
 
 
 def decode_member(row: Row, now: float, *, sample: int, is_straggler: bool) -> GroupMember | None:
-    """`now` is in Unix seconds. Return None if the rollout is gone."""
+    """Return a member of a group at `now`, in Unix seconds; None if the rollout is gone."""
     if row["state"] is None:
         return None
     state = RolloutState(row["state"])
@@ -129,7 +129,7 @@ def decode_weights(summary: str | None) -> RewardWeights | None:
 
 
 def decode_group(row: Row, rollouts: Mapping[str, Rollout], *, referred: Collection[str] = ()) -> Group:
-    """`referred` are rollouts whose sub-agents were left out."""
+    """Return a closed group; `referred` are rollouts whose sub-agents were left out."""
     closed = decode_samples(row["samples"])
     for gone in (sample.rollout_id for sample in closed if sample.rollout_id not in rollouts):
         raise RecordLostError(f"the rollout {gone} of a group is missing from the store", hint=codec.RESTORE)
@@ -161,7 +161,7 @@ def decode_group(row: Row, rollouts: Mapping[str, Rollout], *, referred: Collect
 
 
 def decode_exported(row: Row, group: Group, members: Mapping[str, Row]) -> list[ExportedSample]:
-    """The row is joined with its batch's."""
+    """Return the samples of a closed group from its row, which is joined with its batch's."""
     in_batch = None if row["batch_number"] is None else str(BatchId(row["run_id"], row["batch_number"]))
     exported = []
     for sample in group.samples:
@@ -217,13 +217,14 @@ _RECORD = np.dtype(
 )
 SIZE = _RECORD.itemsize
 REASON_AT = 4
+"""Where the reason is in a record, in bytes."""
 MAX_GROUPS = 6_000_000
 """The most groups of a run that have a record, since a value of Redis has at most 512 MB."""
 _CLOSED, _ACCEPTED = 1, 2
 
 
 def encode_record(closure: GroupClosure, *, version: int, now: float) -> bytes:
-    """`version` is the run's."""
+    """Return the record of a group that was closed now, when the run was at this version."""
     figures = closure.figures or GroupFigures()
     oldest = closure.oldest_version
     record = np.zeros(1, _RECORD)
@@ -245,7 +246,7 @@ def encode_reason(reason: str) -> bytes:
 
 
 def decode_closed(data: bytes) -> tuple[float | None, float | None, float | None]:
-    """Return when a group was closed, and the mean and deviation of its rewards."""
+    """Return when a group was closed, and the mean and deviation of its rewards; None without a record."""
     if len(data) < SIZE:
         return None, None, None
     record = np.frombuffer(data, _RECORD, 1)[0]
@@ -255,7 +256,7 @@ def decode_closed(data: bytes) -> tuple[float | None, float | None, float | None
 
 
 def make_history(run_id: str, data: bytes, reasons: Collection[str], points: int) -> RunHistory:
-    """`reasons` are all for which groups were dropped."""
+    """Return a run over time, from all its records and the reasons for which groups were dropped."""
     records = _in_order(np.frombuffer(data, _RECORD, len(data) // SIZE))
     count = len(records)
     edges = np.arange(min(points, count), dtype=np.int64) * count // max(1, min(points, count))
@@ -305,7 +306,7 @@ class _Sums:
         return self.add(self._records[name])
 
     def means(self, name: str) -> list[float | None]:
-        """Leave out groups without the field."""
+        """Return the mean of a field in each interval, of the groups that have it."""
         values = self._records[name].astype(float)
         known = ~np.isnan(values)
         return _ratios(self.add(np.where(known, values, 0.0)), self.add(known.astype(float)))

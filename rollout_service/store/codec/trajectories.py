@@ -40,7 +40,7 @@ class CompressedColumn:
     data: memoryview
 
     def array(self) -> NDArray[Any]:
-        """Slow for long columns, so call it in a thread."""
+        """Return the numbers; slow for long columns, so call it in a thread."""
         return np.frombuffer(_unpack(self.data), self.dtype)
 
     def fill(self, target: NDArray[Any]) -> None:
@@ -144,7 +144,7 @@ def _located(data: bytes) -> tuple[Any, list[Columns]]:
 
 
 class _Decompressors(threading.local):
-    """One for each thread, since creating one costs as much as unpacking a small column."""
+    """One decompressor per thread, since creating one costs as much as unpacking a small column."""
 
     def __init__(self) -> None:
         self.own = zstandard.ZstdDecompressor()
@@ -200,6 +200,8 @@ COLUMNS: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Columns:
+    """The columns of one segment by name, all of them with `tokens` entries."""
+
     tokens: int
     columns: Mapping[str, CompressedColumn | NDArray[Any]]
 
@@ -212,7 +214,7 @@ class Columns:
         return column if isinstance(column, np.ndarray) else column.array()
 
     def fill(self, name: str, target: NDArray[Any]) -> None:
-        """The array's type may be narrower."""
+        """Unpack a column into an array of this length, whose type may be narrower."""
         column = self.columns[name]
         if isinstance(column, np.ndarray):
             cast_into(column, target)
@@ -233,7 +235,7 @@ class Columns:
         return pack(values)
 
     def without(self, name: str) -> Columns:
-        """The memory of the column can then be freed."""
+        """Return the other columns, so that the memory of this one can be freed."""
         others = {other: column for other, column in self.columns.items() if other != name}
         kept = {
             other: column if isinstance(column, np.ndarray) else column.detached() for other, column in others.items()
@@ -242,6 +244,6 @@ class Columns:
 
 
 def cast_into(values: NDArray[Any], target: NDArray[Any]) -> None:
-    """Round the numbers to the type of the array."""
+    """Copy numbers into an array, rounded to its type."""
     with np.errstate(over="ignore"):
         target[:] = values

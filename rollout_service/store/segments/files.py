@@ -60,7 +60,7 @@ class SharedFiles(SegmentFiles):
         self.close(self.create(name, data))
 
     def create(self, name: str, header: bytes) -> int:
-        """Return a descriptor to write to, after a durable header.
+        """Create a durable file that begins with a header; return a descriptor to write to.
 
         The name must be one that nobody else uses, now or later.
         """
@@ -124,7 +124,7 @@ class SharedFiles(SegmentFiles):
             os.close(descriptor)
 
     def leads_to(self, name: str, descriptor: int) -> bool:
-        """A file that was deleted, moved or replaced is no longer at its name.
+        """Return whether a name still leads to an open file: not if it was deleted, moved or replaced.
 
         The name is opened anew, because NFS may answer a mere question about it from memory.
         """
@@ -207,7 +207,7 @@ class _FolderFile(SegmentFile):
 
 
 def files_of(settings: StoreSettings, shard: int = 0) -> SegmentFiles | None:
-    """Return None if the settings name neither a shared folder nor an object store.
+    """Return the shared folder or the object store of a shard; None if the settings name neither.
 
     Raises:
         ConfigurationError: The object store cannot be used, or its packages are not installed.

@@ -34,7 +34,7 @@ TIDY_SECONDS = 60.0
 
 
 class SegmentFolder:
-    """`async with await SegmentFolder.open(...) as segments:`.
+    """One service's view of the folder: `async with await SegmentFolder.open(...) as segments:`.
 
     Raises:
         StoreError: The store or the folder fails at the moment; every method can raise it.
@@ -119,7 +119,7 @@ class SegmentFolder:
         return await self._reader.read_all(references)
 
     async def overwrite(self, references: Sequence[str]) -> None:
-        """Nothing refers to these records any more; those that are gone, or damaged, are left."""
+        """Overwrite records to which nothing refers any more; those that are gone, or damaged, are left."""
         try:
             await anyio.to_thread.run_sync(self._overwrite, references)
         except OSError as error:
@@ -164,14 +164,14 @@ class SegmentReader:
         self._threads = anyio.CapacityLimiter(files.reads_at_once)
 
     async def read(self, reference: str, subject: str) -> bytes:
-        """`subject` names the record's owner in errors."""
+        """Return a record; `subject` names its owner in errors."""
         found = (await self.read_all({subject: reference}))[0]
         if isinstance(found, RecordLostError):
             raise found
         return found
 
     async def read_all(self, references: Mapping[str, str]) -> Sequence[bytes | RecordLostError]:
-        """Keep the order; a record that is lost is an error in its place.
+        """Return many records by their subjects, in this order; each that is lost is an error in its place.
 
         A folder that has gone away as a whole is a StoreError, since its records are not lost.
         """
@@ -211,7 +211,7 @@ CHECK_SECONDS = 5.0
 AGAIN_SECONDS = 1.0
 """Replaces `CHECK_SECONDS` while the folder cannot be used."""
 HANGS_SECONDS = 10.0
-"""File systems over a network wait for their server without end."""
+"""How long a check may take: file systems over a network wait for their server without end."""
 WRITE_SECONDS = 3.0
 """How long a failed write counts: a small file may still fit where a record does not."""
 
@@ -258,7 +258,7 @@ class FolderWatch:
             self._found(None)
 
     async def follow(self) -> None:
-        """The folder may have been exchanged, or Redis may have lost everything."""
+        """Learn which folder the store uses now: it may have been exchanged, or Redis may have lost everything."""
         try:
             if self._proof.mark.store:
                 self._proof.mark = FolderMark(*await self._ledger.mark(None))
@@ -270,7 +270,7 @@ class FolderWatch:
             return  # the store itself fails, and says so
 
     def wrote(self, error: StoreError | None) -> None:
-        """A write that succeeded proves little: its file was open before."""
+        """Note how a write to the folder ended. One that succeeded proves little: its file was open before."""
         self._write = error
         if error is not None:
             self._write_failed_at = time.monotonic()

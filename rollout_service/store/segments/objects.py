@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta, PutMode
 
 WRITE_SECONDS = 0.2
-"""Each object has its price; so there are at most five in a second."""
+"""How long a service gathers records for the next object: each has its price, so it writes at most five a second."""
 READS_AT_ONCE = 32
 ANOTHER = f'"{"0" * 32}"'
 """No object's contents have this tag."""
 TRIES = 8
-"""An object is read and written again so often, if others change it meanwhile, before an overwriting fails."""
+"""How often an object is read and written again, if others change it meanwhile, before an overwriting fails."""
 
 
 class ObjectFiles(SegmentFiles):
@@ -57,7 +57,7 @@ class ObjectFiles(SegmentFiles):
         )
 
     def prepare(self) -> None:
-        """A prefix needs no creation, and buckets are the operator's."""
+        """Do nothing: a prefix needs no creation, and buckets are the operator's."""
 
     def begin(self, name: str) -> SegmentFile:
         return _ObjectFile(self, name)
@@ -130,7 +130,7 @@ class ObjectFiles(SegmentFiles):
             return [one for some in obstore.list(self._store) for one in some]
 
     def _ignores(self, name: str, data: bytes, condition: PutMode) -> bool:
-        """Try to write although a condition does not hold."""
+        """Return whether the server writes although a condition does not hold."""
         with suppress(FileExistsError, ObjectChangedError), explained():
             obstore.put(self._store, name, data, mode=condition)
             return True
@@ -152,7 +152,7 @@ class _ObjectFile(SegmentFile):
         return True  # the server has said so
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>|\(code: ([A-Za-z0-9]{1,64})\)", re.ASCII)

@@ -35,7 +35,7 @@ class FolderMark:
 
 
 class FolderProof:
-    """Checked again before anything in the folder is relied on.
+    """The mark that was proved, to be looked for again before anything in the folder is relied on.
 
     `check` and `check_usable` may block: call them in threads.
     """
@@ -170,5 +170,5 @@ def folder_hangs(files: SegmentFiles, seconds: float) -> StoreError:
 
 
 def record_lost(subject: str, why: str) -> RecordLostError:
-    """`subject` names the record's owner."""
+    """Return the error for a record that cannot be read; `subject` names its owner."""
     return RecordLostError(f"a record of {subject} is lost: {why}", hint=LOST_HINT)

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config, S3Credential
 
 KEYS_SECONDS = 600.0
-"""obstore asks for other credentials five minutes before that."""
+"""How long credentials count as good; obstore asks for others five minutes before that."""
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
 RETRIES, RETRY_SECONDS = 3, 10.0
 
 
 def open_objects(address: str, *, endpoint: str | None = None, region: str | None = None) -> ObjectFiles:
-    """`endpoint` replaces AWS's, or that of its variables.
+    """Return the files of `s3://BUCKET/PREFIX`; without an endpoint, that of AWS or of its variables.
 
     Raises:
         ConfigurationError: There are no credentials, or the address cannot be used.

@@ -47,7 +47,7 @@ class _SegmentGoneError(Exception):
 
 @dataclass(eq=False, kw_only=True)
 class _Registered:
-    """The ledger has the file as open, whether or not it exists."""
+    """A file that the ledger has as open, whether or not it exists."""
 
     name: str
     pending: int = 0
@@ -64,7 +64,7 @@ class _OpenSegment(_Registered):
 
 @dataclass(eq=False)
 class _PendingWrite:
-    """Once it is `woken`, either the records are written, or it is their caller's turn to write."""
+    """Records that wait to be written; after `woken`, either they are done, or it is their caller's turn to write."""
 
     records: Sequence[bytes]
     woken: anyio.Event = field(default_factory=anyio.Event)
@@ -113,7 +113,7 @@ class SegmentWriter:
 
     @asynccontextmanager
     async def keep(self, records: Sequence[bytes]) -> AsyncIterator[list[str]]:
-        """Yield references for the block to store.
+        """Write records, and yield their references; the block stores them.
 
         Raises:
             StoreError: The records could not be written.
@@ -130,7 +130,7 @@ class SegmentWriter:
                     await self.seal()
 
     async def rotate(self, *, only_old: bool = False) -> None:
-        """The next record opens another file."""
+        """Close the current file to records, or only if it is old; the next record opens another."""
         segment = self._segment
         if segment is not None and not self._is_writing and (not only_old or self._is_old(segment)):
             await self._retire(segment)
@@ -149,7 +149,7 @@ class SegmentWriter:
                 await self._in_thread(self._files.delete, name)
 
     async def seal(self) -> None:
-        """If the ledger fails, a later call does it."""
+        """Seal the files that nobody needs any more; if the ledger fails, a later call does it."""
         files = [segment for segment in self._retired if not segment.pending]
         if not files:
             return
@@ -158,7 +158,7 @@ class SegmentWriter:
             self._retired = [segment for segment in self._retired if segment not in files]
 
     async def close(self) -> None:
-        """Call it once nobody writes any more. Idempotent."""
+        """Seal all files; call it once nobody writes any more. Idempotent."""
         with anyio.CancelScope(shield=True):
             await self.rotate()
 
@@ -251,7 +251,7 @@ class SegmentWriter:
                 write.error = error
 
     def _append(self, segment: _OpenSegment, batch: Sequence[_PendingWrite]) -> list[list[SegmentReference]]:
-        """Call it in a thread."""
+        """Write records to the disk, in a thread; return the references of each write."""
         end = segment.end
         parts: list[bytes] = []
         found: list[list[SegmentReference]] = []

@@ -92,7 +92,7 @@ def _merge(source: PageSource[P, R], pages: dict[int, P]) -> Sequence[R]:
 
 
 def _parse(cursor: str | None, shards: int) -> list[str]:
-    """Return `_BEGIN` for a shard before its first page, `_END` after its last."""
+    """Return the cursor of each shard: `_BEGIN` before its first page, `_END` after its last."""
     if cursor is None:
         return [_BEGIN] * shards
     places = cursor.split(_BETWEEN)

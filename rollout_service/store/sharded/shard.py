@@ -20,10 +20,10 @@ from rollout_service.base.signals import ChangeSignal, first_of
 from rollout_service.store.redis.store import RedisStore
 
 AWAY_SECONDS = 2.0
-"""Well before a shard's silence makes this node look dead to the others."""
+"""The silence after which a shard is away: well before it makes this node look dead to the others."""
 PROBE_SECONDS = 1.0
 REST_SECONDS = 1.0
-"""A shard rests after it refused a claim."""
+"""How long to leave a shard alone after it refused a claim."""
 _GRACE_SECONDS = 0.05
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,6 +58,7 @@ class Shard:
         self.away: StoreError | None = None
         """Why it does not answer."""
         self.claimed_for: object = None
+        """The kind of the last claim there."""
         self._tasks = tasks
         self._changed = ChangeSignal()
         self._rests_until = 0.0
@@ -144,7 +145,7 @@ class Shard:
 
 @dataclass(slots=True)
 class ShardAnswers(Generic[T]):
-    """Keyed by the numbers of shards."""
+    """The answers of shards, by their numbers, and why the others gave none."""
 
     found: dict[int, T] = field(default_factory=dict)
     failures: dict[int, StoreError] = field(default_factory=dict)
@@ -171,7 +172,7 @@ class ShardAnswers(Generic[T]):
 
 
 async def ask_each(shards: Iterable[Shard], call: Callable[[Shard], Awaitable[T]]) -> ShardAnswers[T]:
-    """Wait until each shard has answered, failed or gone away.
+    """Ask shards at once, and wait until each has answered, failed or gone away.
 
     Errors other than a StoreError, such as that of a wrong request, are the caller's.
     """

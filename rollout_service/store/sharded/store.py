@@ -40,7 +40,7 @@ Take = Callable[[Shard, int], Awaitable[list[Lease]]]
 
 
 def shard_of(name: str, shards: int) -> int:
-    """A rollout's id begins with that of its run and a dot."""
+    """Return the number of a run's shard, or of a rollout's, whose id begins with that of its run and a dot."""
     digest = blake2b(name.partition(".")[0].encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % shards
 
@@ -59,7 +59,7 @@ class ShardedStore(Store):
         self._cluster = ShardedCluster(shards)
         self._runs = ShardedRuns(shards, self.shard_of)
         self._woken: set[int] | None = None
-        """Shards that the last wait found; None if there was no wait since the last claim."""
+        """Shards that may have work, as the last wait found; None if there was no wait since the last claim."""
         self._turn = 0
         self._strays = 0
         """Rollouts that claims leased whose answers came too late."""
@@ -75,7 +75,7 @@ class ShardedStore(Store):
         files: Sequence[SegmentFiles | None] = (),
         owner: str = "",
     ) -> AsyncIterator[ShardedStore]:
-        """`files` has the place of each shard, and the rest is that of `RedisStore.open`.
+        """Open the shards; `files` has the place of each, and the rest is that of `RedisStore.open`.
 
         Raises:
             StoreError: The home does not answer, or a Redis cannot be used, or belongs to another store.
@@ -321,9 +321,9 @@ class ShardedStore(Store):
 
 
 async def _take_in_turns(shards: Sequence[Shard], limit: int, take: Take, failures: list[StoreError]) -> list[Lease]:
-    """Give each shard an equal share in this order, then what is left to those that had as much.
+    """Claim from shards in this order: an equal share of each, then what is left of those that had as much.
 
-    Errors are added to `failures`.
+    The errors of those that fail are added to `failures`.
     """
     leases: list[Lease] = []
 

@@ -129,7 +129,7 @@ def _dissolve_if_stale(db: sqlite3.Connection, batch: sqlite3.Row, bound: int | 
 
 
 def stale_groups(db: sqlite3.Connection, now: float, run_id: str, bound: int) -> list[OpenGroup]:
-    """Dissolve returned batches with stale groups first."""
+    """Return the ready groups with samples older than this version, after dissolving returned batches with such."""
     run = row_of(db, run_id)["seq"]
     for batch in db.execute(_RETURNED, (run,)).fetchall():
         _dissolve_if_stale(db, batch, bound, now)
@@ -219,7 +219,7 @@ def _row(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:
 
 
 def read_group(db: sqlite3.Connection, run_id: str, number: int) -> tuple[sqlite3.Row, list[sqlite3.Row]]:
-    """The rows are decoded in another thread."""
+    """Return the row of a closed group, and those of its rollouts, to be decoded in another thread."""
     row = _closed_group(db, run_id, number)
     samples = run_codec.decode_samples(row["samples"])
     return row, read_rollouts(db, [sample.rollout_id for sample in samples])
@@ -247,7 +247,7 @@ def read_closing(
 
 
 def read_heads(db: sqlite3.Connection, run_id: str, numbers: Sequence[int]) -> list[sqlite3.Row]:
-    """Keep the order."""
+    """Return the rows of closed groups, joined with their heads, in this order."""
     rows = {row["number"]: row for row in db.execute(_HEADS, (run_id, json.dumps(list(numbers))))}
     for number in numbers:
         if number not in rows:
@@ -256,7 +256,7 @@ def read_heads(db: sqlite3.Connection, run_id: str, numbers: Sequence[int]) -> l
 
 
 def read_trajectories(db: sqlite3.Connection, run_id: str, number: int) -> list[bytes]:
-    """Keep the order of the samples, without stale ones."""
+    """Return the encoded trajectories of a closed group in the order of its samples, without stale ones."""
     samples = run_codec.decode_samples(_closed_group(db, run_id, number)["samples"])
     kept = rules.delivered_rollouts(samples)
     found = {row["rollout_id"]: row["trajectory"] for row in db.execute(_TRAJECTORIES, (json.dumps(kept),))}

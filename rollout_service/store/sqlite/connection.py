@@ -98,7 +98,7 @@ def _lost(path: Path, why: str) -> FileLostError:
 
 
 class FileClaim:
-    """Lasts until `release` or the end of the process."""
+    """This process's claim on a store's file, until `release` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_name(path.name + ".lock")
@@ -121,7 +121,7 @@ class FileClaim:
 
 
 def _close_to_others(path: Path) -> None:
-    """SQLite gives its log and index the mode of the file."""
+    """Make the file private before SQLite opens it, which gives its log and index the same mode."""
     make_private(path)
     for suffix in ("-wal", "-shm"):
         if (beside := path.with_name(path.name + suffix)).exists():
@@ -129,7 +129,7 @@ def _close_to_others(path: Path) -> None:
 
 
 class Database:
-    """Used only in the thread that created it.
+    """An open store file: one connection, used only in the thread that created it.
 
     A commit that has returned is on the disk if its schema is `synchronous=FULL`, and in the operating system's hands
     if it is `NORMAL`.
@@ -166,7 +166,7 @@ class Database:
             self._place.check()
 
     def close(self) -> None:
-        """Merge a write-ahead log into the file first."""
+        """Merge a write-ahead log into the file, close the file and release the claim."""
         try:
             self.connection.close()
         finally:

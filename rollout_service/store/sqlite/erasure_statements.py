@@ -56,7 +56,7 @@ def overwrite_deleted(db: sqlite3.Connection) -> None:
 
 
 def erase(db: sqlite3.Connection, rollout_ids: Sequence[str], now: float) -> dict[str, str]:
-    """Erase later rollouts of the same samples, too; return the batches."""
+    """Erase the contents of these rollouts, and of later ones of the same samples; return their batches."""
     overwrite_deleted(db)
     batches: dict[str, str] = {}
     for rollout_id in rollout_ids:
@@ -158,7 +158,7 @@ def _delete_run(db: sqlite3.Connection, before: float) -> int:
 
 
 def _empty(db: sqlite3.Connection, groups: Sequence[sqlite3.Row]) -> int:
-    """Keep the record that the groups existed; return how many."""
+    """Delete the rollouts of these groups, but keep the record that the groups existed; return how many groups."""
     for group in groups:
         values = {"run": group["run"], "number": group["number"]}
         _delete_rollouts(db, db.execute(_OF_GROUP, values).fetchall())

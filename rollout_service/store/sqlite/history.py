@@ -31,7 +31,7 @@ def write(db: sqlite3.Connection, run: int, number: int, record: bytes) -> None:
 
 
 def write_reason(db: sqlite3.Connection, run: int, number: int, reason: str) -> None:
-    """The group had passed the filters."""
+    """Write why a group was dropped after it had passed the filters."""
     _patch(db, run, number, REASON_AT, encode_reason(reason))
 
 
@@ -51,7 +51,7 @@ def read_from(db: sqlite3.Connection, run: int, part: int) -> list[tuple[int, by
 
 
 def records_of(db: sqlite3.Connection, run: int, numbers: Iterable[int]) -> dict[int, bytes]:
-    """A group without a record has an empty one."""
+    """Return the records of some groups; an empty one for a group without."""
     wanted = list(numbers)
     parts = json.dumps(sorted({number // RECORDS_IN_ROW for number in wanted}))
     rows = {row["part"]: row["records"] for row in db.execute(_SOME, (run, parts))}

@@ -21,7 +21,7 @@ from rollout_service.store.sqlite.run_statements import row_of
 ROWS_AT_ONCE = 10_000
 """The most rows that one job looks at, which takes about 10 ms."""
 _COUNTED = 10_000
-"""Up to so many rows of an index are counted to compare it with others."""
+"""How many rows of an index are counted at most, to compare it with others."""
 _NEWEST = 2**62
 
 _COLUMNS = """
@@ -53,12 +53,12 @@ class SummarySearch:
 class SummaryRows:
     rows: Sequence[sqlite3.Row]
     next: int | None
-    """None if nothing is left."""
+    """The number after which to go on; None if nothing is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """An index and the condition by which it is used."""
+    """A way through the rollouts: an index and the condition by which it is used."""
 
     source: str
     conditions: Sequence[str]

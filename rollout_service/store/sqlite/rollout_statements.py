@@ -185,7 +185,7 @@ def submit(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[Rollout, boo
 
 
 def claim(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[list[Lease], list[str], float]:
-    """Return the leases, the rollouts that ended instead, and when there may be more, in Unix seconds.
+    """Lease rollouts; return the leases, the rollouts that ended instead, and when there may be more, in Unix seconds.
 
     A rollout whose record is damaged ends as failed, so it keeps no other from starting.
     """
@@ -223,7 +223,7 @@ def _fail_damaged(db: sqlite3.Connection, row: sqlite3.Row, error: RecordLostErr
 
 
 def advance(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
-    """Return whether the lease is held."""
+    """Record a stage; return whether the lease is held."""
     if db.execute(_ADVANCE, values).rowcount:
         return True
     held = db.execute(_HELD_STATE, values).fetchone()
@@ -259,7 +259,7 @@ def get(db: sqlite3.Connection, rollout_id: str, shown: codec.Shown = codec.Show
 
 
 def tree(db: sqlite3.Connection, rollout_id: str, *, with_trajectories: bool) -> sqlite3.Row | None:
-    """`codec.decode_tree` reads the row."""
+    """Return the row of a rollout that has ended, as `codec.decode_tree` reads it."""
     values = {"id": rollout_id, "with_trajectories": with_trajectories}
     row: sqlite3.Row | None = db.execute(_TREE, values).fetchone()
     return row
@@ -330,12 +330,12 @@ def saved(db: sqlite3.Connection, rollout_id: str) -> list[bytes]:
 
 
 def delete(db: sqlite3.Connection, values: dict[str, Any]) -> None:
-    """Keep the first `kept` turns, if this is given."""
+    """Delete the turns of the rollout `id`, except for the first `kept`, if this is given."""
     db.execute(_DELETE, {"kept": 0} | values)
 
 
 def restart(db: sqlite3.Connection, values: dict[str, Any]) -> list[sqlite3.Row]:
-    """Return nothing if the lease is lost."""
+    """Requeue a leased rollout with its first turns alone; return its row, or nothing if the lease is lost."""
     rows = db.execute(_RESTART, values).fetchall()
     if rows:
         delete(db, values)

@@ -262,7 +262,7 @@ def _groups(rows: Sequence[sqlite3.Row], now: float) -> list[OpenGroup]:
 
 
 def _group(rows: Sequence[sqlite3.Row], now: float) -> OpenGroup:
-    """There is a row for each rollout."""
+    """Return a group from its rows, one for each of its rollouts."""
     first = rows[0]
     cut = json.loads(first["cut"])
     members = (
@@ -356,7 +356,7 @@ def reclose_group(
 
 
 def _uses_erased(db: sqlite3.Connection, closure: GroupClosure) -> bool:
-    """Compare with erasures since the closure was decided."""
+    """Return whether a sample was erased since it was decided to use it."""
     ids = [sample.rollout_id for sample in closure.samples if sample.usable]
     return db.execute(_ERASED, (json.dumps(ids),)).fetchone() is not None
 

@@ -108,7 +108,7 @@ class SqliteRuns(BaseRuns):
         self._changed()
 
     async def _head_at_close(self, run_id: str, closure: GroupClosure) -> Mapping[str, Any] | None:
-        """Return None for a group that is not kept, or while a rollout of it could change."""
+        """Return the head to store with a group; None if it is not kept, or while a rollout of it could change."""
         if closure.reason is not None:
             return None
         row, members = await self._thread.read(batch_statements.read_closing, run_id, closure)

@@ -295,7 +295,7 @@ Disk = Literal["local", "network"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatabaseSchema:
     tables: str
-    """The script for a new file."""
+    """The script that creates the tables, indexes and triggers of a new file."""
     application_id: int
     added: str = ""
     """The script for tables that a later release added, so files of the same version may lack them. Earlier releases

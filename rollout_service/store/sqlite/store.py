@@ -142,7 +142,7 @@ _STAGES = (RolloutState.QUEUED, RolloutState.INIT, RolloutState.ROLLOUT, Rollout
 
 
 class SqliteStore(BaseStore):
-    """`async with await SqliteStore.open(path) as store:`.
+    """The SQLite store: `async with await SqliteStore.open(path) as store:`.
 
     The path `:memory:` opens a store for tests that ends with its process.
     """

@@ -30,7 +30,7 @@ Statement = Callable[Concatenate[sqlite3.Connection, P], T]
 """Runs in the database's thread, as a whole or not at all."""
 
 LOOK_SECONDS = 2.0
-"""The thread also looks each time it writes."""
+"""How often the thread looks whether the file is still there; it also looks each time it writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class DatabaseThread(JobThread[_DatabaseJob]):
         self._look_at = 0.0
 
     def size_bytes(self) -> int:
-        """Include the write-ahead log; 0 in memory."""
+        """Return the size of the database with its write-ahead log; 0 in memory."""
         total = 0
         for suffix in ("", "-wal", "-shm"):
             with suppress(OSError):
@@ -58,7 +58,7 @@ class DatabaseThread(JobThread[_DatabaseJob]):
         return total
 
     async def read(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Cancelling the caller does not stop the statement.
+        """Run a statement that only reads, and return its result; cancelling the caller does not stop it.
 
         Raises:
             StoreError: The database failed, or the store is closed.
@@ -69,7 +69,7 @@ class DatabaseThread(JobThread[_DatabaseJob]):
         return result
 
     async def write(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return once the result is durable; raise what `read` does."""
+        """Run a statement that writes, and return its result once it is durable; raise what `read` does."""
         result: T = await self._submit(_DatabaseJob(run=lambda db: statement(db, *args, **kwargs), writes=True))
         return result
 
@@ -161,7 +161,7 @@ def reads(statement: Statement[P, T]) -> Callable[Concatenate[Any, P], Coroutine
 
 
 def writes(statement: Statement[P, T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """See `reads`."""
+    """Return a method whose statement writes; see `reads`."""
 
     async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         thread: DatabaseThread = self._thread
@@ -174,7 +174,7 @@ def writes_now(
     statement: Callable[Concatenate[sqlite3.Connection, float, P], T],
     after: Callable[[Any], None] = lambda _: None,
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """The statement gets the time of the object's `_clock`; see `reads`.
+    """Return a method whose statement writes, and gets the time of the object's `_clock`; see `reads`.
 
     Once it is durable, `after` is called with the object.
     """
@@ -216,6 +216,6 @@ def _truncate_log(connection: sqlite3.Connection) -> None:
 
 
 def newest_event(connection: sqlite3.Connection) -> int:
-    """Return 0 if there is none."""
+    """Return the id of the newest event; 0 if there is none."""
     row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
     return row[0] if row else 0
