@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 
 CONFIDENCE = 0.9
-"""The groups under way should suffice with this probability; a surplus goes into the next batch."""
+"""The probability with which the groups under way should suffice; a surplus goes into the next batch."""
 _HALF_LIFE = 256.0
-"""Evidence counts half after so many closed groups."""
+"""The number of closed groups after which evidence counts half."""
 _EPOCH_DISCOUNT = 0.5
 """Weighs evidence from the previous epoch: the policy has learned from the same tasks since."""
 _LOWEST_RATE = 0.02
@@ -56,7 +56,7 @@ class AcceptanceRate:
 
     prior: float = 0.5
     prior_strength: float = 4.0
-    """The prior is worth so many groups."""
+    """How many groups the prior is worth."""
     half_life: float = _HALF_LIFE
     closed: int = 0
     _overall: BetaRate = field(default_factory=BetaRate)
@@ -73,7 +73,7 @@ class AcceptanceRate:
         return seen.mean(self.rate, self.prior_strength)
 
     def learn(self, *, kept: bool, path: Iterable[GroupProgress] = ()) -> None:
-        """`path` is the progress that the closed group went through."""
+        """Learn from a closed group; `path` is the progress that it went through."""
         self.closed += 1
         fade = 0.5 ** (1.0 / self.half_life)
         self._overall.learn(kept=kept, fade=fade)
@@ -120,15 +120,16 @@ class AdmissionState:
     batch_size: int
     max_concurrent: int
     max_staleness: int | None
-    """A batch's oldest token may lag so many versions behind the trainer; None sets no limit."""
+    """How many versions a batch's oldest token may lag behind the trainer; None sets no limit."""
     prefetch_batches: int
     """Batches beyond the one that is waited for."""
     version: int
-    """Versions since the run began."""
+    """How many versions the trainer has advanced since the run began."""
     running: int = 0
     ready: int = 0
+    """Kept, and not yet in a batch."""
     batched: int = 0
-    """Not acknowledged yet."""
+    """In a batch that is not acknowledged yet."""
     acknowledged: int = 0
 
     @property
@@ -157,7 +158,7 @@ def admission_capacity(run: AdmissionState) -> int:
 
 
 def groups_to_start(run: AdmissionState, under_way: Mapping[GroupProgress, int], acceptance: AcceptanceRate) -> int:
-    """Start those expected to be needed, within the capacity."""
+    """Return how many groups to start now: those expected to be needed, within the capacity; never negative."""
     needed = groups_needed(
         need=(1 + run.prefetch_batches) * run.batch_size - run.ready,
         under_way=under_way,

@@ -54,7 +54,7 @@ def rescored_parts(recorded: Mapping[str, float], reward: float) -> dict[str, fl
 
 
 def reward_weights(request: RunRequest, version: int) -> RewardWeights | None:
-    """Return None for a run without an auxiliary reward."""
+    """Return the weights at this version of the trainer; None for a run without an auxiliary reward."""
     auxiliary = request.auxiliary
     if auxiliary is None:
         return None
@@ -76,7 +76,7 @@ def is_annealed(auxiliary: Auxiliary) -> bool:
 
 
 def annealed(weight: Annealed, elapsed: int, length: int) -> float:
-    """`elapsed` is in versions since the start of the schedule."""
+    """Return a weight `elapsed` versions after the start of its schedule."""
     if elapsed <= 0:
         return weight.init
     if elapsed >= length:

@@ -39,7 +39,7 @@ KEEP = Verdict(keep=True)
 
 
 class GroupFilter(BaseModel, ABC):
-    """Its fields are its options."""
+    """A filter; its fields are its options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -159,11 +159,11 @@ STRAGGLER = "straggler"
 STALE = "stale"
 """The sample, or too many samples of the group, have a token older than the run allows."""
 CANCELLED = "cancelled"
-"""A person did it, or the sample was not needed."""
+"""The sample was cancelled, by a person or because it was not needed."""
 SURPLUS = "surplus"
 """The group was not needed, and its run does not carry groups over."""
 DELETED = "deleted"
-"""Erased on a person's demand; a group of which too little is left is dropped."""
+"""The sample was erased on a person's demand; a group of which too little is left is dropped."""
 NOT_FILTERED = frozenset({STALE, SURPLUS, CANCELLED, DELETED})
 """Reasons that say nothing about a group's task."""
 NOT_A_NUMBER = "reward_not_finite"
@@ -263,7 +263,7 @@ class FilterRegistry:
             "truncated": Truncated,
         }
         self.problems: dict[str, ConfigurationError] = {}
-        """A plug-in that cannot be loaded hides no other filter."""
+        """The errors of plug-ins that could not be loaded, by name; they hide no other filter."""
 
     @classmethod
     def load(cls, *, plugins: Iterable[EntryPoint] | None = None) -> Self:

@@ -66,7 +66,7 @@ class FairScheduler:
         self._claiming -= {run}
 
     def _enter(self, claiming: Mapping[str, Claim]) -> None:
-        """A run that begins to claim joins at the current pass, or later if it had more than its share."""
+        """Let runs that begin to claim join at the current pass, or later if they had more than their share."""
         for run in claiming.keys() - self._claiming:
             at = self._virtual.get(claiming[run].priority, 0.0)
             before = self._accounts.get(run)
@@ -95,7 +95,7 @@ _FEWEST = 32
 
 
 class CompletionTimes:
-    """Seconds of a run's latest rollouts."""
+    """The durations, in seconds, of a run's latest rollouts."""
 
     def __init__(self, window: int = _WINDOW, fewest: int = _FEWEST) -> None:
         self._window = window
@@ -114,8 +114,9 @@ class CompletionTimes:
             del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
 
     def add_cut_off(self) -> None:
-        """The rollout counts as longer than any other, so cutting off does not lower the quantile that decides about
-        the next one.
+        """Add a rollout that was cut off.
+
+        It counts as longer than any other, so cutting off does not lower the quantile that decides about the next one.
         """
         self.add(math.inf)
 
@@ -136,6 +137,6 @@ class StragglerRule:
     min_samples: int = 2
 
     def limit(self, times: CompletionTimes) -> float | None:
-        """Return the limit in seconds; None while it is unknown."""
+        """Return the seconds after which a rollout is a straggler; None while that is unknown."""
         seconds = times.quantile(self.quantile)
         return None if seconds is None else self.factor * seconds

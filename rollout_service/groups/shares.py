@@ -28,14 +28,14 @@ class Owned(Protocol):
 
     @property
     def owners(self) -> Collection[Owner]:
-        """The owners that are known so far."""
+        """The owners of its samples, as far as they are known."""
 
 
 G = TypeVar("G", bound=Owned)
 
 
 def next_batch(groups: Sequence[G], size: int, order: LiveDelivery, *, is_last: bool = False) -> list[G]:
-    """Return no groups if they do not fill the batch; with `is_last`, as many as may be together."""
+    """Return the groups of the next batch, none if they do not fill it; with `is_last`, as many as may be together."""
     chosen = [complete(same, [], size, order) for same in apart(groups, order)]
     full = (one for one in chosen if len(one) == size)
     return next(full, chosen[0] if chosen and is_last else [])
@@ -61,7 +61,7 @@ def next_window(groups: Sequence[G], waiting: Sequence[Owned], size: int, order:
 
 
 def apart(groups: Sequence[G], order: LiveDelivery) -> list[list[G]]:
-    """Only groups of one list may be in one batch; the list that has waited longest comes first."""
+    """Divide groups into lists that may be in one batch each, the one that has waited longest first."""
     if order.mix_tenants:
         return [list(groups)] if groups else []
     by_tenant: dict[frozenset[str], list[G]] = {}

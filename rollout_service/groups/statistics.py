@@ -35,17 +35,17 @@ _NO_SPREAD = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
-    """None stands for a statistic of no sample."""
+    """Statistics of a group's rewards; None if no sample has a reward."""
 
     size: int
     usable: int
     mean: float | None
     std: float | None
-    """Divided by the number of usable samples."""
+    """The standard deviation, dividing by the number of usable samples."""
     lowest: float | None
     highest: float | None
     masked: Mapping[str, int] = field(default_factory=dict)
-    """Keyed by reason."""
+    """The number of masked samples by reason."""
 
 
 def group_statistics(group: GroupOutcome) -> GroupStatistics:
@@ -128,7 +128,7 @@ class GroupFigures:
     turns: int = 0
     tokens: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Keyed by phase, over all attempts."""
+    """The time by phase, over all attempts."""
 
 
 def group_figures(rollouts: Iterable[Rollout]) -> GroupFigures:

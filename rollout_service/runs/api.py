@@ -46,7 +46,7 @@ CheckEnvironment = Callable[[str], Awaitable[Environment]]
 log = structlog.get_logger(__name__)
 
 _CHANGEABLE = {"priority", "weight", "max_concurrent", "max_failed_in_a_row", "max_dropped_in_a_row"}
-"""A patch may change these fields."""
+"""The fields of a request that a patch may change."""
 
 
 class RunService:
@@ -104,7 +104,7 @@ class RunService:
         return view, new
 
     async def _find(self, name: str) -> Environment:
-        """The environment's image and its sub-agents' pool can be used."""
+        """Return an environment whose image and whose sub-agents' pool can be used."""
         environment = await self._check_environment(name)
         check_subagent_pool(environment.spec, self._check_pool)
         return environment
@@ -132,7 +132,7 @@ class RunService:
                 environments[task.environment].check(task.instance)
 
     async def _check_fit(self, request: RunRequest, environments: Mapping[str, str]) -> None:
-        """`environments` has their paths by name."""
+        """Refuse environments that cannot do what the run asks for; `environments` has their paths by name."""
         if request.auxiliary is not None:
             hint = "Leave `auxiliary` out, or give the environment a section `[parallel]`."
             await self._require(environments, _why_no_subagents, hint)
@@ -178,7 +178,7 @@ class RunService:
         return self.view(updated)
 
     async def end(self, run_id: str) -> Run:
-        """Batches of groups that are ready can still be leased."""
+        """End a run; batches of groups that are ready can still be leased."""
         ended = await self._runs.update(run_id, state=RunState.ENDED)
         log.info("run ended", run=run_id, state=ended.state)
         return self.view(ended)
@@ -245,6 +245,13 @@ _LEVEL = 1
 
 
 class RunExporter:
+    """Writes a run as JSON Lines, group by group.
+
+    Reading an export returns exactly the service's data. One group is in memory at a time, and nothing is compressed on
+    the event loop. A run that still runs is exported with the groups that were closed when the export started; one that
+    asks for neither sub-agents nor live sessions, in the format 1.
+    """
+
     def __init__(self, runs: RunStore, run_service: RunService) -> None:
         self._runs = runs
         self._run_service = run_service

@@ -49,7 +49,7 @@ class TaskOrder:
         self._shuffled: Sequence[int] = ()
 
     def positions(self, first: int, count: int) -> list[TaskPosition]:
-        """Sorts once an epoch. Fewer positions are left at the end of the last epoch."""
+        """Return the positions of these task numbers, fewer at the end of the last epoch. Sorts once an epoch."""
         end = self._end(first + count)
         return [self._position(number) for number in range(first, min(first + count, end))]
 
@@ -98,7 +98,7 @@ class RunTasks:
         return cls(source, run.tasks, rows, inline)
 
     async def take(self, first: int, count: int) -> list[tuple[TaskPosition, Task]]:
-        """Fewer tasks are left at the end of the last epoch."""
+        """Return tasks with their positions, fewer at the end of the last epoch."""
         positions = await anyio.to_thread.run_sync(self._order.positions, first, count)
         if not isinstance(self._source, InlineTasks) and self._rows is not None:
             return await anyio.to_thread.run_sync(_read, self._source, self._rows, positions)
@@ -113,7 +113,7 @@ def _read(
 
 
 EnvironmentOf = Callable[[str], Environment]
-"""Raises InvalidFieldError or ConfigurationError."""
+"""Returns the environment of a name; raises InvalidFieldError or ConfigurationError."""
 
 
 class DatasetRows(Rows):

@@ -107,7 +107,7 @@ class Delivery:
         yield b"]," + _batch(leased, seen).model_dump_json(exclude={"groups"}).encode()[1:]
 
     async def as_arrays(self, leased: BatchLease, *, compressed: bool = False) -> BatchFile:
-        """The columns are read while the file is sent."""
+        """Return a leased batch as a file whose columns are read while it is sent."""
         heads = await self._runs.group_heads(leased.run_id, leased.groups)
         read = partial(self._runs.columns, leased.run_id)
         make = partial(BatchFile, _batch(leased, heads), heads, read, compressed=compressed)
@@ -256,13 +256,13 @@ class BatchFile:
 
 
 def batch_json(batch: Batch, groups: Iterable[bytes]) -> bytes:
-    """The groups are JSON already, and are not decoded."""
+    """Return a batch as JSON; the groups are JSON already, and are not decoded."""
     rest = batch.model_dump_json(exclude={"groups"}).encode()
     return b'{"groups":[' + b",".join(groups) + b"]," + rest[1:]
 
 
 def _tensors(heads: Sequence[GroupHead], lengths: Sequence[int]) -> list[_Tensor]:
-    """Tensors of wide types come first, which aligns every array to its type."""
+    """Return the tensors, those of wide types first, which aligns every array to its type."""
     samples = [sample for head in heads for sample in head.samples]
     segments = [len(sample) for head in heads for sample in head.tokens]
     arrays = {
@@ -301,7 +301,7 @@ def _offsets(lengths: Iterable[int]) -> NDArray[Any]:
 
 
 def _parts(lengths: Sequence[int], tokens: int) -> Iterator[tuple[int, int]]:
-    """A longer segment is a part by itself."""
+    """Yield the bounds of parts with at most `tokens` tokens; a longer segment is a part by itself."""
     begin = size = 0
     for number, length in enumerate(lengths):
         if size and size + length > tokens:
@@ -313,7 +313,7 @@ def _parts(lengths: Sequence[int], tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def _unpacked(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> tuple[memoryview, list[Columns]]:
-    """Return also the segments without the column."""
+    """Return a column of these segments, and the segments without it."""
     piece = np.empty(sum(map(len, segments)), dtype)
     at = 0
     for segment in filter(len, segments):
@@ -323,7 +323,7 @@ def _unpacked(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> t
 
 
 def _joined_frames(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> tuple[memoryview, list[Columns]]:
-    """Return also the segments without the column."""
+    """Return a column of these segments, and the segments without it."""
     piece = b"".join(segment.frame(name, dtype) for segment in segments if len(segment))
     return memoryview(piece), [segment.without(name) for segment in segments]
 

@@ -41,7 +41,7 @@ from rollout_service.store.runs_contract import RunRecord
 log = structlog.get_logger(__name__)
 
 LOOK_SECONDS = 1.0
-"""Limits the wait for stragglers and for new versions of a pool."""
+"""How often runs in which nothing changed are checked for stragglers and for new versions of a pool."""
 GATHER_SECONDS = 0.01
 """Changes within this time are handled in one step."""
 PRUNE_SECONDS = 60.0
@@ -111,7 +111,7 @@ class RunManager:
         return float(max(0, run.version - estimates.oldest_version))
 
     def parallel(self, run: RunRecord) -> RunParallel | None:
-        """Return None if no rollout may have sub-agents."""
+        """Return how a run's rollouts use sub-agents; None if none may have any."""
         total = parallel_figures(rules.work_counts(run.counters))
         if total is None:
             return None
@@ -137,7 +137,7 @@ class RunManager:
         self._places = places
 
     async def sync_version(self, run: RunRecord) -> RunRecord:
-        """Follow the run's pool if it has reached a newer version."""
+        """Return the run, after updating its version if its pool has reached a newer one."""
         reached = self._pool_version(run.request.pool)
         return await self._store.runs.update(run.run_id, version=reached) if reached > run.version else run
 
@@ -162,7 +162,7 @@ class RunManager:
             active = await retry_until_stored("work on runs", self.step)
 
     async def step(self) -> bool:
-        """Return whether any run is active."""
+        """Advance every run as far as possible; return whether any run is active."""
         active: list[ActiveRun] = []
         failure: StoreError | None = None
         runs = await self._runs.active()

@@ -52,7 +52,7 @@ from rollout_service.store.contract import Store
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupMember, OpenGroup, RunRecord, RunStore
 
 PERMANENT = frozenset({Boundary.ENVIRONMENT, Boundary.REQUEST})
-"""Failures there recur whenever the rollout is retried."""
+"""The boundaries whose failures recur whenever the rollout is retried."""
 _TRUNCATIONS = frozenset(
     {
         StopReason.MAX_TURNS,
@@ -96,7 +96,7 @@ def sample_outcome(
 def _parts(
     perf: float, named: Mapping[str, float], auxiliary: Auxiliary | None, weights: RewardWeights | None
 ) -> dict[RewardPart, float]:
-    """Return no parts if those that the run weighs are missing."""
+    """Return the parts of a reward and their total; none if those that the run weighs are missing."""
     if auxiliary is None or weights is None:
         return {RewardPart.PERF: perf, RewardPart.REWARD: perf}
     measure = MEASURES[auxiliary.parallel]
@@ -202,7 +202,7 @@ def _dropped_because(chain: FilterChain, group: GroupOutcome, before: GroupOutco
 
 
 def _with_total(sample: SampleOutcome, overlong: OverlongPenalty | None) -> SampleOutcome:
-    """Let the total and the penalty be the reward."""
+    """Return a sample with its total and its penalty as its reward."""
     if not sample.usable:
         return sample
     return replace(sample, reward=_penalized(sample.parts[RewardPart.REWARD], sample, overlong))
@@ -234,7 +234,7 @@ def _advantages(group: GroupOutcome, request: RunRequest, weights: RewardWeights
 def _advantages_by_part(
     group: GroupOutcome, overlong: OverlongPenalty | None, weights: RewardWeights
 ) -> list[float | None]:
-    """Weigh the advantages of each part alone; penalties belong to the outcome's part."""
+    """Return the advantages of each part alone, weighted; penalties belong to the outcome's part."""
 
     def value(sample: SampleOutcome, part: RewardPart) -> float | None:
         if not sample.usable:
@@ -249,13 +249,13 @@ def _advantages_by_part(
 
 
 class GroupsUnderWay:
-    """The store of runs is given to each call: it may be fenced by a lease."""
+    """Settles the open groups of runs. The store of runs is given to each call: it may be fenced by a lease."""
 
     def __init__(self, store: Store, metrics: Metrics) -> None:
         self._store = store
         self._metrics = metrics
         self._strict: set[str] = set()
-        """The last lease refused stale tokens. Before the first lease, a trainer may still accept them."""
+        """Runs whose last lease refused stale tokens. Before the first lease, a trainer may still accept them."""
 
     def refuse_stale(self, run_id: str, strict: bool) -> None:
         if strict:
@@ -290,13 +290,13 @@ class GroupsUnderWay:
             await runs.reclose_group(run.run_id, revised)
 
     def _bound(self, run: RunRecord) -> int | None:
-        """Return None while stale samples are accepted."""
+        """Return the oldest version that a sample may have; None while stale samples are accepted."""
         return rules.oldest_allowed(run) if run.run_id in self._strict else None
 
     async def _settle_group(
         self, runs: RunStore, active: ActiveRun, group: OpenGroup, cancel_reason: str | None
     ) -> None:
-        """Close the group once all its rollouts have ended."""
+        """Retry failed samples, and close the group once all its rollouts have ended."""
         retried = False
         if cancel_reason is None:
             _check_complete(group)
@@ -344,14 +344,14 @@ class GroupsUnderWay:
         await runs.extend_group(run.run_id, group.number, first, requests)
 
     async def _trajectory_of_root(self, rollout_id: str, branching: Branching) -> Trajectory | None:
-        """Return None if no branch can begin in the root."""
+        """Return the trajectory of a root; None if no branch can begin in it."""
         trajectory = await self._store.trajectory(rollout_id)
         if trajectory is not None and branching.reuse_results and was_edited(trajectory):
             return None  # the results of its tools are not known
         return trajectory
 
     async def _samples(self, group: OpenGroup, *, whole: bool = True) -> list[tuple[GroupMember, Rollout]]:
-        """Without `whole`, omit rollouts that are lost."""
+        """Return the rollouts of a group that has ended; without `whole`, omit those that are lost."""
         if whole:
             _check_complete(group)
         samples: list[tuple[GroupMember, Rollout]] = []
@@ -367,7 +367,7 @@ class GroupsUnderWay:
         return rollout
 
     async def _retry(self, runs: RunStore, run: RunRecord, number: int, member: GroupMember) -> bool:
-        """Return whether the sample is retried."""
+        """Retry a failed sample if that may help and retries are left; return whether it is retried."""
         retry = SampleId.parse(member.rollout_id).retry + 1
         rollout = await self._rollout(member)
         is_permanent = rollout.error is not None and rollout.error.boundary in PERMANENT

@@ -39,7 +39,7 @@ from rollout_service.store.runs_contract import GroupClosure, NewGroup, OpenGrou
 
 _MAX_CASES = 256
 RECENT = 256
-"""The recent figures on sub-agents cover so many rollouts."""
+"""How many rollouts the recent figures on sub-agents cover."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class RunEstimates:
     _epoch: int | None = None
     _paths: dict[int, list[GroupProgress]] = field(default_factory=dict)
     _work: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """One sum for each of the last rollouts."""
+    """The use of sub-agents by each of the last rollouts."""
     oldest_version: int | None = None
     """The oldest version in the group that closed last."""
     newest_error: ErrorInfo | None = None
@@ -57,7 +57,7 @@ class RunEstimates:
 
     @property
     def recent_figures(self) -> ParallelFigures | None:
-        """None if there are no rollouts."""
+        """The figures on sub-agents over the last rollouts; None if there are none."""
         sums: Counter[str] = Counter()
         for one in self._work:
             sums.update(one)
@@ -75,13 +75,13 @@ class RunEstimates:
         return estimates
 
     def start_epoch(self, epoch: int) -> None:
-        """A new epoch discounts the evidence from earlier ones."""
+        """Note that groups of this epoch start; a new epoch discounts the evidence from earlier ones."""
         if self._epoch is not None and epoch > self._epoch:
             self.acceptance.new_epoch()
         self._epoch = epoch
 
     def observe(self, groups: Sequence[OpenGroup]) -> Counter[GroupProgress]:
-        """Return how many open groups are at each progress."""
+        """Record the progress of the open groups, and return how many are at each."""
         under_way: Counter[GroupProgress] = Counter()
         for group in groups:
             progress = group_progress(group)
@@ -92,7 +92,7 @@ class RunEstimates:
         return under_way
 
     def record_closure(self, closure: GroupClosure, rollouts: Sequence[Rollout], stragglers: Sequence[bool]) -> None:
-        """`stragglers` tells for each rollout whether it was cut off."""
+        """Learn from a group that was closed; `stragglers` tells for each rollout whether it was cut off."""
         path = self._paths.pop(closure.number, [])
         self.oldest_version = closure.oldest_version
         if closure.reason not in NOT_FILTERED:
@@ -132,7 +132,7 @@ def rollout_seconds(rollout: Rollout) -> float:
 
 
 _SEEDS = 2**31
-"""Engines take these whether they keep seeds in 32 bits or in 64."""
+"""The number of seeds: engines accept these whether they keep seeds in 32 bits or in 64."""
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ def _tasks_left(run: RunRecord) -> float:
 
 
 def _admission_state(run: RunRecord) -> AdmissionState:
-    """Versions count from the run's first one."""
+    """Return the admission state of a run; versions count from the run's first one."""
     request = run.request
     return AdmissionState(
         batch_size=request.batch_size,
@@ -189,7 +189,7 @@ def _admission_state(run: RunRecord) -> AdmissionState:
 
 
 def new_group(run: RunRecord, position: TaskPosition, task: Task) -> NewGroup:
-    """Include a request for each sample that runs from the task."""
+    """Return the group of a task, with a request for each sample that runs from the task."""
     branching = run.request.branching
     size = run.request.group_size if branching is None else branching.roots
     requests = [rollout_request(run, position.number, sample, task, 0) for sample in range(size)]
@@ -258,7 +258,7 @@ class RunStoppedError(ConflictError):
 
 
 def reason_to_pause(run: RunRecord, last: ErrorInfo | None) -> GroupsDroppedError | GroupsFailedError | None:
-    """`last` is the newest error of a sample, if it is known.
+    """Return why a run should be paused, by its limits; `last` is the newest error of a sample, if it is known.
 
     Groups of equal rewards never pause a run that sets no limit to them: a policy may need time to learn.
     """
@@ -272,7 +272,7 @@ def reason_to_pause(run: RunRecord, last: ErrorInfo | None) -> GroupsDroppedErro
 
 
 def reason_to_report(run: RunRecord, last: ErrorInfo | None) -> GroupsDroppedError | None:
-    """`last` is the newest error of a sample, if it is known."""
+    """Return the error to report for a run that goes on; `last` is the newest error of a sample, if it is known."""
     return _dropped(run, last, at_least=REPORT_AFTER)
 
 
@@ -294,7 +294,7 @@ def reason_to_refuse(run: RunRecord) -> RunStoppedError | None:
 
 
 def problem_of(run: RunRecord) -> ErrorInfo | None:
-    """A run that took all its tasks and delivered nothing has a problem, too."""
+    """Return a run's stored problem, or that it took all its tasks and delivered nothing."""
     if run.state is not RunState.FINISHED:
         return run.problem
     if run.tasks == 0 or run.count("batches:acknowledged"):
@@ -308,7 +308,7 @@ def problem_of(run: RunRecord) -> ErrorInfo | None:
 
 
 def warnings_of(run: RunRecord) -> list[str]:
-    """Nothing is wrong, and yet the run delivers nothing."""
+    """Return the conditions that keep a run from delivering although nothing is wrong."""
     if not waits_for_version(run):
         return []
     return [

@@ -49,10 +49,10 @@ class Rescorer:
         self._context = context
         self._check_environment = check_environment
         self._places = anyio.Semaphore(MAX_CONCURRENT, max_value=MAX_CONCURRENT)
-        """The pipeline holds all its own before the init stage while it waits for work."""
+        """Places for replays, since the pipeline holds all its own before the init stage while it waits for work."""
 
     async def rescore_rollouts(self, order: RescoreRollouts) -> AsyncIterator[Rescored]:
-        """Keep the order of the rollouts.
+        """Score the rollouts in the request, in their order.
 
         Raises:
             InvalidFieldError: The environment cannot be used; raised before the first rollout.
@@ -61,7 +61,7 @@ class Rescorer:
         return self._rescore_in_batches(order.rollouts, _return_given, order)
 
     async def rescore_run(self, run_id: str, order: RescoreRun) -> AsyncIterator[Rescored]:
-        """Keep the order of the groups. Errors are raised before the first rollout.
+        """Score rollouts of a run, in the order of their groups. Errors are raised before the first rollout.
 
         Raises:
             NotFoundError: There is no such run.
@@ -164,7 +164,7 @@ class Replay:
         slot: Slot,
         with_tools: bool,
     ) -> Replay:
-        """`slot` holds a place, which the runner gives back."""
+        """Prepare a replay; `slot` holds a place, which the runner gives back."""
         source = _RecordedSource(policy)
         request, queued_at = recorded.request, time.perf_counter()
         runner = StageRunner(context, environment, request, source, slot=slot, queued_at=queued_at)
@@ -192,7 +192,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedSource:
-    """Implements `stage_runner.PolicySource`."""
+    """Opens a recorded policy; implements `stage_runner.PolicySource`."""
 
     policy: RecordedPolicy
     gateway: GatewayAccess | None = None
@@ -205,10 +205,10 @@ class _RecordedSource:
         return without_secrets(self.policy, hidden)
 
     async def end(self) -> None:
-        """A recorded policy records nothing."""
+        """Do nothing: a recorded policy records nothing."""
 
     def close(self) -> None:
-        """A recorded policy holds nothing."""
+        """Do nothing: a recorded policy holds nothing."""
 
 
 async def _return_given(recorded: Sequence[RecordedRollout]) -> Sequence[RecordedRollout]:

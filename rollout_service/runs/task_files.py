@@ -192,7 +192,7 @@ def open_file(
     check: Callable[[dict[str, JsonValue]], None],
     folders: Sequence[Path] | None = None,
 ) -> Rows:
-    """Validate each instance; call it in a thread.
+    """Return the instances of a file, each accepted by `check`, which raises InvalidFieldError; call it in a thread.
 
     `folders` are those whose files may be read, with all below them; None are all.
 
