@@ -40,7 +40,7 @@ class AllowedHosts:
         self._remembered = lru_cache(REMEMBERED)(self._allows)
 
     def allows_host(self, host: str | None) -> bool:
-        """The host may have a port; HTTP/1.0 may name none."""
+        """Return whether a request may name this host, with or without a port; HTTP/1.0 may name none."""
         return host is None or self._any or self._remembered(host)
 
     def _allows(self, host: str) -> bool:
@@ -68,7 +68,7 @@ class AllowedHosts:
 
 
 def _is_same(origin: str, host: str | None) -> bool:
-    """Compare without schemes, which differ behind a TLS proxy."""
+    """Compare an origin with the requested host, without schemes, which differ behind a TLS proxy."""
     parts = _split(origin)
     return parts is not None and bool(host) and parts.netloc.lower() == str(host).lower()
 

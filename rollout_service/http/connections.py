@@ -78,11 +78,11 @@ class ConnectionSlot:
         self.admitted = False
 
     def admit(self) -> bool:
-        """Return False if there is no slot."""
+        """Count the connection as admitted from now on; return False if there is no slot."""
         return self.admitted or self._connections.admit(self)
 
     def mark_idle(self) -> None:
-        """An idle connection may be closed when another needs its slot."""
+        """Mark the connection as idle: it may be closed when another needs its slot."""
         self._connections.mark_idle(self)
 
     def mark_busy(self) -> None:
@@ -105,7 +105,7 @@ class Connections:
         return {"pending": self._pending_count, "idle": idle, "busy": len(self._admitted) - idle}
 
     def add(self, address: str, evict: Evict) -> ConnectionSlot:
-        """`evict` is called if the connection must make room for another."""
+        """Give a new connection a slot; `evict` is called if it must make room for another."""
         if self._pending_count >= self.limits.pending:
             peers = max(self._pending.values(), key=len)
             self._evict(next(iter(peers)), EvictionReason.PENDING)

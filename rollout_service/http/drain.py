@@ -26,9 +26,9 @@ LAST_SECONDS = 3.0
 FAILED = 4
 """The exit code when a part of the service failed, which a restart mends, unlike a wrong setting."""
 IMPATIENT_SIGNALS = 2
-"""So many signals end the service in order; one more ends it at once."""
+"""How many signals end the service in order; one more ends it at once."""
 SHOWN = 20
-"""Limits the tasks that the log names."""
+"""The most tasks that the log names when the shutdown takes too long."""
 
 
 class DrainingServer(Server):
@@ -51,7 +51,7 @@ class DrainingServer(Server):
         self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - its name is uvicorn's
-        """The signal may arrive between any two instructions of the event loop's thread."""
+        """Handle a signal; it may arrive between any two instructions of the event loop's thread."""
         self._signals.append(sig)
         if len(self._signals) <= IMPATIENT_SIGNALS:
             drain_seconds = self._shutdown.drain_seconds if len(self._signals) == 1 else 0.0
@@ -68,7 +68,7 @@ class DrainingServer(Server):
         self._last_resort.end_within(drain_seconds + LAST_SECONDS, exit_code)
 
     def _still_open(self) -> list[str]:
-        """Called from another thread, since the event loop may be blocked."""
+        """Name the open connections and tasks; called from another thread, since the event loop may be blocked."""
         connections = len(self.server_state.connections)
         names = sorted(task.get_name() for task in asyncio.all_tasks(self._loop))
         more = [f"{len(names) - SHOWN} more tasks"] if len(names) > SHOWN else []

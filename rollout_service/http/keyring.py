@@ -42,7 +42,7 @@ ADMIN_PATHS = frozenset({"/v1/sessions/canary"})
 
 
 class Role(StrEnum):
-    """Each role includes those before it."""
+    """The role of a key; each role includes those before it."""
 
     READ = "read"
     """Read everything: rollouts and their trajectories, runs, engines, events, metrics."""
@@ -184,7 +184,7 @@ class Keyring:
         return found
 
     def reload(self) -> None:
-        """An invalid file leaves the keys as they are."""
+        """Read the file again; an invalid one leaves the keys as they are."""
         try:
             self._keys = self._read()
         except ConfigurationError as error:

@@ -190,7 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise HeadTooLargeError(f"the request's head is larger than {self._limits.max_head_bytes} bytes")
 
     def _answered(self) -> RequestResponseCycle | None:
-        """uvicorn's attribute is None before the first request."""
+        """Return the latest request; uvicorn's attribute is None before the first."""
         return self.cycle
 
     def _is_busy(self) -> bool:

@@ -64,7 +64,7 @@ class BodiesInFlight:
 
 
 class HeldBytes:
-    """Releases the bytes on exit."""
+    """The bytes held for one body, released on exit."""
 
     __slots__ = ("_bodies", "_bytes", "_owner")
 
@@ -95,7 +95,7 @@ class HeldBytes:
 
 
 CLIENT_CLOSED_REQUEST = 499
-"""Only in the log: the client disconnected before it was answered."""
+"""Only the log has this status: the client disconnected before it was answered."""
 
 
 async def cancel_on_disconnect(receive: Receive, work: Callable[[], Awaitable[T]]) -> T | None:

@@ -119,7 +119,7 @@ class Settings(BaseSettings):
     @field_validator("sandbox", mode="before")
     @classmethod
     def _provider_has_a_default(cls, sandbox: Any) -> Any:
-        """A table without `provider` is Apptainer's."""
+        """Treat a table without `provider` as Apptainer's."""
         return {"provider": "apptainer"} | sandbox if isinstance(sandbox, dict) else sandbox
 
     _file: Path | None = PrivateAttr(None)
@@ -149,7 +149,7 @@ class Settings(BaseSettings):
 
     @property
     def sandbox_ceiling(self) -> int:
-        """The setting, or the capacity of the stages and the warm pool."""
+        """The most sandboxes alive at once: the setting, or the capacity of the stages and the warm pool."""
         stages, warm = self.pipeline, self.sandboxes.warm
         bound = stages.init_workers + stages.rollout_queue + stages.rollout_workers
         bound += stages.evaluate_workers + stages.evaluate_queue

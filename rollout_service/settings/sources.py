@@ -92,7 +92,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`where` is the flag, the variable, or `FILE:LINE`."""
+    """The source of a value; `where` is the flag, the variable, or `FILE:LINE`."""
 
     origin: Origin
     where: str = ""

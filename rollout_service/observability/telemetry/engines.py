@@ -27,7 +27,7 @@ UPDATES: Final = ("loaded", "partly", "failed")
 
 @dataclass(frozen=True, slots=True)
 class BackendSeries:
-    """Kept because every request needs them and looking them up is expensive."""
+    """The series of one backend, kept because every request needs them and looking them up is expensive."""
 
     requests: Mapping[RequestEnd, Counter]
     seconds: Histogram

@@ -206,7 +206,7 @@ class Metrics:
         self._holds.labels(resource).inc()
 
     def count_shared_setup(self, was_made: bool) -> None:
-        """Count prepared files as reused if they existed before."""
+        """Count a sandbox that starts from prepared files, as `reused` if they existed before."""
         self._shared_setups.labels("reused" if was_made else "made").inc()
 
     def count_pause(self, outcome: str) -> None:
@@ -304,7 +304,7 @@ class Metrics:
         self._retries.labels(error.code).inc()
 
     def count_resume(self, outcome: str, reason: str, turns: int) -> None:
-        """Count turns that need not be sampled again."""
+        """Count an interrupted rollout that was taken up, and the turns that need not be sampled again."""
         self._resumes.labels(outcome, reason).inc()
         self._resumed_turns.inc(turns)
 

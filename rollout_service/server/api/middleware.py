@@ -1,7 +1,8 @@
 """Middleware of every route: authentication, limits on bodies, and request metrics.
 
 With keys configured, only the probes, the API's description and the dashboard's files answer without one, and only the
-model APIs of a live session to the session's own key. Keys are compared in constant time. Responses are streamed.
+model APIs of a live session to the session's own key. Keys are compared in constant time. All are plain ASGI,
+so streamed responses are never buffered.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class BearerAuthMiddleware:
             )
 
     def _note_role(self, scope: Scope) -> None:
+        """Note whether a call of a session has a key of the service; else it needs the session's own."""
         key = self._keyring.find(GatewayRequest.of(scope).key)
         may = not self._keyring.is_needed or (key is not None and key.role.allows(Role.SUBMIT))
         scope.setdefault("state", {})[MAY_USE_ALL] = may

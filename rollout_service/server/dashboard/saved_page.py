@@ -43,7 +43,7 @@ class _Viewer:
 
 
 def saved_page(title: str, answers: Mapping[str, bytes]) -> bytes:
-    """`answers` is JSON by the paths that the page's modules ask for."""
+    """Return the file with these answers: JSON by the paths that the page's modules ask for."""
     viewer = _viewer()
     head = f"""<!doctype html>
 <html lang="en">

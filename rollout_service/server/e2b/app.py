@@ -44,6 +44,7 @@ from sandboxes import errors as sandbox_errors
 from sandboxes.config import LimitDefaults
 
 PORT = "49983"
+"""The port of E2B's daemon, which requests name."""
 MESSAGE_BYTES = 4 * 1024 * 1024
 """The most bytes of a message to a sandbox, or of a request for one."""
 BODIES_BYTES = 64 * 1024 * 1024
@@ -54,7 +55,7 @@ STREAMS = ("/files", "/process.Process/StreamInput")
 USERS = frozenset({"", "Basic dXNlcjo=", "Basic cm9vdDo=", "user", "root"})
 """How requests name a user; all mean the sandbox's own."""
 DESCRIPTOR_SHARE = 8
-"""This part of the service's descriptors is for connections."""
+"""Connections take at most the service's descriptors divided by this."""
 log = structlog.get_logger(__name__)
 
 

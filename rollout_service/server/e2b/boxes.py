@@ -117,7 +117,7 @@ class Box:
 
 
 CURRENT_BOX: ContextVar[Box] = ContextVar("current_box")
-"""That of the current request, once its token has been checked."""
+"""The sandbox of the current request, once its token has been checked."""
 
 
 class Boxes:

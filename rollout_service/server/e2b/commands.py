@@ -25,6 +25,7 @@ from sandboxes import RunningProgram, SandboxClosedError, SandboxError
 from sandboxes.sessions.terminal import SandboxTerminal, open_terminal
 
 MAX_COMMANDS = 128
+"""The most commands that run in a sandbox at once."""
 MAX_STRINGS = 4_096
 """The most arguments and variables of a command together."""
 MAX_SIZE = 1_000
@@ -50,6 +51,7 @@ class Command:
     terminal: SandboxTerminal | None = None
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     started: anyio.Event = field(default_factory=anyio.Event)
+    """Set once the command runs, or cannot."""
     listeners: set[Listener] = field(default_factory=set)
     _reads: dict[str, anyio.CancelScope] = field(default_factory=dict)
     _reads_until: float = math.inf

@@ -29,6 +29,7 @@ EXISTS, MISSING = 17, 44
 Kind = filesystem_pb.FileType
 KINDS = {"f": Kind.FILE, "d": Kind.DIRECTORY}
 LAST_SECOND = 253_402_300_799
+"""The last one of a client's calendar, in the year 9999."""
 
 
 def absolute(sandbox: Sandbox, path: str) -> str:

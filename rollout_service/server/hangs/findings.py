@@ -214,7 +214,7 @@ class FindingLog:
     def update(
         self, judged: Iterable[Judged], problems: Iterable[HangFinding] = ()
     ) -> list[tuple[EventKind, HangFinding]]:
-        """Replace the findings; return those that began, worsened or ended. `problems` are without steps."""
+        """Replace the findings; return those that began, worsened or ended. No step waits for `problems`."""
         groups: dict[tuple[str, str], list[Judged]] = defaultdict(list)
         for one in judged:
             groups[one.kind, one.subject].append(one)

@@ -14,6 +14,7 @@ from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict, UsualTimes
 
 FACTOR = 4.0
+"""How many times its 99th percentile a step may take."""
 GONE_SECONDS = 8.0
 """How long something may not answer before the step that waits for it is stuck."""
 OVERRUN_SECONDS = 6.0
@@ -28,6 +29,7 @@ LOOK_SECONDS = 2.0
 HELD_KINDS = frozenset(
     {StepKind.PLACE, StepKind.WORKER, StepKind.HOST} | {StepKind.POOL_QUEUE, StepKind.PAUSED_POOL, StepKind.SUBAGENT}
 )
+"""The waits that something is meant to cause."""
 
 FLOORS = {
     StepKind.PLACE: 30.0,
@@ -60,10 +62,11 @@ _SEEN_TO_WORK = frozenset({StepKind.ENGINE, StepKind.TOOL, StepKind.SESSION})
 @dataclass(frozen=True, slots=True)
 class Signs:
     responds: bool | None = None
-    """None if it cannot be asked."""
+    """Whether the thing that a step waits for answers; None if it cannot be asked."""
     still_seconds: float | None = None
-    """None if it cannot be seen."""
+    """How long it has been seen to do nothing; None if that cannot be seen."""
     is_idle: bool = False
+    """Whether it says that it has nothing to do."""
 
 
 UNSEEN = Signs()

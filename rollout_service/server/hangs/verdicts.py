@@ -31,7 +31,7 @@ NAMED = frozenset({StepKind.TOOL, StepKind.SANDBOX_START, StepKind.SESSION, Step
 
 
 class StepClass(NamedTuple):
-    """Comparable steps."""
+    """Steps that may be compared with each other."""
 
     environment: str
     stage: Stage | None

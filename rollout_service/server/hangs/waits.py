@@ -30,6 +30,7 @@ class StepWait:
 
     @property
     def quiet(self) -> float:
+        """The seconds since it made progress, or began."""
         moved = max(self.step.started, self.step.moved or 0.0)
         if self._contains:
             moved = max(moved, self.activity.moved or 0.0)

@@ -114,7 +114,7 @@ class Service:
             raise InvalidFieldError([FieldError(path=field, message=str(error))], hint=error.hint) from error
 
     async def _check_task(self, task: Task) -> Environment | None:
-        """Return the task's environment; None if only other nodes have it, which then check it."""
+        """Check a task, and return its environment; None if only other nodes have that, which then check it."""
         if task.environment not in self.environments and self.suitability.runs_elsewhere(task.environment):
             return None
         environment = await check_environment_here(

@@ -31,7 +31,7 @@ _TOOLS = frozenset({StepKind.TOOL, StepKind.SESSION})
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """Averages over the last looks."""
+    """A stage on average over the last looks."""
 
     stage: Stage
     working: float

@@ -124,6 +124,7 @@ def _group(failures: list[_FailedRollout]) -> ErrorGroup:
 
 BACKEND_SECONDS = 60
 TIMES_PER_SECOND = 64
+"""The most times of one second that the median is made of."""
 
 
 @dataclass(slots=True)

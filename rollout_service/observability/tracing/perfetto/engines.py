@@ -103,7 +103,7 @@ class WeightUpdates:
 
     def __init__(self) -> None:
         self._sampled: dict[str, dict[int, int]] = {}
-        """By pool and version, when the first call that sampled it began."""
+        """By pool and version, when the first call that sampled tokens of it began."""
 
     def sampled(self, engine: str, version: int, at: int) -> None:
         versions = self._sampled.setdefault(engine.partition("@")[0], {})

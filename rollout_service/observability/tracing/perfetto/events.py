@@ -70,7 +70,7 @@ class TraceEvents:
         self._add(f'{{"ph":"i","s":"t","pid":{pid},"tid":{tid},"ts":{at},"name":{quoted(name)}}}')
 
     def counter(self, pid: int, at: int, name: str, series: str, value: float) -> None:
-        """Add a value that holds from now on; both names are shown."""
+        """Add a counter's value from a moment on; it is shown by both names."""
         said = f'"args":{{{quoted(series)}:{value:g}}}'
         self._add(f'{{"ph":"C","pid":{pid},"ts":{at},"name":{quoted(name)},{said}}}')
 

@@ -48,6 +48,7 @@ _ENGINE_ARGS = {
     "error": "error",
 }
 _LEFT_OUT = frozenset({"call", "sandbox", "turn", "segment"})
+"""Other slices of the trace show these details."""
 _NAMES = {
     StepKind.PLACE: "wait: place",
     StepKind.WORKER: "wait: worker",

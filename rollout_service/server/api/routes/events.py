@@ -1,9 +1,10 @@
 """The stream of events, which a reader can leave and resume without missing anything.
 
 Each wanted event is sent once, in order; those of different shards come in about the order of their times, and a shard
-that is away holds up only its own. An idle stream repeats its position. If the store has lost events, as in a failover,
-the stream continues after the newest one left. A reader that hangs up is not an error. When the service shuts down, the
-stream ends after a whole event.
+that is away holds up only its own. The stream begins with the id that it starts after, so a reader that gave no
+position knows where to resume even if it has seen no event; an idle one says from time to time how far it has come. If
+the store has lost events, as in a failover, the stream sends the id of the newest one left, and continues after it. A
+reader that hangs up is not an error. When the service shuts down, the stream ends after a whole event.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ MAX_FILTERS = 100
 POSITION = r"^([0-9]{1,16}|-)(\.([0-9]{1,16}|-)){0,15}$"
 """The id of the last event that a reader has seen of each shard of the store; `-` for one that was away."""
 UNKNOWN = -1
+"""Stands for the id of the newest event of a shard that is away."""
 PING_SECONDS = 15.0
 """How often an idle stream says something, because readers give up on a silent one."""
 PAUSE_SECONDS = 0.05
