@@ -27,7 +27,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ServiceIdentity:
-    """Its text names the owner of a lease."""
+    """A running service; its text names the owner of a lease."""
 
     host: str
     """Shown to people; others may have the same."""

@@ -222,7 +222,7 @@ class Placement:
         return sorted(set(spec.sandbox.requires) - set(self.labels))
 
     async def look(self) -> None:
-        """Do nothing if that was done less than `LOOK_SECONDS` ago."""
+        """Look for the images of all environments, unless that was done less than `LOOK_SECONDS` ago."""
         if time.monotonic() < self._look_again:
             return
         self._look_again = time.monotonic() + LOOK_SECONDS

@@ -163,7 +163,7 @@ class Concurrency:
         )
 
     def change(self, patch: NodePatch) -> NodeConcurrency:
-        """A ceiling that was never set follows the number of sandboxes that the stages can hold."""
+        """Apply a patch; a ceiling that was never set follows the number of sandboxes that the stages can hold."""
         named = {stage: getattr(patch, stage) for stage in Stage if getattr(patch, stage) is not None}
         figures = {
             f"{stage}_{name}": value

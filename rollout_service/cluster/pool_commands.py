@@ -45,11 +45,11 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 HOLD_SECONDS = 5.0
-"""A healthy node confirms within milliseconds that it holds its requests."""
+"""How long a command waits for nodes to hold their requests; a healthy one confirms within milliseconds."""
 _ROLE_RETRY_SECONDS = 0.1
 _RESIGN_SECONDS = 1.0
 _OTHERS_FIRST_SECONDS = 2.0
-"""A node that lacks a backend of the pool leaves a command to others for so long."""
+"""How long a node that lacks a backend of the pool leaves a command to nodes that have them all."""
 _KINDS = {request: kind for kind, request in REQUESTS.items()}
 
 
@@ -60,7 +60,7 @@ class CommandResult(BaseModel):
 
 
 class SharedCommands(PoolCommands):
-    """Call `attach` before anything else."""
+    """The commands to pools that services share; call `attach` before anything else."""
 
     def __init__(self, store: EnginesStore, cluster: ClusterStore, owner: str) -> None:
         self._store = store
@@ -201,7 +201,7 @@ class SharedCommands(PoolCommands):
         self._take_over(self._records[record.pool])
 
     async def _state_after(self, name: str) -> PoolState:
-        """A backend that did not get a command leaves service until it has."""
+        """Return the state for the other services; a backend that missed a command is out until it gets it."""
         state = self._pools[name].state()
         return state.model_copy(update={"out": [*state.out, *await self._missing(name)]})
 
@@ -233,7 +233,7 @@ class SharedCommands(PoolCommands):
         return outcome.model_copy(update=update)
 
     async def _wait_for_holds(self, record: PoolRecord, request: PoolRequest) -> list[str]:
-        """Return the names of live nodes that are late."""
+        """Wait until all live nodes hold their requests; return the names of those that do not in time."""
         if not isinstance(request, PauseRequest | WeightsRequest):
             return []
         drain = request.drain_seconds if request.mode is PauseMode.DRAIN else 0.0

@@ -40,7 +40,7 @@ _CHUNK_BYTES = 4_096
 
 
 def pause_after(failed: int) -> float:
-    """Return the pause in seconds after so many failures in a row; it doubles."""
+    """Return the pause in seconds after this many failures in a row: it doubles each time, up to a limit."""
     doublings = min(max(0, failed - 1), 10)  # a large power is no float
     return min(FIRST_PAUSE_SECONDS * (1 << doublings), LONGEST_PAUSE_SECONDS)
 

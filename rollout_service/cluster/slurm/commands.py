@@ -141,7 +141,7 @@ def _partition_node(line: str) -> PartitionNode:
 
 
 def _gpus(gres: str) -> int:
-    """Entries look like `gpu:a100:4(S:0-1)`."""
+    """Return the GPUs of one entry, such as `gpu:a100:4(S:0-1)`."""
     fields = gres.partition("(")[0].split(":")
     return int(fields[-1]) if fields[0] == "gpu" and fields[-1].isdigit() else 0
 

@@ -44,7 +44,7 @@ class JobEngine:
     slot: int
 
     async def run(self) -> int:
-        """Return the exit code."""
+        """Serve until this task is to end; return the exit code."""
         ending = EndRequests(f"engine {self.name}")
         stopping = ending.stopping
         address, port, failed = own_address(), 0, 0
@@ -66,7 +66,7 @@ class JobEngine:
         return ending.exit_code
 
     async def _serve_once(self, address: str, port: int, stopping: anyio.Event) -> tuple[bool, int | None]:
-        """Return whether the engine ever answered, and its exit code if it ended."""
+        """Run the engine until it ends or hangs; return whether it ever answered, and its exit code if it ended."""
         # Braces of JSON in the command stay as they are.
         command = self.engines.command.replace("{host}", address).replace("{port}", str(port))
         child = KeptProcess(
@@ -130,7 +130,7 @@ class JobEngine:
 
 
 async def serve_engine(folder: JobFolder) -> int:
-    """Return the exit code.
+    """Serve one engine in this task until it is to end; return the exit code.
 
     Raises:
         ConfigurationError: The job has no engines.

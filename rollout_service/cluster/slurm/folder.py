@@ -57,7 +57,7 @@ class JobFolder:
     path: Path
 
     def create(self, key: str | None = None) -> None:
-        """`key` replaces the one that is there.
+        """Make the folder and its key, unless they exist; `key` replaces the one that is there.
 
         Raises:
             ConfigurationError: The folder cannot be written.
@@ -89,7 +89,7 @@ class JobFolder:
         return self.key_file.read_text()
 
     def state(self, slot: int | None) -> Path:
-        """A requeued job may get other nodes, so the state belongs to a number and not to a node."""
+        """Return a service's state folder: it belongs to a number, since a requeued job may get other nodes."""
         return self.path / "state" if slot is None else self.path / "state" / f"node-{slot}"
 
     def log(self, name: str) -> Path:
@@ -112,7 +112,7 @@ class JobFolder:
             ) from None
 
     def publish(self, kind: str, part: Published) -> None:
-        """`kind` is `nodes` or `engines`."""
+        """List a part as `nodes` or `engines`, which is its kind."""
         write_private(self.path / kind / f"{part.name}.json", part.model_dump_json().encode())
 
     def withdraw(self, kind: str, name: str) -> None:

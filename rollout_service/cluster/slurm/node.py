@@ -47,7 +47,7 @@ class JobNode:
     ending: EndRequests
 
     async def run(self) -> int:
-        """Return the exit code."""
+        """Serve until this task is to end; return the exit code."""
         address, was_stopped = own_address(), True
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.ending.follow)
@@ -61,7 +61,7 @@ class JobNode:
         return self.ending.exit_code if was_stopped else 1
 
     async def _serve(self, address: str) -> bool:
-        """Return whether the service was stopped."""
+        """Serve until this node is to end or its Redis moves; return whether the service was stopped."""
         redis_url = None
         if self.spec.shares_a_redis:
             redis_url = await wait_for_redis(self.home, self.home_spec, self.ending.stopping)
@@ -75,7 +75,7 @@ class JobNode:
         return was_stopped
 
     async def _end_child(self, child: KeptProcess, redis_url: str | None) -> None:
-        """A Redis that has moved ends the service, too."""
+        """End the service when this node is to end, or when the Redis of the job that it joined has moved."""
         while not self.ending.stopping.is_set():
             with anyio.move_on_after(LOOK_SECONDS):
                 await self.ending.stopping.wait()
@@ -141,7 +141,7 @@ class JobNode:
 
 
 async def serve_on_node(folder: JobFolder, slot: int) -> int:
-    """Return the exit code."""
+    """Serve on this node until this task is to end; return the exit code."""
     spec = folder.load().spec
     home = JobFolder(spec.join) if spec.join is not None else folder
     with _scratch(spec) as scratch:

@@ -35,7 +35,7 @@ daemonize no
 
 
 def redis_child(folder: JobFolder, spec: JobSpec) -> KeptProcess:
-    """Write the address of this node's Redis into the job's folder, too.
+    """Return the Redis to run on this node, after its address is in the job's folder.
 
     Raises:
         ConfigurationError: There is no such program.
@@ -72,7 +72,7 @@ def redis_program(spec: JobSpec) -> str:
 
 
 def redis_address(folder: JobFolder, spec: JobSpec) -> str | None:
-    """Return None while the address is not known."""
+    """Return the URL of the Redis that a job's nodes share; None while it is not known."""
     if spec.redis_url is not None:
         return spec.redis_url
     try:
@@ -82,7 +82,7 @@ def redis_address(folder: JobFolder, spec: JobSpec) -> str | None:
 
 
 async def wait_for_redis(folder: JobFolder, spec: JobSpec, stopping: anyio.Event) -> str | None:
-    """Return None if `stopping` is set before the URL is known.
+    """Return the URL once it is known; None if `stopping` is set before.
 
     Raises:
         ConfigurationError: The job does not start one in time.

@@ -100,7 +100,7 @@ class Scaler:
         return self.home.path / "more.sh"
 
     async def _look(self) -> ScaleInput | None:
-        """Return None if no node answers."""
+        """Read the queue of Slurm and the nodes; return None if no node answers."""
         jobs = await commands.queued_jobs(self._script)
         folders = [self.home, *(self.folder(job.index) for job in jobs)]
         parts = [part for folder in folders for part in folder.published("nodes")]
@@ -131,7 +131,7 @@ class Scaler:
         return node.node.endswith(f"-{self.spec.name}-{slot}")
 
     async def _holds(self, slot: int, node: NodeView) -> int:
-        """A node that does not answer may hold something."""
+        """Ask a node what it holds; one that does not answer may hold something."""
         parts = [part for part in self.folder(slot).published("nodes") if node.node.startswith(f"{part.name}-")]
         own = await self._ask(parts, lambda client: client.overview())
         if own is None:
@@ -149,7 +149,7 @@ class Scaler:
         await self._ask(self.home.published("nodes"), lambda client: client.remove_node(node))
 
     async def _do(self, actions: Sequence[ScaleAction], now: float) -> None:
-        """Failed actions are tried again after a later look."""
+        """Carry out actions; those that fail are tried again after a later look."""
         for action in actions:
             if action.kind is not ActionKind.SUBMIT:
                 self.tell(f"{action.kind} {self.spec.name}-{action.slot} (job {action.job}): {action.why}")

@@ -36,9 +36,9 @@ class ScaleOptions:
     grow_after: float = 60.0
     shrink_after: float = 300.0
     start_seconds: float = 900.0
-    """Limits how long the node of a job that runs may take to be ready, or may be away."""
+    """How long the node of a job that runs may take to be ready, or may be away."""
     ahead_seconds: float = 600.0
-    """A job begins nothing new so long before its limit of time."""
+    """How long before its limit of time a job begins nothing new."""
     end_seconds: float = 180.0
     attempts: int = 3
 
@@ -47,7 +47,7 @@ class ScaleOptions:
 class AddedNode:
     job: QueuedJob
     node: str = ""
-    """Empty if it is not there."""
+    """The node's name in the cluster; empty if it is not a member."""
     state: NodeState = NodeState.DEAD
     holds: int = 0
     """The rollouts and live sessions of its node."""
@@ -118,7 +118,7 @@ class Scaling:
         return actions
 
     def submitted(self, jobs: Mapping[str, int]) -> None:
-        """New jobs may end before the next look."""
+        """Note the slots of new jobs, which may end before the next look."""
         self._slots |= jobs
 
     def start_failed(self, now: float, what: str) -> None:
@@ -195,7 +195,7 @@ class Scaling:
                 yield ScaleAction(ActionKind.CANCEL, each.slot, f"not needed for {lasts:.0f} s", each.job.job)
 
     def _grow(self, seen: ScaleInput, staying: Sequence[AddedNode]) -> Iterator[ScaleAction]:
-        """A need counts once it has lasted; the least number is reached at once."""
+        """Add what has been needed for long beyond what is on its way; reach the least number at once."""
         need = seen.next_node.nodes - sum(not each.is_alive for each in staying)
         lasts = self._lasts(*_NEED, need > 0, seen.now)
         self._least_need = min(self._least_need, need) if lasts else need

@@ -78,7 +78,7 @@ ENGINES, NODE = "engines", "node-"
 LOOK_SECONDS = 0.5
 FAILURES_SECONDS = 2.0
 REQUEUE_SECONDS = 60.0
-"""Slurm may take so long to end a job that it has put back into the queue."""
+"""How long Slurm may take to end a job that it has put back into the queue."""
 DRAIN_MARGIN_SECONDS = 30.0
 
 
@@ -92,7 +92,7 @@ class Supervisor:
     exit_code: int = 0
 
     async def run(self) -> int:
-        """Return the exit code.
+        """Run the job to its end; return the exit code.
 
         Raises:
             ServiceError: A part cannot be started.
@@ -185,7 +185,7 @@ class Supervisor:
         return KeptProcess(name, srun, output, grace, ends_with_input=True, final_codes=final)
 
     async def _build_images(self) -> None:
-        """One node builds the images, before any service starts."""
+        """Build the images once, on this node, before any service starts."""
         environment = dict(os.environ)
         if self.spec.images_dir is not None:
             environment["ROLLOUT_IMAGES_DIR"] = str(self.spec.images_dir)
@@ -199,7 +199,7 @@ class Supervisor:
                 )
 
     async def _train(self) -> None:
-        """Wait for a ready node; the trainer's end is the job's."""
+        """Run the trainer once a node is ready, and end the job with it."""
         url = await self._ready_address()
         environment = {**os.environ, "ROLLOUT_URL": url, "ROLLOUT_KEY": self.folder.key}
         with self.folder.log("trainer").open("ab") as output:
@@ -267,7 +267,7 @@ async def run_job(folder: JobFolder) -> int:
 
 
 def _forget_dead(folder: JobFolder, kind: str) -> None:
-    """An earlier run of the same job may have left parts listed."""
+    """Remove the entries that an earlier run of the same job has left listed."""
     for part in folder.published(kind):
         if part.job == os.environ.get("SLURM_JOB_ID"):
             folder.withdraw(kind, part.name)
