@@ -38,7 +38,7 @@ log = logging.getLogger("rollout_client")
 T = TypeVar("T")
 Receive = Callable[[httpx.Response], Awaitable[object]]
 Query: TypeAlias = Mapping[str, str | float | Sequence[str] | None]
-"""One that is None is left out."""
+"""The parameters of a request; one that is None is left out."""
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
@@ -271,7 +271,10 @@ def _described(proxy: str) -> str:
 
 
 class Patience:
-    """Random pauses that double up to a limit. Time counts from the first failure: requests may wait long."""
+    """The back-off of one request: random pauses that double up to a limit.
+
+    The time is counted from the first failure, since a request may have waited long before the server went away.
+    """
 
     def __init__(self, address: str, seconds: float, tell: Callable[[str, float], None]) -> None:
         """`tell` gets the reason and the seconds left, before each pause of a call that has failed for long."""

@@ -144,7 +144,7 @@ class EngineServer:
         return answer
 
     async def _sample(self, body: Body, prompt: list[int], parameters: Any) -> dict[str, Any] | Exception:
-        """Return the answer, or the failure. Cancelling vLLM's generator would cut off its clean-up."""
+        """Return the answer, or the failure. vLLM's generator is never cancelled, since that cuts off its clean-up."""
         tokens, logprobs = self._open[body["rid"]], []
         asked = {"prompt_token_ids": prompt, "cache_salt": body.get("extra_key") or None}
         try:

@@ -32,7 +32,7 @@ class Sample:
     versions: list[int]
     """The version that sampled each token; -1 where the mask is 0."""
     turn_ids: list[int]
-    """-1 where the mask is 0."""
+    """The turn of each token of the response; -1 where the mask is 0."""
     reward: float | None
     """None if the rollout has none: the row must not be trained on."""
     last: bool
@@ -48,7 +48,7 @@ class Sample:
         return sum(self.response_mask)
 
     def cut(self, length: int) -> Sample:
-        """Truncate the response to `length` tokens, for trainers with a limit."""
+        """Return the row with at most `length` tokens of its response, for trainers with a limit."""
         if len(self.response_ids) <= length:
             return self
         return replace(
@@ -61,7 +61,7 @@ class Sample:
         )
 
     def with_prompt(self, length: int) -> Sample:
-        """Return a prompt of at most `length` tokens; the rest begins the response, with mask 0."""
+        """Return the row with a prompt of at most `length` tokens; the rest begins the response, with mask 0."""
         moved = self.prompt_ids[length:]
         return replace(
             self,
@@ -79,7 +79,7 @@ class SampledTurn:
     """A turn of a row: the prompt that the engine read, and what the policy sampled after it."""
 
     number: int
-    """In its trajectory."""
+    """The turn's number in its trajectory."""
     prompt_ids: list[int]
     sampled_ids: list[int]
     logprobs: list[float]
@@ -124,7 +124,7 @@ def count_left_out(samples: Sequence[Sample], rows: Sequence[Sample]) -> int:
 
 
 def conversation_of(rollout: Rollout) -> tuple[list[Message], list[int]]:
-    """Return the messages, and the places of the turns among them, unless a compaction has removed some."""
+    """Return the messages, and the places of the turns among them; no places if a compaction has removed turns."""
     if rollout.trajectory is None:
         return [], []
     messages = rollout.trajectory.messages

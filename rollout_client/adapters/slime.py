@@ -42,6 +42,7 @@ SCALED = ("grpo", "gspo", "cispo")
 CENTERED = (*SCALED, "reinforce_plus_plus_baseline")
 """Estimators for which slime divides rewards by their deviation, and those for which it subtracts their mean."""
 ROUTER_SECONDS = 10.0
+"""How long the router's list of engines is used."""
 
 
 @lru_cache(maxsize=1)

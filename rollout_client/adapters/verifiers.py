@@ -71,7 +71,10 @@ class TraceNode:
 
 
 def branch_of(rollout: Rollout, sample: Sample) -> Iterator[TraceNode]:
-    """Yield the nodes of a segment; texts are for reading, and empty if a compaction has removed turns."""
+    """Yield the nodes of a segment up to its last sampled token, each the child of the one before it.
+
+    Texts are for reading only: if a compaction has removed turns from the conversation, they are empty.
+    """
     messages, own = conversation_of(rollout)
     read, said = 0, 0
     for turn in turns_of(sample):

@@ -136,6 +136,7 @@ class Step:
     reward: float
     rows: int
     segments: int
+    """The most segments of a rollout."""
     sampled_tokens: int
     max_logprob_diff: float
     """The largest difference between the engine and the trainer's weights at a sampled token."""

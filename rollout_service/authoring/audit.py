@@ -195,6 +195,7 @@ SHOWN = 5
 @dataclass(frozen=True, slots=True)
 class Needle:
     what: str
+    """Where the text comes from."""
     text: str
 
 

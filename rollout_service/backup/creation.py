@@ -27,7 +27,7 @@ COUNTED = {"rollouts": private_files.STORE, "runs": private_files.STORE, "sessio
 
 
 def make_backup(places: Places, target: Path) -> Manifest:
-    """The folder must be new or empty.
+    """Make a backup in a folder that is new or empty.
 
     Raises:
         ConfigurationError: The folder is not empty, or there is nothing to back up.
@@ -88,7 +88,7 @@ class _Backup:
         return manifest
 
     def _at_one_moment(self, stack: ExitStack) -> PinnedDatabases:
-        """If the services share a store, the moment is the one whose state its dump has."""
+        """Pin all databases; if the services share a store, at the moment whose state its dump has."""
         if not self._places.shared:
             return stack.enter_context(pinned(self._databases))
         from rollout_service.backup import redis_dump
@@ -151,7 +151,7 @@ class PinnedDatabases:
 
 @contextmanager
 def pinned(databases: Sequence[Path]) -> Iterator[PinnedDatabases]:
-    """Nothing is written to any of the databases at the moment when they are pinned."""
+    """Pin databases at one moment, until the end of the block; nothing is written to any of them at that moment."""
     readers: dict[Path, sqlite3.Connection] = {}
     locks: list[sqlite3.Connection] = []
     try:

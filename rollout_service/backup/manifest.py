@@ -48,6 +48,7 @@ class Manifest(BaseModel):
     format: Literal[1] = 1
     release: str
     at: datetime
+    """The moment whose state the backup has."""
     states: list[str]
     counts: Mapping[str, int]
     """Rollouts, runs, live sessions and engines."""
@@ -56,7 +57,7 @@ class Manifest(BaseModel):
 
     @property
     def shards(self) -> int:
-        """The shards of a store that services share."""
+        """The number of shards of a store that services share."""
         return sum(Path(name).name == REDIS_DUMP for name in self.files)
 
     @property
@@ -133,6 +134,7 @@ def _damaged(why: str) -> ConfigurationError:
 
 
 def copy(source: Path, target: Path) -> None:
+    """Copy a file that is replaced as a whole, or only grows; the copy is private, and on the disk afterwards."""
     make_private(target)
     with source.open("rb") as read, target.open("r+b") as write:
         shutil.copyfileobj(read, write, _READ_BYTES)
@@ -194,7 +196,7 @@ class Places:
     shared: Sequence[SharedStore] = ()
     """The store that services share, or its shards; empty if there is none, or if it is in another backup."""
     documents: Mapping[str, Path] = field(default_factory=dict)
-    """Keyed by paths in a backup; restoring one replaces it."""
+    """Other files, keyed by paths in a backup; restoring one replaces it."""
 
     @property
     def databases(self) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ def _remove(client: redis.Redis, config: RedisConfig) -> None:
 
 
 class _Dump:
-    """Keys are appended to it with their present values."""
+    """The dump of one Redis, to which keys are appended with their present values."""
 
     def __init__(
         self, config: RedisConfig, client: redis.Redis, changes: Callable[[], set[bytes]], file: IO[bytes]
@@ -151,7 +151,7 @@ class _Dump:
     @classmethod
     @contextmanager
     def begun(cls, config: RedisConfig, path: Path) -> Iterator[Self]:
-        """Note what changes from now on."""
+        """Begin a dump, and note all changes from now on."""
         with (
             _explained(config),
             closing(open_owner(config)) as client,
@@ -174,13 +174,13 @@ class _Dump:
             self._changed |= self._changes()
 
     def take_changes(self) -> Iterator[list[bytes]]:
-        """The keys count as written again."""
+        """Yield the keys that have changed, some at a time; they count as written again."""
         changed, self._changed = iter(self._changed), set()
         while some := list(islice(changed, AT_ONCE)):
             yield some
 
     def write(self, keys: Sequence[bytes]) -> None:
-        """Keep the order in which Redis has the keys now."""
+        """Append keys with their present values."""
         with _explained(self._config):
             pipeline = self._client.pipeline(transaction=True)  # a value and its time to live belong together
             for key in keys:
@@ -238,7 +238,7 @@ def _records(path: Path) -> Iterator[tuple[bytes, bytes, int]]:
 
 
 def _scan(client: redis.Redis, config: RedisConfig) -> Iterator[list[bytes]]:
-    """A key that is there all the time comes at least once."""
+    """Yield the keys of the store, some at a time; one that is there all the time comes at least once."""
     cursor: Any = 0
     while True:
         cursor, keys = execute(client, "SCAN", cursor, "MATCH", f"{config.root}:*", "COUNT", AT_ONCE)

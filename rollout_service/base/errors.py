@@ -310,7 +310,7 @@ def format_failure(info: ErrorInfo) -> str:
 
 
 def without_message(error: BaseException) -> dict[str, str]:
-    """The message may quote a user, so it is left out; a defect has its stack."""
+    """Return the log fields of an error whose message may quote a user; a defect has its stack."""
     told = {"code": describe(error).code, "error": type(error).__name__}
     if told["code"] == DefectError.code:
         told["stack"] = "".join(traceback.format_tb(error.__traceback__))

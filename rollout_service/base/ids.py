@@ -1,7 +1,7 @@
 """The ids that the service makes for the parts of a run.
 
-`parse` accepts exactly the texts that `str` makes. Callers may choose such ids for other rollouts, so a rollout belongs
-to a run because the store says so, not because its id looks like it.
+`parse` accepts exactly the texts that `str` makes, and raises ValueError for all others. Callers may choose such ids
+for other rollouts, so a rollout belongs to a run because the store says so, not because its id looks like it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BATCH = re.compile(rf"{_RUN}\.b{_NUMBER}")
 
 @dataclass(frozen=True, slots=True)
 class GroupId:
-    """`RUN.NUMBER`."""
+    """A group of a run: `RUN.NUMBER`."""
 
     run: str
     number: int
@@ -36,7 +36,7 @@ class GroupId:
 
 @dataclass(frozen=True, slots=True)
 class SampleId:
-    """`RUN.NUMBER.SAMPLE`, or `RUN.NUMBER.SAMPLE.RETRY` for a sample that was rolled out before."""
+    """A rollout of a sample: `RUN.NUMBER.SAMPLE`, with `.RETRY` for the rollouts after the first."""
 
     run: str
     number: int
@@ -55,7 +55,7 @@ class SampleId:
 
 @dataclass(frozen=True, slots=True)
 class BatchId:
-    """`RUN.bNUMBER`."""
+    """A batch of a run: `RUN.bNUMBER`."""
 
     run: str
     number: int

@@ -62,6 +62,7 @@ def write_private(path: Path, data: bytes) -> None:
 # machine.
 
 STORE = "rollouts.sqlite3"
+"""Rollouts, runs and events of a service that shares them with nobody."""
 LIVE_STORE = "live.sqlite3"
 USERS_SALT = "live-users.salt"
 """The salt of users' hashes: without it, their sessions cannot be found any more."""

@@ -60,7 +60,7 @@ class Shutdown:
         return bool(self.reason)
 
     def begin(self, reason: str, *, failed: bool = False) -> None:
-        """A second call ends the drain."""
+        """Begin the shutdown, or end the drain of one that has begun."""
         if failed and not self.failed:
             self.failed = True
             self.on_failure()
@@ -132,7 +132,7 @@ class Shutdown:
                 self._requests.discard(scope)
 
     def end(self) -> None:
-        """Idempotent."""
+        """End the drain, and cut off the open requests. Idempotent."""
         self.drained = True
         self.on_drained()
         _cancel(self._requests)
@@ -164,7 +164,7 @@ class LastResort:
         self._thread.start()
 
     def end_within(self, seconds: float, exit_code: int) -> None:
-        """The earliest of several deadlines counts."""
+        """End the process within these seconds; the earliest of several deadlines counts."""
         self._orders.put((time.monotonic() + seconds, exit_code))
 
     def _run(self) -> None:

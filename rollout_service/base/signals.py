@@ -18,7 +18,7 @@ class ChangeSignal:
 
     @property
     def next(self) -> anyio.Event:
-        """Fetch it before looking, to miss no change in between."""
+        """The event of the next change; fetch it before looking, to miss no change in between."""
         if self._next is None:
             self._next = anyio.Event()
         return self._next
@@ -57,7 +57,7 @@ class BatchQueue(Generic[T]):
     """A bounded number of items for one worker, which takes several at once."""
 
     def __init__(self, *, most: int, at_once: int, collect_seconds: float) -> None:
-        """A rest is followed by `collect_seconds` in which a batch is collected."""
+        """Hold at most `most` items; after a rest, a batch is collected for `collect_seconds`."""
         self._most = most
         self._at_once = at_once
         self._collect_seconds = collect_seconds
@@ -110,7 +110,7 @@ class MonotonicCounter:
         self._advanced = ChangeSignal()
 
     def advance(self, value: int) -> None:
-        """A lower or equal value changes nothing."""
+        """Raise the counter to a value; a lower or equal one changes nothing."""
         if value > self.value:
             self.value = value
             self._advanced.notify()
@@ -138,7 +138,7 @@ class KeyedEvents:
         return event
 
     def set(self, key: str) -> None:
-        """A later `get` returns a new event."""
+        """Wake everyone who waits for this key; a later `get` returns a new event."""
         event = self._events.pop(key, None)
         if event is not None:
             event.set()

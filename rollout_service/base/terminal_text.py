@@ -20,7 +20,7 @@ _UNSAFE = re.compile(
 
 
 def escape_controls(text: str) -> str:
-    """Line feeds and tabs stay."""
+    """Escape everything that a terminal would obey or hide, except line feeds and tabs."""
     return _UNSAFE.sub(_escaped, text) if _UNSAFE.search(text) else text
 
 

@@ -18,7 +18,7 @@ class Reply:
     ids: Sequence[int]
     stops: bool = True
     seconds: float | None = None
-    """Without simulated hardware; None for as long as other turns."""
+    """How long it takes, without simulated hardware; None for as long as the engine's other turns."""
 
     def part(self, start: int, end: int | None = None) -> "Reply":
         """Return the tokens from `start` to `end`; the part stops if it has the last token of a turn that does.
@@ -35,7 +35,10 @@ class Script(Protocol):
 
 
 class Replies:
-    """Fixed turns: the first one that the prompt does not contain in order; the last one repeats forever."""
+    """Fixed turns, in order: the answer is the first one that the prompt does not contain yet, after those before it.
+
+    The last one repeats forever.
+    """
 
     def __init__(self, turns: Sequence[Sequence[int]]) -> None:
         if not turns or not all(turns):
@@ -45,7 +48,7 @@ class Replies:
 
     @classmethod
     def from_texts(cls, texts: Sequence[str], tokenizer_folder: Path) -> "Replies":
-        """Special tokens, such as the end of the turn, are spelled out."""
+        """Return a script of texts, in which special tokens such as the end of the turn are spelled out."""
         tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
         return cls([tokenizer.encode(text, add_special_tokens=False).ids for text in texts])
 

@@ -134,7 +134,7 @@ class Summary:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Interpolate between neighbors."""
+    """Return a percentile, interpolated between neighbors."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
@@ -285,7 +285,7 @@ def _show(summary: Summary, model: str, console: SafeConsole) -> None:
 
 
 def _example(rollouts: Sequence[Rollout]) -> Rollout | None:
-    """Prefer a rollout that succeeded with a tool."""
+    """Return a rollout to show, preferably one that succeeded with a tool."""
     seen = [rollout for rollout in rollouts if rollout.trajectory is not None]
     good = (rollout for rollout in seen if rollout.usage.tool_calls and (rollout.reward or 0.0) >= 1.0)
     return next(good, seen[0] if seen else None)
@@ -328,7 +328,7 @@ def write_figures(
     figures: Mapping[str, float | int | None],
     aims: Mapping[str, str] | None = None,
 ) -> None:
-    """Write figures with settings and machine as JSON; aims are texts such as `<= 2`. No path means stdout."""
+    """Write figures with settings and machine as JSON, to stdout without a path; aims are texts such as `<= 2`."""
     document = {"machine": machine(), "settings": dict(settings), "figures": dict(figures)}
     if aims:
         document["aims"] = dict(aims)

@@ -1,6 +1,6 @@
 """The checks of `doctor`: each examines one thing, changes nothing, and knows the command that fixes it.
 
-Without a `missing` thing rollouts cannot run in Apptainer; with a `limited` one, functionality is reduced.
+Without a thing that is `missing`, rollouts cannot run in Apptainer; one that is `limited` reduces functionality.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from rollout_service.settings import load_settings
 FLAPPING = timedelta(minutes=5)
 """How long the failure of an engine that serves again is shown; errors are kept as long."""
 FRESH = timedelta(minutes=1)
+"""How long a failure counts as a present one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class LiveReport:
         return [] if self.overview is None else [hold for node in self.overview.nodes for hold in node.holds]
 
     def disks(self) -> dict[str, int]:
+        """Return the free bytes of the nodes' file systems, by node and folder."""
         nodes = [] if self.overview is None else self.overview.nodes
         return {
             f"{node.node}:{folder}": free

@@ -135,7 +135,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _NamedPools(PolicyServing):
-    """Errors about other pools say which option would add them."""
+    """The pools that options name; errors about others say which option would add them."""
 
     def connect(self, pool: str) -> tuple[PoolModel, BackendPool]:
         if not self.expects(pool):

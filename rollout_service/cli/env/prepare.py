@@ -27,6 +27,7 @@ from sandboxes.images.sources import REFERENCE, Source, packaged, source_of_refe
 from sandboxes.images.store import ImageStore
 
 EVERY_INSTANCES = 1_000
+"""How many instances are looked at between two lines of progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ def _failure(instance: str, image: str | None, error: Exception | None) -> Failu
 
 
 def require_room(store: ImageStore, settings: Settings) -> None:
-    """Check the disk, less the need of sandboxes, and the images' budget.
+    """Check that there is room on the disk, less the need of sandboxes, and in the images' budget.
 
     Raises:
         ImageBuildError: There is no room for another image.

@@ -71,7 +71,7 @@ def dockerfile_sources(paths: Sequence[str], name: str | None, flags: Dockerfile
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """`made` has images that were there, too."""
+    """Images that were made or were there, and the others."""
 
     made: list[StoredImage]
     failed: list[BuildOutcome]

@@ -31,7 +31,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Neighbors with the same key are shown as one."""
+    """How a token is shown; neighbors with the same key are shown as one."""
 
     key: Hashable
     style: str

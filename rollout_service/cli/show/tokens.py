@@ -1,4 +1,4 @@
-"""Shows a trajectory token by token, in colors. Whatever a terminal would obey, or hide, is an escape."""
+"""Shows a trajectory token by token, in colors. Whatever a terminal would obey, or hide, is shown escaped."""
 
 from __future__ import annotations
 
