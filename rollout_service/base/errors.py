@@ -319,5 +319,5 @@ def without_message(error: BaseException) -> dict[str, str]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` for the closest known name, or nothing if none is close."""
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

@@ -144,8 +144,8 @@ def test_a_python_file_is_an_environment(tmp_path):
 
 def test_a_name_of_nothing_is_also_not_a_folder_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CommandError, match=r"no folder ./nothere .* here, and there is no environment 'nothere'$"):
-        load_environment("nothere")
+    with pytest.raises(ConfigurationError, match=r"no folder ./zyx .* here, and there is no environment 'zyx'$"):
+        load_environment("zyx")
 
 
 @pytest.mark.parametrize("name", ["words_of_mine:Mine", "words_of_mine:made", "words_of_mine.py:Mine"])
