@@ -131,10 +131,13 @@ class SavedSandboxes:
 
     def _list(self) -> list[Path]:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in self._folder.glob(f"*{PART_SUFFIX}"):
+        for path in [*self._folder.glob(f"*{PART_SUFFIX}"), *self._left(f"*{PART_SUFFIX}")]:
             path.unlink(missing_ok=True)
-        own = sorted(self._folder.glob(f"*{SUFFIX}"))
-        return [*own, *(path for path in self._others(f"*{SUFFIX}") if _age(path) > LEFT_SECONDS)]
+        return [*sorted(self._folder.glob(f"*{SUFFIX}")), *self._left(f"*{SUFFIX}")]
+
+    def _left(self, pattern: str) -> list[Path]:
+        """Return files of other nodes that may be gone for good."""
+        return [path for path in self._others(pattern) if _age(path) > LEFT_SECONDS]
 
     def _others(self, pattern: str) -> list[Path]:
         found = self._folder.parent.glob(f"*/{pattern}") if self._shared else ()

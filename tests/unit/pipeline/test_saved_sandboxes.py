@@ -206,9 +206,13 @@ async def test_what_a_lost_node_left_is_removed_by_another(tmp_path: Path, nodes
     for name in ("ended", "under-way", "new"):
         await save(one, WORK.model_copy(update={"rollout_id": name}))
     files = paths(tmp_path)
-    for name in ("ended", "under-way"):
-        os.utime(files[name], (time.time() - 4_000,) * 2)
+    (written := tmp_path / "a" / "killed.part").write_bytes(files["under-way"].read_bytes())
+    (now := tmp_path / "a" / "now.part").touch()
+    for path in (files["ended"], files["under-way"], written):
+        os.utime(path, (time.time() - 4_000,) * 2)
     await two.sweep(cast(Store, Rollouts("under-way")))
+    assert not written.exists()
+    now.unlink()
     assert paths(tmp_path).keys() == {"under-way", "new"}
 
 
