@@ -149,13 +149,15 @@ class Database:
             self.connection = self._connect(path, schema)
             if self._claim is not None:
                 self._place = FilePlace(Path(path))
-        except (OSError, sqlite3.Error, StoreError) as error:
+        except OSError as error:
             self._release()
-            if isinstance(error, StoreError):
-                raise
-            if isinstance(error, sqlite3.Error):
-                raise explain(error) from error
             raise StoreError(f"the store cannot be opened: {error}", hint=_HINTS[sqlite3.SQLITE_CANTOPEN]) from error
+        except sqlite3.Error as error:
+            self._release()
+            raise explain(error) from error
+        except StoreError:
+            self._release()
+            raise
 
     def check_place(self) -> None:
         """
