@@ -26,7 +26,7 @@ from rollout_service.tokens import ToolSpec
 from sandboxes.errors import LimitExceededError, SandboxClosedError
 
 RUNS_CODE = frozenset({"bash", "python"})
-"""With these, an agent can end a server in its sandbox."""
+"""The tools with which an agent can end a server in its sandbox by itself."""
 WORKDIR = "."
 WHOLE_SYSTEM = frozenset({"/", "/etc"})
 PROGRAMS = (

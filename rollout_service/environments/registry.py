@@ -50,7 +50,7 @@ class EnvironmentRegistry:
     def __init__(self, environments: Iterable[Environment] = ()) -> None:
         self._environments: dict[str, Environment] = {}
         self.problems: dict[str, ConfigurationError] = {}
-        """Of environments that could not be loaded, by the plug-in's name or the path."""
+        """The reason for each environment that could not be loaded, by the plug-in's name or the path."""
         for environment in environments:
             self.add(environment, environment.spec.name)
 

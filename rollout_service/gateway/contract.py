@@ -53,7 +53,7 @@ class ClientMessage:
     is_error: bool = False
     """Set by a field of a tool's message; only Anthropic's API has one."""
     turn_key: str | None = None
-    """That of the answer that this assistant's message echoes, wherever the dialect carries it."""
+    """The `turn_key` of the answer that this assistant's message echoes, from wherever the dialect carries it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class ModelCall:
     """Tools whose schemas stand in messages, where the client found them, and in no head. Calls are parsed with them,
     prompts are rendered without."""
     declared_tools: Mapping[str, DeclaredTool] = field(default_factory=dict)
-    """Those that the client did not declare as functions of that name, by the name of the function."""
+    """The tools that the client did not declare as functions of that name, by the name of the function."""
     max_tokens: int | None = None
     stream: bool = False
     server_sent_events: bool = True

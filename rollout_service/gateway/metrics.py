@@ -47,7 +47,7 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
         self._clients: set[str] = set()
-        """Those not known by name that have time series."""
+        """Clients that are not known by name, and have time series of their own."""
         self._calls = counter(
             "rollout_gateway_calls_total",
             "Calls of model APIs, by what became of them",

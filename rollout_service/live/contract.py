@@ -107,7 +107,7 @@ class TurnRecord:
     """Id in the session's trajectory."""
     kind: TurnKind
     answer: str
-    """With its tool calls, as the judge reads it; empty if something in it was redacted."""
+    """The text of the answer with its tool calls, as the judge reads it; empty if something in it was redacted."""
     version: int
     """The newest that sampled a token of it."""
     truncated: bool

@@ -60,7 +60,7 @@ class Artifacts:
     checkpoints: list[list[tuple[str, SpooledTemporaryFile[bytes]]]] = field(default_factory=list)
     """Archives of earlier moments."""
     paths: list[str] = field(default_factory=list)
-    """To take, whether they exist or not."""
+    """The paths to take, whether they existed or not."""
     notes: list[str] = field(default_factory=list)
     """For people, on artifacts that were left out."""
     ended: list[str] = field(default_factory=list)

@@ -35,7 +35,7 @@ class Announcer:
         self._store = store
         self._said, self._waiting = anyio.create_memory_object_stream[_Said](MAX_WAITING)
         self.dropped = 0
-        """Not written because the store failed, too many waited, or the service had ended."""
+        """Events that were not written, since the store failed, too many waited, or the service had ended."""
 
     def announce(self, kind: EventKind, subject: str, data: dict[str, JsonValue]) -> None:
         """Queue an event, in order; never waits, and never fails."""

@@ -284,7 +284,7 @@ class TokenText:
     partial: list[int] = field(default_factory=list)
     """The positions of tokens that are not whole characters."""
     pieces: dict[int, str] = field(default_factory=dict)
-    """Their bytes, in hexadecimal."""
+    """The bytes of each of them, in hexadecimal."""
 
 
 def join(tokens: Sequence[bytes]) -> TokenText:

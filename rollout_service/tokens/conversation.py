@@ -78,7 +78,7 @@ class Conversation:
 
     @property
     def rendered_next(self) -> tuple[Message, ...]:
-        """Those that the next `prompt()` may have to render: at least the new ones.
+        """The messages that the next `prompt()` may have to render: at least the new ones.
 
         It is all of them when a segment begins, once the chat format has refused to extend a sampled turn, and in
         formats that prove each extension on the whole conversation.

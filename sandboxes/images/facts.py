@@ -35,7 +35,7 @@ class ImageFacts:
     """From /etc/os-release."""
 
     architecture: str | None = None
-    """That of its bash, as `uname -m` prints it."""
+    """The architecture of its bash, as `uname -m` prints it."""
 
     libc: str | None = None
     bash: str | None = None

@@ -37,7 +37,7 @@ SHARE = 0.01
 HOG = 0.5
 """A sandbox that uses more than this share of one processor is busy."""
 PATIENCE = 2
-"""So many busy looks in a row make a sandbox yield."""
+"""How many busy looks in a row make a sandbox yield."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 STAT_SIZE = 1024
 

@@ -96,7 +96,7 @@ class LaunchPlan:
     """The network of the owner's socket, if there is one."""
     prefix: tuple[str, ...] = ()
     lease: UserLease | None = None
-    """Of `user`, if no other sandbox uses it."""
+    """The lease of `user`, if no other sandbox uses it."""
     layers: tuple[FileLayer, ...] = ()
     """Files besides the image, the newest first."""
     make_snapshot: Callable[[LauncherResources], Snapshot] | None = None

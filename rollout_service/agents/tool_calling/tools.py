@@ -72,7 +72,7 @@ class ToolContext:
     """Kept between calls of one episode, by the tool's name."""
     instance: Mapping[str, JsonValue] = field(default_factory=dict)
     episode: Episode | None = None
-    """With its `state`, `sampler` and `judge`; None in a test of a tool alone."""
+    """The episode of the call, with its `state`, `sampler` and `judge`; None in a test of a tool alone."""
 
     def require_episode(self) -> Episode:
         if self.episode is None:

@@ -184,7 +184,10 @@ exec {command}
 
 
 def render(spec: JobSpec, folder: Path, *, slots: Sequence[int] = ()) -> str:
-    """With `slots`, render an array of jobs with these numbers, which follow a dash in their names and folders.
+    """Return the script that runs a job from its folder.
+
+    With `slots`, it is an array of jobs with these numbers. Their names and folders are those given here, followed by a
+    dash and the number.
 
     Raises:
         ConfigurationError: The folder has a name that a batch script cannot have.

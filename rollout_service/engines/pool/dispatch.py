@@ -54,9 +54,9 @@ class Dispatcher:
         self._options = options
         self._observer = observer
         self._decided: deque[Decision] = deque()
-        """Not yet told to the observer."""
+        """Decisions that the observer has not got yet."""
         self._answered: deque[tuple[Decision, GenerateRequest, Generation | None]] = deque()
-        """Not yet told to the router and the observer."""
+        """Ended requests that the router and the observer have not got yet."""
         self._ended: deque[tuple[str, float, RequestEnd]] = deque()
         """The same requests' backends and seconds."""
 

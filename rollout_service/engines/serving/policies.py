@@ -69,7 +69,7 @@ class PolicyServing:
         self._backends = backends
         self._served: dict[str, PoolModel] = {}
         self._followed: dict[str, SharedBackend] = {}
-        """Those of the store that are served here, or will be."""
+        """The backends of the store that are served here, or will be."""
         self._awaited = AwaitedBackends()
         self._leases_changed = ChangeSignal()
         self._announce, self._on_abandoned = announce, on_abandoned

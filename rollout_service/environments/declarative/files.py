@@ -15,7 +15,7 @@ from sandboxes import Sandbox
 from sandboxes.errors import FileMissingError, FileTooLargeError
 
 MAX_BYTES = 32 * 1024 * 1024
-"""Of all files of an environment; larger files belong in its image."""
+"""The limit for all files of an environment; larger files belong in its image."""
 CHUNK_BYTES = 256 * 1024
 ENTRY_BYTES = 4096
 """Each entry counts as at least this (see `Sandbox.export_path`)."""

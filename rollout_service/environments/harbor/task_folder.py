@@ -39,7 +39,7 @@ SOLUTION = "solve.sh"
 SETUP = "setup.sh"
 VERIFIER = "verifier.environment"
 NAME_CHARS = 40
-"""Of a task's name in that of an image; a digest follows."""
+"""The part of an image's name that is the task's; a digest follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class HarborTask:
     image: str
     """A name with a digest of `environment`, or the value of `docker_image`."""
     verifier_image: str | None
-    """Of a separate verifier with its own image."""
+    """The image of a separate verifier that has one of its own."""
     compose: Compose | None
     warnings: tuple[str, ...]
     """Keys without effect here."""

@@ -32,7 +32,7 @@ class FileChange:
     paths: frozenset[str]
     """Before and after, which differ if the file was renamed."""
     data: bytes
-    """With the header."""
+    """The lines of the patch, with the header."""
 
     @property
     def adds(self) -> bool:

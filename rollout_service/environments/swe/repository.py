@@ -20,9 +20,8 @@ GIT_SECONDS = 300.0
 PATCH_BYTES = 8 * 1024 * 1024
 """A longer patch counts as none."""
 NEW_BYTES = PATCH_BYTES // 2
-"""Of new files in a patch that would be too long; the largest are left out. Binary files take a quarter more as a
-patch, and changes of the repository's own files need room too.
-"""
+"""The most bytes of new files in a patch that would be too long; the largest are left out. Binary files take a
+quarter more as a patch, and changes of the repository's own files need room too."""
 LEFT_OUT = "left out: "
 """Begins the line on new files that are not in a patch."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/miniconda3/bin"

@@ -67,7 +67,7 @@ def make_script(
 class PlantedScript:
     text: str
     control: str
-    """With the canary alone, which tells whether tests can be run at all."""
+    """The same script with the canary alone, which tells whether tests can be run here at all."""
     canary: str
     """A unique part of the canary's id; "" if none could be planted."""
 

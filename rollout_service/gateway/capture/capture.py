@@ -107,12 +107,12 @@ class PlannedTurn:
 
     @property
     def known(self) -> int:
-        """Those of `prompt_ids` that are of the turn that the call continues, with its output."""
+        """How many of `prompt_ids` are those of the turn that the call continues, with its output."""
         return self.prompt.known
 
     @property
     def routed(self) -> int:
-        """Those of `prompt_ids` for which experts are known."""
+        """For how many of `prompt_ids` experts are known."""
         return self.prompt.routed
 
     def feed(self, ids: Sequence[int]) -> list[AnswerEvent]:

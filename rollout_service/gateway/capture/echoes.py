@@ -80,7 +80,7 @@ class RecordedTurn:
     disagreed: bool
     """The client was sent something else than the parser found."""
     messages: Sequence[ClientMessage]
-    """Those that it answers, until another turn has them in its history."""
+    """The messages that it answers, until another turn has them in its history."""
     echoes: dict[bytes, EchoMatch] = field(default_factory=dict)
     """How the answer stands in each form in which its client has sent it back."""
     after: bytes = field(init=False)

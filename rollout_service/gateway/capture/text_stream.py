@@ -268,7 +268,7 @@ class JsonCall:
     name: str | None = None
     """Known once the arguments have begun."""
     arguments: str = ""
-    """So far; at most up to their last brace."""
+    """The text of the arguments so far; at most up to their last brace."""
     _head: str = ""
     _depth: int = 0
     _quoted: bool = False

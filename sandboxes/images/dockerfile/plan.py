@@ -66,7 +66,7 @@ class BuildPlan:
     parsed: ParsedDockerfile
     stages: tuple[BuildStage, ...]
     arguments: Mapping[str, str]
-    """Those before the first FROM; a stage sees those that it declares."""
+    """The arguments before the first FROM; a stage sees those that it declares."""
 
     given: Mapping[str, str]
     unused: tuple[str, ...] = ()

@@ -54,7 +54,7 @@ MOST_PAGES = 100
 NOT_FOUND, FIRST_SERVER_ERROR = 404, 500
 LOG_BYTES = 64 * 1024
 CLIENT_SECONDS = 10.0
-"""To kill what is left when the provider is closed."""
+"""How long the thread has to kill what is left when the provider is closed."""
 log = structlog.get_logger(__name__)
 
 

@@ -20,7 +20,7 @@ from rollout_service.environments.libraries import Library
 WORKER: Final = Path(__file__).with_name("worker.py")
 LIST_SECONDS: Final = 300.0
 SEEDS: Final = {"train": range(1, 17), "held_out": range(1_001, 1_005)}
-"""Of each game in a data set."""
+"""The seeds of each game in a data set, by split."""
 
 
 @dataclass(frozen=True, slots=True)

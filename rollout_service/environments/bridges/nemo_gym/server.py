@@ -50,7 +50,7 @@ class Beginning:
     has_turns: bool
     """The server answers and rewards each turn, as environments of Gymnasium do."""
     tools: frozenset[str]
-    """Those of the row that the server answers."""
+    """The tools of the row that it answers."""
     observation: str | None
 
 

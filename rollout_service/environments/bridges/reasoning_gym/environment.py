@@ -32,7 +32,7 @@ from sandboxes import ExecResult
 
 INSIDE: Final = "/opt/reasoning-gym"
 CPU_SECONDS: Final = 20
-"""Of one answer, with two seconds for imports; the slowest tasks take about ten to be made again."""
+"""The limit of one answer, with two seconds for imports; the slowest tasks take about ten to be made again."""
 MEMORY_KILOBYTES: Final = 2 * 1024 * 1024
 MAX_ANSWER_CHARS: Final = 65_536
 ReadAnswer = Callable[[str | None], str | None]

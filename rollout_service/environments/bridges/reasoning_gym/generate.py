@@ -22,7 +22,7 @@ NAME: Final = "reasoning-gym"
 TASKS: Final = "tasks.jsonl"
 WORKER: Final = Path(__file__).with_name("worker.py")
 LEFT_OUT: Final = frozenset({"coin_flip", "game_of_life_halting"})
-"""Their scorers give full marks to wrong answers."""
+"""Tasks whose scorer gives full marks to answers that are not right."""
 GENERATE_SECONDS: Final = 300.0
 SHIPPED_SEEDS: Final = {"train": 20_261, "held_out": 7_020_261}
 """Far apart: the library makes instance i of seed s like instance 0 of seed s + i."""

@@ -36,7 +36,7 @@ class OpponentSettings(EnvironmentSettings):
     pool: Name = "opponent"
     """Plays the other side; it should not be the pool that is trained."""
     max_tokens: int = Field(2_048, ge=1)
-    """Of a move, with the reasoning before it."""
+    """Tokens of a move, with the reasoning before it."""
     temperature: float = Field(1.0, ge=0)
     move_seconds: float = Field(120.0, gt=0)
 

@@ -48,7 +48,7 @@ STATE: Final = "verifiers_state"
 STOP: Final = "verifiers_stop"
 """Why the agent stopped."""
 SCORE_SHARE: Final = 0.9
-"""Of the evaluation's time: the library's failure can then be told from the stage's deadline."""
+"""The part of the evaluation's time that the library may take; its failure is then told from the stage's deadline."""
 PROCESS_ENV: Final = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -56,7 +56,7 @@ class TasksetInstance(InstanceFields):
     index: int
     """In the taskset, counted from 0."""
     taskset: str | None = None
-    """Not needed if the environment has only one."""
+    """The name of the taskset; not needed if the environment has only one."""
     key: str | None = None
     """A task with another content has another key, and is refused."""
 
@@ -240,7 +240,7 @@ def _tokens(trajectory: Trajectory, turn: int) -> dict[str, Any] | None:
 # that answers no more, fails the rollout.
 
 OPEN_SECONDS: Final = 240.0
-"""To import the library and set the tools up."""
+"""The limit of importing the library and setting the tools up."""
 STATE_SECONDS: Final = 30.0
 GRACE_SECONDS: Final = 3.0
 """The agent waits longer than a tool's limit, so that the tool is stopped in its own process."""

@@ -158,9 +158,9 @@ async def _passed(sandbox: Sandbox, instance: _StdioInstance | _AssertInstance, 
 class _TestRunner:
     sandbox: Sandbox
     cpu_seconds: float
-    """Of one test; the wall-clock limit only ends a program that sleeps."""
+    """The CPU time of one test; the wall-clock limit only ends a program that sleeps."""
     deadline: float
-    """Of all tests, on the event loop's clock."""
+    """The deadline of all tests, on the event loop's clock."""
 
     async def passes_output(self, test: _Output) -> bool:
         result = await self._run(["python3", PROGRAM], test.input.encode())
