@@ -26,7 +26,7 @@ from rollout_service.base.errors import StageTimeoutError
 from rollout_service.episodes import WorkClock
 from rollout_service.observability.telemetry.metrics import Metrics
 
-_NEXT_LOOK = dict.fromkeys(Stage, "the span shows where the time went") | {
+_LOOK = dict.fromkeys(Stage, "the span shows where the time went") | {
     Stage.EVALUATE: "a grader that hangs can be run by hand in `rollout-service env shell FOLDER --stage evaluate`"
 }
 
@@ -159,7 +159,7 @@ class StageLimiter:
         if scope.cancelled_caught:
             raise StageTimeoutError(
                 f"the {self.stage} stage took longer than its limit of {seconds:g} s",
-                hint=f"Raise `limits.{self.stage}_seconds` in the request or the environment; {_NEXT_LOOK[self.stage]}.",
+                hint=f"Raise `limits.{self.stage}_seconds` in the request or the environment; {_LOOK[self.stage]}.",
                 retryable=self.stage is Stage.INIT,
             )
 
