@@ -1,7 +1,7 @@
 """Whether engines, sandboxes and the store answer, and whether they do anything.
 
 Only what a step has waited for without progress is probed, at most once a second and for `PROBE_SECONDS`. Something is
-gone after `FAILURES` in a row. A thread reads the processes of all sandboxes together, at most every `WORK_SECONDS`.
+gone after `FAILURES` in a row. A thread reads the processes of all these sandboxes, at most every `WORK_SECONDS`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from rollout_service.engines.pool.backend_handle import BackendHandle
 from rollout_service.server.hangs.rules import UNSEEN, Signs
 from rollout_service.store.contract import Store
 from sandboxes import Sandbox
-from sandboxes.host.work import WorkDone, work_below
+from sandboxes.host.processes import WorkDone, work_of
 
 PROBE_SECONDS = 2.0
 FAILURES = 2
 WORK_SECONDS = 2.0
+PROCESSES = 256
+"""The most processes of a sandbox whose work is read."""
 IDLE_SHARE = 0.02
 """Below this share of one processor, a sandbox counts as idle: shells and kernels at rest use a little."""
 IDLE_BYTES = 256
@@ -137,7 +139,7 @@ class SandboxProbes:
 
     async def _read(self, sandboxes: Mapping[str, Sandbox]) -> None:
         pids = {sandbox.pid: one for one, sandbox in sandboxes.items() if sandbox.pid is not None}
-        work = await anyio.to_thread.run_sync(work_below, list(pids))
+        work = await anyio.to_thread.run_sync(lambda: {pid: work_of(pid, PROCESSES) for pid in pids})
         self._read_at = now = time.perf_counter()
         for pid, sandbox_id in pids.items():
             self._seen[sandbox_id].see(work[pid], now)

@@ -15,10 +15,18 @@ from sandboxes.host.processes import (
     processes_of,
     sandbox_of,
     start_time,
+    work_of,
 )
 from tests.support.processes.children import killed
 
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+
+WORKER = """
+import subprocess, sys, time
+code = "import time\\nwhile time.process_time() < 0.2: open('/dev/zero', 'rb').read(9_000)\\nprint(flush=True); input()"
+with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE):
+    time.sleep(60)
+"""
 
 
 @contextmanager
@@ -83,3 +91,12 @@ def test_a_sandbox_is_recognized_by_its_mounts():
     assert found.groups() == (b"0a1b2c3d", b"17")
     for other in (b"/rs-0/0a1b2c3d4/17/pipes", b"/overlay2/0a1b2c3d/x/overlay", b"/0a1b2c3d/17/pipesx "):
         assert FOLDERS.search(other) is None
+
+
+def test_work_is_that_of_a_process_and_of_all_below_it():
+    with started(WORKER) as process:
+        all_work, own = work_of(process.pid, 10), work_of(process.pid, 0)
+        assert all_work.cpu_seconds - own.cpu_seconds >= 0.15
+        assert all_work.bytes - own.bytes >= 9_000
+        assert work_of(process.pid, 10).cpu_seconds >= all_work.cpu_seconds
+    assert work_of(process.pid, 10).cpu_seconds == 0
