@@ -40,6 +40,7 @@ from rollout_service.engines.serving.commands import (
 from rollout_service.store.cluster_contract import DEAD_SECONDS, HEARTBEAT_SECONDS, ClusterStore
 from rollout_service.store.engines_contract import EnginesStore, PoolRecord
 from rollout_service.store.retrying import retry_until_stored
+from sandboxes.task_groups import open_task_group
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -302,8 +303,9 @@ class SharedCommands(PoolCommands):
 
     @asynccontextmanager
     async def _leading(self, pool: str) -> AsyncIterator[None]:
+        """Lead a pool within the block, whose error is raised as it is: callers tell by it whether to try again."""
         try:
-            async with anyio.create_task_group() as tasks:
+            async with open_task_group() as tasks:
                 tasks.start_soon(self._renew, pool)
                 yield
                 tasks.cancel_scope.cancel()

@@ -35,6 +35,7 @@ from rollout_service.engines.errors import (
 )
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
+from rollout_service.engines.serving import awaited_backends
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.store.cluster_contract import NodeReport
@@ -173,6 +174,24 @@ async def test_backends_outlive_the_services_that_registered_them(
         await first.serving.register(BackendSpec(url=HttpUrl(engines[0].url)))
     async with member(config, "n2") as second:
         await second.serves(1, BackendState.READY)
+
+
+async def test_an_engine_that_did_not_answer_a_node_is_tried_again(
+    shared_redis: RedisServer, engines: list[CountingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(awaited_backends, "RECONNECT_SECONDS", 0.05)
+    config, answer = shared_redis.config(), engines[0]._routes["/model_info"]
+
+    async def refuse(_: dict[str, Any]) -> web.Response:
+        return web.json_response({}, status=503)
+
+    async with member(config, "n1") as first:
+        await first.serving.register(BackendSpec(url=HttpUrl(engines[0].url)))
+        engines[0]._routes["/model_info"] = refuse
+        async with member(config, "n2") as second:
+            await until(lambda: set(second.serving._awaited.reasons.values()) - {"not tried yet"}, 20)
+            engines[0]._routes["/model_info"] = answer
+            await second.serves(1, BackendState.READY)
 
 
 async def test_an_engine_that_one_node_cannot_reach_stays_registered(members: list[Member]) -> None:
