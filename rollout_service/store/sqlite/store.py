@@ -25,6 +25,7 @@ from api_schemas.nodes import NodeState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder
+from rollout_service.base.errors import StoreError
 from rollout_service.base.signals import ChangeSignal, KeyedEvents, MonotonicCounter, ResettableEvent
 from rollout_service.store.base import BaseStore
 from rollout_service.store.cluster_contract import (
@@ -205,7 +206,11 @@ class SqliteStore(BaseStore):
         values = {"owner": owner, "limit": limit, "now": now, "until": now + lease_seconds}
         values["pools"] = None if pools is None else to_json(sorted(pools)).decode()
         values["waits"] = None if waits is None else to_json(dict(waits)).decode()
-        leases, cancelled, due = await self._thread.write(statements.claim, values)
+        try:
+            leases, cancelled, due = await self._thread.write(statements.claim, values)
+        except StoreError:
+            self._work.set()  # what was there is there still
+            raise
         self._due = due
         self._announce(cancelled)
         if len(leases) == limit:

@@ -270,6 +270,18 @@ async def test_work_goes_on_once_a_lost_file_is_back(path, monkeypatch):
         assert await store.counts() == {RolloutState.QUEUED: 2}
 
 
+async def test_work_that_a_failed_claim_did_not_get_wakes_the_next_one(path):
+    async with await SqliteStore.open(path) as store:
+        await store.submit(order("r0"))
+        move(path)
+        with pytest.raises(StoreError):
+            await store.claim("a", limit=1, lease_seconds=1_000)
+        path.parent.with_name("moved").rename(path.parent)
+        with anyio.fail_after(5):
+            await store.wait_for_work()
+        assert len(await store.claim("a", limit=1, lease_seconds=1_000)) == 1
+
+
 async def test_a_reader_that_holds_the_file_is_waited_for_and_a_writer_is_named(path):
     async with await SqliteStore.open(path) as store:
         await store._thread.read(lambda db: db.execute("PRAGMA busy_timeout = 50").fetchone())
