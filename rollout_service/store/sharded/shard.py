@@ -96,7 +96,7 @@ class Shard:
             raise asked.error
         if not asked.answers:
             asked.is_abandoned = True
-            self._check()
+            raise self.away or self._silent()  # it may be back already
         return asked.answers[0]
 
     def rest(self) -> None:
@@ -124,14 +124,17 @@ class Shard:
                 await asked.answered.wait()
             await anyio.sleep(0 if asked.answered.is_set() else _GRACE_SECONDS)  # a busy loop is not its fault
             if not asked.answered.is_set():
-                address = self.store.connection.config.address
-                self._set(StoreError(f"the Redis at {address} does not answer", hint="Look at its host."))
+                self._set(self._silent())
                 await asked.answered.wait()
             self._set(asked.error if isinstance(asked.error, StoreError) else None)
             if self.away is None and self._owed is not None:
                 owed, self._owed = _ShardCall(self._owed), None
                 self._tasks.start_soon(owed.ask)
             await anyio.sleep(PROBE_SECONDS)
+
+    def _silent(self) -> StoreError:
+        address = self.store.connection.config.address
+        return StoreError(f"the Redis at {address} does not answer", hint="Look at its host.")
 
     def _set(self, away: StoreError | None) -> None:
         was, self.away = self.away, away

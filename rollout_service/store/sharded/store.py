@@ -238,7 +238,7 @@ class ShardedStore(Store):
         failures: list[StoreError] = []
         leases = await _take_in_turns(first, limit, take, failures)
         leases = leases or await _take_in_turns(others, limit, take, failures)
-        if len(failures) >= len(self._shards):
+        if not leases and len(failures) >= len(self._shards):
             raise failures[0]
         return sorted(leases, key=lambda lease: lease.created_at)
 

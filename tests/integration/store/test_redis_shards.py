@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 
 import anyio
+import anyio.lowlevel
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -277,3 +279,38 @@ async def test_whoever_waits_is_woken_by_any_shard(shared_shards):
 async def test_the_shards_of_a_cluster_of_redis_have_slots_of_their_own():
     configs = [RedisConfig("redis://x", "rollouts", shard=number, shards=4) for number in range(4)]
     assert [one.root for one in configs] == [f"{{rollouts.{number}}}" for number in range(4)]
+
+
+async def test_a_claim_returns_what_it_has_although_every_shard_has_failed_since(shared_shards, monkeypatch):
+    async with opened_shards(shard_configs(*shared_shards)) as store:
+        await store.submit(order(names_of_shard(1, 1)[0]))
+        first, other = store.shards[1], store.shards[0]
+        claim, calls = first.claim, count()
+
+        async def refuse(*_, **__):
+            raise StoreError("Redis is full")
+
+        async def claim_once(*arguments, **options):
+            return await (refuse() if next(calls) else claim(*arguments, **options))
+
+        monkeypatch.setattr(other, "claim", refuse)
+        monkeypatch.setattr(first, "claim", claim_once)
+        leases = await store.claim("a", limit=2, lease_seconds=1_000)
+        assert [lease.rollout_id for lease in leases] == list(await store.held("a"))
+
+
+@pytest.mark.parametrize("ticks", range(1, 6))
+async def test_a_call_to_a_shard_that_was_away_for_a_moment_fails(shared_shards, ticks):
+    async def ask():
+        with pytest.raises(StoreError):
+            await shard.ask(may_answer.wait)
+        may_answer.set()
+
+    async with opened_shards(shard_configs(*shared_shards)) as store, anyio.create_task_group() as tasks:
+        shard, may_answer = store._shards[1], anyio.Event()
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        shard._set(StoreError("it does not answer"))
+        for _ in range(ticks):
+            await anyio.lowlevel.checkpoint()
+        shard._set(None)
