@@ -113,11 +113,7 @@ WHERE run = ? AND state IN ('acknowledged', 'dropped') AND NOT pruned ORDER BY c
 """
 _PRUNE_RESULTS = """
 UPDATE results SET trajectory = NULL WHERE seq IN (
-    SELECT rollouts.seq FROM rollouts
-    WHERE rollout_id IN (
-        SELECT sample.value ->> 'rollout_id' FROM groups, json_each(groups.samples) AS sample
-        WHERE groups.run = :run AND groups.number = :number
-    )
+    SELECT seq FROM rollouts WHERE run = :run AND group_number = :number
 )
 """
 _PRUNED = "UPDATE groups SET pruned = 1 WHERE run = :run AND number = :number"

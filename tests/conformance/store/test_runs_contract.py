@@ -535,6 +535,18 @@ async def test_settled_groups_and_ended_runs_are_deleted_by_age(store, clock):
     assert (await store.runs.get("a")).cursor == 0, "the id is free again"
 
 
+async def test_replaced_rollouts_are_pruned_with_their_group(store):
+    await create_run(store)
+    await store.runs.start_groups("a", [new_group(0)])
+    await end_all(store, made=trajectory(0))
+    await store.runs.retry_sample("a", 0, 1, RolloutRequest(rollout_id="a.0.1.1", task=TASKS[0]))
+    await end_all(store, made=trajectory(0))
+    await close_group(store, 0, reason="too_few_usable")
+    assert await store.trajectory("a.0.1") == trajectory(0)
+    assert await store.runs.prune("a", seconds=None, max_bytes=0) == 1
+    assert [await store.trajectory(name) for name in ("a.0.0", "a.0.1", "a.0.1.1")] == [None] * 3
+
+
 async def test_replaced_rollouts_are_deleted_with_their_group(store):
     await create_run(store)
     await store.runs.start_groups("a", [new_group(0), new_group(1)])
