@@ -2,7 +2,7 @@
 
 - One rollout prepares a setup, and the others wait, which counts against no deadline. If it fails or is cancelled,
   those that waited prepare their own sandboxes, as without sharing.
-- A setup from which a sandbox did not start is not used again.
+- A setup from which a sandbox did not start is not used again, and stays open for those that are starting from it.
 - A snapshot is closed once nobody has used it for a while, sooner if the host is under pressure or there are many or
   large ones, at the latest with `running`. Sandboxes that started from it keep their files.
 """
@@ -48,6 +48,8 @@ class _Shared:
     used_at: float = 0.0
     setup: Setup | None = None
     failures: int = 0
+    is_refused: bool = False
+    """A sandbox did not start from it."""
     lock: anyio.Lock = field(default_factory=anyio.Lock)
 
 
@@ -61,8 +63,6 @@ class SharedSetups:
         """`count` is called for each use, with whether the setup was made before."""
         self._under_pressure, self._count, self._clock = under_pressure, count, clock
         self._entries: dict[Hashable, _Shared] = {}
-        self._dropped: list[Snapshot] = []
-        """To close; nobody may start from them."""
         self._added = anyio.Event()
 
     @asynccontextmanager
@@ -92,7 +92,8 @@ class SharedSetups:
         except SandboxError:
             if entry.setup is not None and self._entries.get(key) is entry:
                 del self._entries[key]
-                self._dropped.append(entry.setup.snapshot)
+                self._entries[object()] = entry  # where nobody finds it
+                entry.is_refused = True
             raise
         finally:
             entry.users -= 1
@@ -123,12 +124,12 @@ class SharedSetups:
         while True:
             await self._added.wait()
             self._added = anyio.Event()
-            while self._entries or self._dropped:
+            while self._entries:
                 await anyio.sleep(LOOK_SECONDS)
                 await self._close(self._find_unused())
 
     def _find_unused(self) -> list[Hashable]:
-        """Return those unused for long, the oldest of too many, and under pressure all unused ones."""
+        """Return those unused for long or refused, the oldest of too many, and under pressure all unused ones."""
         idle = [(key, entry) for key, entry in self._entries.items() if not entry.users]
         idle.sort(key=lambda one: one[1].used_at, reverse=True)
         if self._under_pressure():
@@ -137,7 +138,7 @@ class SharedSetups:
         size, now = 0, self._clock()
         for place, (key, entry) in enumerate(idle):
             own = entry.setup.snapshot.size_bytes if entry.setup is not None else 0
-            is_old = now - entry.used_at >= IDLE_SECONDS
+            is_old = entry.is_refused or now - entry.used_at >= IDLE_SECONDS
             if place - len(found) >= MAX_KEPT or size + own > KEPT_BYTES or is_old:
                 found.append(key)
             else:
@@ -147,10 +148,9 @@ class SharedSetups:
     async def _close(self, keys: list[Hashable]) -> None:
         # Before the first wait, so that nobody begins to use one of them meanwhile.
         setups = [self._entries.pop(key).setup for key in keys]
-        snapshots = [*self._dropped, *(setup.snapshot for setup in setups if setup is not None)]
-        self._dropped.clear()
-        for snapshot in snapshots:
-            await snapshot.close()
+        for setup in setups:
+            if setup is not None:
+                await setup.snapshot.close()
 
 
 def setup_key(environment: Environment, episode: Episode, identity: str) -> Hashable:

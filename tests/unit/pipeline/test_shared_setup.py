@@ -154,6 +154,19 @@ async def test_a_setup_from_which_nothing_starts_is_not_used_again(maker, clock)
         assert not maker.made[1].closed
 
 
+async def test_a_setup_from_which_one_does_not_start_stays_open_for_those_that_start(maker, clock):
+    setups = SharedSetups(clock=lambda: clock[0])
+    maker.may_end.set()
+    async with setups.running():
+        async with setups.use("key", maker) as setup:
+            with pytest.raises(SandboxStartError):
+                async with setups.use("key", maker):
+                    raise SandboxStartError("the host is busy")
+            await anyio.sleep(0.02)
+            assert not setup.snapshot.closed
+        await until_closed(maker.made[0])
+
+
 async def test_a_setup_that_is_taken_while_others_are_closed_stays_open(maker, clock):
     """Closing takes time, in which a rollout may take a setup that was found unused."""
     setups = SharedSetups(lambda: pressure[0], clock=lambda: clock[0])
