@@ -247,7 +247,7 @@ class RedisRollouts(BaseStore):
         return deleted
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """Overwrite trajectories that no rollout has any more, given their records in Redis."""
+        """Overwrite trajectories that are about to be erased, given their records in Redis."""
         await self._place.overwrite(stored)
 
     async def collect_garbage(self) -> None:

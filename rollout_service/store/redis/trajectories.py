@@ -35,7 +35,7 @@ class TrajectoryPlace(Protocol):
         """Put the next trajectories elsewhere, since Redis refused to store this."""
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """Overwrite trajectories to which Redis no longer refers; it is not an error if some are gone."""
+        """Overwrite trajectories that are about to be erased; it is not an error if some are gone."""
 
     async def collect(self) -> int:
         """Delete what belongs to no rollout any more; return how many files."""
@@ -57,7 +57,7 @@ class InRedis(TrajectoryPlace):
         raise DefectError(f"Redis refused a trajectory of {len(stored)} bytes", hint="Report it with the log.")
 
     async def overwrite(self, stored: Sequence[bytes]) -> None:
-        """Do nothing: Redis itself has deleted them."""
+        """Do nothing: Redis itself deletes them."""
 
     async def collect(self) -> int:
         return 0  # nothing is left behind

@@ -119,7 +119,7 @@ class SegmentFolder:
         return await self._reader.read_all(references)
 
     async def overwrite(self, references: Sequence[str]) -> None:
-        """Overwrite records to which nothing refers any more; those that are gone, or damaged, are left."""
+        """Overwrite records that are to be erased; those that are gone, or damaged, are left."""
         try:
             await anyio.to_thread.run_sync(self._overwrite, references)
         except OSError as error:

@@ -1,5 +1,6 @@
 """Every store erases what a person demands, in whatever state its group is, and delivers nothing of it later."""
 
+import errno
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from api_schemas.rollouts.sessions import NextState, RolloutKind, SessionInfo, T
 from api_schemas.runs import Group, InlineTasks, RunState
 from api_schemas.runs.live import LiveDelivery
 from api_schemas.trajectories import Message
+from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import is_gone
 from rollout_service.groups import FilterChain
 from rollout_service.runs.open_groups import close_group
@@ -174,6 +176,22 @@ async def test_nothing_of_an_erased_sample_is_kept(bench, reach):
         assert [trace for trace in gone if any(trace in data for data in read(SharedFiles(bench.file.parent)))] == []
     assert await bench.store.save_steps([EncodedSteps("a.0.0", b"later")]) == 0
     assert await bench.store.runs.erase(["a.0.0", "a.9.0", "gone.0.0"]) == batches
+
+
+@pytest.mark.parametrize("bench", PLACES[1:], indirect=True)
+async def test_an_erasure_that_failed_is_completed_when_it_is_repeated(bench, monkeypatch):
+    await create_run(bench.store, batch_size=1)
+    await in_a_batch(bench)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bench.store.segments._files), "overwrite", fail)
+        with pytest.raises(StoreError):
+            await bench.store.runs.erase(["a.0.0"])
+    assert await bench.store.runs.erase(["a.0.0"]) == {"a.0.0": "a.b0"}
+    assert not bench.keeps("a.0.0")
 
 
 async def test_an_erased_sample_of_an_open_group_is_masked_when_it_closes(bench):

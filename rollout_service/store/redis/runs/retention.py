@@ -55,20 +55,18 @@ class RunRetention:
 
     async def _erase(self, sample: SampleId) -> int | None:
         keys = self._keys(sample.run)
-        erased: list[bytes] = []
 
         async def plan(change: RunTransaction, replies: Replies) -> int | None:
             opened, *closed = replies
             ids = _rollouts_of(sample, opened, closed[0])
             _, found = await self._database.read([result_read(self._database.root, one) for one in ids])
-            erased[:] = [trajectory for _, trajectory in found if trajectory is not None]
+            # While Redis still refers to them: after a failure, they are found again when the erasure is repeated.
+            await self._rollouts.overwrite([trajectory for _, trajectory in found if trajectory is not None])
             results = {one: result for one, (result, _) in zip(ids, found, strict=True)}
             return run_changes.erase_sample(change, closed, sample.number, results)
 
         reads = [("HGET", key, sample.number) for key in (keys.open, keys.closed, keys.states)]
-        batch = await self._database.change_in_steps(sample.run, reads, plan)
-        await self._rollouts.overwrite(erased)
-        return batch
+        return await self._database.change_in_steps(sample.run, reads, plan)
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
         read, total = _oldest(self._keys(run_id).held), 0
