@@ -24,6 +24,7 @@ from rollout_service.engines.errors import BackendProtocolError, ExtraUnsupporte
 LOGPROBS_HINT = "Use an engine that returns the logprobs of the tokens that it samples."
 _UNSET_VERSION = "default"
 _REASONS: Mapping[object, FinishReason] = {reason.value: reason for reason in FinishReason}
+_VERSION_DIGITS = 19  # as many as the largest that can be recorded
 _LOGPROB_SLACK = 1e-3  # a certain token's logprob may come out a little above zero in low precision
 
 
@@ -166,10 +167,10 @@ def parse_version(raw: object) -> int:
         return 0
     if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0:
         return raw
-    if isinstance(raw, str) and raw.isascii() and raw.isdigit():
+    if isinstance(raw, str) and raw.isascii() and raw.isdigit() and len(raw) <= _VERSION_DIGITS:
         return int(raw)
     raise BackendProtocolError(
-        f"weight version {raw!r} is not an integer",
+        f"weight version {raw!r:.80} is not an integer that can be recorded",
         hint="Pass a whole number as weight_version when you update the engine's weights.",
     )
 
@@ -180,8 +181,10 @@ def versions_of_spans(spans: object, count: int) -> list[int]:
     for span in spans if isinstance(spans, list) else [spans]:
         fields = mapping(span, "an entry of weight_versions")
         start, end = fields.get("start"), fields.get("end")
-        if start != len(versions) or not isinstance(end, int) or end < start:
-            raise BackendProtocolError(f"weight_versions is {spans!r}, whose spans must follow each other from 0")
+        if start != len(versions) or not isinstance(end, int) or not start <= end <= count:
+            raise BackendProtocolError(
+                f"weight_versions is {spans!r:.200}, whose spans must follow each other from 0 to {count}"
+            )
         versions.extend([parse_version(fields.get("version"))] * (end - start))
     if len(versions) != count:
         raise BackendProtocolError(f"weight_versions covers {len(versions)} of {count} tokens")

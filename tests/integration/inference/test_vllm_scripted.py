@@ -66,6 +66,16 @@ async def test_a_sampling_whose_logprobs_it_does_not_have_is_refused():
             await pool.generate(request(temperature=0.5))
 
 
+async def test_a_server_that_came_back_with_another_logprobs_mode_is_not_taken_for_the_one_before():
+    engine = ScriptedVllm(SCRIPT)
+    async with running(engine) as (pools, pool):
+        assert is_exact(await pool.generate(request(temperature=0.5)))
+        engine._logprobs_mode = "raw_logprobs"
+        await pools.register(engine.url)
+        with pytest.raises(BackendRejected, match=r"at temperature 1, instead of 0\.5"):
+            await pool.generate(request(temperature=0.5))
+
+
 async def test_stale_gauges_after_an_abort_are_ignored():
     engine = ScriptedVllm(SCRIPT)
     async with running(engine) as (_, pool):

@@ -160,6 +160,7 @@ class VllmBackend(HttpBackend):
             await self.resume()
 
     async def model_info(self) -> ModelInfo:
+        self._mode = None  # the server may have been started anew, with another mode
         model_path, context_length = await self._context_length()
         config = await read_model_config(model_path)
         vocab_size = config.get("vocab_size")

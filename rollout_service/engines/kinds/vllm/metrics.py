@@ -21,9 +21,15 @@ def parse_load(text: str) -> BackendLoad:
     """Return the load, summed over the engines behind one server.
 
     Raises:
-        BackendProtocolError: A figure is missing.
+        BackendProtocolError: A figure is missing or is not a number.
     """
-    samples = list(_samples(text))
+    try:
+        return _load_of(list(_samples(text)))
+    except (ValueError, OverflowError) as error:  # among them NaN and infinity, which are no counts
+        raise BackendProtocolError(f"/metrics has a figure that cannot be read: {error}") from error
+
+
+def _load_of(samples: list[Sample]) -> BackendLoad:
     capacity = sum(int(_tokens(sample)) for sample in samples if sample.name == _CAPACITY) or None
     usage = max((sample.value for sample in samples if sample.name == _USAGE), default=0.0)
     running, waiting = _total(samples, _RUNNING), _total(samples, _WAITING)

@@ -90,6 +90,7 @@ VERSIONS = (*META, "weight_versions")
         ((*LOGPROBS, 1, 0), "-0.2", "must be a finite number of at most 0"),
         (VERSIONS, [{"version": "4", "start": 0, "end": 2}], "covers 2 of 3"),
         (VERSIONS, [{"version": "4", "start": 1, "end": 3}], "must follow each other"),
+        (VERSIONS, [{"version": "4", "start": 0, "end": 2**62}], "must follow each other from 0 to 3"),
     ],
 )
 def test_an_answer_with_a_flaw_is_refused_by_name(path, value, message):
@@ -162,7 +163,7 @@ def test_versions_are_whole_numbers(raw, version):
     assert parse_version(raw) == version
 
 
-@pytest.mark.parametrize("raw", [None, "", "v1", "1.0", "-1", -1, True, 1.0, "\u0663"])
+@pytest.mark.parametrize("raw", [None, "", "v1", "1.0", "-1", -1, True, 1.0, "\u0663", "9" * 5_000])
 def test_other_versions_are_refused(raw):
     with pytest.raises(BackendProtocolError) as caught:
         parse_version(raw)

@@ -1,5 +1,7 @@
 """A vLLM answer is believed whole or not at all, and a server's modes and gauges are read correctly."""
 
+import re
+
 import pytest
 
 from api_schemas.trajectories import FinishReason
@@ -185,3 +187,11 @@ def test_the_load_is_summed_over_the_engines_behind_one_server():
 def test_a_server_without_gauges_is_named():
     with pytest.raises(BackendProtocolError, match="num_requests_running"):
         parse_load("# nothing\n")
+
+
+@pytest.mark.parametrize("figure", ["NaN", "+Inf", "many", '3.0 4.0 5.0 6.0", {'])
+@pytest.mark.parametrize("name", ["num_requests_running", "kv_cache_usage_perc"])
+def test_a_gauge_that_is_not_a_number_is_a_protocol_error(name, figure):
+    metrics = re.sub(rf"(vllm:{name}{{.*}}) .*", rf"\1 {figure}", METRICS)
+    with pytest.raises(BackendProtocolError, match="/metrics"):
+        parse_load(metrics)
