@@ -12,13 +12,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from api_schemas.trajectories import ForkReason, RoutedExperts, Segment, SegmentRole, Trajectory
 from rollout_service.tokens.errors import InvariantError, RecordError
+
+T = TypeVar("T")
 
 _Name = Literal["uint8", "uint16", "int32"]
 _DTYPES: tuple[tuple[_Name, str], ...] = (("uint8", "u1"), ("uint16", "<u2"), ("int32", "<i4"))
@@ -44,8 +46,9 @@ class TurnExtras(Protocol):
 class GrowingExtras:
     """The extras of a segment, kept in step with its tokens as it grows.
 
-    Every list has one entry per token of the segment; experts have one row per token, except for the last token of the
-    segment's last turn. If any extras of a turn do not fit it, none are added.
+    Every list has one entry per token of the segment, up to the last turn with extras; experts have one row per token,
+    except for the last token of the segment's last turn. A turn may have none, such as an answer that was cut off. If
+    any extras of a turn do not fit it, none are added.
     """
 
     top_ids: list[list[int]] | None = None
@@ -61,13 +64,11 @@ class GrowingExtras:
         """The segment had `before` tokens, and the prompt has `prompt`."""
         self._check(turn, before=before, prompt=prompt, sampled=sampled)
         if turn.top_logprobs is not None:
-            ids, values = self.top_ids or [], self.top_logprobs or []
-            context: list[list[int]] = [[] for _ in range(prompt - len(ids))]
-            self.top_ids = ids + context + [[token for token, _ in row] for row in turn.top_logprobs]
-            no_values: list[list[float]] = [[] for _ in context]
-            self.top_logprobs = values + no_values + [[value for _, value in row] for row in turn.top_logprobs]
+            ids, values = _with_empty(self.top_ids, prompt), _with_empty(self.top_logprobs, prompt)
+            self.top_ids = ids + [[token for token, _ in row] for row in turn.top_logprobs]
+            self.top_logprobs = values + [[value for _, value in row] for row in turn.top_logprobs]
         if turn.prompt_logprobs is not None:
-            known = self.prompt_logprobs or []
+            known = _with_unknown(self.prompt_logprobs, before)
             self.prompt_logprobs = [*known, *turn.prompt_logprobs, *([None] * sampled)]
         if turn.routed_experts is not None:
             self._experts.append(turn.routed_experts)
@@ -81,11 +82,11 @@ class GrowingExtras:
         if turn is None:
             return
         if turn.top_logprobs is not None:
-            self.top_ids = [*(self.top_ids or []), *([] for _ in range(end - before))]
-            self.top_logprobs = [*(self.top_logprobs or []), *([] for _ in range(end - before))]
+            self.top_ids = _with_empty(self.top_ids, end)
+            self.top_logprobs = _with_empty(self.top_logprobs, end)
         if turn.prompt_logprobs is not None:
-            known = [*(self.prompt_logprobs or []), *turn.prompt_logprobs]
-            self.prompt_logprobs = [*known, *([None] * (end - len(known)))]
+            known = _with_unknown(self.prompt_logprobs, before)
+            self.prompt_logprobs = _with_unknown([*known, *turn.prompt_logprobs], end)
         if turn.routed_experts is not None:
             self._experts.append(turn.routed_experts)
 
@@ -111,6 +112,16 @@ class GrowingExtras:
                     f"{name} came for {len(values)} tokens, but {expected} were expected",
                     hint="Ask the engine for them from the first token that the segment lacks.",
                 )
+
+
+def _with_empty(rows: list[list[T]] | None, length: int) -> list[list[T]]:
+    known = rows or []
+    return [*known, *([] for _ in range(length - len(known)))]
+
+
+def _with_unknown(values: list[float | None] | None, length: int) -> list[float | None]:
+    known = values or []
+    return [*known, *([None] * (length - len(known)))]
 
 
 @dataclass(slots=True)
@@ -156,6 +167,8 @@ class GrowingSegment:
         self.turn_ids.extend(array("i", [turn_id]) * len(ids))
 
     def freeze(self) -> Segment:
+        length, extras = len(self.token_ids), self.extras
+        has_top, has_prompt = extras.top_ids is not None, extras.prompt_logprobs is not None
         # Unchecked: the values were checked when they were recorded, and checking long lists again is slow.
         return Segment.model_construct(
             token_ids=self.token_ids.tolist(),
@@ -167,10 +180,10 @@ class GrowingSegment:
             parent=self.parent,
             shared_prefix=self.shared_prefix,
             role=self.role,
-            top_ids=self.extras.top_ids,
-            top_logprobs=self.extras.top_logprobs,
-            prompt_logprobs=self.extras.prompt_logprobs,
-            routed_experts=self.extras.routed_experts(),
+            top_ids=_with_empty(extras.top_ids, length) if has_top else None,
+            top_logprobs=_with_empty(extras.top_logprobs, length) if has_top else None,
+            prompt_logprobs=_with_unknown(extras.prompt_logprobs, length) if has_prompt else None,
+            routed_experts=extras.routed_experts(),
         )
 
 

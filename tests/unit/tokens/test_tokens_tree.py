@@ -1,5 +1,6 @@
 """Trees of turns, chosen turns and finished trajectories keep every sampled token once, and damage is found."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -143,6 +144,26 @@ def test_extras_of_a_branch_hold_those_of_the_turns_before_it(tree, renderer):
     assert branch.prompt_logprobs[first.end : begin] == [-3.0] * (begin - first.end)
     assert branch.top_ids == [[]] * begin + [[2]] * (second.end - begin)
     assert branch.routed_experts.shape == [second.end - 1, 2, 1]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_turn_without_extras_leaves_those_of_the_others_at_their_tokens(tree, renderer, trained):
+    def turn(prompt, seed, **options):
+        found = replace(extras(prompt, len(renderer.encode(ANSWER)) + 1, seed), routed_experts=None)
+        return record(tree, renderer, prompt, extras=found, **options)
+
+    first = turn(tree.begin([QUESTION]), 0)
+    cut_off = record(tree, renderer, tree.extend(first, MORE), trained=trained)
+    check_invariants(tree.trajectory())
+    last = turn(tree.extend(cut_off, MORE), 2)
+    trajectory = tree.trajectory()
+    check_invariants(trajectory)
+    segment = trajectory.segments[-1]
+    assert segment.prompt_logprobs[cut_off.end : last.prompt_length] == [-3.0] * (last.prompt_length - cut_off.end)
+    assert segment.prompt_logprobs[first.end : cut_off.end] == [None] * (cut_off.end - first.end)
+    assert segment.top_ids[cut_off.prompt_length :] == [[]] * (last.prompt_length - cut_off.prompt_length) + [[2]] * (
+        last.end - last.prompt_length
+    )
 
 
 @pytest.mark.slow
