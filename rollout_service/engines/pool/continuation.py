@@ -160,7 +160,7 @@ class Continuation:
     @property
     def sink(self) -> TokenSink | None:
         """None if the attempt need not stream."""
-        is_streamed = self.on_tokens is not None and self._is_resumable and not self._to_complete
+        is_streamed = self.on_tokens is not None and self.is_resumable and not self._to_complete
         return self._pass_on if is_streamed else None
 
     @property
@@ -202,7 +202,7 @@ class Continuation:
         if self.attempts <= 1 and not exposed and not is_aborted:
             return self._hand_over(part)  # the usual case: nothing to join
         self.engine_seconds += part.engine_seconds
-        if is_aborted and not self._is_resumable:
+        if is_aborted and not self.is_resumable:
             return None
         self._exposed |= exposed
         self._append(part.output_ids, part.logprobs, part.versions, part.extras, part.cached_tokens)
@@ -250,7 +250,8 @@ class Continuation:
         return part
 
     @property
-    def _is_resumable(self) -> bool:
+    def is_resumable(self) -> bool:
+        """Whether the next attempt goes on after the tokens of the last one."""
         return self.request.sampling.json_schema is None
 
     def _pass_on(self, chunk: TokenChunk) -> None:
@@ -299,7 +300,7 @@ class Continuation:
 
     def _hand_over(self, generation: Generation) -> Generation:
         """Deliver a generation as a whole if it could not be in parts."""
-        if self.on_tokens is not None and not self._is_resumable:
+        if self.on_tokens is not None and not self.is_resumable:
             as_one_chunk(generation, self.on_tokens)
         return generation
 

@@ -93,10 +93,11 @@ class Dispatcher:
             if (whole := continuation.add(part, read_by)) is not None:
                 return whole
             # A request that waited through updates of the weights, and was aborted by each, is not the engine's fault.
-            fruitless = 0 if part.output_ids else fruitless + self._is_settled(handle, version)
+            has_gained = part.output_ids and continuation.is_resumable
+            fruitless = 0 if has_gained else fruitless + self._is_settled(handle, version)
             if fruitless >= self._options.max_failures:
                 raise BackendUnreachable(
-                    "aborts every request before its first token",
+                    "aborts every request before there is a token to go on from",
                     hint="See the engine's log.",
                     backend_id=handle.id,
                 )

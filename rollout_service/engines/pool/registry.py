@@ -164,7 +164,7 @@ class PoolOptions:
     hold_seconds: float = 120.0
     """Seconds that a request waits while the pool is paused, or while no backend is in service."""
     max_failures: int = 6
-    """Failed calls, or aborts without a token, in a row that one request survives."""
+    """Failed calls, or aborts that leave no token to go on from, in a row that one request survives."""
     probe_interval: float = 2.0
     """Seconds between two probes of a backend's health."""
     probe_timeout: float = 10.0

@@ -119,8 +119,27 @@ async def test_endless_aborts_of_an_engine_that_nobody_paused_are_an_error():
     engine = ScriptedEngine(SCRIPT)
     async with running(engine) as (_, pool):
         engine.inject(Fault.QUEUE_ABORT, count=100)
-        with pytest.raises(BackendUnreachable, match="before its first token"):
+        with pytest.raises(BackendUnreachable, match="before there is a token"):
             await pool.generate(request())
+
+
+async def test_endless_aborts_of_a_request_that_begins_anew_are_an_error_though_it_had_tokens():
+    engine = ScriptedEngine(SCRIPT, latency=0.2)
+    options = replace(OPTIONS, max_failures=2)
+    async with running(engine, options=options) as (_, pool), anyio.create_task_group() as tasks:
+        tasks.start_soon(abort_all, engine, pool)
+        with pytest.raises(BackendUnreachable, match="before there is a token"), anyio.fail_after(5):
+            await pool.generate(request(json_schema='{"type": "object"}'))
+        tasks.cancel_scope.cancel()
+
+
+async def abort_all(engine, pool):
+    """Abort each request in the middle of its answer, until cancelled."""
+    while True:
+        seen = engine.requests
+        await until(lambda: engine.requests != seen)  # noqa: B023 - awaited at once
+        await anyio.sleep(0.05)
+        await pool.abort()
 
 
 async def test_what_pauses_abort_before_the_first_token_is_not_held_against_the_engine():
