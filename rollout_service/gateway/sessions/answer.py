@@ -137,16 +137,25 @@ class LiveAnswer:
             ServiceError: There will be none.
         """
         self._waiting += 1
+        has_begun = False
         try:
             while not self.events:
                 if self.error is not None:
                     raise self.error
                 await self._changed.wait()
+            has_begun = True
         finally:
             self._waiting -= 1
-            if not (self._waiting or self.events):
-                self._left_at = -inf
-                self.scope.cancel()
+            if not (has_begun or self._waiting):
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Note that nobody waits for the first event; if it has come meanwhile, a repeated request may."""
+        if self.events:
+            with self.reading():
+                return
+        self._left_at = -inf
+        self.scope.cancel()
 
     async def after(self, seen: int, seconds: float) -> list[AnswerEvent]:
         """Return the events behind the first `seen`; none if none came in time, or `error` says why."""

@@ -17,6 +17,7 @@ from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.engines.errors import NoBackendError, PromptTooLong
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.gateway.contract import (
+    AnswerBegin,
     AnswerEnd,
     ClientMessage,
     ClientToolCall,
@@ -176,6 +177,18 @@ async def test_a_client_that_does_not_come_back_is_given_up_and_its_tokens_are_k
         await b.session.end()
         assert b.capture.recorded == [("half", False)]
         assert b.count("abandoned") == 1
+
+
+async def test_an_answer_that_begins_as_its_client_goes_away_is_given_up():
+    answer = LiveAnswer(call("hi"), retry_seconds=0.0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(answer.begun)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+        answer.end([AnswerBegin("key", 1)])
+    with anyio.fail_after(5), answer.scope:
+        await answer.until_read()
+    assert answer.is_forgotten
 
 
 async def test_equal_requests_of_two_programs_get_an_answer_each():
