@@ -152,13 +152,14 @@ class EgressProxy:
 
     async def _answer(self, client: SocketStream) -> None:
         wire = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
+        request: h11.Request | None = None
         try:
             request = await self._request(client, wire)
             target = Target.of(request)
             server = await self._open(target)
         except RefusedError as refused:
             self._count(refused)
-            await client.send(_refusal(wire, refused))
+            await client.send(_refusal(wire, refused, has_body=request is None or request.method != b"HEAD"))
             return
         self.counts.allowed += 1
         async with server:
@@ -282,7 +283,7 @@ async def _idle_limit(seconds: float) -> AsyncIterator[Callable[[], None]]:
         tasks.cancel_scope.cancel()
 
 
-def _refusal(wire: h11.Connection, refused: RefusedError) -> bytes:
+def _refusal(wire: h11.Connection, refused: RefusedError, *, has_body: bool) -> bytes:
     """Give the reason in the status line too, which is all that many clients show."""
     message = str(refused)
     body = f"{message}\n".encode()
@@ -294,7 +295,7 @@ def _refusal(wire: h11.Connection, refused: RefusedError) -> bytes:
     ]
     reason = message.encode("ascii", "replace")[:200]
     response = h11.Response(status_code=refused.status, headers=headers, reason=reason)
-    parts = [wire.send(response), wire.send(h11.Data(body)), wire.send(h11.EndOfMessage())]
+    parts = [wire.send(response), wire.send(h11.Data(body if has_body else b"")), wire.send(h11.EndOfMessage())]
     return b"".join(part for part in parts if part)
 
 

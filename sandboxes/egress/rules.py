@@ -5,6 +5,7 @@ ASCII form. A text that could be read both as a name and as an address, such as 
 """
 
 import ipaddress
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from sandboxes.errors import SandboxConfigError
 
 DEFAULT_PORTS = frozenset({80, 443})
 MAX_ENTRIES = 1000
+MAX_BYTES = 128 * 1024
+"""As JSON: a list is part of one message to the process of the proxies, which all sandboxes share."""
 MAX_PORT = 65535
 NAME_LIMIT = 253
 LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
@@ -127,12 +130,17 @@ class AllowList:
     def __init__(self, entries: Iterable[str]) -> None:
         """
         Raises:
-            SandboxConfigError: An entry is not valid, or there are too many.
+            SandboxConfigError: An entry is not valid, or there are too many, or they are too long.
         """
         self.entries = tuple(entries)
         if len(self.entries) > MAX_ENTRIES:
             raise SandboxConfigError(
                 f"the network list has {len(self.entries)} entries; at most {MAX_ENTRIES} are allowed",
+                hint="use *.HOST for many hosts of one domain",
+            )
+        if (size := len(json.dumps(self.entries))) > MAX_BYTES:
+            raise SandboxConfigError(
+                f"the network list takes {size} bytes; at most {MAX_BYTES} are allowed",
                 hint="use *.HOST for many hosts of one domain",
             )
         self._rules = tuple(HostRule.parse(entry) for entry in self.entries)

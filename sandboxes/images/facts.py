@@ -21,7 +21,7 @@ NEEDED_TOOLS = ("cat", "chmod", "cp", "head", "mkdir", "mv", "realpath", "rm", "
 
 BASH_VERSION = re.compile(rb"Bash version (\d[\w.()-]*)")
 PYTHON_NAME = re.compile(r"python(3\.\d+)")
-GLIBC_VERSION = re.compile(rb"GNU C Library [^\n]* version (\d+\.\d+)")
+GLIBC_VERSION = re.compile(rb"GNU C Library [^\n]{0,200} version (\d+\.\d+)")
 MUSL_VERSION = re.compile(rb"\b(1\.\d+\.\d+)\0")
 DEFAULTED = re.compile(r'\s*export (\w+)="\$\{\w+:-"(.*)"\}"\s*')
 
@@ -234,7 +234,7 @@ def _libraries(tree: ImageTree, python: str, version: str) -> list[str]:
 def read_labels(tree: ImageTree) -> dict[str, str]:
     try:
         data = json.loads(tree.read("/.singularity.d/labels.json") or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return {str(name): str(value) for name, value in data.items()} if isinstance(data, dict) else {}
 

@@ -43,7 +43,7 @@ def read_descriptor(apptainer: Path, image: Path) -> dict[str, Any]:
     for number in re.findall(r"^(\d+)\s*\|.*\|JSON\.Generic\s*$", listing, re.MULTILINE):
         try:
             found = json.loads(run([str(apptainer), "sif", "dump", number, str(image)]))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(found, dict) and "data" not in found:  # else Apptainer's own words
             return found

@@ -14,7 +14,6 @@ from typing import Literal, Self
 
 import anyio
 import anyio.to_thread
-import zmq
 
 from sandboxes.contract import (
     DEFAULT_WORKDIR,
@@ -42,7 +41,6 @@ from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT, Answers, ControlShell
 from sandboxes.sessions.bash_state import read_state
 from sandboxes.sessions.kernel import KernelPaths
-from sandboxes.sessions.kernel_wire import make_context
 
 PIPES, SOCKETS = "/run/rollout/pipes", "/run/rollout/sockets"
 """Where a sandbox with its own file system finds its pipes and its kernels' sockets."""
@@ -141,7 +139,6 @@ class HostProvider(SandboxProvider):
         self._service_resources = ServiceResources(state_dir, run_dir)
         self._start_timeout = start_timeout
         self._live: dict[str, ControlledSandbox] = {}
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._closed = False
         self._leftovers = LeftoverProcesses()
         self.lingering_children = LingeringChildren()
@@ -320,8 +317,6 @@ class HostProvider(SandboxProvider):
     ) -> LaunchedSandbox:
         if self._closed:  # meanwhile, so nobody would close the sandbox
             raise SandboxClosedError("the provider has been closed")
-        if self._context is None:
-            self._context = make_context()
         paths = KernelPaths(
             plan.sockets_inside,
             # The launcher's root, which nothing inside can change, since its mounts are not this process's.
@@ -342,7 +337,6 @@ class HostProvider(SandboxProvider):
             resources=resources,
             monitor=monitor,
             kernel_paths=paths,
-            context=self._context,
             workdir=plan.workdir,
             env=plan.session_env,
             python=plan.python,
@@ -390,9 +384,6 @@ class HostProvider(SandboxProvider):
             await self.lingering_children.wait(LINGER_SECONDS)
             await self._service_resources.close()
             self._watchdog.close()
-            if self._context is not None:
-                self._context.destroy(linger=0)
-                self._context = None
 
 
 def _refuse_saved(plan: LaunchPlan, spec: SandboxSpec) -> None:

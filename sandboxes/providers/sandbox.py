@@ -25,7 +25,6 @@ from itertools import islice
 from pathlib import Path
 
 import anyio
-import zmq
 
 from sandboxes.contract import (
     DEFAULT_FILE_LIMIT,
@@ -86,7 +85,6 @@ class LaunchedSandbox:
     resources: LauncherResources
     monitor: LimitMonitor
     kernel_paths: KernelPaths
-    context: zmq.Context[zmq.Socket[bytes]]
     workdir: str
     env: Mapping[str, str]
     python: str
@@ -125,7 +123,6 @@ class ControlledSandbox(Sandbox):
             python=launched.python,
             cwd=launched.workdir,
             env=self._env,
-            context=launched.context,
             start_timeout=launched.start_timeout,
             violations=seen[1],
             explain=partial(self._explain, seen[1]),

@@ -59,7 +59,8 @@ for __rollout_name in errexit noglob nounset verbose xtrace; do
   case ${{__rollout_names[1]}} in *:$__rollout_name:*) \builtin set -o "$__rollout_name" ;; esac
 done 2>/dev/null
 [[ $- == *e* ]] || (exit "${{__rollout_names[0]}}")"""
-_LIMIT = re.compile(r"\((?:.*, )?-([a-zA-Z])\) +(\d+|unlimited)$", re.MULTILINE)
+_LIMIT = re.compile(r"\((?:[^()\n]*, )?-([a-zA-Z])\) +(\d+|unlimited)$", re.MULTILINE)
+"""The text is the sandbox's: each character is looked at a bounded number of times, however many parentheses it has."""
 _FIXED = frozenset("p")
 """Limits that cannot be set."""
 

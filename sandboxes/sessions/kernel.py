@@ -15,7 +15,6 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import zmq
 
 from sandboxes.contract import PythonErrorInfo
 from sandboxes.errors import SandboxStartError, SessionDiedError
@@ -97,10 +96,9 @@ class Cell:
 
 
 class Kernel:
-    def __init__(self, child: Child, context: zmq.Context[zmq.Socket[bytes]], paths: KernelPaths, token: str) -> None:
+    def __init__(self, child: Child, paths: KernelPaths, token: str) -> None:
         self.child = child
         self.ready = False
-        self._context = context
         self._paths = paths
         self._token = token
         self._log = OutputBuffer(LOG_LIMIT)
@@ -133,7 +131,7 @@ class Kernel:
             for channel in HOST_CHANNELS:
                 await self._hold(channel)
             shell, iopub = (Path(f"/proc/self/fd/{held}") for held in self._held)
-            self._wire = Wire(self._context, shell, iopub, session)
+            self._wire = Wire(shell, iopub, session)
             while not self.ready:
                 self.ready = await self._probe(self._wire)
             tasks.cancel_scope.cancel()
@@ -160,12 +158,15 @@ class Kernel:
     async def _probe(self, wire: Wire) -> bool:
         """Run an empty cell; return False if the output channel was not connected in time."""
         cell = Cell(LOG_LIMIT)
-        wire.listen(wire.execute("", silent=True), cell.add_message)
         try:
             with anyio.move_on_after(PROBE):
+                wire.listen(wire.execute("", silent=True), cell.add_message)
                 await cell.replied.wait()
                 await cell.idle.wait()
             return cell.idle.is_set()
+        except BlockingIOError:  # the announced sockets are not a kernel's
+            await anyio.sleep(PROBE)
+            return False
         finally:
             wire.stop()
 
@@ -204,7 +205,7 @@ class Kernel:
         if not done:
             raise SessionDiedError("the Python kernel ended while the cell ran")
         if not cell.idle.is_set():
-            # ZeroMQ disconnects for good from a peer that sends more than it may.
+            # A peer that sends more than it may is disconnected for good.
             raise SessionDiedError("the Python kernel sent too much at once, and its output was lost")
 
     async def _wait_until_idle(self, cell: Cell) -> None:

@@ -1,55 +1,37 @@
 """Jupyter's messages on two ZeroMQ sockets, read by the event loop while someone waits for them.
 
 jupyter_client's `Session` writes and reads them; its clients parse each several times and have no bounds. The peer is
-untrusted. A message for another request is dropped before it is decoded, malformed ones are dropped, and a flood is
-read at a bounded rate. Messages are not signed (see `kernel.make_connection_info`).
+untrusted. A message for another request is dropped before it is decoded, malformed ones are dropped, and `zmtp` bounds
+the rest. Messages are not signed (see `kernel.make_connection_info`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
-import zmq
+
+from sandboxes.sessions.zmtp import ZmtpConnection
 
 if TYPE_CHECKING:
     from jupyter_client.session import Session
 
 DELIM = b"<IDS|MSG>"
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
-MESSAGE_LIMIT = 4 * 1024 * 1024
-QUEUE_LIMIT = 16
-FLOOD_BYTES = 256 * 1024
-"""A reader pauses after so many bytes or `FLOOD_MESSAGES`, so a flood takes a small part of a processor."""
-FLOOD_MESSAGES = 64
-FLOOD_PAUSE = 0.001
 
 Sink = Callable[[str, Mapping[str, Any]], None]
 """Gets the type and the content of each message."""
 
 
-def make_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Bound how much any kernel can make the host hold."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
-    context.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
-    context.setsockopt(zmq.LINGER, 0)
-    return context
-
-
 class Wire:
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], shell: Path, iopub: Path, session: Session) -> None:
+    def __init__(self, shell: Path, iopub: Path, session: Session) -> None:
         """Connect without waiting."""
         self._session = session
-        self._sockets = [context.socket(zmq.DEALER), context.socket(zmq.SUB)]
-        self._sockets[1].setsockopt(zmq.SUBSCRIBE, b"")
-        for socket, path in zip(self._sockets, (shell, iopub), strict=True):
-            socket.connect(f"ipc://{path}")
-        self._streams = [_Stream(socket) for socket in self._sockets]
+        self._shell = ZmtpConnection(shell, b"DEALER")
+        self._connections = (self._shell, ZmtpConnection(iopub, b"SUB"))
 
     def execute(self, code: str, *, silent: bool = False) -> str:
         """Return the id of the message.
@@ -70,8 +52,8 @@ class Wire:
         message["content"] = json.dumps(content).encode()
         frames = self._session.serialize(message)
         try:
-            self._sockets[0].send_multipart(frames, zmq.DONTWAIT)
-        except zmq.Again as error:
+            self._shell.send(frames)
+        except BlockingIOError as error:
             raise BlockingIOError("the kernel takes no more requests") from error
         return str(message["msg_id"])
 
@@ -81,67 +63,18 @@ class Wire:
             if message is not None:
                 sink(*message)
 
-        for stream in self._streams:
-            stream.start(take)
+        for connection in self._connections:
+            connection.start(take)
 
     def stop(self) -> None:
-        """Stop reading. Further messages stay in the queue, which is bounded. Idempotent."""
-        for stream in self._streams:
-            stream.stop()
+        """Stop reading. Further messages stay where they are; their sender has to wait. Idempotent."""
+        for connection in self._connections:
+            connection.stop()
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
-        self.stop()
-        for socket in self._sockets:
-            socket.close(linger=0)
-
-
-class _Stream:
-    """ZeroMQ's descriptor signals only changes, so each time the socket is read until empty."""
-
-    __slots__ = ("_fd", "_loop", "_resumption", "_sink", "_socket")
-
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-        self._fd = int(socket.getsockopt(zmq.FD))
-        self._loop = asyncio.get_running_loop()
-        self._sink: Callable[[Sequence[bytes]], None] | None = None
-        self._resumption: asyncio.Handle | None = None
-
-    def start(self, sink: Callable[[Sequence[bytes]], None]) -> None:
-        """Begin with messages that have already arrived."""
-        self._sink = sink
-        self._loop.add_reader(self._fd, self._ready)
-        self._resumption = self._loop.call_soon(self._resume)
-
-    def stop(self) -> None:
-        if self._sink is not None:
-            self._sink = None
-            self._loop.remove_reader(self._fd)
-        if self._resumption is not None:
-            self._resumption.cancel()
-            self._resumption = None
-
-    def _resume(self) -> None:
-        self._resumption = None
-        self._ready()
-
-    def _ready(self) -> None:
-        if self._resumption is not None:
-            return  # it pauses
-        size = 0
-        for _ in range(FLOOD_MESSAGES):
-            if self._sink is None:
-                return
-            try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            self._sink(frames)
-            size += sum(map(len, frames))
-            if size > FLOOD_BYTES:
-                break
-        self._resumption = self._loop.call_later(FLOOD_PAUSE, self._resume)
+        for connection in self._connections:
+            connection.close()
 
 
 def make_session() -> Session:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
-import zmq
 
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, PythonResult, PythonSession
 from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
@@ -37,7 +36,6 @@ class KernelSession(SerialSession[Kernel], PythonSession):
         python: str,
         cwd: str,
         env: Mapping[str, str],
-        context: zmq.Context[zmq.Socket[bytes]],
         start_timeout: float,
         violations: LimitViolations,
         explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
@@ -46,7 +44,6 @@ class KernelSession(SerialSession[Kernel], PythonSession):
         super().__init__(control, cwd=cwd, env=env, violations=violations, explain=explain, freezer=freezer)
         self._paths = paths
         self._argv = (python, "-Xfrozen_modules=on", f"{paths.files_inside}/{PROGRAM_INSIDE}")
-        self._context = context
         self._start_timeout = start_timeout
         self._has_run = False
         """Whether a kernel has run before; code inside may then keep the next one from starting."""
@@ -60,7 +57,7 @@ class KernelSession(SerialSession[Kernel], PythonSession):
         inside = self._write_connection(token)
         try:
             child = await self._control.spawn("run", (*self._argv, inside), cwd=self._cwd, env=env)
-            self._process = await self._wait_until_ready(Kernel(child, self._context, self._paths, token))
+            self._process = await self._wait_until_ready(Kernel(child, self._paths, token))
         finally:
             (self._paths.files / f"{token}.json").unlink()
 

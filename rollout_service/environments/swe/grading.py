@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, did_you_mean
 from rollout_service.environments.libraries import Library
@@ -65,7 +66,7 @@ async def judge_log(task: SweTask, log: str, canary: str = "") -> TestVerdict:
         EnvironmentFailedError: The log cannot be read.
     """
     if task.expected is not None:
-        return _compare(task.expected, log, canary)
+        return await anyio.to_thread.run_sync(_compare, task.expected, log, canary)  # it may have a million lines
     request = {
         "instance_id": task.instance_id,
         "repo": task.repo,

@@ -83,7 +83,7 @@ class ContainerSetups:
             report = file.read(MAX_REPORT_BYTES)
         try:
             self._found[key] = _parse(report, folder, {target for _, target, _ in command.binds()})
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
             image = key[-1 - len(HOST_FILES)]
             log.info("each sandbox of this kind runs Apptainer", reason=str(error), image=image)
             self._found[key] = None
@@ -102,7 +102,7 @@ def _identity(path: Path) -> str:
 def _parse(report: bytes, folder: RunFolder, mounted: set[str]) -> ContainerSetup:
     """
     Raises:
-        ValueError: There is no report, or the launcher would make another container.
+        ValueError, IndexError: There is no report, or the launcher would make another container.
     """
     texts = report.decode("utf-8", "surrogateescape").split("\0")
     if BEGIN not in texts or END not in texts:

@@ -37,7 +37,7 @@ def execute(job: "dict[str, Any]", *, single: bool) -> int:
     end_with_parent()
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.setsid()
-    os.closerange(3, 4096)
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     return _become(job["argv"], env)
 
 

@@ -9,7 +9,7 @@ Guarantees:
 - The archive has folders, files, hard and symbolic links, named pipes, and the overlay's notes on what hides the image:
   whiteouts, opaque folders and renamed ones. Modes, times and attributes of users are kept; owners are not, since all
   files of a sandbox are one user's. Sockets are left out.
-- No more than LIMIT is read; each entry counts as the pages that it takes.
+- No more than LIMIT is read; each entry counts as the pages that it takes, with its attributes.
 - `restore` makes nothing outside the folder that is its root.
 """
 
@@ -136,10 +136,13 @@ class Saver:
         return entry
 
     def _begin(self, entry: tarfile.TarInfo, content: "BinaryIO | None" = None) -> None:
-        self._left -= max(PAGE, -(-entry.size // PAGE) * PAGE)
+        self._take(max(PAGE, -(-entry.size // PAGE) * PAGE))
+        self._archive.addfile(entry, content)
+
+    def _take(self, size: int) -> None:
+        self._left -= size
         if self._left < 0:
             raise FilesTooLargeError("the files exceed the limit")
-        self._archive.addfile(entry, content)
 
     def _note_attributes(self, entry: tarfile.TarInfo, descriptor: int) -> None:
         for attribute in os.listxattr(descriptor):
@@ -151,6 +154,7 @@ class Saver:
                 key = ATTRIBUTE + os.fsencode(attribute).hex()
             if key is not None:
                 value = os.getxattr(descriptor, attribute).hex()
+                self._take(len(key) + len(value))
                 entry.pax_headers = {**entry.pax_headers, key: value}
 
 

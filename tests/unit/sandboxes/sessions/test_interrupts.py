@@ -4,10 +4,11 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 import zmq
 from hypothesis import given
@@ -18,7 +19,8 @@ from sandboxes.runtime.control import Child, ControlShell
 from sandboxes.runtime.pipes import Pipes
 from sandboxes.sessions.bash import REPORT, Interrupter, InterruptTiming
 from sandboxes.sessions.kernel import Cell, _open_socket, make_connection_info
-from sandboxes.sessions.kernel_wire import DELIM, Wire, decode, make_context, make_session
+from sandboxes.sessions.kernel_wire import DELIM, Wire, decode, make_session
+from sandboxes.sessions.zmtp import GREETING, MESSAGE_LIMIT, ZmtpConnection, encode_frame
 
 SHORT = InterruptTiming(
     interrupt_steps=(("INT", 0.05),),
@@ -311,13 +313,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_a_request_and_a_flood_of_answers(folder):
     """Everything arrives in order, nothing before `listen` and nothing after `stop`."""
-    context = make_context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         with context.socket(zmq.ROUTER) as shell, context.socket(zmq.XPUB) as iopub:
             iopub.setsockopt(zmq.SNDHWM, 0)
             shell.bind(f"ipc://{folder}/shell")
             iopub.bind(f"ipc://{folder}/iopub")
-            wire = Wire(context, folder / "shell", folder / "iopub", make_session())
+            wire = Wire(folder / "shell", folder / "iopub", make_session())
             request = wire.execute("1 + 1")
             with anyio.fail_after(20):
                 _, _, _, header, _, _, content = await anyio.to_thread.run_sync(shell.recv_multipart)
@@ -348,9 +350,10 @@ async def test_a_request_and_a_flood_of_answers(folder):
 
 
 async def test_a_kernel_that_reads_nothing_cannot_hold_a_caller(folder):
-    context = make_context()
-    try:
-        wire = Wire(context, folder / "shell", folder / "iopub", make_session())
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "shell"))
+        server.listen()
+        wire = Wire(folder / "shell", folder / "iopub", make_session())
 
         def flood() -> None:
             for _ in range(100_000):
@@ -359,17 +362,84 @@ async def test_a_kernel_that_reads_nothing_cannot_hold_a_caller(folder):
         with pytest.raises(BlockingIOError):
             flood()
         wire.close()
-    finally:
-        context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def raw_peer(path: Path) -> AsyncIterator[tuple[ZmtpConnection, socket.socket]]:
+    """Yield a connection and its peer, which is ready."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        connection = ZmtpConnection(path, b"DEALER")
+        peer, _ = server.accept()
+    with peer:
+        peer.setblocking(False)
+        peer.send(GREETING + encode_frame(b"\x05READY", 4))
+        try:
+            yield connection, peer
+        finally:
+            connection.close()
+
+
+@pytest.mark.parametrize("frame", [bytes(256 * 1024), b""], ids=["large", "empty"])
+async def test_a_message_without_an_end_disconnects_its_sender(folder, frame):
+    async with raw_peer(folder / "shell") as (connection, peer):
+        taken: list[object] = []
+        connection.start(taken.append)
+        data = encode_frame(frame, 1)
+        left, sent = data, 0
+        with anyio.fail_after(20), suppress(BrokenPipeError, ConnectionResetError):
+            while sent < 2 * MESSAGE_LIMIT:
+                with suppress(BlockingIOError):
+                    count = peer.send(left)
+                    left, sent = left[count:] or data, sent + count
+                await anyio.lowlevel.checkpoint()
+        assert sent < 2 * MESSAGE_LIMIT
+        assert taken == []
+        with pytest.raises(BlockingIOError):
+            connection.send([b"more"])
+
+
+async def test_nothing_is_read_while_nobody_listens(folder):
+    async with raw_peer(folder / "shell") as (connection, peer):
+        data, sent = encode_frame(bytes(64 * 1024)), 0
+        for _ in range(1000):
+            with suppress(BlockingIOError):
+                sent += peer.send(data)
+            await anyio.lowlevel.checkpoint()
+        assert sent < MESSAGE_LIMIT
+        seen = anyio.Event()
+        connection.start(lambda _: seen.set())
+        with anyio.fail_after(20):
+            await seen.wait()
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 200 OK\r\n" * 10, GREETING + encode_frame(b"early")])
+async def test_a_peer_that_speaks_another_protocol_is_disconnected(folder, said):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "other"))
+        server.listen()
+        connection = ZmtpConnection(folder / "other", b"SUB")
+        peer, _ = server.accept()
+        with peer:
+            peer.send(said)
+            with anyio.fail_after(20):
+                while True:
+                    try:
+                        connection.send([b"more"])
+                    except BlockingIOError:
+                        break
+                    await anyio.lowlevel.checkpoint()
+        connection.close()
 
 
 @pytest.mark.parametrize("code", ["'\ud800'", "print('ä')", "a\0b"])
 async def test_any_text_can_be_sent(folder, code):
-    context = make_context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         with context.socket(zmq.ROUTER) as shell:
             shell.bind(f"ipc://{folder}/shell")
-            wire = Wire(context, folder / "shell", folder / "iopub", make_session())
+            wire = Wire(folder / "shell", folder / "iopub", make_session())
             wire.execute(code)
             with anyio.fail_after(20):
                 content = (await anyio.to_thread.run_sync(shell.recv_multipart))[-1]
