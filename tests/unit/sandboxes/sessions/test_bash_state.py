@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandboxes.errors import SandboxUnsavedError
-from sandboxes.sessions.bash_state import archive_state, make_dump, parse_dump, read_state
+from sandboxes.sessions.bash_state import MAX_BYTES, archive_state, make_dump, parse_dump, read_state
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=20)
 SHELL = ("bash", "--norc", "--noprofile")
@@ -63,6 +64,14 @@ def test_the_archive_begins_with_the_script(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(OSError, match="saved"):
             read_state(path)
+
+
+@pytest.mark.parametrize("limits", ["(" * MAX_BYTES, "(" + ", " * (MAX_BYTES // 2), "(-a)" + " " * MAX_BYTES])
+def test_no_text_takes_long(limits: str) -> None:
+    """Code inside may replace the builtins that describe its shell, and the event loop waits."""
+    begun = time.process_time()
+    assert parse_dump(f"begin N\nlimits N\n{limits}\nmax (kbytes, -m) 5\nend N\n", "N") == b"ulimit -S -m 5\n"
+    assert time.process_time() - begun < 1
 
 
 @pytest.mark.parametrize("output", ["", "begin N\n", "begin N\nlimits N\n", "begin N\nx=\ufffd\nlimits N\nend N\n"])
