@@ -128,6 +128,10 @@ def test_invalid_entries_are_refused(entry):
 def test_the_length_of_a_list_is_bounded():
     with pytest.raises(SandboxConfigError, match="1001"):
         AllowList(f"h{number}.example" for number in range(1001))
+    with pytest.raises(SandboxConfigError, match="bytes"):
+        AllowList([f"{'h.' * 120}example{number}" for number in range(1000)])
+    with pytest.raises(SandboxConfigError, match="bytes"):
+        AllowList(["a" + "\u00ad" * 100_000 + ".example"])  # characters that names leave out
 
 
 @pytest.mark.parametrize(
@@ -285,13 +289,15 @@ async def test_a_host_that_is_not_listed_is_refused_before_it_is_resolved():
         tunnel = await ask(port, "CONNECT other.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
         plain = await ask(port, "GET http://other.example/ HTTP/1.1\r\nHost: x\r\n\r\n")
         other_port = await ask(port, "CONNECT good.example:22 HTTP/1.1\r\nHost: x\r\n\r\n")
+        head = await ask(port, "HEAD http://other.example/ HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert head == plain[: plain.index(b"\r\n\r\n") + 4]
     for answer in (tunnel, plain):
         assert answer.startswith(b"HTTP/1.1 403 host other.example is not in the environment's network list")
         assert b"x-egress-refused: host" in answer
         assert answer.endswith(b"to allow it\n")
     assert b"add good.example:22" in other_port
     assert names.asked == []
-    assert proxy.counts.refused == {"host": 2, "port": 1}
+    assert proxy.counts.refused == {"host": 3, "port": 1}
     assert proxy.counts.allowed == 0
 
 
