@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -147,11 +148,19 @@ def test_no_link_leads_out_and_no_file_blocks(root, tmp_path):
     assert ImageTree(root).read("/usr/lib/os-release") is None
 
 
-def test_malformed_labels_and_variables_are_ignored(root):
-    put(root, "/.singularity.d/labels.json", b"[1, 2")
+@pytest.mark.parametrize("labels", [b"[1, 2", b"[" * 100_000], ids=["cut", "deep"])
+def test_malformed_labels_and_variables_are_ignored(root, labels):
+    put(root, "/.singularity.d/labels.json", labels)
     put(root, "/.singularity.d/env/90-environment.sh", b'\xff\xfe export\nexport\nexport A B\nexport "C=\n=')
     facts = read_facts(root)
     assert (facts.labels, facts.environment) == ({}, {})
+
+
+def test_no_library_takes_long_to_read(root):
+    put(root, "/lib/libc.so.6", b"GNU C Library " * 40_000 + b"\nGNU C Library (Debian 2.36-9) stable version 2.36.\n")
+    begun = time.process_time()
+    assert read_facts(root).libc == "glibc 2.36"
+    assert time.process_time() - begun < 2
 
 
 @given(st.binary(max_size=300))

@@ -81,6 +81,11 @@ def test_a_report_that_breaks_off_is_none(folder, command, size):
     assert learn(folder, command, whole[: min(size, len(whole) - 2)]).get(KIND) is None
 
 
+def test_a_mount_without_a_point_is_left_to_apptainer(folder, command):
+    text = report(folder, MOUNTS, "n", "p", "g").replace(b"none rw\n", b"none rw\nx\n", 1)
+    assert learn(folder, command, text).get(KIND) is None
+
+
 def test_an_overlay_of_a_program_is_left_to_apptainer(folder, command):
     text = report(folder, MOUNTS, "n", "p", "g", root="fuse.fuse-overlayfs")
     assert learn(folder, command, text).get(KIND) is None
