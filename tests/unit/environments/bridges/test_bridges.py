@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -298,6 +299,10 @@ def test_the_last_answer_counts():
     assert final_answer("<answer>1</answer> no: <answer> 2\n3 </answer>") == "2\n3"
     assert final_answer("<answer>1") is None
     assert final_answer(None) is None
+    assert final_answer("<answer>1<answer>2</answer> </answer><answer>") == "1<answer>2"
+    begun = time.process_time()
+    assert final_answer("<answer>x</answer>" * 20_000 + "<answer>" * 20_000) == "x"
+    assert time.process_time() - begun < 1
 
 
 READY, SCORE = b'{"ready": true}\n', b'{"score": 0.5}\n'

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -217,6 +218,24 @@ async def test_all_statuses_must_be_as_expected():
 async def test_another_status_a_missing_test_and_one_too_many_are_wrong(log, share):
     verdict = await judge_log(task(EXPECTED), log, "abc123")
     assert (verdict.resolved, verdict.fail_to_pass) == (False, share)
+
+
+async def test_a_long_log_does_not_hold_up_the_event_loop():
+    log = "short test summary info\n" + "".join(f"PASSED a::{number}\n" for number in range(200_000))
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await anyio.sleep(0.001)
+            turns += 1
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(count)
+        verdict = await judge_log(task(EXPECTED), log)
+        tasks.cancel_scope.cancel()
+    assert len(verdict.statuses) == 200_000
+    assert turns > 3
 
 
 TESTS = {"tests/test_a.py", "tests/sub/test_b.py"}
