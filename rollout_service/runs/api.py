@@ -34,7 +34,7 @@ from rollout_service.http.keyring import Role
 from rollout_service.pipeline.branching import why_unbranched
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import ManagerOf
-from rollout_service.runs.planning import problem_of, warnings_of
+from rollout_service.runs.planning import problem_of
 from rollout_service.runs.task_files import Rows, open_file
 from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import RunRecord, RunStore
@@ -213,7 +213,7 @@ class RunService:
                 batches_acknowledged=run.count("batches:acknowledged"),
             ),
             problem=problem_of(run),
-            warnings=[*run_warnings(run.request, run.total), *warnings_of(run)],
+            warnings=[*run_warnings(run.request, run.total), *manager.warnings(run)],
             parallel=manager.parallel(run) if parallel else None,
             created_at=run.created_at,
             ended_at=run.changed_at if over else None,

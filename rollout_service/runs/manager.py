@@ -26,10 +26,12 @@ from rollout_service.runs.open_groups import GroupsUnderWay
 from rollout_service.runs.planning import (
     ActiveRun,
     RunEstimates,
+    behind_warning,
     claim_groups,
     new_group,
     reason_to_pause,
     reason_to_report,
+    warnings_of,
 )
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
@@ -109,6 +111,22 @@ class RunManager:
         if estimates is None or estimates.oldest_version is None:
             return None
         return float(max(0, run.version - estimates.oldest_version))
+
+    def is_behind(self, run: RunRecord) -> bool:
+        """Return whether a run's engines sample tokens that it refuses as too old, as far as is known here.
+
+        Engines may have newer weights than they were given here, so the tokens of the group that closed last count too.
+        """
+        bound, estimates = self._groups.bound(run), self._estimates.get(run.run_id)
+        if bound is None or estimates is None or run.state is not RunState.RUNNING:
+            return False
+        return max(self._pool_version(run.request.pool), estimates.newest_version or 0) < bound
+
+    def warnings(self, run: RunRecord) -> list[str]:
+        """Return the conditions that keep a run from delivering although nothing is wrong with it."""
+        if not self.is_behind(run):
+            return warnings_of(run)
+        return [behind_warning(run, self._pool_version(run.request.pool))]
 
     def parallel(self, run: RunRecord) -> RunParallel | None:
         """Return how a run's rollouts use sub-agents; None if none may have any."""
@@ -240,6 +258,7 @@ class RunManager:
         estimates = self._estimates.setdefault(run.run_id, RunEstimates.from_record(run))
         active = ActiveRun(run, self.chain(run.request), estimates, await self._runs.open_groups(run.run_id))
         await self._groups.settle(self._runs, active)
+        active.is_behind = self.is_behind(active.run)
         await self._check_yield(active)
         return active
 

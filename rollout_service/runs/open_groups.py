@@ -280,7 +280,7 @@ class GroupsUnderWay:
 
     async def mask_stale(self, runs: RunStore, run: RunRecord, chain: FilterChain) -> None:
         """Mask samples that have become too old for a run's trainer, if it refuses them."""
-        bound = self._bound(run)
+        bound = self.bound(run)
         if bound is None:
             return
         for group in await runs.stale_groups(run.run_id, bound):
@@ -289,7 +289,7 @@ class GroupsUnderWay:
             revised = close_group(run.request, chain, group.number, samples, weights=weights, bound=bound)
             await runs.reclose_group(run.run_id, revised)
 
-    def _bound(self, run: RunRecord) -> int | None:
+    def bound(self, run: RunRecord) -> int | None:
         """Return the oldest version that a sample may have; None while stale samples are accepted."""
         return rules.oldest_allowed(run) if run.run_id in self._strict else None
 
@@ -319,7 +319,7 @@ class GroupsUnderWay:
             samples,
             weights=reward_weights(active.run.request, active.run.version),
             cancel_reason=cancel_reason if cancelled or not whole else None,
-            bound=self._bound(active.run),
+            bound=self.bound(active.run),
         )
         await runs.close_group(active.run.run_id, closure)
         rollouts = [rollout for _, rollout in samples]

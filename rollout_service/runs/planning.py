@@ -34,7 +34,7 @@ from rollout_service.groups import (
 )
 from rollout_service.groups.filters import TOO_FEW_USABLE
 from rollout_service.runs.dataset import TaskPosition
-from rollout_service.store.rules import dropped_counts, dropped_in_a_row, failed_in_a_row
+from rollout_service.store.rules import dropped_counts, dropped_in_a_row, failed_in_a_row, oldest_allowed
 from rollout_service.store.runs_contract import GroupClosure, NewGroup, OpenGroup, RunRecord
 
 _MAX_CASES = 256
@@ -52,6 +52,8 @@ class RunEstimates:
     """The use of sub-agents by each of the last rollouts."""
     oldest_version: int | None = None
     """The oldest version in the group that closed last."""
+    newest_version: int | None = None
+    """The newest version in it; None if all its samples are masked."""
     newest_error: ErrorInfo | None = None
     """The newest error of a sample since the last group that was kept."""
 
@@ -94,7 +96,7 @@ class RunEstimates:
     def record_closure(self, closure: GroupClosure, rollouts: Sequence[Rollout], stragglers: Sequence[bool]) -> None:
         """Learn from a group that was closed; `stragglers` tells for each rollout whether it was cut off."""
         path = self._paths.pop(closure.number, [])
-        self.oldest_version = closure.oldest_version
+        self.oldest_version, self.newest_version = closure.oldest_version, closure.newest_version
         if closure.reason not in NOT_FILTERED:
             self.acceptance.learn(kept=closure.reason is None, path=path)
         errors = [rollout.error for rollout in rollouts if rollout.error is not None]
@@ -141,6 +143,8 @@ class ActiveRun:
     chain: FilterChain
     estimates: RunEstimates
     groups: Sequence[OpenGroup] = ()
+    is_behind: bool = False
+    """Whether its engines sample tokens that the run refuses as too old."""
 
 
 def has_surplus(run: RunRecord) -> bool:
@@ -154,6 +158,8 @@ def claim_groups(active: ActiveRun) -> Claim:
     if run.state is not RunState.RUNNING or run.exhausted or run.tasks == 0:
         return Claim(0)
     count = groups_to_start(_admission_state(run), under_way, active.estimates.acceptance)
+    if active.is_behind:  # one group shows when the engines have newer weights, and costs one task
+        count = min(count, 0 if active.groups else 1)
     return Claim(int(min(count, _tasks_left(run))), request.priority, request.weight)
 
 
@@ -315,6 +321,15 @@ def warnings_of(run: RunRecord) -> list[str]:
         f"max_staleness: all groups that version {run.version} allows are acknowledged, and no more begin until the "
         "trainer reports a newer version, by POST /v1/weights, a PATCH of the run, or the `version` of a lease."
     ]
+
+
+def behind_warning(run: RunRecord, served: int) -> str:
+    """Return the warning for a run whose engines sample tokens that it refuses as too old."""
+    return (
+        f"max_staleness: the pool {run.request.pool!r} serves version {served}, the trainer has reported version "
+        f"{run.version}, and tokens older than {oldest_allowed(run)} are refused. Until the pool has newer weights, by "
+        "POST /v1/weights, one group at a time is tried. A trainer that went back to an older checkpoint needs a new run."
+    )
 
 
 def _dropped(run: RunRecord, last: ErrorInfo | None, *, at_least: int) -> GroupsDroppedError | None:

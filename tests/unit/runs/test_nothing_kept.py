@@ -17,7 +17,7 @@ from rollout_service.runs.planning import REFUSE_AFTER, REPORT_AFTER, RunStopped
 from rollout_service.store.contract import Lease
 from rollout_service.store.rules import DROPPED_IN_A_ROW
 from rollout_service.store.runs_contract import RunRecord
-from tests.support.run_bench import BROKEN, GONE, Bench, alternate, bench
+from tests.support.run_bench import BROKEN, GONE, Bench, alternate, bench, place
 from tests.support.waiting import until
 
 ENDLESS = InlineTasks(tasks=[Task(environment="calc", instance={"n": n}) for n in range(8)], epochs=None)
@@ -31,6 +31,11 @@ class Grader:
 
     def __call__(self, lease: Lease) -> float | ErrorInfo:
         return self.outcome
+
+
+def differing(lease: Lease) -> float:
+    """Return a reward of its own for each sample, so that every group is kept."""
+    return float(place(lease)[1])
 
 
 def service(it: Bench) -> RunService:
@@ -184,3 +189,30 @@ async def test_a_run_that_waits_for_a_newer_version_says_so():
         assert warning.startswith("max_staleness: all groups that version 0 allows are acknowledged")
         it.version = 1
         await it.next()
+
+
+async def test_a_run_whose_engines_are_too_old_tries_one_group_at_a_time_and_says_so():
+    async with bench(lambda _: None) as it:
+        await it.create(source=InlineTasks(open=True), tasks=0, max_staleness=1, version=5)
+        assert await it.lease(timeout=0) is None
+        await it.store.runs.append("a", ENDLESS.tasks * 20, offset=None, close=False)
+        await until(lambda: it.begun)
+        for _ in range(3):
+            await it.manager.step()
+        run = await it.store.runs.get("a")
+        assert (run.cursor, run.count("open")) == (1, 1)
+        [warning] = (await service(it).get("a")).warnings
+        assert "serves version 0, the trainer has reported version 5, and tokens older than 4 are refused" in warning
+        it.version, it.play = 4, differing
+        assert len((await it.next()).groups) == 2
+        assert (await service(it).get("a")).warnings == []
+
+
+async def test_engines_with_newer_weights_than_they_were_given_are_not_too_old():
+    async with bench(differing) as it:
+        it.sampled_by = lambda _: 5
+        await it.create(source=InlineTasks(open=True), tasks=0, max_staleness=0, version=5)
+        assert await it.lease(timeout=0) is None
+        await it.store.runs.append("a", ENDLESS.tasks * 20, offset=None, close=False)
+        await it.next()
+        assert it.manager.is_behind(await it.store.runs.get("a")) is False
