@@ -37,6 +37,8 @@ else:
 MAX_INT = 2**62
 """The largest integer on the wire: it fits 64 bits with room for sums, and is exact where JSON numbers are floats."""
 MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = 3.4e38
+"""The largest number that arrays of 32 bits hold, as those of a batch. Statistics can square it."""
 MAX_SECONDS = 1e9
 
 

@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import anyio
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from api_schemas.base import MAX_FLOAT32
 from api_schemas.errors import Boundary
 from api_schemas.rollouts import AgentProgram, RolloutRequest, StopReason, Usage
 from api_schemas.rollouts.sessions import SessionInfo, TurnMark
@@ -78,13 +79,13 @@ def require_score(value: object, environment: str) -> Score:
     """Return what an environment's `evaluate` returned.
 
     Raises:
-        EnvironmentFailedError: It is not a score of finite numbers.
+        EnvironmentFailedError: It is not a score of finite numbers that fit 32 bits.
     """
     if not isinstance(value, Score):
         raise _no_score(environment, f"{value!r:.100}")
     numbers: list[tuple[str, object]] = [("the reward", value.reward), *value.parts.items()]
     for name, number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= MAX_FLOAT32:
             raise _no_score(environment, f"{number!r:.100} for {name}")
     return value
 
@@ -92,7 +93,7 @@ def require_score(value: object, environment: str) -> Score:
 def _no_score(environment: str, found: str) -> EnvironmentFailedError:
     return EnvironmentFailedError(
         f"evaluate of {environment!r} returned {found}",
-        hint='Return Score(reward, parts), for example Score(1.0, {"moves": 3.0}), with finite numbers alone.',
+        hint='Return Score(reward, parts), for example Score(1.0, {"moves": 3.0}), with numbers of up to 3.4e38.',
     )
 
 

@@ -10,7 +10,6 @@ group `rollout_service.filters`.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +17,9 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
+from api_schemas.base import MAX_FLOAT32
 from api_schemas.errors import FieldError
 from api_schemas.runs.auxiliary import RewardPart
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError, did_you_mean
@@ -92,6 +92,12 @@ class AccuracyBand(RewardFilter):
     high: float = Field(1.0, ge=0, le=1)
     success: float = 1.0
     """The lowest reward that counts as a success."""
+
+    @model_validator(mode="after")
+    def _band_is_not_empty(self) -> Self:
+        if self.low > self.high:
+            raise ValueError("low may not exceed high")
+        return self
 
     def judge(self, group: GroupOutcome) -> Verdict:
         rewards = self.rewards(group)
@@ -193,7 +199,7 @@ class SampleOutcome:
     def __post_init__(self) -> None:
         if self.masked is None and self.reward is None:
             raise ValueError("a sample without a reward needs a reason in `masked`")
-        if self.masked is None and not math.isfinite(self.reward or 0.0):
+        if self.masked is None and not abs(self.reward or 0.0) <= MAX_FLOAT32:
             object.__setattr__(self, "masked", NOT_A_NUMBER)
         if self.masked is not None:
             object.__setattr__(self, "reward", None)
@@ -311,7 +317,10 @@ class FilterRegistry:
             return self._kinds[name].model_validate(dict(options or {}))
         except ValidationError as error:
             fields = [
-                FieldError(path=".".join([field, "options", *map(str, one["loc"])]), message=one["msg"])
+                FieldError(
+                    path=".".join([field, "options", *map(str, one["loc"])]),
+                    message=one["msg"].removeprefix("Value error, "),
+                )
                 for one in error.errors()
             ]
             hint = f"Options of {name!r}: {', '.join(self._kinds[name].model_fields) or 'none'}."

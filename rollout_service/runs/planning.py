@@ -328,7 +328,8 @@ def behind_warning(run: RunRecord, served: int) -> str:
     return (
         f"max_staleness: the pool {run.request.pool!r} serves version {served}, the trainer has reported version "
         f"{run.version}, and tokens older than {oldest_allowed(run)} are refused. Until the pool has newer weights, by "
-        "POST /v1/weights, one group at a time is tried. A trainer that went back to an older checkpoint needs a new run."
+        "POST /v1/weights, one group at a time is tried. A trainer that went back to an older checkpoint needs a new "
+        "run."
     )
 
 

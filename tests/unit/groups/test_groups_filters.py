@@ -145,6 +145,7 @@ def test_an_unknown_filter_is_refused_with_the_nearest():
         ("zero_variance", {"part": "speed"}, "body.filters.2.options.part"),
         ("accuracy_band", {"low": 2}, "body.filters.2.options.low"),
         ("accuracy_band", {"high": 1.1}, "body.filters.2.options.high"),
+        ("accuracy_band", {"low": 0.8, "high": 0.2}, "body.filters.2.options"),
     ],
 )
 def test_the_error_for_a_wrong_option_has_its_path(name, options, path):

@@ -138,6 +138,7 @@ def test_a_failure_has_no_reward_whatever_is_said():
     assert SampleOutcome(0, 1.0, masked="engine_lost").reward is None
     assert SampleOutcome(0, float("nan")).masked == "reward_not_finite"
     assert SampleOutcome(0, float("inf")).reward is None
+    assert SampleOutcome(0, 1e39).masked == "reward_not_finite"
     with pytest.raises(ValueError, match="needs a reason"):
         SampleOutcome(0, None)
 
