@@ -6,6 +6,7 @@ the same key, which returns the same batch.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     import httpx
 
     from rollout_client._connection import Connection, Query
+
+log = logging.getLogger("rollout_client")
 
 LEASE_SECONDS = 600.0
 LONG_POLL_SECONDS = 30.0
@@ -90,8 +93,12 @@ class LeasedBatch:
         return (await self._run.settle(self.batch_id, "renew", key=self._key, seconds=f"{seconds:g}")).lease_until
 
     async def nack(self) -> None:
-        """Give the batch back; it can be leased again at once."""
-        await self._run.settle(self.batch_id, "nack")
+        """Give the batch back; it can be leased again at once.
+
+        Raises:
+            ConflictError: The batch belongs to someone else by now, or is acknowledged.
+        """
+        await self._run.settle(self.batch_id, "nack", key=self._key)
         self.settled = True
 
 
@@ -129,6 +136,8 @@ class ClientRun:
         self._connection = connection
         self._path = f"/v1/runs/{run_id}"
         self._version: int | None = None
+        self._told: list[str] = []
+        """The causes of waiting that were logged last."""
 
     async def view(self, *, parallel: bool = False) -> wire.Run:
         """Return the run in its present state, with figures on its use of sub-agents if `parallel`."""
@@ -216,6 +225,8 @@ class ClientRun:
     ) -> LeasedBatch | None:
         """Return the next batch; None if there is none in time. Without a timeout this waits indefinitely.
 
+        If there is none for half a minute, the log says what the run waits for, if it knows.
+
         With `arrays` its tokens come as arrays, which is many times faster.
 
         Raises:
@@ -241,6 +252,21 @@ class ClientRun:
                 left -= wait
                 if left <= 0:
                     return None
+            await self._log_causes()
+
+    async def _log_causes(self) -> None:
+        """Log why the run delivers nothing, unless that is what was logged last."""
+        from api_schemas.errors import sentences
+
+        view = await self.view()
+        causes = list(view.warnings)
+        if view.problem is not None:
+            causes.append(sentences(view.problem.message, view.problem.hint))
+        elif view.state is wire.RunState.PAUSED:
+            causes.append("it is paused, and begins no groups until it is resumed")
+        if causes and causes != self._told:
+            log.warning("run %s has no batch yet: %s", self.run_id, " ".join(causes))
+        self._told = causes
 
     async def _lease_once(self, key: str, params: Query, wait: float, *, arrays: bool) -> LeasedBatch | None:
         from rollout_client._answers import parse

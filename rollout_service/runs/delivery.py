@@ -120,8 +120,8 @@ class Delivery:
     async def acknowledge(self, run_id: str, batch_id: str) -> None:
         await self._runs.acknowledge(run_id, batch_number(run_id, batch_id))
 
-    async def give_back(self, run_id: str, batch_id: str) -> None:
-        await self._runs.give_back(run_id, batch_number(run_id, batch_id))
+    async def give_back(self, run_id: str, batch_id: str, *, key: str | None = None) -> None:
+        await self._runs.give_back(run_id, batch_number(run_id, batch_id), key=key)
 
 
 def _over(run: RunRecord) -> RunOverError:

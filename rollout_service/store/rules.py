@@ -274,12 +274,17 @@ def check_renewal(batch_id: str, state: BatchState, *, holder: str | None, key: 
     )
 
 
-def check_return(batch_id: str, state: BatchState) -> bool:
+def check_return(batch_id: str, state: BatchState, *, holder: str | None, key: str | None) -> bool:
     """Return False for a batch that is free already.
 
     Raises:
-        ConflictError: The batch is acknowledged.
+        ConflictError: The batch is acknowledged, or leased under another key; None stands for any key.
     """
+    if state is BatchState.LEASED and key not in (None, holder):
+        raise ConflictError(
+            f"the batch {batch_id} is leased by another consumer",
+            hint="Your lease expired, and the batch was delivered again; there is nothing to return.",
+        )
     if state is BatchState.ACKNOWLEDGED:
         raise ConflictError(
             f"the batch {batch_id} is acknowledged", hint="An acknowledged batch is never delivered again."

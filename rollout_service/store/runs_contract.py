@@ -312,11 +312,11 @@ class RunStore(RunLists, Protocol):
             ConflictError: The batch was dissolved.
         """
 
-    async def give_back(self, run_id: str, batch: int) -> None:
-        """Return a batch, so that it can be leased again at once.
+    async def give_back(self, run_id: str, batch: int, *, key: str | None = None) -> None:
+        """Return a batch, so that it can be leased again at once. A `key` of None returns it whoever has it.
 
         Raises:
-            ConflictError: The batch is acknowledged.
+            ConflictError: The batch is acknowledged, or leased under another key.
         """
 
     async def group_states(self, run_id: str) -> Mapping[int, str]:

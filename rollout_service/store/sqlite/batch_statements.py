@@ -205,9 +205,10 @@ def renew_batch(
     return when(until)
 
 
-def give_back(db: sqlite3.Connection, now: float, run_id: str, batch: int) -> None:
+def give_back(db: sqlite3.Connection, now: float, run_id: str, batch: int, *, key: str | None = None) -> None:
     row = _row(db, run_id, batch)
-    if rules.check_return(str(BatchId(run_id, batch)), BatchState(row["state"])):
+    name, state = str(BatchId(run_id, batch)), BatchState(row["state"])
+    if rules.check_return(name, state, holder=row["lease_key"], key=key):
         db.execute(_SETTLE, {"batch": row["seq"], "state": BatchState.RETURNED, "now": now})
 
 

@@ -114,7 +114,7 @@ def steps() -> st.SearchStrategy[tuple[str, Step]]:
         step("lease", lease, KEYS, st.sampled_from([1.0, 30.0]), st.booleans()),
         step("renew", lambda s, n, k: s.runs.renew_batch("a", n, key=k, seconds=9), NUMBERS, KEYS),
         step("acknowledge", lambda s, n: s.runs.acknowledge("a", n), NUMBERS),
-        step("return", lambda s, n: s.runs.give_back("a", n), NUMBERS),
+        step("return", lambda s, n, k: s.runs.give_back("a", n, key=k), NUMBERS, KEYS),
         step("version", lambda s, n: s.runs.update("a", version=n), VERSIONS),
         step("state", lambda s, to: s.runs.update("a", state=to), st.sampled_from(list(RunState)[:3])),
         step("prune", lambda s, t, n: s.runs.prune("a", seconds=t, max_bytes=n), ages, limits),

@@ -286,6 +286,11 @@ async def test_a_lease_is_renewed_while_it_is_held(store, clock):
     assert (await leased_batch(store, "other")).delivery == 2
     with pytest.raises(ConflictError, match="leased by another"):
         await store.runs.renew_batch("a", 0, key="k", seconds=60)
+    with pytest.raises(ConflictError, match="leased by another"):
+        await store.runs.give_back("a", 0, key="k")
+    await store.runs.give_back("a", 0, key="other")
+    await store.runs.give_back("a", 0, key="k")
+    assert (await leased_batch(store, "other")).delivery == 3
     await store.runs.acknowledge("a", 0)
     with pytest.raises(ConflictError, match="acknowledged"):
         await store.runs.renew_batch("a", 0, key="other", seconds=60)

@@ -101,12 +101,29 @@ def test_the_blocking_client_does_the_same(url):
     with SyncRolloutClient(url) as client:
         run = client.create_run(order("blocking", source=InlineTasks(open=True)))
         run.append([problem(0), problem(1), problem(2)])
+        lost = run.lease(timeout_seconds=30, lease_seconds=0.05)
         first = run.lease(timeout_seconds=30)
+        with pytest.raises(ConflictError, match="leased by another"):
+            lost.nack()
         first.nack()
         run.append([], offset=3, close=True)
         deliveries = [(batch.batch_id, batch.batch.delivery, len(batch.groups)) for batch in run.batches()]
-        assert deliveries == [("blocking.b0", 2, 2), ("blocking.b1", 1, 1)]
+        assert deliveries == [("blocking.b0", 3, 2), ("blocking.b1", 1, 1)]
         assert run.view().state is RunState.FINISHED
+
+
+async def test_a_trainer_that_waits_in_vain_is_told_why_once(url, monkeypatch, caplog):
+    monkeypatch.setattr("rollout_client.runs.LONG_POLL_SECONDS", 0.1)
+    async with RolloutClient(url) as client:
+        run = await client.create_run(order("versionless", tasks=8, max_staleness=0))
+        await (await run.lease()).ack()
+        assert await run.lease(timeout_seconds=0.5) is None
+        await run.pause()
+        assert await run.lease(timeout_seconds=0.5) is None
+        await run.end()
+    first, second = [record.message for record in caplog.records if "versionless" in record.message]
+    assert first.startswith("run versionless has no batch yet: max_staleness: all groups that version 0 allows")
+    assert second == "run versionless has no batch yet: it is paused, and begins no groups until it is resumed"
 
 
 async def test_a_batch_is_kept_while_a_trainer_works_on_it(url, monkeypatch):

@@ -237,6 +237,9 @@ async def _rescored(results: AsyncIterator[Rescored]) -> AsyncIterator[bytes]:
     yield RescoreEnd(rescored=count, failed=failed).model_dump_json().encode() + b"\n"
 
 
+BatchKey = Annotated[str | None, Query(max_length=128, description="The key that the batch was leased with.")]
+
+
 @router.post("/runs/{run_id}/batches/{batch_id}/ack", responses=raises(NotFoundError, ConflictError))
 async def acknowledge_batch(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> BatchAnswer:
     """Acknowledge a batch: you have trained on it, and it is never delivered again.
@@ -256,7 +259,7 @@ async def renew_batch(
     seconds: Annotated[
         float, Query(gt=0, le=MAX_LEASE_SECONDS, description="Seconds from now until the lease expires.")
     ] = 600.0,
-    key: Annotated[str | None, Query(max_length=128, description="The key that the batch was leased with.")] = None,
+    key: BatchKey = None,
 ) -> BatchAnswer:
     """Extend the lease of a batch; a 409 means that it is no longer yours."""
     until = await service.delivery.renew(run_id, batch_id, key=key, seconds=seconds)
@@ -264,7 +267,10 @@ async def renew_batch(
 
 
 @router.post("/runs/{run_id}/batches/{batch_id}/nack", responses=raises(NotFoundError, ConflictError))
-async def give_back_batch(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> BatchAnswer:
-    """Return a batch without having trained on it: the next lease gets it at once. Idempotent."""
-    await service.delivery.give_back(run_id, batch_id)
+async def give_back_batch(service: ServiceDep, run_id: RunId, batch_id: BatchId, key: BatchKey = None) -> BatchAnswer:
+    """Return a batch without having trained on it: the next lease gets it at once. Idempotent.
+
+    With the `key`, a 409 means that it is no longer yours: without it, the batch is taken from whoever has it.
+    """
+    await service.delivery.give_back(run_id, batch_id, key=key)
     return BatchAnswer(batch_id=batch_id, state="returned")

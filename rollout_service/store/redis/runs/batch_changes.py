@@ -148,9 +148,10 @@ def renew(change: RunTransaction, replies: Replies, number: int, *, key: str | N
     return until
 
 
-def give_back(change: RunTransaction, replies: Replies, number: int) -> None:
+def give_back(change: RunTransaction, replies: Replies, number: int, *, key: str | None) -> None:
     batch, state = _batch(change, replies, number)
-    if rules.check_return(str(BatchId(change.keys.run_id, number)), state) and batch is not None:
+    name, holder = str(BatchId(change.keys.run_id, number)), batch.lease_key if batch else None
+    if rules.check_return(name, state, holder=holder, key=key) and batch is not None:
         batch.state, batch.lease_until = BatchState.RETURNED, 0.0
         change.put_batch(batch)
         change.batch_moved(batch, batch.state)

@@ -228,9 +228,9 @@ class RedisRuns(GroupReader):
         reads = self._batch(run_id, batch)
         await self._database.draining().change(run_id, reads, batch_changes.acknowledge, batch)
 
-    async def give_back(self, run_id: str, batch: int) -> None:
+    async def give_back(self, run_id: str, batch: int, *, key: str | None = None) -> None:
         reads = self._batch(run_id, batch)
-        await self._database.draining().change(run_id, reads, batch_changes.give_back, batch)
+        await self._database.draining().change(run_id, reads, batch_changes.give_back, batch, key=key)
 
     def _batch(self, run_id: str, number: int) -> Sequence[tuple[str, str, int]]:
         keys = self._database.keys(run_id)
