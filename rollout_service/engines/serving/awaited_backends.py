@@ -14,7 +14,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from api_schemas.inference import BackendSpec
-from rollout_service.base.errors import describe
+from rollout_service.base.errors import StoreError, describe
 from rollout_service.engines.errors import InferenceError
 
 log = structlog.get_logger(__name__)
@@ -78,6 +78,10 @@ class AwaitedBackends:
             except InferenceError as error:
                 self.reasons[backend_id] = str(error)
                 log.warning("backend does not answer yet; trying again", url=url, error=str(error), hint=error.hint)
+                await anyio.sleep(RECONNECT_SECONDS)
+            except StoreError as error:
+                self.reasons[backend_id] = str(error)
+                log.warning("backend cannot be recorded yet; trying again", url=url, error=str(error), hint=error.hint)
                 await anyio.sleep(RECONNECT_SECONDS)
             except Exception as error:
                 info = describe(error)

@@ -189,6 +189,7 @@ class PolicyServing:
             ConfigurationError: The kind of engine is a plug-in that cannot be loaded.
             InferenceError: The engine does not answer, or lacks a required feature.
             TokenError: The engine's tokenizer or chat format cannot be loaded.
+            StoreError: The engine cannot be remembered.
         """
         known = {view.backend_id for view in self._pools.views()}
         view = await self._pools.register(
@@ -202,6 +203,8 @@ class PolicyServing:
         try:
             path = spec.tokenizer or view.tokenizer_path
             renderer = await anyio.to_thread.run_sync(ChatRenderer.load, path, spec.renderer)
+            if remember:
+                await self._share(view, spec, path)
         except BaseException:
             if view.backend_id not in known:
                 with anyio.CancelScope(shield=True):
@@ -210,8 +213,6 @@ class PolicyServing:
         self._served[spec.pool] = PoolModel(renderer, view.context_length)
         self._pools.note_change()
         self._awaited.forget(view.backend_id)
-        if remember:
-            await self._share(view, spec, path)
         log.info("backend registered", backend_id=view.backend_id, model=view.model_path, pool=view.pool)
         return view
 
@@ -350,10 +351,10 @@ class PolicyServing:
             lease_until=end_of_lease(spec),
         )
         known = self._followed.get(backend_id)
-        self._followed[backend_id] = backend
         # A file is always written: the last attempt may have failed.
         if known != backend or not self._backends.is_shared or backend.lease_until is not None:
             await self._backends.put(backend)
+        self._followed[backend_id] = backend
         self._leases_changed.notify()
 
 

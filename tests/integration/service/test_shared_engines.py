@@ -24,6 +24,7 @@ from api_schemas.inference import (
     ResumeRequest,
     WeightsRequest,
 )
+from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.cluster.pool_commands import SharedCommands
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
@@ -192,6 +193,21 @@ async def test_an_engine_that_did_not_answer_a_node_is_tried_again(
             await until(lambda: set(second.serving._awaited.reasons.values()) - {"not tried yet"}, 20)
             engines[0]._routes["/model_info"] = answer
             await second.serves(1, BackendState.READY)
+
+
+async def test_an_engine_that_redis_could_not_record_serves_nowhere_until_it_is_registered_again(
+    engines: list[CountingEngine],
+) -> None:
+    spec = BackendSpec(url=HttpUrl(engines[0].url))
+    with redis_server() as redis:
+        async with member(redis.config("one"), "n1") as one, member(redis.config("one"), "n2") as other:
+            redis.do("CONFIG", "SET", "maxmemory", "1")
+            with pytest.raises(StoreError, match="maxmemory"):
+                await one.serving.register(spec)
+            assert one.serving.views() == []
+            redis.do("CONFIG", "SET", "maxmemory", "0")
+            await one.serving.register(spec)
+            await other.serves(1, BackendState.READY)
 
 
 async def test_an_engine_that_one_node_cannot_reach_stays_registered(members: list[Member]) -> None:

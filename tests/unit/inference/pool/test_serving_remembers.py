@@ -7,8 +7,11 @@ import pytest
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
+from rollout_service.base.errors import StoreError
 from rollout_service.engines.errors import UnknownBackend
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.serving import awaited_backends
+from rollout_service.engines.serving.awaited_backends import AwaitedBackends
 from rollout_service.engines.serving.policies import PolicyServing, backend_id_of_spec
 from rollout_service.store.engines_contract import SharedBackend
 from rollout_service.store.file_backends import FileBackends
@@ -59,6 +62,24 @@ async def test_an_engine_that_is_both_remembered_and_in_the_settings_is_register
         async with serving.reconnecting([spec]):
             await until(serving.views, 30)
             assert len(await backends.backends()) == 1
+
+
+async def test_an_engine_that_cannot_be_recorded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awaited_backends, "RECONNECT_SECONDS", 0)
+    spec = BackendSpec(url=HttpUrl("http://127.0.0.1:9"))
+    awaited = AwaitedBackends()
+    reasons = []
+
+    async def register() -> None:
+        reasons.append(awaited.reasons["it"])
+        if len(reasons) < 3:
+            raise StoreError("the Redis is full")
+        awaited.forget("it")
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            awaited.begin(tasks, "it", spec, register)
+    assert reasons == ["not tried yet", "the Redis is full", "the Redis is full"]
 
 
 @pytest.mark.slow
