@@ -1,7 +1,7 @@
 """The thread of a store's database, which does the jobs that wait together as one.
 
 - Jobs are done in the order of their requests.
-- Cancelling a caller does not stop its job.
+- Cancelling a caller does not stop its job. A caller that writes waits for it all the same; one that reads does not.
 - If the thread itself fails, every caller gets an error, and `failed` raises it.
 """
 
@@ -130,6 +130,8 @@ class JobThread(ABC, Generic[J]):
         if self._closed:
             raise StoreError("the store is closed", hint="The service is shutting down; try again after its restart.")
         self._jobs.put(job)
+        if not job.writes:
+            return await job.future
         try:
             return await asyncio.shield(job.future)
         except asyncio.CancelledError:

@@ -65,6 +65,14 @@ async def test_a_claim_whose_answer_was_lost_is_answered_by_the_next(own_redis):
         assert all([await store.finish(lease, "a", completed(lease)) for lease in leases])
 
 
+async def test_a_reader_that_is_cancelled_does_not_wait_for_a_silent_redis(own_redis):
+    async with redis_store(own_redis.config("outage", answer_seconds=30.0)) as store:
+        with own_redis.paused(), anyio.fail_after(10):
+            with anyio.move_on_after(0.1):
+                await store.counts()
+        assert await store.counts() == {}
+
+
 async def test_a_result_whose_answer_was_lost_counts_once(own_redis):
     async with opened(own_redis) as store:
         await store.submit(order("r0"))
