@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 import orjson
+from pydantic import ValidationError
 
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.mcp.transports import (
@@ -27,6 +28,7 @@ from rollout_service.agents.mcp.transports import (
 )
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputError, ToolResult, with_notes
 from rollout_service.base.errors import did_you_mean
+from rollout_service.base.validation import path_as_sent
 from rollout_service.tokens import tool_spec
 from sandboxes import Sandbox
 from sandboxes.task_groups import open_task_group
@@ -107,6 +109,8 @@ async def open_servers(
 
         async def begin(at: int) -> None:
             found[at] = _chosen(await connections[at].begin(), connections[at].settings)
+            for info in found[at]:
+                _check_types(info, connections[at].settings)
 
         async with open_task_group() as tasks:
             for at in range(len(connections)):
@@ -129,6 +133,27 @@ def _chosen(infos: Sequence[McpToolInfo], settings: McpSettings) -> list[McpTool
                 hint=f"It has {', '.join(known) or 'none'}.",
             )
     return [known[name] for name in settings.tools]
+
+
+def _check_types(info: McpToolInfo, settings: McpSettings) -> None:
+    """Refuse types that JSON Schema does not have: a policy would learn from them, and other engines refuse them.
+
+    The rest of a schema goes on as it is, since servers use many drafts of the language.
+    """
+    from fastapi.openapi.models import Schema  # all of FastAPI, which `env check` does not need
+
+    try:
+        Schema.model_validate(info.schema)
+    except ValidationError as error:
+        wrong = [item for item in error.errors(include_url=False) if item["type"] == "literal_error"]
+        if wrong:
+            path = ".".join(map(str, path_as_sent(wrong[-1]["loc"], info.schema, missing=False)))
+            raise McpServerError(
+                f"the schema of the tool {info.name!r} of the MCP server {settings.name!r} says {path} is "
+                f"{wrong[-1]['input']!r:.64}, which is not a type of JSON Schema",
+                hint="Mend the server, or name the tools to offer in `tools` of its `[[mcp]]`. Types are "
+                "array, boolean, integer, null, number, object and string.",
+            ) from error
 
 
 def _refuse_doubles(tools: Sequence[McpTool]) -> None:

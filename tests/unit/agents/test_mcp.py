@@ -127,6 +127,19 @@ async def test_tools_that_are_missing_or_double_are_refused(local_sandbox):
             pytest.fail("it began")
 
 
+async def test_a_type_that_json_schema_does_not_have_is_refused_unless_the_tool_is_left_out(local_sandbox):
+    schema = {"properties": {"type": {"items": [{"type": "integer"}]}, "to": {"type": ["str", "null"]}}}
+    tools = [{"name": "fly", "inputSchema": schema}, {"name": "pair", "inputSchema": {"items": [{}, {}]}}]
+    said = f"import tests.support.mcp_server as server\nserver.TOOLS = {tools}\nserver.main()"
+    bad = script(said, env={"PYTHONPATH": str(Path(SERVER).parents[2])})
+    with pytest.raises(McpServerError, match=r"'fly' .* says properties.to.type.0 is 'str', which is not") as caught:
+        async with opened(local_sandbox, bad):
+            pytest.fail("it began")
+    assert "string" in caught.value.hint
+    async with opened(local_sandbox, bad.model_copy(update={"tools": ["pair"]})) as left:
+        assert list(left) == ["bad__pair"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_server_is_reached_over_http(local_sandbox, streamed):
