@@ -80,7 +80,7 @@ def main() -> None:
     threading.settrace(counts)
     sys.settrace(counts)
     settings = load_settings(port=0, sandbox={"provider": "local"}, engine="none", state_dir=folder, log_level="error")
-    serve(settings, port_file=folder / "address")
+    serve(settings, explain=print, port_file=folder / "address")
 
 
 if __name__ == "__main__":

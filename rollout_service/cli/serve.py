@@ -81,7 +81,7 @@ def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None, *
     from rollout_service.settings import load_own_settings, load_settings
 
     load = load_own_settings if own else load_settings
-    return serve(load(config, **flags), port_file=port_file)
+    return serve(load(config, **flags), explain=common.explain, port_file=port_file)
 
 
 def settings_of(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,8 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
-from api_schemas.errors import sentences
 from rollout_service import __version__
-from rollout_service.base.errors import ConfigurationError, find_known_error
+from rollout_service.base.errors import ConfigurationError, ServiceError, find_known_error
 from rollout_service.base.shutdown import Shutdown
 from rollout_service.http.connections import ConnectionLimits, Connections, descriptor_limit
 from rollout_service.http.drain import FAILED, DrainingServer
@@ -32,6 +32,7 @@ from rollout_service.observability.telemetry.logging import configure_logging
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.server.api.app import create_app
 from rollout_service.settings import Settings
+from sandboxes.errors import SandboxError
 
 log = structlog.get_logger(__name__)
 
@@ -44,11 +45,11 @@ THREAD_SECONDS = 0.0005
 The default of 5 ms is several times as long as a turn."""
 
 
-def serve(settings: Settings, *, port_file: Path | None = None) -> int:
+def serve(settings: Settings, *, explain: Callable[[Exception], None], port_file: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT, and write the URL to `port_file` once the server listens.
 
-    Returns the exit code; after a signal, the process ends by that signal. If the service cannot start, the log says
-    why and the process ends with exit code 3.
+    Returns the exit code; after a signal, the process ends by that signal. If the service cannot start, the process
+    ends with exit code 3 after `explain` has said why; only a bug is worth the traceback in the log.
 
     Raises:
         ConfigurationError: The address cannot be bound, or the certificate cannot be used.
@@ -62,7 +63,7 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
     with _bind(settings) as listener:
         app = create_app(settings.model_copy(update={"port": listener.getsockname()[1]}), shutdown)
         config = uvicorn.Config(
-            PlainStartup(app),
+            QuietFailures(app),
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=CONNECTIONS_GRACE_SECONDS,
@@ -77,7 +78,7 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
         options = _connections(settings, app.state.metrics) | {"certificate": certificate}
         on_start = partial(_log_start, settings, address)
         server = DrainingServer(config, listener, **options, shutdown=shutdown, on_start=on_start)
-        return _run(server, shutdown)
+        return _run(server, shutdown, partial(_explain_start, app, explain))
 
 
 def load_certificate(settings: Settings) -> Certificate | None:
@@ -100,11 +101,12 @@ def _connections(settings: Settings, metrics: Metrics) -> dict[str, Any]:
     return {"connections": connections, "limits": limits, "observe": metrics.count_refused_connection}
 
 
-def _run(server: DrainingServer, shutdown: Shutdown) -> int:
+def _run(server: DrainingServer, shutdown: Shutdown, explain_start: Callable[[], None]) -> int:
     try:
         server.run()
     except SystemExit:
         if server.signal is None:  # otherwise it was stopped while it started, as it should be
+            explain_start()
             raise
     log.info("stopped", reason=shutdown.reason, seconds=round(shutdown.seconds, 2))
     if shutdown.failed:
@@ -129,26 +131,29 @@ def _log_start(settings: Settings, address: str) -> None:
     )
 
 
-class PlainStartup:
-    """Logs a failed start as one sentence; only a bug is worth a traceback."""
+class QuietFailures:
+    """Keeps uvicorn from logging tracebacks of known reasons not to start, and what the log has already."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def plain(message: Message) -> None:
-            if message["type"] == "lifespan.startup.failed" and (why := _why(self._app)):
-                message["message"] = why
-            if message["type"] == "lifespan.shutdown.failed":
-                message["message"] = ""  # the log has it already
+        async def quiet(message: Message) -> None:
+            is_known = message["type"] == "lifespan.startup.failed" and _known_failure(self._app)
+            if is_known or message["type"] == "lifespan.shutdown.failed":
+                message["message"] = ""
             await send(message)
 
-        await self._app(scope, receive, plain if scope["type"] == "lifespan" else send)
+        await self._app(scope, receive, quiet if scope["type"] == "lifespan" else send)
 
 
-def _why(app: FastAPI) -> str:
-    failure = find_known_error(app.state.failure) if app.state.failure else None
-    return sentences(str(failure), failure.hint) if failure else ""
+def _known_failure(app: FastAPI) -> ServiceError | SandboxError | None:
+    return find_known_error(app.state.failure) if app.state.failure else None
+
+
+def _explain_start(app: FastAPI, explain: Callable[[Exception], None]) -> None:
+    if failure := _known_failure(app):
+        explain(failure)
 
 
 def _settle_garbage_collector() -> None:

@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
+from api_schemas.errors import sentences
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.private_files import open_state_folder
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
@@ -90,8 +91,9 @@ async def _load_environments(settings: Settings) -> EnvironmentRegistry:
     named = {str(path) for path in settings.environments} & environments.problems.keys()
     if named:
         problems = [environments.problems[path] for path in sorted(named)]
-        hint = next((problem.hint for problem in problems if problem.hint), "")
-        raise ConfigurationError("; ".join(str(problem) for problem in problems), hint=hint)
+        if len(problems) == 1:
+            raise problems[0]
+        raise ConfigurationError("\n".join(sentences(str(problem), problem.hint) for problem in problems))
     for where, problem in environments.problems.items():
         log.error("an environment cannot be used", where=where, error=str(problem), hint=problem.hint)
     for environment in environments.list():

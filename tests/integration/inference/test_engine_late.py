@@ -159,11 +159,12 @@ async def test_a_named_environment_that_cannot_be_used_keeps_the_service_from_st
     mine.mkdir()
     (mine / "environment.toml").write_text('name = "mine"\nprompt = "{{ instance.q "\n')
     command = [*COMMAND, "serve", "--sandbox", "local", "--engine", "none", "--port", "0"]
-    command += ["--state-dir", str(tmp_path / "state"), "--environment", str(mine)]
+    command += ["--state-dir", str(tmp_path / "state"), "--environment", str(mine), "--environment", "/nowhere"]
     with anyio.fail_after(60):
         ended = await anyio.run_process(command, check=False)
     said = (ended.stdout + ended.stderr).decode()
     assert ended.returncode == 3, said
-    assert str(mine) in said
+    assert "\nerror: there is no environment at /nowhere. Name a folder " in said
+    assert f"\n{mine}/environment.toml: " in said
     assert "Traceback" not in said
     assert "startup complete" not in said

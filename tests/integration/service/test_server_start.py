@@ -94,7 +94,7 @@ def test_the_message_ends_before_the_hint_begins(tmp_path):
             first.terminate()
             first.communicate(timeout=60)
     assert second.returncode != 0
-    assert f"is in use by the process with pid {first.pid}. " in second.stderr
+    assert f"is in use by the process with pid {first.pid}\nhint: " in second.stderr
     assert "--state-dir" in second.stderr
 
 
