@@ -44,7 +44,7 @@ async def check_harness(name: str, turns: int, image: str | None) -> dict[str, A
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-harness-")))
         environment = write_environment(folder / "environment", name, turns, image)
-        engine = await stack.enter_async_context(scripted_engine(script(preset.check, turns)))
+        engine = await stack.enter_async_context(scripted_engine(script(preset.check, turns), preset.name))
         common.err().print(f"Starting a server and {preset.title}")
         flags = ["--environment", str(environment), "--backend", engine.url, "--sandbox", "apptainer"]
         client = await stack.enter_async_context(running_server(folder / "state", flags))

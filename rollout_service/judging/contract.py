@@ -66,7 +66,7 @@ class SampledText:
 
 class TextSampler(Protocol):
     def model(self, pool: str) -> str:
-        """Name the model that a pool serves now, as `path@version`.
+        """Name the model that a pool serves now, as `path@version`; its path is the one that its engine reports.
 
         Raises:
             NoBackendError: The pool has no backend.

@@ -52,7 +52,8 @@ class ScriptedEngine(TurnScheduler):
         vocab_size: as reported; ids from here on do not exist.
         routing: layers and experts per token of a simulated mixture of experts; None for a dense model.
         context_length: longer requests are a 400.
-        model_path: as reported, also for the tokenizer.
+        model_path: as reported.
+        tokenizer_path: as reported; left out, `model_path`.
         faults: one per request, in order; None stands for a good answer, which later requests get too.
         incremental: whether it was started with --incremental-streaming-output.
         update_seconds: seconds that new weights take to load.
@@ -70,6 +71,7 @@ class ScriptedEngine(TurnScheduler):
         routing: tuple[int, int] | None = None,
         context_length: int = 131_072,
         model_path: Path | str = "scripted",
+        tokenizer_path: Path | None = None,
         faults: Iterable[Fault | AfterTokens | None] = (),
         incremental: bool = False,
         update_seconds: float = 0.0,
@@ -92,6 +94,7 @@ class ScriptedEngine(TurnScheduler):
         self._routing = routing
         self._context_length = context_length
         self._model_path = str(model_path)
+        self._tokenizer_path = tokenizer_path
         self._faults: deque[Fault | AfterTokens | None] = deque(faults)
         self._is_incremental = incremental
         self._update_seconds = update_seconds
@@ -335,7 +338,7 @@ class ScriptedEngine(TurnScheduler):
         return web.Response(status=503 if self.paused or not self.healthy else 200)
 
     async def _model_info(self, _: dict[str, Any]) -> web.Response:
-        info = {"model_path": self._model_path, "tokenizer_path": self._model_path}
+        info = {"model_path": self._model_path, "tokenizer_path": str(self._tokenizer_path or self._model_path)}
         return json_answer(info | {"weight_version": self.version, "vocab_size": self._vocab_size})
 
     async def _models(self, _: dict[str, Any]) -> web.Response:

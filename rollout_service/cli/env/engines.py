@@ -77,7 +77,7 @@ class PoolModels:
                 found.append(BackendSpec(url=HttpUrl(engine.url), pool=pool))
             for pool, path in self.scripts.items():
                 turns = await anyio.to_thread.run_sync(read_turns, path)
-                scripted = await stack.enter_async_context(scripted_engine(turns))
+                scripted = await stack.enter_async_context(scripted_engine(turns, path.name))
                 found.append(BackendSpec(url=HttpUrl(scripted.url), pool=pool))
             yield found
 
@@ -190,8 +190,9 @@ def read_turns(path: Path) -> list[str]:
     return turns
 
 
-def scripted_engine(turns: list[str]) -> ScriptedEngine:
-    """Return an engine that answers with these turns in order, to be entered."""
+def scripted_engine(turns: list[str], name: str) -> ScriptedEngine:
+    """Return an engine that answers with these turns in order, to be entered; it calls its model `script NAME`."""
     folder = policy_folder(POLICY)
     vocab_size = json.loads((folder / "config.json").read_bytes())["vocab_size"]
-    return ScriptedEngine(Replies.from_texts(turns, folder), vocab_size=vocab_size, model_path=folder)
+    replies = Replies.from_texts(turns, folder)
+    return ScriptedEngine(replies, vocab_size=vocab_size, model_path=f"script {name}", tokenizer_path=folder)

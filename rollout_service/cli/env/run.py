@@ -53,8 +53,8 @@ class OwnServer:
             stack.callback(tasks.cancel_scope.cancel)
             tasks.start_soon(_print_warnings, Path(folder, "server.log"))
             backend = self.backend
-            if turns is not None:
-                backend = (await stack.enter_async_context(scripted_engine(turns))).url
+            if self.script is not None and turns is not None:
+                backend = (await stack.enter_async_context(scripted_engine(turns, self.script.name))).url
             engines = await stack.enter_async_context(self.pools.engines())
             try:
                 client = await stack.enter_async_context(running_server(Path(folder), self._flags(backend)))
@@ -115,12 +115,12 @@ async def run_one(
         data = await _pick(client, name, index) if given is None else given
         request = RolloutRequest(task=Task(environment=name, instance=data))
         rollout = await client.run(request)
-        model = (await client.backends())[0].model_path
+        tokenizer_path = (await client.backends())[0].tokenizer_path
     if as_json:
         common.print_json(rollout)
     else:
         tokenizer, scripted = (
-            load_tokenizer(model, with_template=False),
+            load_tokenizer(tokenizer_path, with_template=False),
             own.script is not None and url is None,
         )
         common.out().print(render_rollout(rollout, tokenizer, scripted=scripted))

@@ -96,9 +96,10 @@ def test_a_pool_without_a_model_is_named_with_the_options(guess):
 
 
 @pytest.mark.slow
-async def test_a_model_of_another_pool_is_served_by_an_embedded_engine(tmp_path):
-    async with PoolModels.read(["partner=calc-tuned"], None).opened(tmp_path) as models:
+async def test_a_model_of_another_pool_is_served_by_an_embedded_engine_and_a_script_says_that_it_is_one(guess):
+    async with PoolModels.read(["partner=calc-tuned"], [f"judge={guess}/judge.jsonl"]).opened(guess) as models:
         assert models.sampler.model("partner").endswith("calc-tuned@0")
+        assert models.sampler.model("judge") == "script judge.jsonl@0"
 
 
 def test_two_options_for_one_pool_are_refused():
