@@ -120,7 +120,7 @@ async def _submit(
             ProgressView(common.err(), tally).shown() as view,
         ):
             new = missing(results.done)
-            async with explain_waiting(client, view):
+            async with explain_waiting(client, view, requests.pools):
                 async for rollout in client.run_all(new, concurrency=concurrency, refused=rejected.request):
                     results.append(rollout)
                     tally.add(rollout)

@@ -44,6 +44,8 @@ class RequestFile:
     environment: str | None = None
     lines: dict[str, int] = field(default_factory=dict)
     """The line number of each id, as far as the file has been read."""
+    pools: dict[str, int] = field(default_factory=dict)
+    """The first line that is for each pool, as far as the file has been read."""
 
     def __iter__(self) -> Iterator[RolloutRequest]:
         with self.path.open("rb") as file:
@@ -71,6 +73,7 @@ class RequestFile:
             self.bad_line(number, f"line {self.lines[rollout_id]} has the same rollout_id {rollout_id}")
             return
         self.lines[rollout_id] = number
+        self.pools.setdefault(request.pool, number)
         yield request
 
     def _document(self, line: bytes) -> dict[str, Any]:

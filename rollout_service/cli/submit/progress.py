@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -101,11 +101,14 @@ AGAIN_SECONDS = 30.0
 
 
 @asynccontextmanager
-async def explain_waiting(client: RolloutClient, view: ProgressView) -> AsyncIterator[None]:
-    """During the block, say on stderr why the server takes no work, whenever it does not."""
+async def explain_waiting(client: RolloutClient, view: ProgressView, pools: Mapping[str, int]) -> AsyncIterator[None]:
+    """During the block, say on stderr why the server takes no work, whenever it does not.
+
+    `pools` has the first line for each pool; it may grow meanwhile.
+    """
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_explain, client, view)
+            tasks.start_soon(_explain, client, view, pools)
             yield
             tasks.cancel_scope.cancel()
     except ExceptionGroup as group:
@@ -114,10 +117,10 @@ async def explain_waiting(client: RolloutClient, view: ProgressView) -> AsyncIte
         raise
 
 
-async def _explain(client: RolloutClient, view: ProgressView) -> None:
+async def _explain(client: RolloutClient, view: ProgressView, pools: Mapping[str, int]) -> None:
     said, said_at = "", 0.0
     while True:
-        reason = await _reason(client)
+        reason = await _reason(client, pools)
         if reason and (reason != said or time.monotonic() - said_at >= AGAIN_SECONDS):
             view.say(f"Waiting: {reason}")
             said_at = time.monotonic()
@@ -127,13 +130,22 @@ async def _explain(client: RolloutClient, view: ProgressView) -> None:
         await anyio.sleep(CHECK_SECONDS)
 
 
-async def _reason(client: RolloutClient) -> str:
+async def _reason(client: RolloutClient, pools: Mapping[str, int]) -> str:
     """Return why the server takes no work; empty if it does or cannot be asked."""
     from rollout_client.client import ClientError, UnreachableError
 
     try:
-        return " ".join((await client.readiness()).reasons)
+        return " ".join((await client.readiness()).reasons or await _lacking(client, pools))
     except UnreachableError as error:
         return str(error)
     except ClientError:  # the requests get the same error, and report it
         return ""
+
+
+async def _lacking(client: RolloutClient, pools: Mapping[str, int]) -> list[str]:
+    served = sorted({view.pool for view in await client.backends()})
+    return [
+        f"line {line} is for the pool {pool!r}, which has no backend; the server's pools are {', '.join(served)}."
+        for pool, line in pools.items()
+        if pool not in served
+    ]

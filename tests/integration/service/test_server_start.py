@@ -1,5 +1,6 @@
 """A service starts, says what it does in its log, and is ready when it can work."""
 
+import io
 import json
 import os
 import re
@@ -14,9 +15,11 @@ import anyio
 import httpx
 import pytest
 from pydantic import HttpUrl
+from rich.console import Console
 
 from api_schemas.inference import BackendSpec
 from rollout_client.errors import NotFoundError, UnavailableError
+from rollout_service.cli.submit.progress import ProgressView, Tally, explain_waiting
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer
 from sandboxes.host.ports import free_port
@@ -198,6 +201,22 @@ async def test_an_order_for_a_pool_that_does_not_exist_is_refused_for_good(tmp_p
         with pytest.raises(NotFoundError, match="there is no pool 'polciy'; did you mean policy") as caught:
             await service.client.update_weights("/w/1", 1, pool="polciy")
         assert (caught.value.problem.code, caught.value.problem.retryable) == ("unknown_pool", False)
+
+
+async def test_submit_says_which_line_is_for_a_pool_without_a_backend(tmp_path):
+    said = io.StringIO()
+    view = ProgressView(Console(file=said, width=200), Tally(1))
+    async with (
+        scripted("a") as engine,
+        gateway_service(tmp_path, [engine]) as service,
+        explain_waiting(service.client, view, {"policy": 1, "judge": 2}),
+    ):
+        with anyio.fail_after(20):
+            while not said.getvalue():
+                await anyio.sleep(0.01)
+    assert said.getvalue() == (
+        "Waiting: line 2 is for the pool 'judge', which has no backend; the server's pools are policy.\n"
+    )
 
 
 ROOT = Path(__file__).parents[3]
