@@ -28,6 +28,7 @@ from api_schemas.runs import FileTasks
 from rollout_service.base import strict_json
 from rollout_service.base.errors import InvalidFieldError, ServiceError
 from rollout_service.environments.dataset_files import MAX_INSTANCE_BYTES, parse_instance
+from sandboxes.extras import extra_hint
 
 FIELD = "body.source"
 R = TypeVar("R")
@@ -90,7 +91,7 @@ class Parquet(Rows):
         except ImportError as error:
             raise _invalid_path(
                 f"{path} is a Parquet file, but pyarrow is not installed",
-                "Install it with the service: pip install 'rollout-service[parquet]'. Or write JSONL instead.",
+                f"{extra_hint('parquet')}. Or write JSONL instead.",
             ) from error
         self.digest = hashlib.file_digest(file, "sha256").hexdigest()
         try:

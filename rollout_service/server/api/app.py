@@ -51,6 +51,7 @@ from rollout_service.server.api.routes import (
 from rollout_service.server.dashboard import routes as dashboard
 from rollout_service.server.lifecycle import open_service
 from rollout_service.settings import Settings
+from sandboxes.extras import extra_hint
 
 MODULES = (
     health,
@@ -154,7 +155,7 @@ def _import_e2b() -> Callable[..., AbstractAsyncContextManager[None]]:
         from rollout_service.server.e2b.app import serving_e2b
     except ModuleNotFoundError as missing:
         raise ConfigurationError(
-            f"e2b.enabled is set, but {missing.name} is not installed", hint="Install rollout-service[e2b]."
+            f"e2b.enabled is set, but {missing.name} is not installed", hint=f"{extra_hint('e2b')}."
         ) from missing
     return serving_e2b
 

@@ -41,6 +41,7 @@ from rollout_service.base.errors import (
 )
 from rollout_service.server.api.middleware import PROBES
 from rollout_service.server.api.routes.support.route import add_error
+from sandboxes.extras import extra_hint
 
 ASSETS = {
     "swagger-ui-bundle.js": "text/javascript",
@@ -107,7 +108,7 @@ def _page(_: Request) -> Response:
     if find_spec("fastapi_offline") is None:
         raise NotFoundError(
             "the page needs the package fastapi-offline, which is not installed",
-            hint="Install the extra: pip install 'rollout-service[docs]'. Or read /openapi.json.",
+            hint=f"{extra_hint('docs')}. Or read /openapi.json.",
         )
     return HTMLResponse(PAGE, headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})
 

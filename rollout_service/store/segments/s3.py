@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rollout_service.base.errors import ConfigurationError
+from sandboxes.extras import extra_hint
 
 try:
     import botocore.exceptions
@@ -23,7 +24,7 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigurationError(
         f"[store] objects needs the package {error.name}, which is not installed",
-        hint="Install the extra: pip install 'rollout-service[s3]'.",
+        hint=f"{extra_hint('s3')}.",
     ) from error
 
 from rollout_service.store.segments.objects import KEYS_HINT, ObjectFiles

@@ -36,6 +36,7 @@ from sandboxes.errors import (
     SandboxError,
     SandboxStartError,
 )
+from sandboxes.extras import extra_hint
 from sandboxes.host.children import LingeringChildren
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits
 from sandboxes.providers.base import OWNER_BACKLOG, HostProvider, LaunchPlan
@@ -54,7 +55,7 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name != "e2b":
         raise
-    raise ProviderUnavailableError("the package e2b is not installed", hint="install rollout-service[e2b]") from missing
+    raise ProviderUnavailableError("the package e2b is not installed", hint=f"{extra_hint('e2b')}.") from missing
 
 OWNER_FILE = "e2b-owner"
 RELEASE_SECONDS = 5.0

@@ -156,7 +156,7 @@ async def test_without_its_package_the_page_names_the_extra(http, monkeypatch):
     async with http:
         page = await http.get("/docs")
         assert page.status_code == 404
-        assert "pip install 'rollout-service[docs]'" in page.text
+        assert "pip install 'fastapi-offline>=" in page.text
         assert (await http.get("/openapi.json")).status_code == 200
 
 

@@ -82,8 +82,8 @@ def test_a_store_in_redis_names_the_extra():
         "except ConfigurationError as error:\n"
         "    print(error, error.hint)\n"
     )
-    said = "a store in Redis needs the package redis, which is not installed Install the extra: "
-    assert run(code) == f"{said}pip install 'rollout-service[redis]'.\n"
+    said = "a store in Redis needs the package redis, which is not installed Install the extra 'redis': "
+    assert re.fullmatch(rf"{said}pip install 'redis>=[\d.]+'\.\n", run(code))
 
 
 def test_services_backups_and_jobs_without_redis_do_not_need_it():
@@ -101,5 +101,5 @@ def test_a_task_whose_answer_is_compared_mathematically_names_the_extra(monkeypa
     for environment in (Math(), Stem()):
         with pytest.raises(ConfigurationError, match="math-verify, which is not installed") as caught:
             environment.check({"question": "What is it?", "answer": "x^2"})
-        assert "rollout-service[math]" in caught.value.hint
+        assert "pip install 'math-verify[" in caught.value.hint
     Stem().check({"question": "What is it?", "answer": "A", "choices": ["red", "blue"]})

@@ -20,6 +20,7 @@ from anyio.lowlevel import RunVar
 
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.environments.builtin.math.worker import MathVerdict
+from sandboxes.extras import extra_hint
 
 CPU_SECONDS: Final = 5
 MAX_CHARS: Final = 4_096
@@ -31,7 +32,7 @@ def require_math_verify() -> None:
     if find_spec("math_verify") is None:
         raise ConfigurationError(
             "comparing answers mathematically needs the package math-verify, which is not installed",
-            hint="Install the extra: pip install 'rollout-service[math]'.",
+            hint=f"{extra_hint('math')}.",
         )
 
 

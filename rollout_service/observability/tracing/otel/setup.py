@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from api_schemas.inference import BackendView
 from rollout_service.activity import ActivityBoard
 from rollout_service.base.errors import ConfigurationError
+from sandboxes.extras import extra_hint
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +62,7 @@ async def tracing(
     except ImportError as error:
         raise ConfigurationError(
             f"OTEL_* variables ask for traces, but {error.name or 'a package'} is not installed",
-            hint="Install the extra: pip install 'rollout-service[otel]', or set OTEL_SDK_DISABLED=true.",
+            hint=f"{extra_hint('otel')}. Or set OTEL_SDK_DISABLED=true.",
         ) from error
     try:
         exporter = await anyio.to_thread.run_sync(Exporter, registry, node)
