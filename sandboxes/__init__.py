@@ -28,6 +28,7 @@ from sandboxes.contract import (
     SandboxProvider,
     SandboxSpec,
     SessionName,
+    SessionOutput,
     Snapshot,
     SweepReport,
 )
@@ -128,6 +129,7 @@ __all__ = [
     "SandboxUnsavedError",
     "SessionDiedError",
     "SessionName",
+    "SessionOutput",
     "Snapshot",
     "SweepReport",
     "WarmPoolConfig",

@@ -5,7 +5,7 @@ import time
 import anyio
 
 from sandboxes.conformance.expectations import GRACE, Check, expect, expect_cut, expect_error, interrupted
-from sandboxes.contract import Sandbox, SandboxProvider
+from sandboxes.contract import Sandbox, SandboxProvider, SessionOutput
 from sandboxes.errors import SessionDiedError
 
 
@@ -206,6 +206,26 @@ async def bash_characters(sandbox: Sandbox, _: SandboxProvider) -> None:
         expect_cut(result, limit)
 
 
+async def bash_early_output(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """What a command prints arrives while it runs, whole characters at a time, and up to the limit."""
+    bash, printed, seen = await sandbox.bash(), anyio.Event(), list[str]()
+
+    def see(output: SessionOutput) -> None:
+        seen.append(output.formats["text/plain"])
+        printed.set()
+
+    command = "printf 'a\\xe2\\x82'; until [ -e on ]; do sleep 0.01; done; printf '\\xacb'; head -c 5000 /dev/zero"
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: bash.run(command, timeout=30, output_limit=1000, on_output=see))
+        with anyio.fail_after(20):
+            await printed.wait()
+        expect(seen == ["a"], seen)
+        await sandbox.write_file("on", "")
+    expect("left out" in seen[-1] and len("".join(seen)) < 1100, seen)
+    await bash.run("printf 'a\\xe2\\x82'; sleep 0.1; printf '\\xacb'", on_output=see)
+    expect("".join(seen).endswith("a€b"), seen[-3:])
+
+
 CHECKS: tuple[Check, ...] = (
     bash_keeps_state,
     bash_exit_codes,
@@ -222,4 +242,5 @@ CHECKS: tuple[Check, ...] = (
     bash_interrupt_anywhere,
     bash_stops_loops,
     bash_characters,
+    bash_early_output,
 )

@@ -3,7 +3,7 @@
 import anyio
 
 from sandboxes.conformance.expectations import Check, expect, expect_cut, expect_error, interrupted
-from sandboxes.contract import Sandbox, SandboxProvider
+from sandboxes.contract import Sandbox, SandboxProvider, SessionOutput
 from sandboxes.errors import SessionDiedError
 
 
@@ -128,6 +128,62 @@ async def python_characters(sandbox: Sandbox, _: SandboxProvider) -> None:
         expect_cut(result, limit)
 
 
+RICH = """
+import base64, sys
+from IPython.display import display
+class Rich:
+    def _repr_html_(self): return "<b>1</b>"
+    def _repr_png_(self): return b"picture"
+    def _repr_json_(self): return {"a": [1]}
+    def __repr__(self): return "plain"
+class Large(Rich):
+    def _repr_png_(self): return b"x" * 5_000_000
+"""
+
+
+async def python_streams(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Output is passed on as it arrives: both streams apart, and values in their formats, each and all bounded."""
+    python = await sandbox.python()
+    await python.execute(RICH)
+    seen: list[SessionOutput] = []
+    code = "print('out', flush=True); print('err', file=sys.stderr, flush=True); display(Rich())"
+    done = await python.execute(f"{code}; Rich()", on_output=seen.append)
+    kinds = [(one.kind, one.formats["text/plain"]) for one in seen]
+    expect(kinds == [("stdout", "out\n"), ("stderr", "err\n"), ("display", "plain"), ("result", "plain")], seen)
+    formats = {"text/html": "<b>1</b>", "image/png": "cGljdHVyZQ==", "application/json": '{"a":[1]}'}
+    expect(all({**one.formats, **formats} == one.formats for one in seen[2:]), seen)
+    expect((done.output, done.result) == ("out\nerr\nplain\n", "plain"), done)
+    large = await python.execute("Large()", on_output=seen.append)
+    expect("image/png" not in seen[-1].formats and "left out" in seen[-1].formats["text/plain"], large)
+    del seen[:]
+    await python.execute("for _ in range(9): print('x' * 300, flush=True)", output_limit=1000, on_output=seen.append)
+    expect(sum(len(one.formats["text/plain"]) for one in seen) < 1100 and "left out" in str(seen[-1]), seen)
+    expect((await python.execute("Large()")).result == "plain", "formats came unasked")
+
+
+async def python_early_output(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """What a cell prints arrives while the cell runs."""
+    python, printed = await sandbox.python(), anyio.Event()
+    code = "import os, time\nprint(1, flush=True)\nwhile not os.path.exists('on'): time.sleep(0.01)"
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: python.execute(code, timeout=30, on_output=lambda _: printed.set()))
+        with anyio.fail_after(20):
+            await printed.wait()
+        await sandbox.write_file("on", "")
+
+
+async def python_variables(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Variables of a cell are gone after it, and those it had before are back; others that it sets stay."""
+    python = await sandbox.python()
+    await python.execute("import os\nos.environ['OLD'] = 'before'")
+    env, show = {"OLD": "now", "NEW": "x y"}, "[os.environ.get(name) for name in ('OLD', 'NEW', 'SET')]"
+    during = await python.execute(f"os.environ['SET'] = 'set'\n{show}", env=env)
+    expect(during.result == "['now', 'x y', 'set']", during)
+    await python.execute("1/0", env=env)
+    after = await python.execute(show)
+    expect(after.result == "['before', None, 'set']", after)
+
+
 CHECKS: tuple[Check, ...] = (
     python_cells,
     python_time_out,
@@ -138,4 +194,7 @@ CHECKS: tuple[Check, ...] = (
     python_interrupt,
     python_cancelled,
     python_characters,
+    python_streams,
+    python_early_output,
+    python_variables,
 )

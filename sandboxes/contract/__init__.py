@@ -17,7 +17,7 @@ from sandboxes.contract.sandbox import (
     Sandbox,
     SandboxProvider,
 )
-from sandboxes.contract.sessions import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashSession, PythonSession
+from sandboxes.contract.sessions import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashSession, OnOutput, PythonSession
 from sandboxes.contract.values import (
     DEFAULT_WORKDIR,
     LISTENER_ADDRESS,
@@ -31,6 +31,7 @@ from sandboxes.contract.values import (
     SandboxInfo,
     SandboxSpec,
     SessionName,
+    SessionOutput,
     Snapshot,
     SweepReport,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "ExecResult",
     "FileEntry",
     "Network",
+    "OnOutput",
     "Pausing",
     "PythonErrorInfo",
     "PythonResult",
@@ -59,6 +61,7 @@ __all__ = [
     "SandboxProvider",
     "SandboxSpec",
     "SessionName",
+    "SessionOutput",
     "Snapshot",
     "SweepReport",
 ]

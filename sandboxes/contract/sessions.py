@@ -4,11 +4,14 @@ Their methods raise `SandboxClosedError` once the sandbox is closed or has ended
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 
-from sandboxes.contract.values import BashResult, PythonResult
+from sandboxes.contract.values import BashResult, PythonResult, SessionOutput
 
 DEFAULT_TIMEOUT = 60.0
 DEFAULT_OUTPUT_LIMIT = 64 * 1024
+OnOutput = Callable[[SessionOutput], object]
+"""Gets output as it arrives, in order and at most `output_limit` characters; the rest of a longer one does not come."""
 
 
 class BashSession(ABC):
@@ -16,7 +19,12 @@ class BashSession(ABC):
 
     @abstractmethod
     async def run(
-        self, command: str, *, timeout: float = DEFAULT_TIMEOUT, output_limit: int = DEFAULT_OUTPUT_LIMIT
+        self,
+        command: str,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+        on_output: OnOutput | None = None,
     ) -> BashResult:
         """Run a command of any number of lines in this session's shell.
 
@@ -49,9 +57,17 @@ class PythonSession(ABC):
 
     @abstractmethod
     async def execute(
-        self, code: str, *, timeout: float = DEFAULT_TIMEOUT, output_limit: int = DEFAULT_OUTPUT_LIMIT
+        self,
+        code: str,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+        env: Mapping[str, str] | None = None,
+        on_output: OnOutput | None = None,
     ) -> PythonResult:
         """Run a cell. An exception is returned as a result with `error`; at the timeout the cell is interrupted.
+
+        `env` are variables of this cell alone. Values have other formats than plain text only with `on_output`.
 
         Raises:
             SessionDiedError: The kernel ended, now or since the last cell, or had to be ended because nothing

@@ -108,6 +108,17 @@ class BashResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionOutput:
+    """A piece of what a command or cell gives while it runs. It is as untrusted as the code."""
+
+    kind: Literal["stdout", "stderr", "display", "result"]
+    """Bash has only the first; "result" is the value of a cell's last expression."""
+
+    formats: Mapping[str, str]
+    """The same thing by MIME types. What was printed is "text/plain"; pictures are Base64, and JSON is its text."""
+
+
+@dataclass(frozen=True, slots=True)
 class PythonErrorInfo:
     """The class and text of an exception that the code raised, and the traceback without terminal colors."""
 

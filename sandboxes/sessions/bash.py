@@ -22,11 +22,12 @@ from typing import NamedTuple
 
 import anyio
 
-from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashResult, BashSession
+from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashResult, BashSession, OnOutput
 from sandboxes.errors import SandboxClosedError, SandboxUnsavedError, SessionDiedError
 from sandboxes.runtime.control import Child, ControlShell, ticks_now
 from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, OutputBuffer, Reader, count_pending, write_all
 from sandboxes.sessions.bash_state import DUMP_SECONDS, MAX_BYTES, make_dump, parse_dump
+from sandboxes.sessions.output_feed import OutputFeed
 from sandboxes.sessions.serial_session import SerialSession
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
@@ -253,7 +254,12 @@ class ShellSession(SerialSession[_Shell], BashSession):
         return parse_dump(found.output, nonce)
 
     async def run(
-        self, command: str, *, timeout: float = DEFAULT_TIMEOUT, output_limit: int = DEFAULT_OUTPUT_LIMIT
+        self,
+        command: str,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+        on_output: OnOutput | None = None,
     ) -> BashResult:
         if "\0" in command:
             raise ValueError("a command must not contain NUL characters")
@@ -264,17 +270,17 @@ class ShellSession(SerialSession[_Shell], BashSession):
                 await self.open()
                 output = OutputBuffer(output_limit)
                 try:
-                    return await self._run(command, timeout, output)
+                    return await self._run(command, timeout, output, OutputFeed(on_output, output_limit))
                 except BaseException:
                     self.discard()  # cancelled or dead: its work must not continue under the next command
                     raise
 
-    async def _run(self, command: str, timeout: float, output: OutputBuffer) -> BashResult:
+    async def _run(self, command: str, timeout: float, output: OutputBuffer, feed: OutputFeed) -> BashResult:
         if (shell := self._process) is None:
             raise SessionDiedError("the shell ended before the command ran")
         started, until = time.monotonic(), asyncio.get_running_loop().time() + timeout
         running = shell.interrupter.begin()
-        shell.reader.start(output.add)
+        shell.reader.start(feed.adder(output) if feed.is_wanted else output.add)
         try:
             code = await self._run_to_code(shell, running, command, until)
             if code is None or shell.interrupter.is_requested:

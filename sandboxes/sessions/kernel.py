@@ -10,17 +10,20 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
+import orjson
 
 from sandboxes.contract import PythonErrorInfo
 from sandboxes.errors import SandboxStartError, SessionDiedError
 from sandboxes.runtime.control import Child
 from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, OutputBuffer, Reader
 from sandboxes.sessions.kernel_wire import Wire, as_mapping, make_session
+from sandboxes.sessions.output_feed import OutputFeed
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 """In the order of our port numbers, which begin at 1."""
@@ -30,10 +33,13 @@ PROGRAM = Path(__file__).with_name("kernel_program.py")
 READY = b"ready"
 """Printed by the program once its sockets exist."""
 LOG_LIMIT = 4096
+PLAIN = "text/plain"
 POLL = 0.02
 PROBE = 0.5
 SILENCE = 4.0
 """Longest pause of output after the reply. Only code that changes how the kernel sends can lose "idle"."""
+MAX_FORMATS = 32
+"""Of one value; Jupyter knows about a dozen."""
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
@@ -58,8 +64,9 @@ class KernelPaths:
 
 
 class Cell:
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, feed: OutputFeed | None = None) -> None:
         self.output = OutputBuffer(limit)
+        self.feed = feed or OutputFeed(None, limit)
         self.result: str | None = None
         self.error: PythonErrorInfo | None = None
         self.truncated = False
@@ -74,11 +81,14 @@ class Cell:
         if kind == "execute_reply":
             self.replied.set()
         elif kind == "stream":
-            self.output.add(_encode(content.get("text")))
+            self.output.add(data := _encode(content.get("text")))
+            self.feed.add("stderr" if content.get("name") == "stderr" else "stdout", {PLAIN: data.decode()})
         elif kind == "display_data":
             self.output.add(_encode(_plain_text(content)) + b"\n")
+            self.feed.add("display", _formats(content))
         elif kind == "execute_result":
             self.result = self._cut(_plain_text(content))
+            self.feed.add("result", {**_formats(content), PLAIN: self.result})
         elif kind == "error":
             self.error = PythonErrorInfo(
                 ename=self._cut(content.get("ename")),
@@ -170,14 +180,14 @@ class Kernel:
         finally:
             wire.stop()
 
-    def send_cell(self, code: str) -> str:
-        """Return the id of the message.
+    def send_cell(self, code: str, **asked: Any) -> str:
+        """Return the id of the message; see `Wire.execute`.
 
         Raises:
             SessionDiedError: The cell cannot be sent.
         """
         try:
-            return self._require_wire().execute(code)
+            return self._require_wire().execute(code, **asked)
         except BlockingIOError as error:
             raise SessionDiedError(str(error)) from error
 
@@ -244,7 +254,22 @@ def _open_socket(path: Path) -> int | None:
 
 
 def _plain_text(content: Mapping[str, Any]) -> object:
-    return as_mapping(content.get("data")).get("text/plain")
+    return as_mapping(content.get("data")).get(PLAIN)
+
+
+def _formats(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of a value by MIME types; JSON becomes its text."""
+    found = {}
+    for name, value in islice(as_mapping(content.get("data")).items(), MAX_FORMATS):
+        text = value
+        if name.endswith("json"):
+            try:
+                text = orjson.dumps(value).decode()
+            except TypeError:  # too deep, too large a number, or not a character
+                continue
+        if isinstance(text, str):
+            found[_encode(name).decode()] = _encode(text).decode()
+    return found
 
 
 def _join_lines(lines: object) -> str:

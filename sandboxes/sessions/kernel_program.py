@@ -7,7 +7,9 @@ heartbeat thread, and waits for output that does not exist. It changes nothing t
   for its size.
 - Code that prints faster than the host reads has to wait, as at the end of a pipe. Nothing is dropped, and at a timeout
   little is left to read.
-- Values are shown as plain text only, and IPython's second copy of everything printed is not kept.
+- Values are shown as plain text only, unless a cell is sent with `rich`: then with all their formats, and those that
+  are too large are left out. IPython's second copy of everything printed is not kept.
+- A cell that is sent with `env` has these variables, which afterwards are as they were.
 - `exit()` ends its cell, as it ends a script, and not the session.
 
 To do so it replaces private parts of ipykernel, which the image brings. `require_parts` refuses a version that lacks
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import os
 import select
 import signal
@@ -33,6 +36,8 @@ from typing import Any
 
 LIMIT = 256 * 1024
 """Characters in one message, and those printed before a message goes out."""
+RICH_LIMIT = 3_500_000
+"""Bytes of a value in all its formats, as they are sent; the host takes 4 MiB for a message."""
 BACKLOG = 8
 """Messages that may wait in this process, and again in ZeroMQ, before the sender has to wait."""
 BACKLOG_PAUSE = 0.005
@@ -242,24 +247,50 @@ def take_written(stream: Any) -> bool:
 
 
 def bound_shell(shell: Any) -> None:
-    """Keep values and exceptions short and plain, and reply at once."""
-    represent, send = shell.display_formatter.format, shell.kernel.session.send
+    """Keep values and exceptions short, give a cell what it was sent with, and reply at once."""
+    kernel, formatter = shell.kernel, shell.display_formatter
+    execute, send = kernel.do_execute, kernel.session.send
 
-    def bounded_format(value: object, **wanted: Any) -> tuple[dict[str, Any], Any]:
-        data, metadata = represent(value, **wanted)
-        return {kind: cut(text) for kind, text in data.items()}, metadata
+    async def execute_as_asked(*arguments: Any, **named: Any) -> Any:
+        asked = kernel.get_parent("shell")["content"]
+        formatter.active_types = formatter.format_types if asked.get("rich") else ["text/plain"]
+        env = asked.get("env", {})
+        before = {name: os.environ.get(name) for name in env}
+        os.environ.update(env)
+        try:
+            return await execute(*arguments, **named)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
     def bounded_send(stream: Any, message: Any, content: Any = None, *arguments: Any, **named: Any) -> Any:
+        if isinstance(message, dict) and "data" in message["content"]:
+            message["content"]["data"] = bounded_formats(
+                message["content"]["data"], rich=len(formatter.active_types) > 1
+            )
         if isinstance(content, dict) and "evalue" in content:
             lines = [cut(line) for line in content.get("traceback", [])]
             content = {**content, "evalue": cut(content["evalue"]), "traceback": lines}
         return send(stream, message, content, *arguments, **named)
 
-    shell.display_formatter.active_types = ["text/plain"]
-    shell.display_formatter.format = bounded_format
-    shell.kernel.session.send = bounded_send
-    shell.kernel._execute_sleep = 0  # it serves clients that take a reply for the end of the output
+    kernel.do_execute, kernel.session.send = execute_as_asked, bounded_send
+    kernel._execute_sleep = 0  # it serves clients that take a reply for the end of the output
     shell._tee = lambda channel: nullcontext()  # noqa: ARG005  passed by name
+
+
+def bounded_formats(data: dict[str, Any], *, rich: bool) -> dict[str, Any]:
+    text = cut(data.get("text/plain", ""))
+    kept, left_out, room = {"text/plain": text} if text else {}, "", RICH_LIMIT - len(json.dumps(text, default=str))
+    for kind, value in data.items():
+        if rich and kind != "text/plain":
+            size = len(json.dumps(value, default=str))
+            if size <= room:
+                kept[kind], room = value, room - size
+            else:
+                left_out += f"\n[... {kind} of {size} bytes left out ...]"
+    return {**kept, "text/plain": f"{text}{left_out}"} if left_out else kept
 
 
 def leave_cells_only() -> None:

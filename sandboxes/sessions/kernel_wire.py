@@ -33,8 +33,8 @@ class Wire:
         self._shell = ZmtpConnection(shell, b"DEALER")
         self._connections = (self._shell, ZmtpConnection(iopub, b"SUB"))
 
-    def execute(self, code: str, *, silent: bool = False) -> str:
-        """Return the id of the message.
+    def execute(self, code: str, *, silent: bool = False, **asked: Any) -> str:
+        """Return the id of the message. `kernel_program` reads what else was `asked`.
 
         Raises:
             BlockingIOError: The kernel takes no more requests.
@@ -46,6 +46,7 @@ class Wire:
             "user_expressions": {},
             "allow_stdin": False,
             "stop_on_error": True,
+            **asked,
         }
         message = self._session.msg("execute_request")
         # ASCII can encode any Python string, including half of a surrogate pair.

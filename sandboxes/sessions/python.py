@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
 
-from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, PythonResult, PythonSession
+from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, OnOutput, PythonResult, PythonSession
 from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
 from sandboxes.limits.freezer import Freezer
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import ControlShell
 from sandboxes.sessions.kernel import PROGRAM, Cell, Kernel, KernelPaths, make_connection_info
+from sandboxes.sessions.output_feed import OutputFeed
 from sandboxes.sessions.serial_session import SerialSession
 
 PROGRAM_INSIDE = "kernel.py"
@@ -95,17 +96,23 @@ class KernelSession(SerialSession[Kernel], PythonSession):
         return f"{self._paths.files_inside}/{name}"
 
     async def execute(
-        self, code: str, *, timeout: float = DEFAULT_TIMEOUT, output_limit: int = DEFAULT_OUTPUT_LIMIT
+        self,
+        code: str,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+        env: Mapping[str, str] | None = None,
+        on_output: OnOutput | None = None,
     ) -> PythonResult:
         if timeout <= 0 or output_limit <= 0:
             raise ValueError("timeout and output_limit must be positive")
         with self._freezer:
             async with self._lock:
                 await self.open()
-                cell = Cell(output_limit)
+                cell = Cell(output_limit, OutputFeed(on_output, output_limit))
                 try:
                     self._running = self.has_run_code = True
-                    return await self._execute(code, timeout, cell)
+                    return await self._execute(code, timeout, cell, env or {})
                 except SessionDiedError as error:
                     self.discard()
                     error.output = cell.output.text()
@@ -116,11 +123,11 @@ class KernelSession(SerialSession[Kernel], PythonSession):
                 finally:
                     self._running = False
 
-    async def _execute(self, code: str, timeout: float, cell: Cell) -> PythonResult:
+    async def _execute(self, code: str, timeout: float, cell: Cell, env: Mapping[str, str]) -> PythonResult:
         if (kernel := self._process) is None:
             raise SessionDiedError("the Python kernel ended before the cell ran")
         begun = time.monotonic()
-        request = kernel.send_cell(code)
+        request = kernel.send_cell(code, rich=cell.feed.is_wanted, env=dict(env))
         with anyio.move_on_after(timeout) as scope:
             await kernel.collect(request, cell)
         if scope.cancelled_caught:

@@ -6,28 +6,30 @@ goes away interrupts only its own code. The state is kept, unless that code does
 
 from __future__ import annotations
 
-import json
+import math
+import shlex
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import anyio
-from pydantic import BaseModel, ConfigDict
+import orjson
+from anyio.streams.memory import MemoryObjectSendStream
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
-from rollout_service.base.errors import RequestError
 from rollout_service.http.requests import CLIENT_CLOSED_REQUEST
-from rollout_service.server.e2b.boxes import CURRENT_BOX, Box
+from rollout_service.server.e2b.boxes import CURRENT_BOX, Box, Text
 from sandboxes import (
-    BashResult,
     BashSession,
     LimitExceededError,
-    PythonResult,
     PythonSession,
+    SandboxError,
     SessionDiedError,
+    SessionOutput,
 )
 from sandboxes.task_groups import open_task_group
 
@@ -35,11 +37,26 @@ PORT = "49999"
 """The port of E2B's server for code; requests to its daemon name another."""
 LANGUAGES = ("python", "bash")
 """Each has a context of its name."""
-OUTPUT_BYTES = 4 * 1024 * 1024
-"""The middle of a longer output is left out."""
+OUTPUT_SIZE = 8 * 1024 * 1024
+"""Characters of a run's output and values, which wait in memory for a slow client; the rest is left out."""
+HEADERS = [(b"content-type", b"application/x-ndjson")]
+FORMATS = {
+    "text/plain": "text",
+    "text/html": "html",
+    "text/markdown": "markdown",
+    "text/latex": "latex",
+    "image/svg+xml": "svg",
+    "image/png": "png",
+    "image/jpeg": "jpeg",
+    "application/pdf": "pdf",
+    "application/json": "json",
+    "application/javascript": "javascript",
+}
+"""E2B's names of formats; others are `extra`."""
 GRACE_SECONDS = 10.0
-Events = Iterator[dict[str, Any]]
+Event = dict[str, Any]
 Session = PythonSession | BashSession
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
 
 
 class CodeRun(BaseModel):
@@ -48,7 +65,7 @@ class CodeRun(BaseModel):
     code: str
     context_id: str | None = None
     language: str | None = None
-    env_vars: dict[str, str] | None = None
+    env_vars: Annotated[dict[Variable, Text], Field(max_length=128)] | None = None
 
 
 def routes() -> list[Route]:
@@ -63,38 +80,74 @@ def routes() -> list[Route]:
 
 async def _execute(request: Request) -> Response:
     asked, box = CodeRun.model_validate_json(await request.body()), CURRENT_BOX.get()
-    if asked.env_vars:
-        raise RequestError("env_vars: code has no variables of its own here", hint="Give them to the sandbox.")
     language = asked.context_id or (asked.language or "python").lower()
-    if language not in LANGUAGES:
-        return _no_context(language)
-    async with box.code_locks[language]:
-        if await request.is_disconnected():
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        box.code_runs[language] += 1
-        events = [*await _run(box, language, asked.code, request.receive)]
-    more = [
-        {"type": "number_of_executions", "execution_count": box.code_runs[language]},
-        {"type": "end_of_execution"},
-    ]
-    return Response("".join(f"{json.dumps(event)}\n" for event in events + more), media_type="application/x-ndjson")
+    return CodeRunResponse(box, language, asked) if language in LANGUAGES else _no_context(language)
 
 
-async def _run(box: Box, language: str, code: str, receive: Receive) -> list[dict[str, Any]]:
-    session, seconds = await _session(box, language), box.most_seconds
-    events: list[dict[str, Any]] = []
-    async with open_task_group() as tasks:
-        tasks.start_soon(_interrupt_at_disconnect, receive, session, tasks.cancel_scope.cancel)
+class CodeRunResponse(Response):
+    """The events of a run, each a line of JSON, sent as they come. It begins with the first, so a start can fail."""
+
+    def __init__(self, box: Box, language: str, asked: CodeRun) -> None:
+        super().__init__()
+        self._box, self._language, self._asked, self._begun = box, language, asked, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        box, language = self._box, self._language
+        async with box.code_locks[language]:
+            if await Request(scope, receive).is_disconnected():
+                await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
+                return
+            session = await _session(box, language)
+            box.code_runs[language] += 1
+            try:
+                await self._run(session, receive, send)
+            except SandboxError as error:
+                if not self._begun:
+                    raise
+                await self._tell(send, _error_event(type(error).__name__, str(error)))
+            await self._tell(send, {"type": "number_of_executions", "execution_count": box.code_runs[language]})
+        await self._tell(send, {"type": "end_of_execution"})
+        await send({"type": "http.response.body"})
+
+    async def _run(self, session: Session, receive: Receive, send: Send) -> None:
+        sending, events = anyio.create_memory_object_stream[Event](math.inf)  # `OUTPUT_SIZE` bounds it
+        async with events, open_task_group() as tasks:
+            tasks.start_soon(_interrupt_at_disconnect, receive, session, tasks.cancel_scope.cancel)
+            tasks.start_soon(_run, session, self._asked, self._box.most_seconds, sending)
+            async for event in events:
+                await self._tell(send, event)
+            tasks.cancel_scope.cancel()
+
+    async def _tell(self, send: Send, event: Event) -> None:
+        if not self._begun:
+            self._begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.body", "body": orjson.dumps(event) + b"\n", "more_body": True})
+
+
+async def _run(session: Session, asked: CodeRun, seconds: float, events: MemoryObjectSendStream[Event]) -> None:
+    def pass_on(output: SessionOutput) -> None:
+        events.send_nowait(_event(output))
+
+    code, env = asked.code, asked.env_vars or {}
+    with events:
         try:
             if isinstance(session, PythonSession):
-                done = await session.execute(code, timeout=seconds, output_limit=OUTPUT_BYTES)
-                events = [*_of_python(done)]
+                done = await session.execute(
+                    code, timeout=seconds, output_limit=OUTPUT_SIZE, env=env, on_output=pass_on
+                )
+                if done.error is not None:
+                    found = done.error
+                    events.send_nowait(_error_event(found.ename, found.evalue, found.traceback))
             else:
-                events = [*_of_bash(await session.run(code, timeout=seconds, output_limit=OUTPUT_BYTES))]
+                if env:
+                    given = (f"{name}={shlex.quote(value)}" for name, value in env.items())
+                    code = f"{' '.join(given)} eval {shlex.quote(code)}"
+                ended = await session.run(code, timeout=seconds, output_limit=OUTPUT_SIZE, on_output=pass_on)
+                if ended.exit_code:
+                    events.send_nowait(_error_event("ExitCode", str(ended.exit_code)))
         except (SessionDiedError, LimitExceededError) as error:
-            events = [*_output(error.output), _error(type(error).__name__, str(error))]
-        tasks.cancel_scope.cancel()
-    return events
+            events.send_nowait(_error_event(type(error).__name__, str(error)))
 
 
 async def _session(box: Box, language: str) -> Session:
@@ -109,28 +162,21 @@ async def _interrupt_at_disconnect(receive: Receive, session: Session, cancel: C
     cancel()
 
 
-def _of_python(done: PythonResult) -> Events:
-    """Yield the events of a cell. As in E2B, a result that is a string has no quotes."""
-    yield from _output(done.output)
-    if done.result is not None:
-        quoted = len(done.result) > 1 and done.result[0] == done.result[-1] and done.result[0] in "'\""
-        yield {"type": "result", "text": done.result[1:-1] if quoted else done.result, "is_main_result": True}
-    if done.error is not None:
-        yield _error(done.error.ename, done.error.evalue, done.error.traceback)
+def _event(output: SessionOutput) -> Event:
+    """Return the event of a piece of output. As in E2B, a value that is a string has no quotes."""
+    text = output.formats.get("text/plain", "")
+    if output.kind in ("stdout", "stderr"):
+        return {"type": output.kind, "text": text, "timestamp": time.time_ns()}
+    event: Event = {"type": "result", "is_main_result": output.kind == "result", "extra": {}}
+    for name, value in output.formats.items():
+        fields, key = (event, FORMATS[name]) if name in FORMATS else (event["extra"], name)
+        fields[key] = orjson.Fragment(value) if name.endswith("json") else value
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        event["text"] = text[1:-1]
+    return event
 
 
-def _of_bash(done: BashResult) -> Events:
-    yield from _output(done.output)
-    if done.exit_code:
-        yield _error("ExitCode", str(done.exit_code))
-
-
-def _output(text: str) -> Events:
-    if text:
-        yield {"type": "stdout", "text": text, "timestamp": time.time_ns()}
-
-
-def _error(name: str, value: str, traceback: str = "") -> dict[str, Any]:
+def _error_event(name: str, value: str, traceback: str = "") -> Event:
     return {"type": "error", "name": name, "value": value, "traceback": traceback}
 
 

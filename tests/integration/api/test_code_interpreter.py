@@ -62,6 +62,75 @@ def test_callbacks_are_called(shared):
     assert seen == ["1\n", "ZeroDivisionError"]
 
 
+RICH = """
+from IPython.display import display
+class Rich:
+    def _repr_html_(self): return "<b>1</b>"
+    def _repr_png_(self): return b"picture"
+    def _repr_mimebundle_(self, **_): return {"application/x+json": [1], "text/latex": "$1$"}
+    def _repr_json_(self): return {"a": float("inf"), "b": {"c": []}}
+    def __repr__(self): return "'rich'"
+"""
+
+
+def test_values_and_displays_come_in_their_formats(shared):
+    seen = []
+    shared.run_code(RICH)
+    done = shared.run_code("display(Rich()); display('shown'); Rich()", on_result=seen.append)
+    assert [one.is_main_result for one in done.results] == [False, False, True]
+    assert [one.text for one in seen] == ["rich", "shown", "rich"]
+    for one in (done.results[0], done.results[2]):
+        assert (one.html, one.png, one.latex) == ("<b>1</b>", "cGljdHVyZQ==", "$1$")
+        assert (one.json, one.extra) == ({"a": "inf", "b": {"c": []}}, {"application/x+json": [1]})
+    assert done.text == "rich"
+    assert done.logs.stdout == []
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [
+        "{'application/json': 10**40}",
+        "{'application/json': __import__('functools').reduce(lambda a, _: [a], range(900), 1)}",
+        "{'image/png': 'not Base64', 'text/plain': ['no', 'text']}",
+        "{f'x/{n}': 'x' for n in range(9999)}",
+        "{'text/html': 'x' * 50_000_000}",
+    ],
+)
+def test_formats_that_nobody_expects_are_left_out(shared, formats):
+    done = shared.run_code(f"from IPython.display import display; display({formats}, raw=True); 'on'")
+    assert done.text == "on"
+    assert len(str(vars(done.results[0]))) < 1_000
+
+
+@pytest.mark.parametrize(
+    ("language", "code"),
+    [
+        ("python", "import os, time\nprint(1)\nwhile not os.path.exists('/tmp/python'): time.sleep(0.01)"),
+        ("bash", "echo 1; until [ -e /tmp/bash ]; do sleep 0.01; done"),
+    ],
+)
+def test_output_comes_while_code_runs(shared, language, code):
+    shared.run_code(code, language=language, timeout=30, on_stdout=lambda _: shared.files.write(f"/tmp/{language}", ""))
+
+
+def test_the_streams_are_apart(shared):
+    logs = shared.run_code("import sys\nprint('out')\nprint('err', file=sys.stderr)\nos.system('echo more >&2')").logs
+    assert ("".join(logs.stdout), "".join(logs.stderr)) == ("out\n", "err\nmore\n")
+
+
+def test_output_without_end_is_cut(shared):
+    logs = shared.run_code("for _ in range(100): print('x' * 200_000)").logs
+    assert len("".join(logs.stdout)) < 9_000_000
+    assert "left out" in logs.stdout[-1]
+
+
+def test_variables_of_a_run_are_its_own(shared):
+    shared.run_code("import os")
+    for language, show in (("python", "print(os.environ.get('GIVEN'))"), ("bash", "echo ${GIVEN-None}")):
+        runs = [shared.run_code(show, language=language, envs=envs) for envs in ({"GIVEN": "a 'b'"}, None)]
+        assert [run.logs.stdout for run in runs] == [["a 'b'\n"], ["x y\n"]]
+
+
 def test_an_exception_is_an_error_of_the_run(shared):
     error = shared.run_code("def f(): raise KeyError('k')\nf()").error
     assert (error.name, error.value) == ("KeyError", "'k'")
@@ -154,8 +223,8 @@ def test_what_is_not_served_is_refused(shared):
         shared.run_code("1", language="r")
     with pytest.raises(e2b.NotFoundException, match="no context or language 'other'"):
         shared.restart_code_context("other")
-    with pytest.raises(e2b.SandboxException, match="no variables of its own"):
-        shared.run_code("1", envs={"A": "b"})
+    with pytest.raises(e2b.SandboxException, match=r"env_vars\.a b"):
+        shared.run_code("1", envs={"a b": "c"})
 
 
 def test_no_code_runs_without_the_token(shared, url):

@@ -1,5 +1,6 @@
 """Interrupts are taken in order, and messages of kernels and reports are untrusted."""
 
+import functools
 import json
 import os
 import socket
@@ -14,12 +15,14 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sandboxes.contract import SessionOutput
 from sandboxes.errors import SessionDiedError
 from sandboxes.runtime.control import Child, ControlShell
 from sandboxes.runtime.pipes import Pipes
 from sandboxes.sessions.bash import REPORT, Interrupter, InterruptTiming
-from sandboxes.sessions.kernel import Cell, _open_socket, make_connection_info
+from sandboxes.sessions.kernel import MAX_FORMATS, Cell, _open_socket, make_connection_info
 from sandboxes.sessions.kernel_wire import DELIM, Wire, decode, make_session
+from sandboxes.sessions.output_feed import LEFT_OUT, OutputFeed
 from sandboxes.sessions.zmtp import GREETING, MESSAGE_LIMIT, ZmtpConnection, encode_frame
 
 SHORT = InterruptTiming(
@@ -206,10 +209,25 @@ FIELDS = st.sampled_from(["text", "data", "ename", "evalue", "traceback", "execu
     st.dictionaries(FIELDS, JSON, max_size=5),
 )
 def test_any_message_is_survived(kind, content):
-    cell = Cell(100)
+    seen: list[SessionOutput] = []
+    cell = Cell(100, OutputFeed(seen.append, 100))
     cell.add_message(kind, content)
     assert isinstance(cell.output.text(), str)
     assert cell.result is None or isinstance(cell.result, str)
+    assert all(isinstance(text, str) for one in seen for text in one.formats.values())
+
+
+def test_formats_that_cannot_be_sent_on_are_left_out():
+    seen: list[SessionOutput] = []
+    cell, deep = Cell(100, OutputFeed(seen.append, 100)), functools.reduce(lambda inner, _: [inner], range(900), 1)
+    found = {"a/json": deep, "b+json": 10**40, "c/json": "\ud800", "d/json": "text", "text/html": "\ud800", "e": [1]}
+    cell.add_message("display_data", {"data": found | {"f\ud800": "g"}})
+    assert [dict(one.formats) for one in seen] == [{"d/json": '"text"', "text/html": "?", "f?": "g"}]
+    cell.add_message("display_data", {"data": {str(number): "" for number in range(999)}})
+    assert len(seen[-1].formats) == MAX_FORMATS
+    for _ in range(2):
+        cell.add_message("execute_result", {"data": {"image/png": "x" * 100}})
+    assert [one.formats["text/plain"] for one in seen[2:]] == [LEFT_OUT]
 
 
 def test_colors_are_removed_and_long_values_cut():
