@@ -2,9 +2,16 @@
 
 import anyio
 
-from sandboxes.conformance.expectations import Check, expect, expect_cut, expect_error, interrupted
-from sandboxes.contract import Sandbox, SandboxProvider, SessionOutput
-from sandboxes.errors import SessionDiedError
+from sandboxes.conformance.expectations import (
+    Check,
+    ConformanceError,
+    expect,
+    expect_cut,
+    expect_error,
+    interrupted,
+)
+from sandboxes.contract import BashSession, PythonSession, Sandbox, SandboxProvider, SessionOutput
+from sandboxes.errors import SandboxStartError, SessionDiedError
 
 
 async def python_cells(sandbox: Sandbox, _: SandboxProvider) -> None:
@@ -184,6 +191,40 @@ async def python_variables(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect(after.result == "['before', None, 'set']", after)
 
 
+async def python_others(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Other sessions have a state and a folder of their own, and one that dies or is closed ends no other."""
+    python, shell = await sandbox.python(), await sandbox.bash()
+    await sandbox.exec(["mkdir", "one", "two"])
+    one, two = await sandbox.open_session("python", cwd="one"), await sandbox.open_session("bash", cwd="two")
+    if not (isinstance(one, PythonSession) and isinstance(two, BashSession)):
+        raise ConformanceError(f"found {one!r} and {two!r}")
+    for session, value in ((python, 1), (one, 2)):
+        await session.execute(f"import os\nx = {value}")
+    await shell.run("x=3")
+    expect((await one.execute("x, os.path.basename(os.getcwd())")).result == "(2, 'one')", "not its own")
+    expect((await two.run('echo "$x${PWD##*/}"')).output == "two\n", "not its own")
+    await expect_error(SessionDiedError, one.execute("os._exit(1)"))
+    expect((await one.execute("1 + 1")).result == "2", "the session did not go on")
+    waiting: list[Exception] = []
+
+    async def wait() -> None:
+        try:
+            await two.run("sleep 60")
+        except SessionDiedError as error:
+            waiting.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        for closed in (one, two, two):
+            await closed.close()
+    await expect_error(SessionDiedError, one.execute("1"))
+    await expect_error(SessionDiedError, two.run("true"))
+    expect(len(waiting) == 1 and sandbox.healthy, waiting)
+    expect((await python.execute("x")).result == "1" and (await shell.run("echo $x")).output == "3\n", "ended too")
+    await expect_error(SandboxStartError, sandbox.open_session("python", cwd="missing"))
+
+
 CHECKS: tuple[Check, ...] = (
     python_cells,
     python_time_out,
@@ -197,4 +238,5 @@ CHECKS: tuple[Check, ...] = (
     python_streams,
     python_early_output,
     python_variables,
+    python_others,
 )

@@ -94,7 +94,7 @@ async def saved_has_shell(sandbox: Sandbox, provider: SandboxProvider) -> None:
 
 
 async def save_refuses_the_rest(sandbox: Sandbox, provider: SandboxProvider) -> None:
-    """A sandbox with a program in the background, open files of its shell or a used Python is not saved."""
+    """A sandbox with a program in the background, open files, another session or a used Python is not saved."""
     if not await provider.saves(sandbox.spec):
         return
     bash = await sandbox.bash()
@@ -109,6 +109,9 @@ async def save_refuses_the_rest(sandbox: Sandbox, provider: SandboxProvider) -> 
         expect((await bash.run("echo on")).output == "on\n", begin)
         await bash.run(end)
     await expect_error(FileTooLargeError, _save(sandbox, limit=4096))
+    other = await sandbox.open_session("bash")
+    await expect_error(SandboxUnsavedError, _save(sandbox))
+    await other.close()
     expect(await _save(sandbox) > 0, "it could not be saved afterward")
     await (await sandbox.python()).execute("x = 1")
     await expect_error(SandboxUnsavedError, _save(sandbox))

@@ -13,6 +13,7 @@ from sandboxes.contract.values import (
     FileEntry,
     SandboxInfo,
     SandboxSpec,
+    SessionName,
     Snapshot,
     SweepReport,
 )
@@ -97,6 +98,11 @@ class Sandbox(ABC):
         return None
 
     @property
+    def running(self) -> bool:
+        """Whether the sandbox itself runs, as far as is known without asking; its sessions may have ended."""
+        return self.healthy
+
+    @property
     def healthy(self) -> bool:
         """Whether the sandbox and every open session run, as far as is known without asking; takes no time."""
         return True
@@ -137,6 +143,15 @@ class Sandbox(ABC):
             SandboxStartError: The kernel did not start, for example because the image has no ipykernel.
             SessionDiedError: An earlier kernel ended, and a new one did not start.
         """
+
+    async def open_session(self, name: SessionName, *, cwd: str | None = None) -> BashSession | PythonSession:
+        """Open another session, with a state of its own, in the working folder or another; `close` it after use.
+
+        Raises:
+            SandboxStartError: It did not start.
+            SandboxConfigError: The provider has only one session of a kind.
+        """
+        raise SandboxConfigError(f"this provider has no other session of {name} in {cwd or 'a sandbox'}")
 
     @abstractmethod
     async def exec(

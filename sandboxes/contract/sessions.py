@@ -51,6 +51,10 @@ class BashSession(ABC):
     async def restart(self) -> None:
         """End the shell and everything it started, then start a new one."""
 
+    @abstractmethod
+    async def close(self) -> None:
+        """End the session and everything it started, without waiting; it cannot be used again. Idempotent."""
+
 
 class PythonSession(ABC):
     """An IPython kernel that lives as long as its sandbox. It runs one cell at a time."""
@@ -88,3 +92,7 @@ class PythonSession(ABC):
         Raises:
             SandboxStartError: The new kernel did not start.
         """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the session and everything it started, without waiting; it cannot be used again. Idempotent."""

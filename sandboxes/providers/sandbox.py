@@ -37,6 +37,7 @@ from sandboxes.contract import (
     Sandbox,
     SandboxInfo,
     SandboxSpec,
+    SessionName,
     Snapshot,
 )
 from sandboxes.errors import (
@@ -107,27 +108,10 @@ class ControlledSandbox(Sandbox):
         self._closed = anyio.Event()
         self._freezer = Freezer(launched.monitor.group)
         self._lifetime_error: LimitExceededError | None = None
-        seen = LimitViolations(launched.monitor), LimitViolations(launched.monitor)
-        self._shell = ShellSession(
-            launched.control,
-            cwd=launched.workdir,
-            env=self._env,
-            violations=seen[0],
-            explain=partial(self._explain, seen[0]),
-            freezer=self._freezer,
-        )
+        self._shell = self._make_shell(launched.workdir)
         self._shell.state = launched.shell_state
-        self._kernel = KernelSession(
-            launched.control,
-            launched.kernel_paths,
-            python=launched.python,
-            cwd=launched.workdir,
-            env=self._env,
-            start_timeout=launched.start_timeout,
-            violations=seen[1],
-            explain=partial(self._explain, seen[1]),
-            freezer=self._freezer,
-        )
+        self._kernel = self._make_kernel(launched.workdir)
+        self._others: list[ShellSession | KernelSession] = []
         self._files = Files(self._run_script, self._stream, self._feed, self.resolve)
         self._under_way = 0
         self._at_rest = anyio.Event()
@@ -141,6 +125,35 @@ class ControlledSandbox(Sandbox):
             started_at=time.time(),
             pid=launched.resources.pid,
         )
+
+    def _make_shell(self, cwd: str) -> ShellSession:
+        seen = LimitViolations(self._launched.monitor)
+        return ShellSession(
+            self._launched.control,
+            cwd=cwd,
+            env=self._env,
+            violations=seen,
+            explain=partial(self._explain, seen),
+            freezer=self._freezer,
+        )
+
+    def _make_kernel(self, cwd: str) -> KernelSession:
+        launched, seen = self._launched, LimitViolations(self._launched.monitor)
+        return KernelSession(
+            launched.control,
+            launched.kernel_paths,
+            python=launched.python,
+            cwd=cwd,
+            env=self._env,
+            start_timeout=launched.start_timeout,
+            violations=seen,
+            explain=partial(self._explain, seen),
+            freezer=self._freezer,
+        )
+
+    @property
+    def _sessions(self) -> "list[ShellSession | KernelSession]":
+        return [self._shell, self._kernel, *self._others]
 
     @property
     def info(self) -> SandboxInfo:
@@ -163,9 +176,12 @@ class ControlledSandbox(Sandbox):
         return self._launched.listener
 
     @property
+    def running(self) -> bool:
+        return not self._closing and self._launched.control.alive
+
+    @property
     def healthy(self) -> bool:
-        running = not self._closing and self._launched.control.alive
-        return running and self._shell.healthy and self._kernel.healthy
+        return self.running and all(session.healthy for session in self._sessions)
 
     @property
     def pid(self) -> int | None:
@@ -198,6 +214,18 @@ class ControlledSandbox(Sandbox):
         with self._operation():
             await self._kernel.ensure_open()
         return self._kernel
+
+    async def open_session(self, name: SessionName, *, cwd: str | None = None) -> ShellSession | KernelSession:
+        make = self._make_shell if name == "bash" else self._make_kernel
+        session = make(self.resolve(cwd or "."))
+        self._others = [other for other in self._others if not other.is_closed] + [session]
+        try:
+            with self._operation():
+                await session.ensure_open()
+        except BaseException:
+            await session.close()
+            raise
+        return session
 
     async def exec(
         self,
@@ -262,8 +290,7 @@ class ControlledSandbox(Sandbox):
 
     async def end_processes(self) -> None:
         with self._operation():
-            self._shell.discard()
-            self._kernel.discard()
+            self._discard_sessions()
             with anyio.move_on_after(END_SECONDS):
                 await self._launched.control.end_all()
                 for pause in _pauses():
@@ -272,6 +299,10 @@ class ControlledSandbox(Sandbox):
                     await anyio.sleep(pause)
                     await self._launched.control.end_all()
         raise SandboxClosedError(f"the processes of sandbox {self.id} did not end")
+
+    def _discard_sessions(self) -> None:
+        for session in self._sessions:
+            session.discard()
 
     async def _has_processes_left(self) -> bool:
         first = await self._first_process()
@@ -341,6 +372,8 @@ class ControlledSandbox(Sandbox):
             await self._refuse_running()
             if self._kernel.has_run_code:
                 raise SandboxUnsavedError("the Python session has run code")
+            if any(session.is_open for session in self._others):
+                raise SandboxUnsavedError("it has other sessions")
             state = await self._shell.describe()
             if more := await _wait_for_own_files((await self._first_process()).pid):
                 raise SandboxUnsavedError(f"the shell has open files: descriptors {more}")
@@ -381,16 +414,15 @@ class ControlledSandbox(Sandbox):
     async def _drain(self) -> None:
         """Let calls under way notice the end, then close what they left open."""
         with anyio.move_on_after(DRAIN_SECONDS):
-            await self._shell.wait_until_idle()
-            await self._kernel.wait_until_idle()
+            for session in self._sessions:
+                await session.wait_until_idle()
             while self._under_way:
                 self._at_rest = anyio.Event()
                 await self._at_rest.wait()
-        self._shell.discard()
-        self._kernel.discard()
+        self._discard_sessions()
 
     def _refuse_if_ended(self) -> None:
-        if self._closing or not self._launched.control.alive:
+        if not self.running:
             raise self._make_ended_error()
 
     @contextmanager
@@ -439,7 +471,7 @@ class ControlledSandbox(Sandbox):
         return SandboxClosedError(f"sandbox {self.id} {how}")
 
     async def _explain(self, violations: LimitViolations, error: SessionDiedError) -> SandboxError:
-        if self._closing or not self._launched.control.alive:
+        if not self.running:
             return self._make_ended_error()
         for violation in violations.drain():
             if violation.limit in {"memory", "watches"}:

@@ -56,6 +56,7 @@ class SerialSession(ABC, Generic[P]):
         self._lock = asyncio.Lock()  # every call takes it, and anyio's costs as much as the rest of a command
         self._restarts = TokenBucket(FREE, PERIOD)
         self._process: P | None = None
+        self.is_closed = False
 
     @abstractmethod
     async def _start(self) -> None:
@@ -75,7 +76,11 @@ class SerialSession(ABC, Generic[P]):
             self.discard()
             raise await self._explain(SessionDiedError(self._death_message))
         await self._restarts.take()
-        await self._start()
+        if not self.is_closed:
+            await self._start()
+        if self.is_closed:  # also meanwhile
+            self.discard()
+            raise SessionDiedError("the session has been closed")
 
     async def ensure_open(self) -> None:
         """Start the process at the first call; a later command or cell reports its end."""
@@ -103,6 +108,10 @@ class SerialSession(ABC, Generic[P]):
             async with self._lock:
                 self.discard()
                 await self.open()
+
+    async def close(self) -> None:
+        self.is_closed = True
+        self.discard()
 
     def discard(self) -> None:
         """Kill the process and its group, without waiting. Idempotent."""

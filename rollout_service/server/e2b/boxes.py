@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
@@ -67,8 +66,8 @@ class Box:
     tasks: TaskGroup
     """Runs its commands; each ends with the sandbox."""
     commands: list[Any] = field(default_factory=list)
-    code_locks: dict[str, anyio.Lock] = field(default_factory=lambda: defaultdict(anyio.Lock))
-    code_runs: Counter[str] = field(default_factory=Counter)
+    contexts: dict[str, Any] = field(default_factory=dict)
+    creating_context: anyio.Lock = field(default_factory=anyio.Lock)
     saving: anyio.Lock = field(default_factory=anyio.Lock)
     """Held while its files are read for forks."""
     paused: bool = False
@@ -237,7 +236,7 @@ class Boxes:
     async def _keep(self, box: Box, ticket: Ticket) -> None:
         try:
             with box.scope:
-                while box.sandbox.healthy:  # noqa: ASYNC110 - nothing tells of its end
+                while box.sandbox.running:  # noqa: ASYNC110 - nothing tells of its end
                     await anyio.sleep(LOOK_SECONDS)
         finally:
             del self._boxes[box.sandbox.id]

@@ -1,15 +1,17 @@
 """Runs code for the package `e2b_code_interpreter`, like the server that E2B has in its sandboxes.
 
-A language has one context, whose state lives from run to run, and which runs one piece of code at a time. A client that
-goes away interrupts only its own code. The state is kept, unless that code does not stop.
+A context has a state, which lives from run to run, and runs one piece of code at a time. A client that goes away
+interrupts only its own code. The state is kept, unless that code does not stop.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 import shlex
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import anyio
@@ -21,8 +23,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from rollout_service.base.errors import RequestError
 from rollout_service.http.requests import CLIENT_CLOSED_REQUEST
 from rollout_service.server.e2b.boxes import CURRENT_BOX, Box, Text
+from rollout_service.server.e2b.files import absolute
 from sandboxes import (
     BashSession,
     LimitExceededError,
@@ -36,7 +40,9 @@ from sandboxes.task_groups import open_task_group
 PORT = "49999"
 """The port of E2B's server for code; requests to its daemon name another."""
 LANGUAGES = ("python", "bash")
-"""Each has a context of its name."""
+"""Each has a context of its name, whose session is the sandbox's own."""
+MAX_CONTEXTS = 10
+"""Of a sandbox, with those; a Python takes about 60 MB of its memory."""
 OUTPUT_SIZE = 8 * 1024 * 1024
 """Characters of a run's output and values, which wait in memory for a slow client; the rest is left out."""
 HEADERS = [(b"content-type", b"application/x-ndjson")]
@@ -68,44 +74,71 @@ class CodeRun(BaseModel):
     env_vars: Annotated[dict[Variable, Text], Field(max_length=128)] | None = None
 
 
+class NewContext(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    cwd: Text | None = None
+    language: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Context:
+    id: str
+    language: str
+    cwd: str
+    session: Session | None = None
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+    runs: int = 0
+
+    @property
+    def view(self) -> dict[str, str]:
+        return {"id": self.id, "language": self.language, "cwd": self.cwd}
+
+    async def open(self, box: Box) -> Session:
+        if self.session is None:
+            self.session = await (box.sandbox.python() if self.language == "python" else box.sandbox.bash())
+        return self.session
+
+
 def routes() -> list[Route]:
     return [
         Route("/execute", _execute, methods=["POST"]),
         Route("/contexts", _list),
-        Route("/contexts", _refuse_context, methods=["POST"]),
-        Route("/contexts/{id}", _refuse_context, methods=["DELETE"]),
+        Route("/contexts", _create, methods=["POST"]),
+        Route("/contexts/{id}", _remove, methods=["DELETE"]),
         Route("/contexts/{id}/restart", _restart, methods=["POST"]),
     ]
 
 
 async def _execute(request: Request) -> Response:
     asked, box = CodeRun.model_validate_json(await request.body()), CURRENT_BOX.get()
-    language = asked.context_id or (asked.language or "python").lower()
-    return CodeRunResponse(box, language, asked) if language in LANGUAGES else _no_context(language)
+    name = asked.context_id or (asked.language or "python").lower()
+    context = _contexts(box).get(name)
+    return _no_context(name) if context is None else CodeRunResponse(box, context, asked)
 
 
 class CodeRunResponse(Response):
     """The events of a run, each a line of JSON, sent as they come. It begins with the first, so a start can fail."""
 
-    def __init__(self, box: Box, language: str, asked: CodeRun) -> None:
+    def __init__(self, box: Box, context: Context, asked: CodeRun) -> None:
         super().__init__()
-        self._box, self._language, self._asked, self._begun = box, language, asked, False
+        self._box, self._context, self._asked, self._begun = box, context, asked, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        box, language = self._box, self._language
-        async with box.code_locks[language]:
+        context = self._context
+        async with context.lock:
             if await Request(scope, receive).is_disconnected():
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
                 return
-            session = await _session(box, language)
-            box.code_runs[language] += 1
+            session = await context.open(self._box)
+            context.runs += 1
             try:
                 await self._run(session, receive, send)
             except SandboxError as error:
                 if not self._begun:
                     raise
                 await self._tell(send, _error_event(type(error).__name__, str(error)))
-            await self._tell(send, {"type": "number_of_executions", "execution_count": box.code_runs[language]})
+            await self._tell(send, {"type": "number_of_executions", "execution_count": context.runs})
         await self._tell(send, {"type": "end_of_execution"})
         await send({"type": "http.response.body"})
 
@@ -150,10 +183,6 @@ async def _run(session: Session, asked: CodeRun, seconds: float, events: MemoryO
             events.send_nowait(_error_event(type(error).__name__, str(error)))
 
 
-async def _session(box: Box, language: str) -> Session:
-    return await (box.sandbox.python() if language == "python" else box.sandbox.bash())
-
-
 async def _interrupt_at_disconnect(receive: Receive, session: Session, cancel: Callable[[], None]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -181,22 +210,48 @@ def _error_event(name: str, value: str, traceback: str = "") -> Event:
 
 
 async def _list(_: Request) -> Response:
-    workdir = CURRENT_BOX.get().sandbox.workdir
-    return JSONResponse([{"id": one, "language": one, "cwd": workdir} for one in LANGUAGES])
+    return JSONResponse([context.view for context in _contexts(CURRENT_BOX.get()).values()])
 
 
-async def _restart(request: Request) -> Response:
-    language, box = request.path_params["id"], CURRENT_BOX.get()
-    if language not in LANGUAGES:
+async def _create(request: Request) -> Response:
+    asked, box = NewContext.model_validate_json(await request.body()), CURRENT_BOX.get()
+    if (language := (asked.language or "python").lower()) not in LANGUAGES:
         return _no_context(language)
-    async with box.code_locks[language]:
-        await (await _session(box, language)).restart()
+    async with box.creating_context:
+        contexts = _contexts(box)
+        if len(contexts) == MAX_CONTEXTS:
+            raise RequestError(f"a sandbox has at most {MAX_CONTEXTS} contexts", hint="Remove one that is not used.")
+        cwd = absolute(box.sandbox, asked.cwd or "")
+        session = await box.sandbox.open_session("bash" if language == "bash" else "python", cwd=cwd)
+        context = Context(secrets.token_hex(8), language, cwd, session)
+        contexts[context.id] = context
+    return JSONResponse(context.view)
+
+
+async def _remove(request: Request) -> Response:
+    context = _contexts(CURRENT_BOX.get()).get(request.path_params["id"])
+    if context is None:
+        return _no_context(request.path_params["id"])
+    if context.id in LANGUAGES:
+        raise RequestError(f"each sandbox has the context {context.id}", hint="Restart it to clear its state.")
+    del CURRENT_BOX.get().contexts[context.id]
+    await (await context.open(CURRENT_BOX.get())).close()
     return JSONResponse(None)
 
 
-async def _refuse_context(_: Request) -> Response:
-    text = f"a sandbox has one context for each language, {' and '.join(LANGUAGES)}; create another sandbox instead"
-    return PlainTextResponse(text, 501)
+async def _restart(request: Request) -> Response:
+    context = _contexts(CURRENT_BOX.get()).get(request.path_params["id"])
+    if context is None:
+        return _no_context(request.path_params["id"])
+    async with context.lock:
+        await (await context.open(CURRENT_BOX.get())).restart()
+    return JSONResponse(None)
+
+
+def _contexts(box: Box) -> dict[str, Context]:
+    for language in LANGUAGES:
+        box.contexts.setdefault(language, Context(language, language, box.sandbox.workdir))
+    return box.contexts
 
 
 def _no_context(name: str) -> Response:

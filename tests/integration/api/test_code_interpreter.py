@@ -202,7 +202,7 @@ def test_a_sandbox_that_ends_ends_its_runs(url):
                 run.result(20)
 
 
-def test_contexts_are_the_languages(shared):
+def test_each_language_has_a_context(shared):
     contexts = {one.id: one for one in shared.list_code_contexts()}
     assert {name: (one.language, one.cwd) for name, one in contexts.items()} == {
         "python": ("python", "/workspace"),
@@ -212,10 +212,46 @@ def test_contexts_are_the_languages(shared):
     assert shared.run_code("y").text == "1"
     shared.restart_code_context(contexts["python"])
     assert shared.run_code("'y' in globals()").text == "False"
-    with pytest.raises(e2b.SandboxException, match="one context for each language"):
-        shared.create_code_context()
-    with pytest.raises(e2b.SandboxException, match="one context for each language"):
+    with pytest.raises(e2b.SandboxException, match="Restart it"):
         shared.remove_code_context("python")
+
+
+def test_contexts_have_states_of_their_own_until_they_are_removed(url):
+    with Sandbox.create(**options(url)) as sandbox:
+        sandbox.files.make_dir("deep")
+        one = sandbox.create_code_context(cwd="/workspace/deep")
+        two = sandbox.create_code_context(cwd="deep", language="bash")
+        assert [(it.language, it.cwd) for it in (one, two)] == [(it, "/workspace/deep") for it in ("python", "bash")]
+        sandbox.run_code("import os; x = 0")
+        assert sandbox.run_code("import os; x = 1; os.getcwd()", context=one).text == "/workspace/deep"
+        assert sandbox.run_code("pwd; x=1", context=two).logs.stdout == ["/workspace/deep\n"]
+        assert [sandbox.run_code("x").text, sandbox.run_code("x", context=one).text] == ["0", "1"]
+        sandbox.restart_code_context(one)
+        assert sandbox.run_code("'x' in globals()", context=one).text == "False"
+        assert [it.id for it in sandbox.list_code_contexts()] == ["python", "bash", one.id, two.id]
+        with ThreadPoolExecutor(1) as threads:
+            run = threads.submit(sandbox.run_code, SLOW.replace("4", "60"), context=one)
+            while not sandbox.files.exists("/tmp/begun"):
+                assert not run.done()
+            sandbox.remove_code_context(one)
+            assert run.result(20).error.name == "SessionDiedError"
+        sandbox.remove_code_context(two.id)
+        for removed in (one, two):
+            with pytest.raises(e2b.NotFoundException, match="no context"):
+                sandbox.run_code("1", context=removed)
+        for _ in range(8):
+            sandbox.create_code_context(language="bash")
+        with pytest.raises(e2b.SandboxException, match="at most 10 contexts"):
+            sandbox.create_code_context()
+        assert sandbox.run_code("x").text == "0"
+
+
+def test_a_kernel_that_dies_between_runs_ends_no_sandbox(url):
+    with Sandbox.create(**options(url)) as sandbox:
+        pid = sandbox.run_code("import os; os.getpid()").text
+        sandbox.commands.run(f"kill -9 {pid}; while [ -e /proc/{pid} ]; do sleep 0.01; done; sleep 2")
+        assert sandbox.run_code("1").error.name == "SessionDiedError"
+        assert sandbox.run_code("1").text == "1"
 
 
 def test_what_is_not_served_is_refused(shared):
@@ -223,6 +259,8 @@ def test_what_is_not_served_is_refused(shared):
         shared.run_code("1", language="r")
     with pytest.raises(e2b.NotFoundException, match="no context or language 'other'"):
         shared.restart_code_context("other")
+    with pytest.raises(e2b.NotFoundException, match="no context or language 'r'"):
+        shared.create_code_context(language="r")
     with pytest.raises(e2b.SandboxException, match=r"env_vars\.a b"):
         shared.run_code("1", envs={"a b": "c"})
 
