@@ -144,7 +144,8 @@ class Rich:
     def _repr_json_(self): return {"a": [1]}
     def __repr__(self): return "plain"
 class Large(Rich):
-    def _repr_png_(self): return b"x" * 5_000_000
+    def __init__(self, size): self.size = size
+    def _repr_png_(self): return b"x" * self.size
 """
 
 
@@ -160,12 +161,14 @@ async def python_streams(sandbox: Sandbox, _: SandboxProvider) -> None:
     formats = {"text/html": "<b>1</b>", "image/png": "cGljdHVyZQ==", "application/json": '{"a":[1]}'}
     expect(all({**one.formats, **formats} == one.formats for one in seen[2:]), seen)
     expect((done.output, done.result) == ("out\nerr\nplain\n", "plain"), done)
-    large = await python.execute("Large()", on_output=seen.append)
-    expect("image/png" not in seen[-1].formats and "left out" in seen[-1].formats["text/plain"], large)
+    for size, fits in ((2_500_000, True), (2_700_000, False)):
+        await python.execute(f"Large({size})", output_limit=4_000_000, on_output=seen.append)
+        expect(fits == ("image/png" in seen[-1].formats), len(str(seen[-1])))
+        expect(fits != ("left out" in seen[-1].formats["text/plain"]), seen[-1].formats["text/plain"])
     del seen[:]
     await python.execute("for _ in range(9): print('x' * 300, flush=True)", output_limit=1000, on_output=seen.append)
     expect(sum(len(one.formats["text/plain"]) for one in seen) < 1100 and "left out" in str(seen[-1]), seen)
-    expect((await python.execute("Large()")).result == "plain", "formats came unasked")
+    expect((await python.execute("Large(1)")).result == "plain", "formats came unasked")
 
 
 async def python_early_output(sandbox: Sandbox, _: SandboxProvider) -> None:

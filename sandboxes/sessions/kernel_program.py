@@ -285,7 +285,7 @@ def bounded_formats(data: dict[str, Any], *, rich: bool) -> dict[str, Any]:
     kept, left_out, room = {"text/plain": text} if text else {}, "", RICH_LIMIT - len(json.dumps(text, default=str))
     for kind, value in data.items():
         if rich and kind != "text/plain":
-            size = len(json.dumps(value, default=str))
+            size = len(value) * 4 // 3 if isinstance(value, bytes) else len(json.dumps(value, default=str))
             if size <= room:
                 kept[kind], room = value, room - size
             else:

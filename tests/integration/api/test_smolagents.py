@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from smolagents import CodeAgent, Tool
+from smolagents import ActionStep, CodeAgent, Tool
 from smolagents.models import ChatMessage, MessageRole, Model
 
 from tests.support.e2b_service import e2b_service, point_programs_at
@@ -72,9 +72,16 @@ class Multiply(Tool):
 
 def test_a_code_agent_works_to_its_final_answer(url, monkeypatch):
     point_programs_at(url, monkeypatch)
-    model = Scripted("x = 6\nprint('six:', x)", "y = multiply(a=x, b=7)\ny", "y / 0", "final_answer(y)")
-    with CodeAgent(tools=[Multiply()], model=model, executor_type="e2b") as agent:
+    picture = "from PIL import Image\nImage.new('RGB', (30, 20), 'red')"
+    model = Scripted("x = 6\nprint('six:', x)", "y = multiply(a=x, b=7)\ny", "y / 0", picture, "final_answer(y)")
+    sizes: list[object] = []
+
+    def note_size(step: ActionStep, **_: Any) -> None:
+        sizes.append(getattr(step.action_output, "size", None))
+
+    with CodeAgent(tools=[Multiply()], model=model, executor_type="e2b", step_callbacks=[note_size]) as agent:
         assert agent.run("Multiply.") == 42
         told = str(model.told)
+    assert sizes == [None, None, None, (30, 20), None]
     for part in ("six: 6", "42", "ZeroDivisionError"):
         assert part in told
