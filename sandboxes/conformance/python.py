@@ -154,13 +154,13 @@ async def python_streams(sandbox: Sandbox, _: SandboxProvider) -> None:
     python = await sandbox.python()
     await python.execute(RICH)
     seen: list[SessionOutput] = []
-    code = "print('out', flush=True); print('err', file=sys.stderr, flush=True); display(Rich())"
+    code = "print('out', end='', flush=True); print('err', end='', file=sys.stderr, flush=True); display(Rich())"
     done = await python.execute(f"{code}; Rich()", on_output=seen.append)
     kinds = [(one.kind, one.formats["text/plain"]) for one in seen]
-    expect(kinds == [("stdout", "out\n"), ("stderr", "err\n"), ("display", "plain"), ("result", "plain")], seen)
+    expect(kinds == [("stdout", "out"), ("stderr", "err"), ("display", "plain"), ("result", "plain")], seen)
     formats = {"text/html": "<b>1</b>", "image/png": "cGljdHVyZQ==", "application/json": '{"a":[1]}'}
     expect(all({**one.formats, **formats} == one.formats for one in seen[2:]), seen)
-    expect((done.output, done.result) == ("out\nerr\nplain\n", "plain"), done)
+    expect((done.output, done.result) == ("outerrplain\n", "plain"), done)
     for size, fits in ((2_500_000, True), (2_700_000, False)):
         await python.execute(f"Large({size})", output_limit=4_000_000, on_output=seen.append)
         expect(fits == ("image/png" in seen[-1].formats), len(str(seen[-1])))

@@ -67,6 +67,7 @@ class Box:
     """Runs its commands; each ends with the sandbox."""
     commands: list[Any] = field(default_factory=list)
     contexts: dict[str, Any] = field(default_factory=dict)
+    watchers: dict[str, Any] = field(default_factory=dict)
     creating_context: anyio.Lock = field(default_factory=anyio.Lock)
     saving: anyio.Lock = field(default_factory=anyio.Lock)
     """Held while its files are read for forks."""

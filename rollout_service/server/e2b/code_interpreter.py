@@ -19,11 +19,11 @@ import orjson
 from anyio.streams.memory import MemoryObjectSendStream
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from rollout_service.base.errors import RequestError
+from rollout_service.base.errors import NotFoundError, RequestError
 from rollout_service.http.requests import CLIENT_CLOSED_REQUEST
 from rollout_service.server.e2b.boxes import CURRENT_BOX, Box, Text
 from rollout_service.server.e2b.files import absolute
@@ -111,10 +111,9 @@ def routes() -> list[Route]:
 
 
 async def _execute(request: Request) -> Response:
-    asked, box = CodeRun.model_validate_json(await request.body()), CURRENT_BOX.get()
-    name = asked.context_id or (asked.language or "python").lower()
-    context = _contexts(box).get(name)
-    return _no_context(name) if context is None else CodeRunResponse(box, context, asked)
+    asked = CodeRun.model_validate_json(await request.body())
+    context = _context(asked.context_id or (asked.language or "python").lower())
+    return CodeRunResponse(CURRENT_BOX.get(), context, asked)
 
 
 class CodeRunResponse(Response):
@@ -210,49 +209,48 @@ def _error_event(name: str, value: str, traceback: str = "") -> Event:
 
 
 async def _list(_: Request) -> Response:
-    return JSONResponse([context.view for context in _contexts(CURRENT_BOX.get()).values()])
+    return JSONResponse([context.view for context in _contexts().values()])
 
 
 async def _create(request: Request) -> Response:
     asked, box = NewContext.model_validate_json(await request.body()), CURRENT_BOX.get()
-    if (language := (asked.language or "python").lower()) not in LANGUAGES:
-        return _no_context(language)
+    language = _context((asked.language or "python").lower()).language
+    cwd = absolute(box.sandbox, asked.cwd or "")
     async with box.creating_context:
-        contexts = _contexts(box)
-        if len(contexts) == MAX_CONTEXTS:
+        if len(box.contexts) == MAX_CONTEXTS:
             raise RequestError(f"a sandbox has at most {MAX_CONTEXTS} contexts", hint="Remove one that is not used.")
-        cwd = absolute(box.sandbox, asked.cwd or "")
         session = await box.sandbox.open_session("bash" if language == "bash" else "python", cwd=cwd)
         context = Context(secrets.token_hex(8), language, cwd, session)
-        contexts[context.id] = context
+        box.contexts[context.id] = context
     return JSONResponse(context.view)
 
 
 async def _remove(request: Request) -> Response:
-    context = _contexts(CURRENT_BOX.get()).get(request.path_params["id"])
-    if context is None:
-        return _no_context(request.path_params["id"])
+    context, box = _context(request.path_params["id"]), CURRENT_BOX.get()
     if context.id in LANGUAGES:
         raise RequestError(f"each sandbox has the context {context.id}", hint="Restart it to clear its state.")
-    del CURRENT_BOX.get().contexts[context.id]
-    await (await context.open(CURRENT_BOX.get())).close()
+    del box.contexts[context.id]
+    await (await context.open(box)).close()
     return JSONResponse(None)
 
 
 async def _restart(request: Request) -> Response:
-    context = _contexts(CURRENT_BOX.get()).get(request.path_params["id"])
-    if context is None:
-        return _no_context(request.path_params["id"])
+    context = _context(request.path_params["id"])
     async with context.lock:
         await (await context.open(CURRENT_BOX.get())).restart()
     return JSONResponse(None)
 
 
-def _contexts(box: Box) -> dict[str, Context]:
+def _contexts() -> dict[str, Context]:
+    box = CURRENT_BOX.get()
     for language in LANGUAGES:
         box.contexts.setdefault(language, Context(language, language, box.sandbox.workdir))
     return box.contexts
 
 
-def _no_context(name: str) -> Response:
-    return PlainTextResponse(f"there is no context or language {name[:64]!r}; there are {', '.join(LANGUAGES)}", 404)
+def _context(name: str) -> Context:
+    if (found := _contexts().get(name)) is None:
+        raise NotFoundError(
+            f"there is no context or language {name[:64]!r}", hint=f"Languages are {' and '.join(LANGUAGES)}."
+        )
+    return found

@@ -4,13 +4,14 @@ import io
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 
 import anyio
 import e2b
 import httpx
 import pytest
-from e2b import AsyncSandbox, Sandbox, SandboxQuery, SandboxState
+from e2b import AsyncSandbox, FilesystemEvent, Sandbox, SandboxQuery, SandboxState
 
 from tests.support.e2b_service import e2b_service, options, point_programs_at
 from tests.support.processes.service import eventually
@@ -117,7 +118,8 @@ def test_what_is_not_allowed_is_refused(shared):
         (lambda: shared.pause(mode="filesystem"), "keeps its processes"),
         (shared.create_snapshot, "'snapshots' of sandboxes is not"),
         (shared.get_metrics, "'metrics' of sandboxes is not"),
-        (lambda: shared.files.watch_dir("."), "not watched"),
+        (lambda: shared.files.watch_dir("/usr", recursive=True), "too many files"),
+        (lambda: shared.files.watch_dir("/etc/passwd"), "not a folder"),
         (lambda: shared.pty.create(e2b.PtySize(rows=0, cols=80)), "1 to 1000 rows"),
         (lambda: shared.pty.create(e2b.PtySize(rows=24, cols=10**6)), "1 to 1000 rows"),
         (lambda: shared.commands.run("true", user="somebody"), "one user"),
@@ -127,6 +129,55 @@ def test_what_is_not_allowed_is_refused(shared):
         with pytest.raises(e2b.SandboxException, match=why):
             call()
     assert [info.sandbox_id for info in Sandbox.list().next_items()] == [shared.sandbox_id]
+
+
+def test_changes_in_a_watched_folder_are_told(shared):
+    files = shared.files
+    for name in ("seen/kept", "seen/gone", "seen/deep/er"):
+        files.write(name, "before")
+    flat, deep = files.watch_dir("seen"), files.watch_dir("seen", recursive=True, include_entry=True)
+    assert flat.get_new_events() == []
+    files.write("seen/kept", "afterward")
+    files.write("seen/new", "1")
+    files.write("seen/deep/er", "afterward")
+    files.remove("seen/gone")
+    shared.commands.run("chmod 700 seen/deep")
+    told = [(one.name, one.type.value) for one in flat.get_new_events()]
+    assert told == [("deep", "chmod"), ("gone", "remove"), ("kept", "write"), ("new", "create")]
+    events = deep.get_new_events()
+    assert [one.name for one in events] == ["deep", "deep/er", "gone", "kept", "new"]
+    assert [one.entry and one.entry.path for one in events][1:3] == ["/workspace/seen/deep/er", None]
+    assert [flat.get_new_events(), deep.get_new_events()] == [[], []]
+    watchers = [files.watch_dir("seen") for _ in range(14)]
+    with pytest.raises(e2b.SandboxException, match="16 folders"):
+        files.watch_dir("seen")
+    for watcher in (flat, deep, *watchers):
+        watcher.stop()
+    files.remove("seen")
+    with pytest.raises(e2b.NotFoundException):
+        files.watch_dir("seen")
+
+
+async def test_changes_are_told_as_they_happen(url):
+    async with await AsyncSandbox.create("base") as sandbox:
+        told, seen = list[str](), anyio.Event()
+
+        def note(event: FilesystemEvent) -> None:
+            told.append(event.name)
+            seen.set()
+
+        handle = await sandbox.files.watch_dir(".", on_event=note)
+        await sandbox.files.write("new", "")
+        with anyio.fail_after(20):
+            await seen.wait()
+        await handle.stop()
+        assert told == ["new"]
+        opened = 0
+        with anyio.fail_after(30):  # one that nobody listens to leaves its place, of which there are 16
+            while opened < 20:
+                with suppress(e2b.SandboxException):
+                    await (await sandbox.files.watch_dir(".", on_event=note)).stop()
+                    opened += 1
 
 
 def test_a_paused_sandbox_stands_still_and_goes_on_where_it_was(url):
