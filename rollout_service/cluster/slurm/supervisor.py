@@ -79,6 +79,9 @@ LOOK_SECONDS = 0.5
 FAILURES_SECONDS = 2.0
 REQUEUE_SECONDS = 60.0
 """How long Slurm may take to end a job that it has put back into the queue."""
+REQUEUE_TRIES = 12
+"""A controller that starts again is away for up to a minute."""
+ASK_AGAIN_SECONDS = 5.0
 DRAIN_MARGIN_SECONDS = 30.0
 
 
@@ -240,11 +243,18 @@ class Supervisor:
     async def _requeue(self) -> None:
         """Put the job back into the queue, unless it was cancelled, and wait until Slurm ends this step."""
         job = os.environ.get("SLURM_HET_JOB_ID_0") or os.environ["SLURM_JOB_ID"]
-        state = await commands.job_state(job)
-        if state.state not in ("RUNNING", "PREEMPTED", "SUSPENDED"):
-            return
-        log.info("the job goes back into the queue", job=job, node=node_name())
-        await commands.requeue(job)
+        for tries_left in reversed(range(REQUEUE_TRIES)):
+            try:
+                if (await commands.job_state(job)).state not in ("RUNNING", "PREEMPTED", "SUSPENDED"):
+                    return
+                log.info("the job goes back into the queue", job=job, node=node_name())
+                await commands.requeue(job)
+                break
+            except ConfigurationError as error:
+                if not tries_left:
+                    raise
+                log.warning("slurm does not take the job back yet; it is asked again", job=job, error=str(error))
+                await anyio.sleep(ASK_AGAIN_SECONDS)
         await anyio.sleep(REQUEUE_SECONDS)
 
 

@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from rollout_service.base.errors import ConfigurationError
-from rollout_service.cluster.slurm import commands
+from rollout_service.cluster.slurm import commands, supervisor
 from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, EndRequests, KeptProcess
 from rollout_service.cluster.slurm.commands import PartitionNode, QueuedJob, _partition_node
 from rollout_service.cluster.slurm.folder import JobFolder, Published, Submitted
@@ -119,6 +119,23 @@ async def test_the_tasks_of_a_script_are_read_from_the_queue(monkeypatch):
         QueuedJob("18_1", 1, "COMPLETING"),
         QueuedJob("19_1", 1, "RUNNING", None),
     ]
+
+
+async def test_a_controller_that_does_not_answer_is_asked_again_to_requeue_the_job(tmp_path, monkeypatch):
+    asked = []
+
+    async def run(command: Sequence[str]) -> str:
+        asked.append(command[1])
+        if len(asked) in (1, 3):
+            raise ConfigurationError("Unable to contact slurm controller")
+        return "JobId=7 JobState=RUNNING Reason=None"
+
+    monkeypatch.setattr(commands, "run", run)
+    monkeypatch.setattr(supervisor, "REQUEUE_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    await supervisor.Supervisor(JobFolder(tmp_path), JobSpec(name="job"))._requeue()
+    assert asked == ["--oneliner", "--oneliner", "requeue", "--oneliner", "requeue"]
 
 
 def test_more_nodes_are_like_the_first_without_its_engines_gpus_and_options(tmp_path):
