@@ -66,12 +66,20 @@ class Registrar:
         async with RolloutClient(url, self.folder.key, patience_seconds=0) as client:
             there = {backend.url.rstrip("/"): backend.backend_id for backend in await client.backends()}
             for engine in sorted(wanted - set(there)):
-                await client.add_backend(BackendSpec.model_validate({"url": engine}))
-                log.info("engine added", url=engine)
+                await self._add(client, engine)
             for engine in sorted((self.ours & set(there)) - wanted):
                 await client.remove_backend(there[engine])
                 log.info("engine removed", url=engine)
             self.ours = (self.ours & set(there)) | wanted
+
+    async def _add(self, client: RolloutClient, engine: str) -> None:
+        """Add an engine; one that is refused, as after the loss of its node, keeps no other from being added."""
+        try:
+            await client.add_backend(BackendSpec.model_validate({"url": engine}))
+        except ClientError as error:
+            log.debug("an engine is not registered yet", url=engine, reason=str(error))
+        else:
+            log.info("engine added", url=engine)
 
 
 ENGINES, NODE = "engines", "node-"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from aiohttp import web
 
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.cluster.slurm import commands, supervisor
@@ -24,6 +25,7 @@ from rollout_service.cluster.slurm.relay import relay
 from rollout_service.cluster.slurm.scaler import spec_of_more
 from rollout_service.cluster.slurm.spec import JobSpec, Resources, minutes_of, render
 from sandboxes.host.ports import free_port
+from tests.support.engines.pools import answering
 from tests.support.waiting import until
 
 EXAMPLES = Path(__file__).parents[3] / "deploy/slurm"
@@ -353,3 +355,22 @@ def test_a_folder_is_private_and_keeps_its_key(tmp_path):
     folder.create()
     assert folder.key == key
     assert folder.path.stat().st_mode & 0o077 == folder.key_file.stat().st_mode & 0o077 == 0
+
+
+async def test_an_engine_that_the_service_refuses_keeps_no_other_from_it(tmp_path):
+    asked = []
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.method == "GET":
+            return web.json_response([])
+        asked.append((await request.json())["url"].rstrip("/"))
+        return web.json_response({"status": 502, "code": "backend_unreachable", "title": "gone"}, status=502)
+
+    folder = JobFolder(tmp_path)
+    folder.create()
+    urls = [f"http://n{number}:30000" for number in (1, 2)]
+    for number, url in enumerate(urls):
+        folder.publish("engines", Published(name=str(number), url=url))
+    async with answering(answer) as server:
+        await supervisor.Registrar(folder)._register(server.url)
+    assert asked == urls
