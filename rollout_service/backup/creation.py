@@ -2,7 +2,7 @@
 
 The backup has everything as it was at one moment, of all its state folders and of the stores that the services share;
 it is complete, or it has no manifest. Nothing of the services is changed, and none of them waits for longer than a
-moment.
+moment, unless its database has no log that readers can use meanwhile (`[store] disk = "network"`).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ LOCK_SECONDS = 60.0
 
 
 class PinnedDatabases:
-    """Databases as they all were at one moment, however long their copies take; the services go on meanwhile."""
+    """Databases as they all were at one moment, however long their copies take; those with a log go on meanwhile."""
 
     def __init__(self, readers: dict[Path, sqlite3.Connection]) -> None:
         self._readers = readers
