@@ -73,6 +73,18 @@ async def test_a_reader_that_is_cancelled_does_not_wait_for_a_silent_redis(own_r
         assert await store.counts() == {}
 
 
+async def test_what_a_lost_claim_took_is_queued_again_if_the_next_wants_less(own_redis):
+    async with opened(own_redis) as store:
+        for number in range(3):
+            await store.submit(order(f"r{number}"))
+        with own_redis.paused(), pytest.raises(StoreError):
+            await claim(store, limit=3)
+        [lease] = await claim(store, limit=1)
+        assert list(await store.held("a")) == [lease.rollout_id]
+        others = await claim(store)
+        assert sorted(one.rollout_id for one in (lease, *others)) == ["r0", "r1", "r2"]
+
+
 async def test_a_result_whose_answer_was_lost_counts_once(own_redis):
     async with opened(own_redis) as store:
         await store.submit(order("r0"))

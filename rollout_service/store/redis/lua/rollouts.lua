@@ -281,7 +281,7 @@ end
 
 -- Add the ready rollouts of one queue to `found`, up to the limit.
 local function find_ready(call, queue, limit, found)
-    local ids = redis.call('ZRANGE', call:key('ready:' .. queue), 0, limit - 1, 'WITHSCORES')
+    local ids = limit > 0 and redis.call('ZRANGE', call:key('ready:' .. queue), 0, limit - 1, 'WITHSCORES') or {}
     for index = 1, #ids, 2 do
         table.insert(found, {id = ids[index], number = tonumber(ids[index + 1])})
     end
@@ -371,10 +371,16 @@ common.register('rollouts_claim', function(call, owner, wanted, seconds, pools, 
     local filter, class = idle.filter(pools, waits)
     local number, found, ended = owner_number(call, owner), {}, {}
     local rows, tokens = claimed_before(call, owner, number, session, since)
+    while #rows > tonumber(wanted) do  -- there is less room than there was
+        local id = table.remove(rows)[1]
+        tokens[id] = nil
+        drop_lease(call, id)
+        requeue(call, id)
+    end
     if cluster.is_draining(call, owner) then
         return {'', idle.latest(call), rows}
     end
-    local limit = math.max(0, tonumber(wanted) - #rows)
+    local limit = tonumber(wanted) - #rows
     start_delayed(call)
     local due = find_expired(call, number, filter, found, ended)
     for _, id in ipairs(ended) do
