@@ -104,6 +104,7 @@ class RedisRollouts(BaseStore):
                 number,
                 since,
             )
+            leases = [lease for lease in [await self._lease(row, owner) for row in rows] if lease is not None]
         except StoreError:
             self._lost_since.setdefault(owner, number)
             self._signals.work.forget()
@@ -112,7 +113,6 @@ class RedisRollouts(BaseStore):
             self._lost_since.pop(owner, None)
         self._signals.work.looked(wake)
         self._signals.claimed(due_in=float(due) if due else math.inf, lease_seconds=lease_seconds)
-        leases = [lease for lease in [await self._lease(row, owner) for row in rows] if lease is not None]
         if len(rows) >= limit or len(leases) < len(rows):
             self._signals.work.forget()  # there may be more
         return leases

@@ -205,6 +205,25 @@ async def test_claims_whose_answers_were_lost_are_found_again():
             assert all([await store.finish(lease, "a", completed(lease)) for lease in leases])
 
 
+async def test_a_lease_is_not_lost_with_a_damaged_record_that_cannot_be_settled(shared_redis, monkeypatch):
+    async with redis_store(shared_redis.config()) as store:
+        for name in ("r0", "r1"):
+            await store.submit(order(name))
+        shared_redis.do("SET", store.connection.key("q:r0"), "{")
+        call, failures = store.connection.call, ["Redis is full"]
+
+        async def fail_once(function, *arguments):
+            if function == "rollouts_finish" and failures:
+                raise StoreError(failures.pop())
+            return await call(function, *arguments)
+
+        monkeypatch.setattr(store.connection, "call", fail_once)
+        with pytest.raises(StoreError):
+            await store.claim("a", limit=2, lease_seconds=1_000)
+        assert [lease.rollout_id for lease in await store.claim("a", limit=2, lease_seconds=1_000)] == ["r1"]
+        assert await store.counts() == {RolloutState.FAILED: 1, RolloutState.QUEUED: 1}
+
+
 @pytest.mark.parametrize("hours", [-30, 30])
 async def test_the_clocks_of_the_nodes_do_not_matter(shared_redis, monkeypatch, hours):
     config, real = shared_redis.config(), time.time
