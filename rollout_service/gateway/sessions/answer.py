@@ -53,6 +53,8 @@ class LiveAnswer:
         self._retry_seconds = retry_seconds
         self._waiting = 0
         """Requests that wait for its first event."""
+        self._repeats = 0
+        """Equal requests that wait for its client to go away."""
         self._readers = 0
         self._left_at = inf
         self._sampled = SampledSoFar()
@@ -60,6 +62,11 @@ class LiveAnswer:
     @property
     def is_read(self) -> bool:
         return self._readers > 0
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether its clients have gone away; they wait for it before they read it."""
+        return not (self.is_read or self._waiting) and self._left_at < inf
 
     @property
     def is_forgotten(self) -> bool:
@@ -114,13 +121,6 @@ class LiveAnswer:
         while not self.is_read:
             await self._changed.wait()
 
-    async def until_left(self, seconds: float) -> bool:
-        """Wait up to this long; return whether there is no reader."""
-        with anyio.move_on_after(seconds):
-            while self.is_read:
-                await self._changed.wait()
-        return not self.is_read
-
     # -- for readers -----------------------------------------------------------
 
     def deliver(self) -> None:
@@ -147,15 +147,39 @@ class LiveAnswer:
         finally:
             self._waiting -= 1
             if not (has_begun or self._waiting):
-                self._give_up()
+                self._leave()
 
-    def _give_up(self) -> None:
-        """Note that nobody waits for the first event; if it has come meanwhile, a repeated request may."""
-        if self.events:
+    async def begun_again(self, seconds: float) -> bool:
+        """Wait up to this long for its client to go away, and then as `begun` does; return False if it is not to be
+        had: its client stays, has got all of it, or went away too long ago.
+
+        Raises:
+            ServiceError: There will be no event.
+        """
+        self._repeats += 1
+        try:
+            with anyio.move_on_after(seconds):
+                while not self._is_left:
+                    await self._changed.wait()
+            if not self._is_left or self.delivered or self.is_forgotten:
+                return False
+            await self.begun()
+        finally:
+            self._repeats -= 1
+            if self._is_left and not self.events:
+                self._leave()
+        return True
+
+    def _leave(self) -> None:
+        """Note that the last request which waited for an event has gone."""
+        if self.events:  # one has come meanwhile
             with self.reading():
                 return
-        self._left_at = -inf
-        self.scope.cancel()
+        self._left_at = anyio.current_time()
+        self._changed.notify()
+        if not self._repeats:
+            self._left_at = -inf
+            self.scope.cancel()
 
     async def after(self, seen: int, seconds: float) -> list[AnswerEvent]:
         """Return the events behind the first `seen`; none if none came in time, or `error` says why."""

@@ -169,10 +169,7 @@ class GatewaySession(UndrivenPolicy):
             if answer.delivered or answer.is_forgotten:
                 del self._answers[fingerprint]
         known = self._answers.get(call.fingerprint)
-        if known is None or not await known.until_left(RETRY_GRACE_SECONDS) or known.delivered:
-            return None
-        await known.begun()
-        return known
+        return known if known is not None and await known.begun_again(RETRY_GRACE_SECONDS) else None
 
     # -- sampling --------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import pytest
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.server.app import INLINE_BYTES
+from rollout_service.gateway.sessions import session
 from rollout_service.http.requests import BodiesInFlight
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.asgi import COUNTS, PATHS, GatewayBench, gateway_bench
@@ -66,7 +67,8 @@ async def until_idle(b: GatewayBench) -> None:
             await anyio.wait_all_tasks_blocked()
 
 
-async def test_a_call_that_two_clients_wait_for_outlives_one_of_them(renderer):
+async def test_a_call_that_two_clients_wait_for_outlives_one_of_them(renderer, monkeypatch):
+    monkeypatch.setattr(session, "RETRY_GRACE_SECONDS", 10.0)
     async with gateway_bench(renderer) as b:
         capture = b.session._capture = SlowCapture(renderer)
         left = anyio.Event()

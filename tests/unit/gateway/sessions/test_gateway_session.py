@@ -203,6 +203,20 @@ async def test_equal_requests_of_two_programs_get_an_answer_each():
         assert sorted(b.capture.recorded) == [("one", True), ("two", True)]
 
 
+async def test_equal_requests_that_come_at_once_get_an_answer_each():
+    answers = []
+
+    async def ask(b: Bench) -> None:
+        answers.append(await read(await b.session.answer(call("hi"))))
+
+    async with bench() as b, anyio.create_task_group() as tasks:
+        for _ in range(2):
+            tasks.start_soon(ask, b)
+        for number, text in enumerate(("one", "two")):
+            (await b.pool.call(number)).finish(text)
+    assert sorted(answers) == ["one", "two"]
+
+
 async def test_a_request_that_was_answered_to_its_end_is_sampled_again():
     async with bench() as b:
         for number, text in enumerate(["one", "two"]):
