@@ -149,6 +149,8 @@ class ParallelCalls:
             episode.tool_seconds += time.perf_counter() - started
         rest = [index for index in range(len(calls)) if index not in texts]
         answers = await self._direct.run(episode, [calls[index] for index in rest])
+        if rest and not answers:  # a tool has ended the agent
+            return []
         texts |= {index: message.content for index, message in zip(rest, answers, strict=True)}
         return [message_of(call, texts[index]) for index, call in enumerate(calls)]
 
@@ -222,7 +224,10 @@ class ParallelCalls:
 
         async def other(index: int, clock: WaitingClock) -> None:
             with clock.working(), in_lane(calls[index].id):
-                texts[index] = (await self._direct.run_one(calls[index], context)).text
+                result = await self._direct.run_one(calls[index], context)
+            texts[index] = result.text
+            if result.failed:
+                episode.tool_error_turns.add(episode.policy.usage.turns - 1)
 
         for number, wave in sorted(waves.items()):
             allowance = None if self._allowance is None else max(0, self._allowance - self._used(episode))

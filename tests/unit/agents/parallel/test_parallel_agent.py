@@ -13,7 +13,7 @@ from rollout_service.agents.parallel.agent import ParallelAgent
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
 from rollout_service.agents.parallel.tools import RESULT_RULE
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
-from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool
+from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolResult
 from rollout_service.base.errors import EnvironmentFailedError, UnavailableError
 from rollout_service.episodes import Episode, EpisodeLimits
 from rollout_service.groups import work_sums
@@ -86,6 +86,7 @@ async def play(
     delay=0.0,
     host=ScriptedSubagents,
     keep=None,
+    tools=(),
     **settings,
 ):
     events = []
@@ -102,7 +103,7 @@ async def play(
     episode = scripted_episode(script, limits=limits or {}, subagents=host)
     if keep is not None:
         keep.append(episode)
-    agent = ParallelAgent(ParallelSettings(**settings), [read, write, FINISH], [read, write])
+    agent = ParallelAgent(ParallelSettings(**settings), [read, write, *tools, FINISH], [read, write])
     reason = await agent.run(episode, TASK)
     return Played(reason, episode, host, events)
 
@@ -295,6 +296,24 @@ async def test_the_answer_wins_over_the_assigns_of_its_turn():
     assert played.episode.answer == "9"
     assert (played.assigns.abandoned, played.assigns.executed) == (1, 0)
     assert played.host.opened == []
+
+
+async def test_a_tool_that_ends_the_agent_does_so_after_the_tasks_of_its_turn():
+    async def submit(arguments, context):
+        return ToolResult("", answer=arguments.key)
+
+    played = await play(
+        [turn("", create(), assign("A"), call("submit", key="9"))],
+        tools=[FunctionTool("submit", "", Key, submit)],
+    )
+    assert played.reason is StopReason.FINISHED
+    assert played.episode.answer == "9"
+    assert played.assigns.executed == 1
+
+
+async def test_a_call_that_fails_beside_a_task_is_an_error_of_its_turn():
+    played = await play([turn("", create(), assign("A"), call("read", wrong=1)), "Done."])
+    assert played.episode.tool_error_turns == {0}
 
 
 @pytest.mark.parametrize(
