@@ -132,11 +132,12 @@ class HttpTransport:
         streamed = b"text/event-stream" in headers.get(b"content-type", b"") and response.status < 300
         body = bytearray()
         async for part in response.aiter_stream():
+            at = max(0, len(body) - 1)  # what was read before holds no end of an event, but may end with half of one
             body += part.replace(b"\r", b"")
             if len(body) > MESSAGE_BYTES:
                 raise McpServerError(f"the MCP server {name!r} sent an answer of more than {MESSAGE_BYTES} bytes")
-            while streamed and (end := body.find(b"\n\n")) >= 0:
-                event = bytes(body[:end])
+            while streamed and (end := body.find(b"\n\n", at)) >= 0:
+                event, at = bytes(body[:end]), 0
                 del body[: end + 2]
                 if (found := _answering(_data(event), asked)) is not None:
                     return found

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.mcp.tools import open_servers, result_text
-from rollout_service.agents.mcp.transports import McpServerError
+from rollout_service.agents.mcp.transports import HttpTransport, McpServerError
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputError
 from rollout_service.base.errors import describe
 from tests.support import mcp_server
@@ -167,6 +168,27 @@ async def test_a_server_is_reached_over_http(local_sandbox, streamed):
     with pytest.raises(McpServerError, match="cannot be reached"):
         async with opened(local_sandbox, server):
             pytest.fail("it began")
+
+
+class Trickle:
+    """The body of an answer, a byte at a time."""
+
+    status, headers = 200, [(b"content-type", b"text/event-stream")]
+
+    def __init__(self, body):
+        self.body = body
+
+    async def aiter_stream(self):
+        for byte in self.body:
+            yield bytes([byte])
+
+
+async def test_an_event_that_comes_byte_by_byte_is_read_in_linear_time():
+    transport = HttpTransport(McpSettings(name="web", url="http://localhost:1/mcp"), None)
+    events = b": " + 60_000 * b"x" + b'\r\n\r\ndata: {"id": 1,\r\ndata: "result": {}}\r\n\r\n'
+    began = time.process_time()
+    assert await transport._read(Trickle(events), 1) == {"id": 1, "result": {}}
+    assert time.process_time() - began < 4, "looking at all of it for each byte takes more than twice as long"
 
 
 async def test_an_http_server_that_fails_is_never_the_agents_doing(local_sandbox):
