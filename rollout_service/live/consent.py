@@ -88,9 +88,9 @@ class ConversationConsent:
         return await anyio.to_thread.run_sync(self.hashes.of_messages, messages)
 
     def _add(self, digests: frozenset[bytes]) -> OptOuts:
-        known = self.refused
-        self.refused = OptOuts(known.digests | digests, known.is_complete)
-        return OptOuts(digests)
+        added = OptOuts(digests)
+        self.refused = self.refused.with_others(added)
+        return added
 
 
 def new_messages(planned: PlannedTurn) -> Sequence[ClientMessage]:

@@ -56,6 +56,8 @@ class SessionRecord:
 
 
 DIGEST_BYTES = 8
+MAX_DIGESTS = 4_096
+"""Hashes of one conversation: 32 KiB, which each turn without consent writes again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,12 @@ class OptOuts:
     """Keyed hashes of `DIGEST_BYTES`, from which nothing can be read."""
     is_complete: bool = True
     """False if there are others that are not known."""
+
+    def with_others(self, added: OptOuts) -> OptOuts:
+        """Keep some of too many, which are then incomplete."""
+        digests = self.digests | added.digests
+        is_complete = self.is_complete and added.is_complete and len(digests) <= MAX_DIGESTS
+        return OptOuts(frozenset(sorted(digests)[:MAX_DIGESTS]), is_complete)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,6 @@ from rollout_service.store.sqlite.thread import DatabaseThread, reads, writes
 
 PAGE = 1_000
 """Records that are read at once."""
-MAX_DIGESTS = 4_096
-"""Hashes of one conversation: 32 KiB, which each turn without consent writes again."""
 
 _READ = "SELECT digests, is_complete FROM opt_outs WHERE conversation = ?"
 _WRITE = """
@@ -45,13 +43,11 @@ def opt_outs(db: sqlite3.Connection, conversation: str) -> OptOuts:
 
 
 def opt_out(db: sqlite3.Connection, conversation: str, added: OptOuts, at: float) -> None:
-    """Keep some of too many, and note that they are incomplete."""
-    known = opt_outs(db, conversation)
-    digests = sorted(known.digests | added.digests)
+    all_ = opt_outs(db, conversation).with_others(added)
     values = {
         "conversation": conversation,
-        "digests": b"".join(digests[:MAX_DIGESTS]),
-        "is_complete": known.is_complete and added.is_complete and len(digests) <= MAX_DIGESTS,
+        "digests": b"".join(sorted(all_.digests)),
+        "is_complete": all_.is_complete,
         "at": at,
     }
     db.execute(_WRITE, values)

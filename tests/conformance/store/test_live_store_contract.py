@@ -8,8 +8,8 @@ import pytest
 
 from api_schemas.rollouts.sessions import ClosedBecause, Hint, JudgedBy, MaskReason, TurnKind, Votes
 from rollout_service.base.errors import StoreError
-from rollout_service.live.contract import DIGEST_BYTES, OptOuts
-from rollout_service.live.sqlite.store import MAX_DIGESTS, SqliteLiveStore
+from rollout_service.live.contract import DIGEST_BYTES, MAX_DIGESTS, OptOuts
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from tests.support.live.store import a_session, a_state, a_turn, explicit, judged
 
 

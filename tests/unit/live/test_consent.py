@@ -10,7 +10,7 @@ from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.capture.text_stream import SentAnswer
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
 from rollout_service.live.consent import MIN_PARAGRAPH, ConversationConsent, MessageHashes
-from rollout_service.live.contract import OptOuts
+from rollout_service.live.contract import MAX_DIGESTS, OptOuts
 from rollout_service.live.register import SessionRegister, UserHashes
 from rollout_service.live.replay import LIVE
 from rollout_service.live.sqlite.store import SqliteLiveStore
@@ -71,6 +71,15 @@ async def test_where_not_all_is_known_only_what_begins_anew_is_stored():
         assert await consent.allows(planned) is is_allowed, messages
         whole = replace(consent, refused=OptOuts())
         assert await whole.allows(planned)
+
+
+async def test_a_conversation_has_no_more_opt_outs_in_memory_than_in_the_store():
+    consent = ConversationConsent("c", HASHES, OptOuts())
+    for round_ in range(2):
+        text = "\n\n".join(f"paragraph {round_} {number:06}" for number in range(MAX_DIGESTS))
+        added = await consent.refuse([said("user", text)])
+        assert len(added.digests) == MAX_DIGESTS + 1
+        assert (len(consent.refused.digests), consent.refused.is_complete) == (MAX_DIGESTS, False)
 
 
 async def test_a_conversation_of_which_nothing_is_known_is_not_taken_for_agreed(tmp_path):
