@@ -51,7 +51,7 @@ def require_sandbox(sandbox: Sandbox | None) -> Sandbox:
 class EpisodeLimits(BaseModel):
     """The limits of an episode: an environment's, unless a request overrides them (see `api_schemas.tasks.Limits`)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     max_turns: int = Field(16, ge=1)
     max_tokens: int = Field(16_384, ge=1)

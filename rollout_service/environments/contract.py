@@ -40,7 +40,7 @@ from sandboxes.egress.rules import AllowList
 class EnvironmentSettings(BaseModel):
     """A part of an environment's settings; unknown keys are rejected."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class SecretSource(EnvironmentSettings):
@@ -73,7 +73,7 @@ class SecretSource(EnvironmentSettings):
 Secrets = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], SecretSource]
 """By the variables that commands find them in."""
 
-Size = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[KMGT]?$")]
+Size = Annotated[str, Field(pattern=r"^\d{1,18}(\.\d{1,18})?[KMGT]?$")]
 
 
 class SandboxSettings(EnvironmentSettings):

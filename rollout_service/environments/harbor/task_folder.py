@@ -304,7 +304,8 @@ def _name_by_digest(context: Path, name: str) -> str:
     digest = hashlib.sha256()
     for path in sorted(context.rglob("*")):
         if path.is_file():
-            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
             mode = bool(path.stat().st_mode & 0o111)
             digest.update(f"{path.relative_to(context)}\0{mode}\0{content}\n".encode())
     return f"{name_of_reference(f'harbor-{name}')[:NAME_CHARS]}-{digest.hexdigest()[:16]}"

@@ -17,8 +17,10 @@ from rollout_service.environments.contract import parse_size
 from rollout_service.environments.declarative.declaration import parse_toml
 
 STEP_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-SIZE = r"^\d+(\.\d+)?[KMGT]$"
+SIZE = r"^\d{1,15}(\.\d{1,15})?[KMGT]$"
 MIB = 1024 * 1024
+MOST_MIB = 1 << 40
+MOST_RETRIES = 100_000
 
 
 class TaskSection(BaseModel):
@@ -27,6 +29,7 @@ class TaskSection(BaseModel):
         frozen=True,
         validate_by_name=True,
         validate_by_alias=True,
+        allow_inf_nan=False,
     )
 
 
@@ -59,7 +62,7 @@ class HealthcheckTable(TaskSection):
     timeout_sec: float = Field(30.0, gt=0)
     start_period_sec: float = Field(0.0, ge=0)
     start_interval_sec: float = Field(5.0, ge=0)
-    retries: int = Field(3, ge=1)
+    retries: int = Field(3, ge=1, le=MOST_RETRIES)
 
 
 class McpServerTable(TaskSection):
@@ -88,8 +91,8 @@ class EnvironmentTable(NetworkKeys):
     docker_image: str | None = Field(None, min_length=1)
     os: str = "linux"
     cpus: float | None = Field(None, gt=0)
-    memory_mb: int | None = Field(None, ge=1)
-    storage_mb: int | None = Field(None, ge=1)
+    memory_mb: int | None = Field(None, ge=1, le=MOST_MIB)
+    storage_mb: int | None = Field(None, ge=1, le=MOST_MIB)
     gpus: int = Field(0, ge=0)
     gpu_types: tuple[str, ...] | None = None
     tpu: Any = None

@@ -259,6 +259,11 @@ def test_steps():
         ('[[steps]]\nname = "a"\ntimeout = 1', "steps.0.timeout: unknown field"),
         ("[verifier]\ntimeout_sec = 0", "verifier.timeout_sec: Input should be greater than 0"),
         ("[environment]\nmemory = 5", "environment: `memory` must be a size"),
+        ("[agent]\ntimeout_sec = inf", "agent.timeout_sec: Input should be a finite number"),
+        ("[environment]\ncpus = inf", "environment.cpus: Input should be a finite number"),
+        (f"[environment]\nmemory_mb = {10**400}", "environment.memory_mb: Input should be less than"),
+        (f'[environment]\nstorage = "{10**400}G"', "environment: `storage` must be a size"),
+        (f'[environment.healthcheck]\ncommand = "x"\nretries = {10**400}', "healthcheck.retries: Input should be less"),
         (
             '[environment]\nmemory = "2G"\nmemory_mb = 5',
             "environment: `memory` is the old name of `memory_mb`",
