@@ -1,6 +1,7 @@
 """Patches as data: which files they change, and which of those changes an evaluation may not take over.
 
-Guarantees: nothing is run; the parts of a patch, joined, are the patch; a part that is kept is kept unchanged.
+Guarantees: nothing is run; the parts of a patch, joined, are the patch; a part that is kept is kept unchanged, and
+changes no other files than those that its header names.
 """
 
 from __future__ import annotations
@@ -13,6 +14,14 @@ from pathlib import PurePosixPath
 _HEADER = re.compile(rb"^diff --git ", re.MULTILINE)
 _QUOTED = re.compile(rb'"((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(rb"\\([0-7]{3}|.)")
+_RENAME = re.compile(rb"(?:rename|copy) (from|to) ")
+_EXTENDED = re.compile(
+    rb"(?:old|new|deleted file|new file) mode \d{6}|(?:dis)?similarity index \d+%|"
+    rb"index [0-9a-f]+\.\.[0-9a-f]+(?: \d{6})?|(?:rename|copy) (?:from|to) .+"
+)
+_HUNK = re.compile(rb"@@ -\d+(?:,(\d{1,9}))? \+\d+(?:,(\d{1,9}))? @@(?: .*)?", re.DOTALL)
+BINARY = b"GIT binary patch"
+_BINARY = re.compile(rb"(?:literal|delta) \d+|[A-Za-z][0-9A-Za-z!#$%&()*+;<=>?@^_`{|}~-]+|")
 _LETTERS = {b"a": 7, b"b": 8, b"t": 9, b"n": 10, b"v": 11, b"f": 12, b"r": 13}
 
 CONFIGURATION = frozenset(
@@ -43,6 +52,22 @@ class FileChange:
         return re.search(rb"^deleted file mode ", self._head, re.MULTILINE) is not None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing in it could be read as the header of another file."""
+        head, body = _split_head(self.data)
+        renames = [found[1] for line in head if (found := _RENAME.match(line))]
+        if renames not in ([], [b"from", b"to"]):
+            return False
+        if not body:
+            return True
+        if body[0] == BINARY:
+            return all(map(_BINARY.fullmatch, body[1:]))
+        named = [line[4:].removesuffix(b"\t") for line in body[:2]]
+        if [line[:4] for line in body[:2]] != [b"--- ", b"+++ "] or not self.paths.issuperset(_names_of(named)):
+            return False
+        return _has_hunks_only(body[2:])
+
+    @property
     def _head(self) -> bytes:
         return re.split(rb"^(?:@@ |GIT binary patch)", self.data, maxsplit=1, flags=re.MULTILINE)[0]
 
@@ -60,7 +85,9 @@ def changed_paths(patch: bytes) -> frozenset[str]:
 
 
 def separate_forbidden(patch: bytes, tests: Collection[str], gold: bytes) -> tuple[bytes, list[str]]:
-    """Leave out changes that could falsify a report of tests; return their paths too.
+    """Leave out changes that could falsify a report of tests, and those that git did not write; return their paths too.
+
+    The agent may have replaced its sandbox's git.
 
     `tests` are the files that the evaluation puts in place itself; whatever else the reference patch `gold` changes may
     be changed.
@@ -69,8 +96,9 @@ def separate_forbidden(patch: bytes, tests: Collection[str], gold: bytes) -> tup
     kept, left_out = [], []
     for change in split_patch(patch):
         wrong = sorted(path for path in change.paths - needed if _is_forbidden(path, change.adds, tests))
-        left_out += wrong
-        if not wrong:
+        if wrong or not change.is_plain:
+            left_out += wrong or sorted(change.paths)
+        else:
             kept.append(change.data)
     return b"".join(kept), left_out
 
@@ -87,15 +115,45 @@ def _is_forbidden(path: str, is_new: bool, tests: Collection[str]) -> bool:
     )
 
 
+def _split_head(part: bytes) -> tuple[list[bytes], list[bytes]]:
+    """Return the lines of the header in git's format, and those after it."""
+    lines = part.removesuffix(b"\n").split(b"\n")
+    end = next((at for at, line in enumerate(lines) if at and not _EXTENDED.fullmatch(line)), len(lines))
+    return lines[:end], lines[end:]
+
+
+def _has_hunks_only(lines: list[bytes]) -> bool:
+    """Return whether each line belongs to a hunk, by the counts that the hunks begin with."""
+    old = new = 0
+    for line in lines:
+        sign = line[:1] or b" "  # some programs cut the space of an empty line
+        if sign == b"\\":
+            continue
+        if old or new:
+            old -= sign in b" -"
+            new -= sign in b" +"
+            if sign not in b" -+" or min(old, new) < 0:
+                return False
+        elif found := _HUNK.fullmatch(line):
+            old, new = (1 if count is None else int(count) for count in found.groups())
+        else:
+            return False
+    return not (old or new)
+
+
+def _names_of(named: list[bytes]) -> Iterator[str]:
+    """Yield the paths of `--- a/X` and `+++ b/X`."""
+    for name in named:
+        if name != b"/dev/null":
+            text = _text(name)
+            yield text[2:] if text[:2] in ("a/", "b/") else text
+
+
 def _paths(part: bytes) -> Iterator[str]:
-    lines = part.split(b"\n")
-    named = [line[found.end() :] for line in lines[1:6] if (found := _RENAME.match(line))]
-    header = lines[0].removeprefix(b"diff --git ")
-    for name in named or _both(header):
+    (header, *extended), _ = _split_head(part)
+    named = [line[found.end() :] for line in extended if (found := _RENAME.match(line))]
+    for name in named or _both(header.removeprefix(b"diff --git ")):
         yield _text(name)
-
-
-_RENAME = re.compile(rb"^(rename|copy) (from|to) ")
 
 
 def _both(header: bytes) -> list[bytes]:

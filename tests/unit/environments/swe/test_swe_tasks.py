@@ -221,7 +221,7 @@ async def test_another_status_a_missing_test_and_one_too_many_are_wrong(log, sha
 
 
 async def test_a_long_log_does_not_hold_up_the_event_loop():
-    log = "short test summary info\n" + "".join(f"PASSED a::{number}\n" for number in range(200_000))
+    log = "short test summary info\n" + "".join(f"PASSED a::{number}\n" for number in range(50_000))
     turns = 0
 
     async def count() -> None:
@@ -234,7 +234,7 @@ async def test_a_long_log_does_not_hold_up_the_event_loop():
         tasks.start_soon(count)
         verdict = await judge_log(task(EXPECTED), log)
         tasks.cancel_scope.cancel()
-    assert len(verdict.statuses) == 200_000
+    assert len(verdict.statuses) == 50_000
     assert turns > 3
 
 
@@ -340,7 +340,8 @@ def test_paths_that_git_itself_writes(tmp_path):
     git(tmp_path, "add", "--all")
     patch = git(tmp_path, "diff", "--cached", "--binary", "4b825dc642cb6eb9a060e54bf8d69288fbee4904")
     assert changed_paths(patch) == set(names)
-    assert all(part.adds and not part.deletes for part in split_patch(patch))
+    assert all(part.adds and part.is_plain and not part.deletes for part in split_patch(patch))
+    assert separate_forbidden(patch, (), b"") == (patch, [])
 
 
 def test_a_renamed_file_has_both_its_paths(tmp_path):
@@ -382,6 +383,58 @@ def test_what_the_reference_repair_changes_may_be_changed_but_for_tests():
     patch = change("setup.cfg") + change("tests/test_it.py") + change("conftest.py")
     kept, left_out = separate_forbidden(patch, {"tests/test_it.py"}, gold)
     assert (kept, left_out) == (change("setup.cfg"), ["tests/test_it.py", "conftest.py"])
+
+
+def test_changes_of_every_kind_that_git_writes_are_kept(tmp_path):
+    git(tmp_path, "init", "--quiet")
+    names = ["changed.py", "emptied.py", "executable.py", "unended.py", "deleted.py", "renamed.py", "binary.py"]
+    for name in names:
+        (tmp_path / name).write_text(f"-- {name}\n\n" + "++ line\n" * 20)
+    git(tmp_path, "add", "--all")
+    git(tmp_path, "-c", "user.name=n", "-c", "user.email=e", "commit", "--quiet", "--message", "m")
+    (tmp_path / "changed.py").write_text("new\n\n" + "++ line\n" * 9 + "-- a/conftest.py\n" + "++ line\n" * 9)
+    (tmp_path / "emptied.py").write_text("")
+    (tmp_path / "executable.py").chmod(0o755)
+    (tmp_path / "unended.py").write_text("no end")
+    (tmp_path / "deleted.py").unlink()
+    (tmp_path / "renamed.py").rename(tmp_path / "other.py")
+    (tmp_path / "binary.py").write_bytes(bytes(range(256)) * 9)
+    (tmp_path / "new.py").touch()
+    (tmp_path / "link.py").symlink_to("new.py")
+    git(tmp_path, "add", "--all")
+    for renames in ("--find-renames", "--no-renames"):
+        patch = git(tmp_path, "diff", "--cached", "--binary", "--full-index", renames, "HEAD")
+        assert separate_forbidden(patch, (), b"") == (patch, [])
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "--- /dev/null\n+++ b/conftest.py\n@@ -0,0 +1 @@\n+x\n",
+        "@@ -0,0 +1 @@\n+x\n--- a/conftest.py\n+++ b/conftest.py\n@@ -1 +1 @@\n-x\n+y\n",
+        "Index: conftest.py\n0a\nx\n.\n",
+        "*** a/conftest.py\n--- b/conftest.py\n",
+        "@@ -1,2 +1 @@\n-x\n",
+    ],
+)
+def test_a_part_with_another_files_header_is_left_out(tail):
+    good = change("package/module.py")
+    assert separate_forbidden(good + tail.encode() + good, (), b"") == (good, ["package/module.py"])
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "old mode 100644\nnew mode 100644\n" * 3 + "rename from a.py\nrename to conftest.py\n",
+        "rename from a.py\n",
+        "--- a/a.py\n+++ b/conftest.py\n@@ -0,0 +1 @@\n+x\n",
+        "Binary files differ\n",
+        "GIT binary patch\nliteral 0\nHcmV?d00001\n\n--- a/conftest.py\n",
+    ],
+)
+def test_a_header_that_git_does_not_write_is_left_out(head):
+    kept, left_out = separate_forbidden(f"diff --git a/a.py b/a.py\n{head}".encode(), (), b"")
+    assert (kept, len(left_out)) == (b"", 1)
 
 
 @pytest.mark.parametrize("path", ["pytest_plugin/x.py", "src/package/pytest.py", "docs/conf.py", "python.py"])
