@@ -89,10 +89,10 @@ def separate_forbidden(patch: bytes, tests: Collection[str], gold: bytes) -> tup
 
     The agent may have replaced its sandbox's git.
 
-    `tests` are the files that the evaluation puts in place itself; whatever else the reference patch `gold` changes may
-    be changed.
+    `tests` are the files and folders that the evaluation puts in place itself; whatever else the reference patch `gold`
+    changes may be changed.
     """
-    needed = changed_paths(gold) - set(tests)
+    needed = {path for path in changed_paths(gold) if not _is_test(path, tests)}
     kept, left_out = [], []
     for change in split_patch(patch):
         wrong = sorted(path for path in change.paths - needed if _is_forbidden(path, change.adds, tests))
@@ -103,11 +103,15 @@ def separate_forbidden(patch: bytes, tests: Collection[str], gold: bytes) -> tup
     return b"".join(kept), left_out
 
 
+def _is_test(path: str, tests: Collection[str]) -> bool:
+    return any(place in tests for place in (path, *map(str, PurePosixPath(path).parents)))
+
+
 def _is_forbidden(path: str, is_new: bool, tests: Collection[str]) -> bool:
     pure = PurePosixPath(path)
     first, *rest = pure.parts if pure.parts and pure.parts[0] != "src" else (*pure.parts[1:], "")
     return (
-        path in tests
+        _is_test(path, tests)
         or pure.name in CONFIGURATION
         or pure.suffix in (".pth", ".egg-link")
         or any(part.endswith((".egg-info", ".dist-info")) or part == ".git" for part in pure.parts)

@@ -369,6 +369,13 @@ def test_what_could_falsify_a_report_is_left_out(path):
     assert separate_forbidden(change(path) + good, {"tests/test_it.py"}, b"") == (good, [path])
 
 
+@pytest.mark.parametrize("path", ["r2e_tests/test_1.py", "r2e_tests/deep/data.json", "run_tests.sh"])
+def test_files_below_a_folder_of_tests_are_tests(path):
+    tests = task(EXPECTED).tests
+    assert separate_forbidden(change(path), tests, change(path)) == (b"", [path])
+    assert separate_forbidden(change(f"x/{path}.py"), tests, b"")[1] == []
+
+
 @pytest.mark.parametrize("path", ["pytest.py", "pytest/__init__.py", "_pytest/x.py", "src/pluggy.py", "unittest.py"])
 def test_a_new_module_in_the_place_of_a_test_runner_is_left_out(path):
     assert separate_forbidden(change(path, new=True), (), b"") == (b"", [path])
