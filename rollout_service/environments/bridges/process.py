@@ -71,7 +71,7 @@ class LibraryProcess:
         except TimeoutError:
             self._end()
             raise EnvironmentFailedError(f"{self._name} gave no reply within {seconds:g} s") from None
-        except (*_LOST, ValueError) as error:
+        except (*_LOST, ValueError, RecursionError) as error:
             self._end()
             raise EnvironmentFailedError(
                 f"the process of {self._name} ended, or sent something else than a reply",

@@ -137,7 +137,7 @@ async def _require_report(sandbox: Sandbox, done: ExecResult) -> None:
         report = json.loads(await exported_file(sandbox, f"{LOGS}/{REPORT}", MAX_REPORT_BYTES))
     except FileMissingError as error:
         raise TestsNeverRanError(f"the tests left no {REPORT}; {_printed(done)}", hint=_BAKE) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TestsNeverRanError(f"{REPORT} is not JSON: {error}; {_printed(done)}", hint=_BAKE) from error
     results = report.get("results") if isinstance(report, dict) else None
     if not (isinstance(results, dict) and results.get("tests")):

@@ -9,7 +9,6 @@ Guarantees: an instance that lacks fields that the evaluation needs is rejected 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, JsonValue
 
 from api_schemas.errors import FieldError
+from rollout_service.base import strict_json
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.dataset_files import InstanceFields, read_instance
 from rollout_service.environments.swe.patches import changed_paths, split_patch
@@ -80,7 +80,7 @@ class SweTask:
 def _from_json(value: Any) -> Any:
     """Decode JSON, which some sets write in a string."""
     if isinstance(value, str) and value[:1] in ("[", "{"):
-        return json.loads(value)
+        return strict_json.parse(value.encode())
     return [] if value == "" else value
 
 

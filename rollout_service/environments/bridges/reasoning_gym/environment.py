@@ -135,7 +135,7 @@ def read_score(result: ExecResult) -> Score:
 def _reply(line: bytes) -> dict[str, Any]:
     try:
         reply = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return reply if isinstance(reply, dict) else {}
 

@@ -57,6 +57,7 @@ for line in sys.stdin:
         case "fail": print(json.dumps({"error": "ValueError: no"}), flush=True)
         case "noise": print("hello", flush=True)
         case "number": print(5, flush=True)
+        case "deep": print("[" * 100_000, flush=True)
         case "end": sys.exit(3)
         case "slow":
             open(request["begun"], "w").close()
@@ -127,6 +128,7 @@ async def test_a_library_replies_line_by_line_and_ends_with_its_block(place, tmp
         ("end", 30, "ended"),
         ("noise", 30, "something else"),
         ("number", 30, "something else"),
+        ("deep", 30, "something else"),
         ("hang", 0.1, "within 0.1 s"),
     ],
 )
@@ -336,6 +338,7 @@ def test_what_the_answer_did_is_a_score(ran, reward, part):
         (result(READY, None), "took too long"),
         (result(b"", 127, b"python3: not found"), "python3: not found"),
         (result(READY + b"{"), "no score"),
+        (result(READY + b"[" * 100_000), "no score"),
     ],
 )
 def test_what_the_library_did_is_a_failure(ran, why):

@@ -111,6 +111,7 @@ def test_r2e_gym_compares_every_status():
         ({"base_commit": "main; rm -rf /"}, "instance.base_commit"),
         ({"repo_folder": "/testbed; true"}, "instance.repo_folder"),
         ({"FAIL_TO_PASS": "[broken"}, "instance.FAIL_TO_PASS"),
+        ({"FAIL_TO_PASS": "[" * 100_000}, "instance.FAIL_TO_PASS"),
         ({"problem_statement": None}, "instance.problem_statement"),
         ({"image": "/etc/passwd"}, "instance.image"),
         ({"image": "images/../../x.sif"}, "instance.image"),
