@@ -7,6 +7,7 @@ and left alone until its state is changed. It stops no other run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -47,6 +48,8 @@ LOOK_SECONDS = 1.0
 GATHER_SECONDS = 0.01
 """Changes within this time are handled in one step."""
 PRUNE_SECONDS = 60.0
+TRY_AGAIN_SECONDS = 30.0
+"""How often a run whose engines are too old for it starts a group, which costs one of its tasks."""
 
 ManagerOf = Callable[[str], "RunManager"]
 """Returns the manager of a run's shard."""
@@ -121,6 +124,13 @@ class RunManager:
         if bound is None or estimates is None or run.state is not RunState.RUNNING:
             return False
         return max(self._pool_version(run.request.pool), estimates.newest_version or 0) < bound
+
+    def _most_to_start(self, active: ActiveRun) -> float:
+        """Return how many groups a run may start; a single one shows when the engines have newer weights."""
+        if not self.is_behind(active.run):
+            return math.inf
+        is_due = anyio.current_time() >= active.estimates.tried_at + TRY_AGAIN_SECONDS
+        return int(is_due and not active.groups)
 
     def warnings(self, run: RunRecord) -> list[str]:
         """Return the conditions that keep a run from delivering although nothing is wrong with it."""
@@ -258,7 +268,7 @@ class RunManager:
         estimates = self._estimates.setdefault(run.run_id, RunEstimates.from_record(run))
         active = ActiveRun(run, self.chain(run.request), estimates, await self._runs.open_groups(run.run_id))
         await self._groups.settle(self._runs, active)
-        active.is_behind = self.is_behind(active.run)
+        active.most = self._most_to_start(active)
         await self._check_yield(active)
         return active
 
@@ -288,6 +298,8 @@ class RunManager:
             if count := granted.get(one.run.run_id, 0):
                 try:
                     await self._start_groups(one.run, count)
+                    if one.most == 1:
+                        one.estimates.tried_at = anyio.current_time()
                 except StoreError as error:
                     failure = failure or error
         return failure

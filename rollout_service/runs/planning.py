@@ -54,6 +54,8 @@ class RunEstimates:
     """The oldest version in the group that closed last."""
     newest_version: int | None = None
     """The newest version in it; None if all its samples are masked."""
+    tried_at: float = -math.inf
+    """When a group last began although the engines were too old for the run, on the event loop's clock."""
     newest_error: ErrorInfo | None = None
     """The newest error of a sample since the last group that was kept."""
 
@@ -143,8 +145,8 @@ class ActiveRun:
     chain: FilterChain
     estimates: RunEstimates
     groups: Sequence[OpenGroup] = ()
-    is_behind: bool = False
-    """Whether its engines sample tokens that the run refuses as too old."""
+    most: float = math.inf
+    """The most groups that it may start now, since its engines are too old."""
 
 
 def has_surplus(run: RunRecord) -> bool:
@@ -158,9 +160,7 @@ def claim_groups(active: ActiveRun) -> Claim:
     if run.state is not RunState.RUNNING or run.exhausted or run.tasks == 0:
         return Claim(0)
     count = groups_to_start(_admission_state(run), under_way, active.estimates.acceptance)
-    if active.is_behind:  # one group shows when the engines have newer weights, and costs one task
-        count = min(count, 0 if active.groups else 1)
-    return Claim(int(min(count, _tasks_left(run))), request.priority, request.weight)
+    return Claim(int(min(count, active.most, _tasks_left(run))), request.priority, request.weight)
 
 
 def waits_for_version(run: RunRecord) -> bool:
@@ -328,7 +328,7 @@ def behind_warning(run: RunRecord, served: int) -> str:
     return (
         f"max_staleness: the pool {run.request.pool!r} serves version {served}, the trainer has reported version "
         f"{run.version}, and tokens older than {oldest_allowed(run)} are refused. Until the pool has newer weights, by "
-        "POST /v1/weights, one group at a time is tried. A trainer that went back to an older checkpoint needs a new "
+        "POST /v1/weights, only single groups are tried. A trainer that went back to an older checkpoint needs a new "
         "run."
     )
 

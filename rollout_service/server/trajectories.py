@@ -33,6 +33,10 @@ MAX_RANGE = 20_000
 KEPT_SECONDS = 15.0
 MAX_KEPT_TOKENS = 2_000_000
 """The most tokens that are kept; the last trajectory is kept whatever its size."""
+NO_TRAJECTORY_HINT = (
+    "Wait until the rollout has ended. One that failed before its first turn has no trajectory, and tokens are deleted "
+    "as the settings of retention say."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +137,7 @@ class TrajectoryViewer:
         if trajectory is None:
             raise NotFoundError(
                 f"rollout {rollout_id} has no trajectory; its state is {rollout.state}",
-                hint="Wait until the rollout has ended. One that failed before its first turn has no trajectory, and "
-                "tokens are deleted as the settings of retention say.",
+                hint=NO_TRAJECTORY_HINT,
             )
         tokens = sum(len(segment.token_ids) for segment in all_segments(trajectory))
         return _Viewed(trajectory, pool, _masked(rollout), tokens, time.monotonic())

@@ -92,7 +92,7 @@ def test_a_rollout_has_what_it_asked_for(url):
         ("waiting/nodes/1", "Wait until the rollout has ended"),
         ("r-none/nodes/3", "List them with GET /v1/rollouts/r-none/nodes"),
         ("r-none/messages?node=3", "List them with GET /v1/rollouts/r-none/nodes"),
-        ("waiting/messages", "Wait until the rollout has ended"),
+        ("waiting/messages", "tokens are deleted as the settings of retention say"),
     ],
 )
 def test_what_is_not_there_says_what_to_do(url, path, said):

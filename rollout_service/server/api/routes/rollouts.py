@@ -45,7 +45,7 @@ from rollout_service.server.api.routes.support.route import (
     trace_of,
 )
 from rollout_service.server.lifecycle import Service
-from rollout_service.server.trajectories import find_node
+from rollout_service.server.trajectories import NO_TRAJECTORY_HINT, find_node
 
 router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
 
@@ -182,7 +182,7 @@ async def _trajectory(service: Service, rollout_id: str) -> Trajectory:
         rollout = await service.get(rollout_id)
         raise NotFoundError(
             f"rollout {rollout_id} has no trajectory; its state is {rollout.state}",
-            hint="Wait until the rollout has ended. One that failed before its first turn has no trajectory.",
+            hint=NO_TRAJECTORY_HINT,
         )
     return trajectory
 
