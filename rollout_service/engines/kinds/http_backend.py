@@ -324,7 +324,7 @@ class HttpBackend(ABC):
             return PromptTooLong(message, hint="Shorten the prompt or lower max_new_tokens.", backend_id=self._id)
         if status < HTTPStatus.BAD_REQUEST:
             return BackendProtocolError(message, hint="Register the engine's own address.", backend_id=self._id)
-        return BackendRejected(message, backend_id=self._id)
+        return BackendRejected(message, hint="See the engine's log.", backend_id=self._id)
 
 
 def normalize_url(url: str) -> str:

@@ -56,10 +56,14 @@ class HealthChecks:
             await self._bring_back(handle)
 
     async def _probe_error(self, handle: BackendHandle) -> Exception | None:
+        seconds = self._options.probe_timeout
         try:
-            with anyio.fail_after(self._options.probe_timeout):
+            with anyio.fail_after(seconds):
                 await handle.backend.health(paused=self._registry.paused is not None)
-        except (InferenceError, TimeoutError) as error:
+        except TimeoutError:
+            why = f"no answer to a probe in {seconds:g} s: it hangs, or its host is overloaded"
+            return BackendUnreachable(why, backend_id=handle.id)
+        except InferenceError as error:
             return error
         return None
 

@@ -249,6 +249,10 @@ class PolicyServing:
         """Why backends could not be registered yet, by id."""
         return self._awaited.reasons
 
+    def awaited(self) -> list[tuple[str, str]]:
+        """Return the pools and ids of the backends in `waiting`."""
+        return [(backend_id.partition("@")[0], backend_id) for backend_id in self.waiting]
+
     def views(self) -> list[BackendView]:
         return self._pools.views()
 
@@ -291,7 +295,7 @@ class PolicyServing:
         Raises:
             UnknownPool: Other pools have backends, or will have, but not this one.
         """
-        known = {*self._pools.names(), *(one.partition("@")[0] for one in self.waiting)}
+        known = {*self._pools.names(), *(pool for pool, _ in self.awaited())}
         if known and pool not in known:
             raise UnknownPool(
                 f"there is no pool {pool!r}{did_you_mean(pool, known)}",

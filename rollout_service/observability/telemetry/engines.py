@@ -16,7 +16,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.registry import Collector
 
-from api_schemas.inference import BackendState, BackendView, PoolOutcome
+from api_schemas.inference import BackendView, PoolOutcome
 from rollout_service.engines.routing import Decision, RequestEnd
 from rollout_service.observability.telemetry.families import gauge
 
@@ -144,8 +144,6 @@ class PoolMetrics(RoutingTrace, Collector):
         labels = ["pool", "backend"]
         in_flight = {(view.pool, view.backend_id): view.in_flight for view in views}
         yield gauge("rollout_backend_in_flight", "Requests that an engine works on", labels, in_flight)
-        up = {(view.pool, view.backend_id): float(view.state is not BackendState.FAILED) for view in views}
-        yield gauge("rollout_backend_up", "1 for an engine that answers, else 0", labels, up)
         for metric in (self._requests, self._seconds, self._turns, self._updates):
             yield from metric.collect()
 

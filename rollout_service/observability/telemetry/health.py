@@ -21,6 +21,8 @@ from rollout_service.store.contract import Store
 @dataclass(frozen=True, slots=True)
 class HealthMetrics(Collector):
     backends: Callable[[], Iterable[BackendView]]
+    awaited: Callable[[], Iterable[tuple[str, str]]]
+    """The pools and ids of engines that are to be registered, and do not serve yet."""
     frozen_version_changes: Callable[[], Mapping[str, int]]
     """How often the version of each frozen pool has changed."""
     store: Store
@@ -38,14 +40,18 @@ class HealthMetrics(Collector):
         views = list(self.backends())
         states = Counter((view.pool, view.state) for view in views)
         pools = sorted({view.pool for view in views})
+        labels = ["pool", "backend"]
+        up = dict.fromkeys(self.awaited(), 0.0)
+        up |= {(view.pool, view.backend_id): float(view.state is not BackendState.FAILED) for view in views}
+        yield gauge("rollout_backend_up", "1 for an engine that answers, else 0", labels, up)
         counts = {(pool, state): states[pool, state] for pool in pools for state in BackendState}
         yield gauge("rollout_backends", "Engines by pool and state", ["pool", "state"], counts)
         text = "The version of an engine's weights; -1 if it reports none"
         versions = {(view.pool, view.backend_id): view.weight_version for view in views}
-        yield gauge("rollout_backend_weight_version", text, ["pool", "backend"], versions)
+        yield gauge("rollout_backend_weight_version", text, labels, versions)
         text = "1 for an engine that samples with weights that this service did not give it, else 0"
         others = {(view.pool, view.backend_id): float(view.sampled_version is not None) for view in views}
-        yield gauge("rollout_backend_other_version", text, ["pool", "backend"], others)
+        yield gauge("rollout_backend_other_version", text, labels, others)
         text = "Times that an engine of a frozen pool had another version than before"
         yield counter("rollout_frozen_version_changes", text, ["pool"], self.frozen_version_changes())
 

@@ -59,6 +59,7 @@ async def open_engines(stack: AsyncExitStack, foundation: Foundation) -> EngineC
     metrics.registry.register(
         HealthMetrics(
             serving.views,
+            serving.awaited,
             serving.frozen_version_changes,
             store,
             lambda: store.problem or live.store.problem,

@@ -222,9 +222,20 @@ class Service:
             *unusable,
             *lacking,
             *waiting,
+            *self._missing_engines(),
             *self._failing_shards(),
             *self.live.training.delivery.warnings(),
             *self.clock.warnings(),
+        ]
+
+    def _missing_engines(self) -> list[str]:
+        """Return a sentence per engine that was never in service, of the pools that others serve."""
+        in_service, _ = self.serving.in_service()
+        why = self.serving.waiting
+        return [
+            f"the engine {backend_id} could not be registered: {why[backend_id]}"
+            for pool, backend_id in self.serving.awaited()
+            if pool in in_service
         ]
 
     def _failing_shards(self) -> list[str]:

@@ -14,6 +14,7 @@ from functools import partial
 import anyio
 import anyio.to_thread
 import structlog
+from prometheus_client import Gauge
 
 from api_schemas.rollouts import Stage
 from rollout_service.activity import ActivityBoard
@@ -78,6 +79,8 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         membership = await begin_work(stack, foundation, serving, member, hangs)
         service = _service(foundation, engines, attempts, hangs, member, membership, overview, shutdown)
         overview.readiness = service
+        ready = Gauge("rollout_ready", "1 while the service takes work, else 0", registry=metrics.registry)
+        ready.set_function(lambda: float(not service.unready()))
         yield service
 
 

@@ -82,6 +82,29 @@ async def said(log: Path, text: str) -> None:
             await anyio.sleep(0.05)
 
 
+async def metrics(client: RolloutClient) -> dict[str, str]:
+    """Return the values by series."""
+    async with httpx.AsyncClient(base_url=client.base_url) as http:
+        text = (await http.get("/metrics")).text
+    return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+
+async def test_an_engine_of_the_settings_that_is_missing_is_in_warnings_and_metrics(tmp_path: Path) -> None:
+    async with (
+        engine() as present,
+        service(tmp_path, "--backend", present.url, "--backend", "http://127.0.0.1:9") as client,
+    ):
+        with anyio.fail_after(60):
+            while not (found := await client.readiness()).ready:
+                await anyio.sleep(0.05)
+        assert "policy@127.0.0.1:9 could not be registered: " in "".join(found.warnings)
+        figures = await metrics(client)
+        up = {name: value for name, value in figures.items() if name.startswith("rollout_backend_up")}
+        assert sorted(up.values()) == ["0.0", "1.0"]
+        assert up['rollout_backend_up{backend="policy@127.0.0.1:9",pool="policy"}'] == "0.0"
+        assert figures["rollout_ready"] == "1.0"
+
+
 async def test_orders_wait_for_their_engine_and_lose_nothing_by_it(tmp_path: Path) -> None:
     port = free_port()
     address = f"http://127.0.0.1:{port}"
@@ -94,6 +117,9 @@ async def test_orders_wait_for_their_engine_and_lose_nothing_by_it(tmp_path: Pat
         await anyio.sleep(2)
         assert (await client.page()).counts == {RolloutState.QUEUED: 12}
         assert not (await client.readiness()).ready
+        figures = await metrics(client)
+        assert figures[f'rollout_backend_up{{backend="policy@127.0.0.1:{port}",pool="policy"}}'] == "0.0"
+        assert figures["rollout_ready"] == "0.0"
         async with engine(port):
             with anyio.fail_after(60):
                 await submit.wait()
@@ -104,12 +130,10 @@ async def test_orders_wait_for_their_engine_and_lose_nothing_by_it(tmp_path: Pat
         assert len(results) == 12
         await said(tmp_path / "server.log", "backend lost")
         await said(tmp_path / "server.log", "backend registered")
-        async with httpx.AsyncClient(base_url=client.base_url) as http:
-            metrics = (await http.get("/metrics")).text
-        assert 'rollout_backends{pool="policy",state="failed"} 1.0' in metrics
-        assert 'rollout_backends{pool="policy",state="ready"} 0.0' in metrics
-        assert f'rollout_backend_weight_version{{backend="policy@127.0.0.1:{port}",pool="policy"}} 0.0' in metrics
-        figures = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+        figures = await metrics(client)
+        assert figures['rollout_backends{pool="policy",state="failed"}'] == "1.0"
+        assert figures['rollout_backends{pool="policy",state="ready"}'] == "0.0"
+        assert figures[f'rollout_backend_weight_version{{backend="policy@127.0.0.1:{port}",pool="policy"}}'] == "0.0"
         assert float(figures["rollout_store_bytes"]) > 10_000
         assert (figures["rollout_store_failing"], figures["rollout_store_errors_total"]) == ("0.0", "0.0")
         assert any(name.startswith("rollout_disk_free_bytes") for name in figures)

@@ -69,7 +69,6 @@ async def test_a_backend_has_all_series_before_its_first_request() -> None:
         found = {key: value for key, value in one.samples().items() if not key[0].endswith("_created")}
         assert found == {
             ("rollout_backend_in_flight", ""): 0,
-            ("rollout_backend_up", ""): 1,
             ("rollout_backend_requests_total", "answered"): 0,
             ("rollout_backend_requests_total", "failed"): 0,
             ("rollout_backend_requests_total", "cancelled"): 0,
