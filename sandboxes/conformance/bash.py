@@ -207,7 +207,7 @@ async def bash_characters(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_early_output(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """What a command prints arrives while it runs, whole characters at a time, and up to the limit."""
+    """Output of a command arrives while it runs, whole characters at a time, and up to the limit."""
     bash, printed, seen = await sandbox.bash(), anyio.Event(), list[str]()
 
     def see(output: SessionOutput) -> None:

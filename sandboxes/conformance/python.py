@@ -172,7 +172,7 @@ async def python_streams(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def python_early_output(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """What a cell prints arrives while the cell runs."""
+    """Output of a cell arrives while the cell runs."""
     python, printed = await sandbox.python(), anyio.Event()
     code = "import os, time\nprint(1, flush=True)\nwhile not os.path.exists('on'): time.sleep(0.01)"
     async with anyio.create_task_group() as tasks:
