@@ -11,7 +11,7 @@ from sandboxes.contract.values import BashResult, PythonResult, SessionOutput
 DEFAULT_TIMEOUT = 60.0
 DEFAULT_OUTPUT_LIMIT = 64 * 1024
 OnOutput = Callable[[SessionOutput], object]
-"""Gets output as it arrives, in order and at most `output_limit` characters; the rest of a longer one does not come."""
+"""Gets output as it arrives; what is beyond `output_limit` characters, with 100 more for each piece, does not come."""
 
 
 class BashSession(ABC):

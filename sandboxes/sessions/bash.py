@@ -280,7 +280,7 @@ class ShellSession(SerialSession[_Shell], BashSession):
             raise SessionDiedError("the shell ended before the command ran")
         started, until = time.monotonic(), asyncio.get_running_loop().time() + timeout
         running = shell.interrupter.begin()
-        shell.reader.start(feed.adder(output) if feed.is_wanted else output.add)
+        shell.reader.start(feed.adder(output))
         try:
             code = await self._run_to_code(shell, running, command, until)
             if code is None or shell.interrupter.is_requested:

@@ -7,12 +7,13 @@ from typing import Literal
 from sandboxes.contract import OnOutput, SessionOutput
 from sandboxes.runtime.pipes import OutputBuffer
 
+PIECE_SIZE = 100
+"""A piece counts as so many characters more, for what it takes to keep it."""
 LEFT_OUT = "\n[... the rest of the output is left out ...]\n"
 
 
 class OutputFeed:
     def __init__(self, on_output: OnOutput | None, limit: int) -> None:
-        self.is_wanted = on_output is not None
         self._on_output = on_output
         self._room = limit
 
@@ -20,7 +21,7 @@ class OutputFeed:
         """Pass a piece on; one that is too large ends the feed with a note."""
         if self._on_output is None or self._room < 0 or not formats:
             return
-        self._room -= sum(len(name) + len(text) for name, text in formats.items())
+        self._room -= PIECE_SIZE + sum(len(name) + len(text) for name, text in formats.items())
         if self._room >= 0:
             self._on_output(SessionOutput(kind, formats))
         else:
@@ -28,6 +29,8 @@ class OutputFeed:
 
     def adder(self, output: OutputBuffer) -> Callable[[bytes], None]:
         """Return a function that adds what was printed to both; a character may come in two parts."""
+        if self._on_output is None:
+            return output.add
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
         def add(data: bytes) -> None:

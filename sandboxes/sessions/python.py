@@ -112,7 +112,7 @@ class KernelSession(SerialSession[Kernel], PythonSession):
                 cell = Cell(output_limit, OutputFeed(on_output, output_limit))
                 try:
                     self._running = self.has_run_code = True
-                    return await self._execute(code, timeout, cell, env or {})
+                    return await self._execute(code, timeout, cell, rich=on_output is not None, env=dict(env or {}))
                 except SessionDiedError as error:
                     self.discard()
                     error.output = cell.output.text()
@@ -123,11 +123,11 @@ class KernelSession(SerialSession[Kernel], PythonSession):
                 finally:
                     self._running = False
 
-    async def _execute(self, code: str, timeout: float, cell: Cell, env: Mapping[str, str]) -> PythonResult:
+    async def _execute(self, code: str, timeout: float, cell: Cell, **asked: object) -> PythonResult:
         if (kernel := self._process) is None:
             raise SessionDiedError("the Python kernel ended before the cell ran")
         begun = time.monotonic()
-        request = kernel.send_cell(code, rich=cell.feed.is_wanted, env=dict(env))
+        request = kernel.send_cell(code, **asked)
         with anyio.move_on_after(timeout) as scope:
             await kernel.collect(request, cell)
         if scope.cancelled_caught:

@@ -97,18 +97,15 @@ class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # g
         number, found, watchers = secrets.token_hex(8), await self._watched(request), CURRENT_BOX.get().watchers
         if len(watchers) >= MAX_WATCHERS:
             raise ConnectError(Code.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} folders of the sandbox are watched")
-        watchers[number] = request, found
+        watchers[number] = [request, found]
         return number
 
     async def _changes(self, number: str) -> list[Any]:
-        watchers = CURRENT_BOX.get().watchers
-        if number not in watchers:
+        if (watcher := CURRENT_BOX.get().watchers.get(number)) is None:
             raise ConnectError(Code.NOT_FOUND, "there is no such watcher; it may have been removed")
-        request, before = watchers[number]
-        after = await self._watched(request)
-        if number in watchers:
-            watchers[number] = request, after
-        return [*_events(before, after, with_entry=request.include_entry)]
+        request, before = watcher
+        watcher[1] = await self._watched(request)
+        return [*_events(before, watcher[1], with_entry=request.include_entry)]
 
     async def _watched(self, request: Any) -> Rows:
         folder, *rows = await self._list(request.path, MAX_DEPTH if request.recursive else 1, WATCHED_BYTES)

@@ -155,11 +155,12 @@ def test_bash_is_a_language_with_a_state_of_its_own(shared):
     assert shared.run_code("exit_with() { return 3; }; exit_with", language="bash").error.value == "3"
 
 
-def test_a_run_that_is_late_is_interrupted_and_the_state_kept(shared):
-    shared.run_code("kept = 'here'")
+@pytest.mark.parametrize("does", ["", "print(1)", "display('y' * 10_000)"])
+def test_a_run_that_is_late_is_interrupted_and_the_state_kept(shared, does):
+    shared.run_code("from IPython.display import display; kept = 'here'")
     began = time.monotonic()
     with pytest.raises(e2b.TimeoutException):
-        shared.run_code("import time\nfor _ in range(600): time.sleep(0.1)", timeout=1)
+        shared.run_code(f"import time\nfor _ in range(600): time.sleep(0.1); {does}", timeout=1)
     assert shared.run_code("kept").text == "here"
     assert time.monotonic() - began < 30
 

@@ -219,14 +219,14 @@ def test_any_message_is_survived(kind, content):
 
 def test_formats_that_cannot_be_sent_on_are_left_out():
     seen: list[SessionOutput] = []
-    cell, deep = Cell(100, OutputFeed(seen.append, 100)), functools.reduce(lambda inner, _: [inner], range(900), 1)
+    cell, deep = Cell(100, OutputFeed(seen.append, 1_000)), functools.reduce(lambda inner, _: [inner], range(900), 1)
     found = {"a/json": deep, "b+json": 10**40, "c/json": "\ud800", "d/json": "text", "text/html": "\ud800", "e": [1]}
     cell.add_message("display_data", {"data": found | {"f\ud800": "g"}})
     assert [dict(one.formats) for one in seen] == [{"d/json": '"text"', "text/html": "?", "f?": "g"}]
     cell.add_message("display_data", {"data": {str(number): "" for number in range(999)}})
     assert len(seen[-1].formats) == MAX_FORMATS
     for _ in range(2):
-        cell.add_message("execute_result", {"data": {"image/png": "x" * 100}})
+        cell.add_message("execute_result", {"data": {"image/png": "x" * 1_000}})
     assert [one.formats["text/plain"] for one in seen[2:]] == [LEFT_OUT]
 
 
