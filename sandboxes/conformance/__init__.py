@@ -21,22 +21,11 @@ from sandboxes.conformance import (
     saving,
     snapshots,
 )
-from sandboxes.conformance.expectations import Check, ConformanceError, expect, expect_error
+from sandboxes.conformance.expectations import Check, ConformanceError, checks_in, expect, expect_error
 from sandboxes.conformance.runner import CheckResult, ConformanceReport, run_check, run_checks
 
-CHECKS: tuple[Check, ...] = (
-    *bash.CHECKS,
-    *python.CHECKS,
-    *programs.CHECKS,
-    *files.CHECKS,
-    *image.CHECKS,
-    *exports.CHECKS,
-    *lifecycle.CHECKS,
-    *snapshots.CHECKS,
-    *saving.CHECKS,
-    *pausing.CHECKS,
-    *isolation.CHECKS,
-)
+_MODULES = (bash, python, programs, files, image, exports, lifecycle, snapshots, saving, pausing, isolation)
+CHECKS: tuple[Check, ...] = tuple(check for module in _MODULES for check in checks_in(module))
 """All checks, in the order in which they run."""
 
 __all__ = [

@@ -4,7 +4,7 @@ import time
 
 import anyio
 
-from sandboxes.conformance.expectations import GRACE, Check, expect, expect_cut, expect_error, interrupted
+from sandboxes.conformance.expectations import GRACE, expect, expect_cut, expect_error, interrupted
 from sandboxes.contract import Sandbox, SandboxProvider, SessionOutput
 from sandboxes.errors import SessionDiedError
 
@@ -224,23 +224,3 @@ async def bash_early_output(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect("left out" in seen[-1] and len("".join(seen)) < 1100, seen)
     await bash.run("printf 'a\\xe2\\x82'; sleep 0.1; printf '\\xacb'", on_output=see)
     expect("".join(seen).endswith("a€b"), seen[-3:])
-
-
-CHECKS: tuple[Check, ...] = (
-    bash_keeps_state,
-    bash_exit_codes,
-    bash_ended_by_signals,
-    bash_any_text,
-    bash_time_out,
-    bash_background,
-    bash_output_limit,
-    bash_dies,
-    bash_cancelled,
-    bash_one_at_a_time,
-    bash_whole_rollout,
-    bash_interrupt,
-    bash_interrupt_anywhere,
-    bash_stops_loops,
-    bash_characters,
-    bash_early_output,
-)

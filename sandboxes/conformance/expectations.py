@@ -1,6 +1,8 @@
 """The type of a check, and the functions that state its expectations."""
 
 from collections.abc import Awaitable, Callable
+from inspect import iscoroutinefunction
+from types import ModuleType
 from typing import TypeVar
 
 import anyio
@@ -15,6 +17,28 @@ Check = Callable[[Sandbox, SandboxProvider], Awaitable[None]]
 
 GRACE = 12.0
 """Seconds after its timeout in which a call must return."""
+
+IMAGE_CHANGES = r"""
+set -e
+folder=$(find /usr/share /usr/lib -mindepth 1 -maxdepth 1 -type d ! -name 'lib*' ! -name python3 | sort | head -n 1)
+rm -r "$folder"; echo "$folder"
+"""
+
+ALIKE = r"""
+id; umask; ulimit -a | grep -v processes; pwd; env | sort | grep -v -e ^_= -e ROLLOUT_SANDBOX
+grep -e Cap -e NoNewPrivs -e Seccomp: /proc/self/status; cat /proc/self/uid_map /proc/self/gid_map
+awk '{ gsub(/(lowerdir|size|uid)=[^,]*/, "", $4); print $2, $3, $4 }' /proc/mounts | sort
+ls /dev /proc/sys/user; cut -d: -f1 /proc/net/dev; cat /proc/1/comm; stat -c '%A %U %G %n' / /tmp /dev/shm
+"""
+"""Prints the walls around code inside."""
+ATTACKS = "unshare --user true; mount -t tmpfs none /mnt; mknod device c 1 3; kill -0 1\n"
+"""Runs into the walls. Without isolation it would change the host."""
+
+
+def checks_in(module: ModuleType) -> tuple[Check, ...]:
+    """Return the checks of a module, in their order: all of its own coroutines without an underscore."""
+    own = (one for one in vars(module).values() if iscoroutinefunction(one) and one.__module__ == module.__name__)
+    return tuple(one for one in own if not one.__name__.startswith("_"))
 
 
 class ConformanceError(AssertionError):
@@ -62,3 +86,21 @@ async def interrupted(sandbox: Sandbox, session: BashSession | PythonSession, ca
         tasks.start_soon(interrupt_soon)
         result = await call
     return result  # noqa: RET504  mypy: a task group may swallow what is raised in it
+
+
+async def said(sandbox: Sandbox, script: str) -> str:
+    done = await sandbox.exec(["bash", "-c", script])
+    return done.stdout.decode(errors="surrogateescape") + done.stderr.decode()
+
+
+async def walls(sandbox: Sandbox, provider: SandboxProvider) -> str:
+    return await said(sandbox, ALIKE + (ATTACKS if provider.isolates else ""))
+
+
+async def expect_walls(sandbox: Sandbox, provider: SandboxProvider, plain: str) -> None:
+    """Expect that the sandbox has the walls of a plain one, and that its sessions work."""
+    different = set((await walls(sandbox, provider)).splitlines()) ^ set(plain.splitlines())
+    expect(not different, sorted(different))
+    bash, python = await sandbox.bash(), await sandbox.python()
+    expect((await bash.run("echo $((6*7))")).output == "42\n", "bash")
+    expect((await python.execute("6*7")).result == "42", "python")

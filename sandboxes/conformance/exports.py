@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import anyio
 
-from sandboxes.conformance.expectations import Check, expect, expect_error
+from sandboxes.conformance.expectations import expect, expect_error
 from sandboxes.contract import Sandbox, SandboxProvider
 from sandboxes.errors import FileMissingError, FileTooLargeError
 
@@ -40,7 +40,7 @@ async def exported_entries(sandbox: Sandbox, _: SandboxProvider) -> None:
     """Folders, files and inner links are exported; devices, pipes, links that lead out and rights are not."""
     result = await sandbox.exec(["bash", "-c", TREE])
     expect(result.exit_code == 0, result)
-    entries = await exported(sandbox, "out")
+    entries = await _exported(sandbox, "out")
     kinds = {entry.name: entry.type for entry in entries}
     files = {"out/d/file", "out/a\nb", "out/old", "out/new"}
     hard = {name for name, kind in kinds.items() if kind == tarfile.LNKTYPE}
@@ -57,7 +57,7 @@ async def exported_entries(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect({entry.name for entry in entries if entry.isdir()} == {"out", "out/d", "out/d/e"}, kinds)
     expect(all(entry.mode & ~0o777 == 0 and entry.uid == entry.gid == 0 for entry in entries), entries)
     expect(all(entry.mtime >= 0 for entry in entries), entries)
-    await expect_error(FileMissingError, exported(sandbox, "out/nothing"))
+    await expect_error(FileMissingError, _exported(sandbox, "out/nothing"))
 
 
 async def exported_without_programs(sandbox: Sandbox, provider: SandboxProvider) -> None:
@@ -66,9 +66,9 @@ async def exported_without_programs(sandbox: Sandbox, provider: SandboxProvider)
     if provider.isolates:
         await sandbox.exec(["bash", "-c", PLANTED])
         await sandbox.end_processes()
-        names = {entry.name for entry in await exported(sandbox, ".")}
+        names = {entry.name for entry in await _exported(sandbox, ".")}
         expect(not any(name.endswith("/ran") for name in names), names)
-        entries = await exported(sandbox, "out")
+        entries = await _exported(sandbox, "out")
         expect([entry.name for entry in entries] == ["out", "out/d", "out/d/file"], entries)
         expect(all(entry.mode & 0o400 for entry in entries), entries)
 
@@ -77,14 +77,14 @@ async def exported_within_limits(sandbox: Sandbox, _: SandboxProvider) -> None:
     """Holes count with their full size, entries as at least a page, and depth is bounded."""
     made = "truncate -s 900M sparse; mkdir many; cd many; for ((i = 0; i < 600; i++)); do : >$i; done"
     await sandbox.exec(["bash", "-c", made])
-    await expect_error(FileTooLargeError, exported(sandbox, "sparse"))
-    await expect_error(FileTooLargeError, exported(sandbox, "many", 2 * MIB))
+    await expect_error(FileTooLargeError, _exported(sandbox, "sparse"))
+    await expect_error(FileTooLargeError, _exported(sandbox, "many", 2 * MIB))
     await sandbox.exec(["bash", "-c", "for ((i = 0; i < 400; i++)); do mkdir d; cd d; done"], timeout=120)
-    await expect_error(FileTooLargeError, exported(sandbox, "d"))
+    await expect_error(FileTooLargeError, _exported(sandbox, "d"))
     # One that could be written, and not be unpacked anywhere.
     long = "mkdir long; cd long; n=$(printf 'n%.0s' {1..240}); for ((i = 0; i < 40; i++)); do mkdir $n; cd $n; done"
     await sandbox.exec(["bash", "-c", long])
-    await expect_error(FileTooLargeError, exported(sandbox, "long"))
+    await expect_error(FileTooLargeError, _exported(sandbox, "long"))
 
 
 async def exported_out_of_reach(sandbox: Sandbox, _: SandboxProvider) -> None:
@@ -96,7 +96,7 @@ async def exported_out_of_reach(sandbox: Sandbox, _: SandboxProvider) -> None:
     await sandbox.exec(["bash", "-c", commands])
     for path in ("self/etc/passwd", "ring/file", "proc", "ring", "sys/kernel", "kernel/sys"):
         with anyio.fail_after(30), suppress(FileMissingError):
-            entries = await exported(sandbox, path)
+            entries = await _exported(sandbox, path)
             expect(entries == [], (path, entries))
 
 
@@ -121,16 +121,7 @@ async def _size(sandbox: Sandbox, name: str) -> int:
     return next((entry.size for entry in await sandbox.list() if entry.name == name), 0)
 
 
-async def exported(sandbox: Sandbox, path: str, limit: int = 64 * MIB) -> list[tarfile.TarInfo]:
+async def _exported(sandbox: Sandbox, path: str, limit: int = 64 * MIB) -> list[tarfile.TarInfo]:
     packed = b"".join([part async for part in sandbox.export_path(path, limit=limit)])
     with tarfile.open(fileobj=io.BytesIO(packed), encoding="utf-8", errors="surrogateescape") as archive:
         return archive.getmembers()
-
-
-CHECKS: tuple[Check, ...] = (
-    exported_entries,
-    exported_without_programs,
-    exported_within_limits,
-    exported_out_of_reach,
-    ended_for_good,
-)

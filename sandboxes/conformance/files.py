@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import anyio
 
-from sandboxes.conformance.expectations import Check, expect, expect_error
+from sandboxes.conformance.expectations import expect, expect_error
 from sandboxes.contract import Sandbox, SandboxProvider, SandboxSpec
 from sandboxes.errors import (
     EditMatchError,
@@ -169,16 +169,3 @@ async def _first(sandbox: Sandbox, path: str) -> bytes:
         async for part in parts:
             return part
     return b""
-
-
-CHECKS: tuple[Check, ...] = (
-    files_round_trip,
-    files_edit,
-    files_to_another,
-    files_stream,
-    files_whole_or_not,
-    files_odd_names,
-    files_no_files,
-    files_forbidden,
-    files_full_disk,
-)

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 from anyio.abc import SocketAttribute
 
-from sandboxes.conformance.expectations import Check, expect, expect_error
+from sandboxes.conformance.expectations import expect, expect_error
 from sandboxes.contract import Sandbox, SandboxProvider, SandboxSpec
 from sandboxes.errors import SessionDiedError
 
@@ -137,14 +137,6 @@ async def _attempts_as_root(sandbox: Sandbox) -> None:
         expect(result.exit_code not in {0, None}, (attempt, result))
 
 
-CHECKS: tuple[Check, ...] = (
-    hidden_host,
-    hidden_network,
-    reachable_owner,
-    hidden_neighbors,
-    control_out_of_reach,
-    no_rights,
-)
 ATTACKS = frozenset({hidden_neighbors.__name__, control_out_of_reach.__name__, no_rights.__name__})
 """Checks that would harm the host of a provider that does not isolate: they signal every process they can, or
 write to the kernel."""

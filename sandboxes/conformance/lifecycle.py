@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Awaitable
 
 import anyio
 
-from sandboxes.conformance.expectations import GRACE, Check, expect, expect_error
+from sandboxes.conformance.expectations import GRACE, expect, expect_error
 from sandboxes.contract import Sandbox, SandboxProvider, SandboxSpec
 from sandboxes.errors import SandboxClosedError, SandboxError
 
@@ -96,6 +96,3 @@ async def starts_cancelled(_: Sandbox, provider: SandboxProvider) -> None:
         if not scope.cancelled_caught:
             await started.close()
     expect({info.id for info in provider.live()} == before, provider.live())
-
-
-CHECKS: tuple[Check, ...] = (processes_end, background_goes_on, closes, closes_under_calls, starts_cancelled)

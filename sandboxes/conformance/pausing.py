@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import anyio
 
-from sandboxes.conformance.expectations import GRACE, Check, expect, expect_error
+from sandboxes.conformance.expectations import GRACE, expect, expect_error
 from sandboxes.contract import Sandbox, SandboxProvider
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxConfigError
 
@@ -184,13 +184,3 @@ async def pause_keeps_limits(sandbox: Sandbox, provider: SandboxProvider) -> Non
             await _pause(small, provider)
             await small.reclaim()
             await expect_error(LimitExceededError, python.execute("x = b'x' * (1 << 30)"))
-
-
-CHECKS: tuple[Check, ...] = (
-    pause_stops_processes,
-    pause_keeps_state,
-    any_use_resumes,
-    calls_are_not_paused,
-    paused_closes,
-    pause_keeps_limits,
-)

@@ -4,7 +4,7 @@ import time
 
 import anyio
 
-from sandboxes.conformance.expectations import GRACE, Check, expect
+from sandboxes.conformance.expectations import GRACE, expect
 from sandboxes.contract import Sandbox, SandboxProvider
 
 NAMES = ("count", "mode", "pipe", "pipes", "groups", "message", "max_processes", "max_data")
@@ -90,6 +90,3 @@ async def program_answers(sandbox: Sandbox, _: SandboxProvider) -> None:
         expect(not await missing.send(b"x" * 1_000_000), "it takes input after its end")
     result = await sandbox.exec(["bash", "-c", "sleep 3; ls"])
     expect(result.stdout == b"left\n", result)
-
-
-CHECKS: tuple[Check, ...] = (exec_programs, exec_apart, exec_at_once, exec_cancelled, program_answers)

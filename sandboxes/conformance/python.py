@@ -3,7 +3,6 @@
 import anyio
 
 from sandboxes.conformance.expectations import (
-    Check,
     ConformanceError,
     expect,
     expect_cut,
@@ -226,20 +225,3 @@ async def python_others(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect(len(waiting) == 1 and sandbox.healthy, waiting)
     expect((await python.execute("x")).result == "1" and (await shell.run("echo $x")).output == "3\n", "ended too")
     await expect_error(SandboxStartError, sandbox.open_session("python", cwd="missing"))
-
-
-CHECKS: tuple[Check, ...] = (
-    python_cells,
-    python_time_out,
-    python_output_limit,
-    python_dies,
-    python_whole_rollout,
-    python_flood,
-    python_interrupt,
-    python_cancelled,
-    python_characters,
-    python_streams,
-    python_early_output,
-    python_variables,
-    python_others,
-)

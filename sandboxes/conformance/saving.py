@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from sandboxes.conformance.expectations import Check, expect, expect_error
-from sandboxes.conformance.snapshots import IMAGE_CHANGES, expect_walls, said, walls
+from sandboxes.conformance.expectations import IMAGE_CHANGES, expect, expect_error, expect_walls, said, walls
 from sandboxes.contract import Sandbox, SandboxProvider
 from sandboxes.errors import FileTooLargeError, SandboxConfigError, SandboxUnsavedError
 
@@ -126,6 +125,3 @@ async def saved_is_walled(sandbox: Sandbox, provider: SandboxProvider) -> None:
         plain = await walls(sandbox, provider)
         async with await provider.start(replace(sandbox.spec, saved=saved)) as other:
             await expect_walls(other, provider, plain)
-
-
-CHECKS: tuple[Check, ...] = (saved_has_files, saved_has_shell, save_refuses_the_rest, saved_is_walled)

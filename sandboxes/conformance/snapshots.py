@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import anyio
 
-from sandboxes.conformance.expectations import Check, expect, expect_error
+from sandboxes.conformance.expectations import IMAGE_CHANGES, expect, expect_error, expect_walls, said, walls
 from sandboxes.contract import Sandbox, SandboxProvider, SandboxSpec, Snapshot
 from sandboxes.errors import SandboxClosedError, SandboxConfigError
 
@@ -23,22 +23,6 @@ ls /dev/shm; ls -d gone
 """
 SEEN = ("first", "file", "640 2", "2750 2", "1000000000", "a \\0 b", "gone")
 CHANGE = "echo changed >kept/file; rm kept/link; rmdir gone; mv kept moved; ls"
-
-IMAGE_CHANGES = r"""
-set -e
-folder=$(find /usr/share /usr/lib -mindepth 1 -maxdepth 1 -type d ! -name 'lib*' ! -name python3 | sort | head -n 1)
-rm -r "$folder"; echo "$folder"
-"""
-
-ALIKE = r"""
-id; umask; ulimit -a | grep -v processes; pwd; env | sort | grep -v -e ^_= -e ROLLOUT_SANDBOX
-grep -e Cap -e NoNewPrivs -e Seccomp: /proc/self/status; cat /proc/self/uid_map /proc/self/gid_map
-awk '{ gsub(/(lowerdir|size|uid)=[^,]*/, "", $4); print $2, $3, $4 }' /proc/mounts | sort
-ls /dev /proc/sys/user; cut -d: -f1 /proc/net/dev; cat /proc/1/comm; stat -c '%A %U %G %n' / /tmp /dev/shm
-"""
-"""Prints the walls around code inside."""
-ATTACKS = "unshare --user true; mount -t tmpfs none /mnt; mknod device c 1 3; kill -0 1\n"
-"""Runs into the walls. Without isolation it would change the host."""
 
 
 @asynccontextmanager
@@ -59,24 +43,6 @@ async def _snapshot(sandbox: Sandbox, provider: SandboxProvider) -> AsyncIterato
 
 def _from(snapshot: Snapshot, sandbox: Sandbox) -> SandboxSpec:
     return replace(sandbox.spec, snapshot=snapshot)
-
-
-async def said(sandbox: Sandbox, script: str) -> str:
-    done = await sandbox.exec(["bash", "-c", script])
-    return done.stdout.decode(errors="surrogateescape") + done.stderr.decode()
-
-
-async def walls(sandbox: Sandbox, provider: SandboxProvider) -> str:
-    return await said(sandbox, ALIKE + (ATTACKS if provider.isolates else ""))
-
-
-async def expect_walls(sandbox: Sandbox, provider: SandboxProvider, plain: str) -> None:
-    """Expect that the sandbox has the walls of a plain one, and that its sessions work."""
-    different = set((await walls(sandbox, provider)).splitlines()) ^ set(plain.splitlines())
-    expect(not different, sorted(different))
-    bash, python = await sandbox.bash(), await sandbox.python()
-    expect((await bash.run("echo $((6*7))")).output == "42\n", "bash")
-    expect((await python.execute("6*7")).result == "42", "python")
 
 
 async def snapshot_has_files(sandbox: Sandbox, provider: SandboxProvider) -> None:
@@ -156,12 +122,3 @@ async def snapshot_is_walled(sandbox: Sandbox, provider: SandboxProvider) -> Non
             return
         async with await provider.start(_from(snapshot, sandbox)) as other:
             await expect_walls(other, provider, plain)
-
-
-CHECKS: tuple[Check, ...] = (
-    snapshot_has_files,
-    snapshot_is_shared,
-    snapshot_of_snapshot,
-    snapshot_closes,
-    snapshot_is_walled,
-)

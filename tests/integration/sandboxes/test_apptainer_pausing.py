@@ -9,6 +9,7 @@ import pytest
 
 from sandboxes import SandboxSpec
 from sandboxes.conformance import pausing
+from sandboxes.conformance.expectations import checks_in
 from sandboxes.limits.cgroups import CGROUPS, find_control_groups
 from tests.support.users.as_user import OrdinaryUser, ordinary_user
 
@@ -57,7 +58,7 @@ def said_in(group: Path | None, user: OrdinaryUser, command: list[str]) -> str:
 @pytest.mark.timeout(480)
 @pytest.mark.slow(seconds=40)
 def test_a_user_with_a_group_of_its_own_pauses_sandboxes():
-    names = [f"--check={check.__name__}" for check in pausing.CHECKS]
+    names = [f"--check={check.__name__}" for check in checks_in(pausing)]
     with ordinary_user() as user, delegated(user.uid) as group:
         if group is not None:
             assert said_in(group, user, ["python", "-c", ASK]) == "processes\n"
