@@ -11,7 +11,6 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +20,12 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from sandboxes.errors import ImageBuildError
+from sandboxes.host.kernel_calls import alone
 from sandboxes.host.subordinate_ids import SUBGID, SUBUID, has_subordinate_ids, subordinate_ids_of
 from sandboxes.host.uid_leases import covered_by_this_namespace
 from sandboxes.images.facts import PATH
 from sandboxes.reclaim.rmtree import remove_tree
 
-SCRIPT = Path(__file__).with_name("step")
 COUNT = 65_536
 ROOT_IDS = 1_879_048_192 - COUNT
 """The first id of the host that root's builds use: below those of sandboxes, above all that systems give out."""
@@ -194,7 +193,7 @@ class BuildNamespace:
             with self._lock:
                 self._refuse_if_cancelled()
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(SCRIPT), str(document), str(ours)],
+                    [*alone("sandboxes.images.dockerfile.step.job"), str(document), str(ours)],
                     stdin=stdin,
                     stdout=stdout,
                     stderr=errors,

@@ -15,9 +15,10 @@ import anyio
 
 from sandboxes.errors import SandboxClosedError, SandboxStartError
 from sandboxes.host.children import ForkedChild, LingeringChildren, end_process
+from sandboxes.host.kernel_calls import alone
 from sandboxes.host.processes import MARKER
 from sandboxes.providers.apptainer.launch.fork_server import ANSWER_BYTES, LaunchRequest
-from sandboxes.providers.apptainer.launcher import PATH, program_command
+from sandboxes.providers.apptainer.launcher import PATH
 
 ANSWER_SECONDS = 20.0
 """Long enough for the process to load before its first answer."""
@@ -92,7 +93,7 @@ class ForkServer:
         self._channel = channel
         with theirs:
             self._process = subprocess.Popen(  # noqa: ASYNC220  it takes no time
-                [*program_command("fork_server"), MARKER],
+                [*alone("sandboxes.providers.apptainer.launch.fork_server"), MARKER],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 # No shorter than the name of a sandbox, which takes its place in a launcher.

@@ -12,7 +12,6 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import cached_property
@@ -22,6 +21,7 @@ from typing import Literal
 import structlog
 
 from sandboxes.errors import SandboxConfigError
+from sandboxes.host.kernel_calls import alone
 from sandboxes.host.subordinate_ids import SUBGID, SUBUID, has_subordinate_ids, subordinate_ids_of
 from sandboxes.providers.apptainer import seccomp
 
@@ -75,11 +75,11 @@ class Launcher:
 
     @staticmethod
     def make_command(apptainer: Sequence[str]) -> list[str]:
-        return [*program_command("steps"), *apptainer]
+        return [*alone("sandboxes.providers.apptainer.launch.steps"), *apptainer]
 
     @staticmethod
     def save_command(space: Path, launcher: int, limit: int) -> list[str]:
-        return [*program_command("saved_files"), str(launcher), str(space), str(limit)]
+        return [*alone("sandboxes.providers.apptainer.launch.saved_files"), str(launcher), str(space), str(limit)]
 
     def make_env(
         self,
@@ -284,14 +284,6 @@ class Launcher:
     def _apptainer_filters(self) -> bool:
         """Whether Apptainer has to set the filter: it could not start newuidmap under it."""
         return self._fakeroot and not self.root and not self.namespaces
-
-
-def program_command(module: str) -> list[str]:
-    """Run a module of `launch` with nothing else of this project, which would take longer."""
-    return [
-        *(sys.executable, "-I", "-S", "-c"),
-        f"import sys; sys.path.append({str(FOLDER)!r}); from launch.{module} import main; main()",
-    ]
 
 
 def _filter_env() -> dict[str, str]:

@@ -1,26 +1,31 @@
 """A step's job, from the namespaces to the report."""
 
+import ctypes
 import json
 import os
 import posixpath
 import sys
 import tarfile
 
-from .errors import FullError, StepError
-from .files import Writer, send_files
-from .kernel import (
+from sandboxes.host.kernel_calls import (
     CLONE_NEWIPC,
     CLONE_NEWNET,
     CLONE_NEWNS,
     CLONE_NEWPID,
     CLONE_NEWUTS,
+    PR_SET_SECCOMP,
+    SECCOMP_MODE_FILTER,
+    FilterProgram,
     call,
     change_root,
     end_with_parent,
-    filter_calls,
+    raise_loopback,
 )
+
+from .errors import FullError, StepError
+from .files import Writer, send_files
 from .mounts import make_points, mount_system, remove_points
-from .namespaces import become_root, enter_namespaces, raise_loopback
+from .namespaces import become_root, enter_namespaces
 from .overlay import CHANGES, ROOT, Layers, mount_image, paths_of
 from .program import execute, run_tool
 from .watch import watch
@@ -79,7 +84,8 @@ class Step:
             mount_system(job)
         change_root(ROOT)
         if self._single:  # calls that need more users than there are succeed without effect
-            filter_calls(bytes.fromhex(job["pretend"]))
+            program = FilterProgram.of(bytes.fromhex(job["pretend"]))
+            call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
         if job["action"] == "write":
             return Writer(job).run()
         if job["action"] == "read":

@@ -3,9 +3,10 @@
 import os
 import posixpath
 
+from sandboxes.host.kernel_calls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_REC, find_inside, mount, write
+
 from .errors import StepError
-from .kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_REC, mount, write
-from .overlay import ROOT, SPACE, find_inside
+from .overlay import ROOT, SPACE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ Everything is mounted below `SPACE`, in this mount namespace alone.
 import os
 import stat
 
-from .errors import StepError
-from .kernel import MS_BIND, MS_NODEV, MS_NOSUID, MS_PRIVATE, MS_REC, mount, write
+from sandboxes.host.kernel_calls import MS_BIND, MS_NODEV, MS_NOSUID, MS_PRIVATE, MS_REC, mount, write
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -83,26 +82,3 @@ def mount_image(job: "dict[str, Any]", layers: Layers) -> None:
             layers.stack(one["layers"], f"{SPACE}/from{number}")
         elif one["kind"] == "cache":
             layers.bind(one["path"], f"{SPACE}/from{number}")
-
-
-def find_inside(root: str, path: str) -> str:
-    """Return the host's path of a path inside, whose links are followed within `root`; it need not exist."""
-    todo, done, links = path.split("/")[::-1], "", 0
-    while todo:
-        part = todo.pop()
-        if part in {"", "."}:
-            continue
-        if part == "..":
-            done = done.rpartition("/")[0]
-            continue
-        try:
-            target = os.readlink(f"{root}{done}/{part}")
-        except OSError:  # it is not a link, or does not exist
-            done += f"/{part}"
-            continue
-        links += 1
-        if links > 40:
-            raise StepError(f"{path} is a link to itself")
-        todo += target.split("/")[::-1]
-        done = "" if target.startswith("/") else done
-    return root + done

@@ -4,8 +4,9 @@ import os
 import resource
 import warnings  # noqa: F401 - os.execvp loads it when Python's own files may be out of reach, such as below /root
 
+from sandboxes.host.kernel_calls import call, end_with_parent, keep_capabilities
+
 from .accounts import ImageUser
-from .kernel import call, end_with_parent, keep_capabilities
 from .mounts import APT_SETTINGS
 
 TYPE_CHECKING = False

@@ -12,9 +12,7 @@ import os
 import resource
 import sys
 
-from .files import find_inside
-from .rights import new_user_namespace
-from .syscalls import (
+from sandboxes.host.kernel_calls import (
     AT_FDCWD,
     CLONE_NEWIPC,
     CLONE_NEWNS,
@@ -28,15 +26,20 @@ from .syscalls import (
     MS_PRIVATE,
     MS_REC,
     PR_CAP_AMBIENT,
-    PR_CAPBSET_DROP,
+    PR_CAP_AMBIENT_CLEAR_ALL,
     PR_SET_NO_NEW_PRIVS,
-    PR_SET_PDEATHSIG,
     call,
+    change_root,
+    end_with_parent,
+    find_inside,
+    keep_capabilities,
     libc,
     mount,
     set_mount_attributes,
     write,
 )
+
+from .rights import new_user_namespace
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,14 +54,12 @@ LINKS = {
     "stderr": "/proc/self/fd/2",
 }
 DEV_OPTIONS = "size=65536k,mode=755"
-SIGKILL, SIGNALS, SIG_DFL, SIG_IGN, SIG_SETMASK = 9, 64, 0, 1, 2
+SIGNALS, SIG_DFL, SIG_IGN, SIG_SETMASK = 64, 0, 1, 2
 TO_WHOLE_JOBS = (1, 2, 10, 12, 15)
 """SIGHUP, SIGINT, SIGUSR1, SIGUSR2 and SIGTERM: Slurm sends them to every process of a job, where the service's own end
 decides."""
 SIGNAL_SET_BYTES = 128
 COPY_BYTES = 1 << 20
-MNT_DETACH = 2
-PR_CAP_AMBIENT_CLEAR_ALL = 4
 CAPABILITY_VERSION = 0x20080522
 """_LINUX_CAPABILITY_VERSION_3: two words for each set."""
 
@@ -101,7 +102,7 @@ def run_container(
     child = os.fork()
     if child == 0:
         try:
-            call("prctl", PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+            end_with_parent()
             call("unshare", CLONE_NEWNS)
             make_container(space, root, command, etc)
             give_up_rights()
@@ -140,10 +141,7 @@ def make_container(space: str, root: str, command: ContainerCommand, etc: "dict[
         device = source.startswith("/dev/")
         attributes = MOUNT_ATTR_NOSUID | (0 if device else MOUNT_ATTR_NODEV)
         bind_inside(root, source, target, attributes | (MOUNT_ATTR_RDONLY if read_only else 0))
-    os.chdir(root)
-    call("pivot_root", b".", b".")
-    call("umount2", b".", MNT_DETACH)  # the old root, which lies on the new one
-    os.chdir("/")
+    change_root(root)
 
 
 def bind_inside(root: str, source: str, target: str, attributes: int) -> None:
@@ -170,9 +168,7 @@ def give_up_rights() -> None:
     """Give up all capabilities for good."""
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     call("prctl", PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    capability = 0
-    while libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:  # it fails for one that the kernel does not have
-        capability += 1
+    keep_capabilities(frozenset())
     header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     call("capset", header, none)
 

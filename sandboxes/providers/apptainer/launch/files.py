@@ -4,7 +4,7 @@ import os
 import stat
 import sys
 
-from .syscalls import (
+from sandboxes.host.kernel_calls import (
     AT_FDCWD,
     AT_RECURSIVE,
     CLONE_NEWNS,
@@ -23,6 +23,7 @@ from .syscalls import (
     OPEN_TREE,
     OPEN_TREE_CLONE,
     call,
+    find_inside,
     mount,
     set_mount_attributes,
 )
@@ -36,9 +37,7 @@ PTYS = 64
 OVERLAY = "lowerdir={lower},upperdir=data/upper,workdir=data/work,xino=on"
 """Layers have names relative to the space: a name may not contain a comma or a colon."""
 MARK = "overlay.rollout"
-LINKS = 40
-"""Symbolic links that the kernel follows in one path."""
-EPERM, ELOOP = 1, 40
+EPERM = 1
 
 
 def mount_space(space: str, size: int) -> None:
@@ -227,29 +226,6 @@ def mount_overlay(space: str, user: int, group: int, layers: int, saved: str, *,
         restore_files(saved, "data/upper", user, group)
     mount("overlay", "root", "overlay", MS_NOSUID | MS_NODEV, overlay_options(lower, plain=plain))
     os.chdir("/")
-
-
-def find_inside(root: str, path: str) -> str:
-    """Return the host's path of a path that need not exist; links are followed within `root`."""
-    todo, done, links = path.split("/")[::-1], "", 0
-    while todo:
-        part = todo.pop()
-        if part in {"", "."}:
-            continue
-        if part == "..":
-            done = done.rpartition("/")[0]
-            continue
-        try:
-            target = os.readlink(f"{root}{done}/{part}")
-        except OSError:  # it is not a link, or does not exist
-            done += f"/{part}"
-            continue
-        links += 1
-        if links > LINKS:
-            raise OSError(ELOOP, os.strerror(ELOOP), path)
-        todo += target.split("/")[::-1]
-        done = "" if target.startswith("/") else done
-    return root + done
 
 
 def make_point(root: str, path: str, user: int, group: int) -> None:

@@ -14,8 +14,9 @@ import socket
 import sys
 from typing import NoReturn, TypedDict
 
+from sandboxes.host.kernel_calls import SIGCHLD
+
 from . import steps
-from .syscalls import SIGCHLD
 
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 18, 253
 ANSWER_BYTES = 8

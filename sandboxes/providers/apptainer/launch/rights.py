@@ -3,12 +3,14 @@
 import os
 import resource
 
-from .syscalls import (
+from sandboxes.host.kernel_calls import (
     CLONE_NEWUSER,
     KEYCTL,
     PR_SET_DUMPABLE,
     call,
+    enter_user_namespace,
     libc,
+    map_subordinate_ids,
     write,
 )
 
@@ -38,40 +40,9 @@ def new_user_namespace(others: int, user: int, group: int, inside: int) -> None:
 
 
 def new_root_namespace(others: int, users: str, groups: str) -> None:
-    """Enter the namespaces `others` and one in which this user is root and its subordinate ids are all other users.
-
-    Only the host's setuid programs may map these ids, and only from outside, so a child starts them.
-    """
-    me, user, group = str(os.getpid()), str(os.geteuid()), str(os.getegid())
-    wait, ready = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(ready)
-        status = 1
-        try:
-            if os.read(wait, 1):
-                status = map_subordinate_ids(me, ("newuidmap", user, users), ("newgidmap", group, groups))
-        finally:
-            os._exit(status)
-    os.close(wait)
-    try:
-        call("unshare", CLONE_NEWUSER | others)
-        os.write(ready, b"x")
-    finally:
-        os.close(ready)
-        _, status = os.waitpid(child, 0)
-    if status:
-        raise OSError("newuidmap and newgidmap could not map the subordinate ids")
+    """Enter the namespaces `others` and one in which this user is root and its subordinate ids are all other users."""
+    enter_user_namespace(others, lambda process: map_subordinate_ids(process, users, groups))
     os.setgroups([])
-
-
-def map_subordinate_ids(process: str, *maps: "tuple[str, str, str]") -> int:
-    """Return a status that is 0 if all programs succeeded."""
-    for program, own, ids in maps:
-        status = os.spawnvp(os.P_WAIT, program, [program, process, "0", own, "1", "1", *ids.split()])  # noqa: S606
-        if status:
-            return 1
-    return 0
 
 
 def drop_root(user: int, group: int) -> None:

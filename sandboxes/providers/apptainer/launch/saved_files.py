@@ -18,7 +18,7 @@ import stat
 import sys
 import tarfile
 
-from .syscalls import CLONE_NEWNS, CLONE_NEWUSER, call
+from sandboxes.host.kernel_calls import CLONE_NEWNS, CLONE_NEWUSER, call
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

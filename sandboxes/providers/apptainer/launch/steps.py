@@ -1,9 +1,21 @@
 """The steps of a launch, in the order that the kernel requires."""
 
-import fcntl
 import os
 import resource
 import sys
+
+from sandboxes.host.kernel_calls import (
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    PR_SET_NO_NEW_PRIVS,
+    SECCOMP,
+    SIGCHLD,
+    call,
+    libc,
+    raise_loopback,
+    set_filter,
+    write,
+)
 
 from .container import SIG_DFL, ContainerCommand, run_container
 from .files import (
@@ -26,25 +38,10 @@ from .rights import (
     new_user_namespace,
     set_limits,
 )
-from .syscalls import (
-    CLONE_NEWNET,
-    CLONE_NEWNS,
-    PR_SET_NO_NEW_PRIVS,
-    SECCOMP,
-    SIGCHLD,
-    call,
-    libc,
-    set_filter,
-    write,
-)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-# From linux/sockios.h and linux/if.h.
-SIOCSIFFLAGS, IFF_UP, IFREQ_SIZE, NAME_SIZE = 0x8914, 1, 40, 16
-AF_INET, SOCK_DGRAM = 2, 2
 
 PREFIX = "LAUNCH_"
 INSIDE, FILE = "INSIDE_", "FILE_"
@@ -189,13 +186,6 @@ class ApptainerLaunch:
         if not self._root:
             call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         set_filter(bytes.fromhex(self._told["FILTER"]))
-
-
-def raise_loopback() -> None:
-    fd = call("socket", AF_INET, SOCK_DGRAM, 0)
-    request = b"lo".ljust(NAME_SIZE, b"\0") + IFF_UP.to_bytes(2, sys.byteorder)
-    fcntl.ioctl(fd, SIOCSIFFLAGS, request.ljust(IFREQ_SIZE, b"\0"))
-    os.close(fd)
 
 
 def send_listeners(fd: int, ports: "list[int]") -> None:

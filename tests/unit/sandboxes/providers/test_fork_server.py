@@ -15,11 +15,11 @@ import pytest
 
 from sandboxes.errors import SandboxClosedError, SandboxStartError
 from sandboxes.host.children import ForkedChild, LingeringChildren, wait_exit
+from sandboxes.host.kernel_calls import alone
 from sandboxes.host.processes import MARKER, sandbox_of
 from sandboxes.providers.apptainer import fork_server
 from sandboxes.providers.apptainer.fork_server import ForkServer
 from sandboxes.providers.apptainer.launch.fork_server import ANSWER_BYTES, LaunchRequest
-from sandboxes.providers.apptainer.launcher import program_command
 from tests.support.waiting import until
 
 ID = "0123abcd-1"
@@ -159,8 +159,8 @@ async def test_a_launcher_whose_answer_comes_late_is_not_lost(server, log, monke
 
 async def test_it_says_nothing_if_the_service_is_killed_before_it_reads_an_answer(server, log, monkeypatch, tmp_path):
     said = tmp_path / "said"
-    command = ["sh", "-c", f'exec "$@" 2>{said}', "sh", *program_command("fork_server")]
-    monkeypatch.setattr(fork_server, "program_command", lambda _: command)
+    command = ["sh", "-c", f'exec "$@" 2>{said}', "sh", *alone("sandboxes.providers.apptainer.launch.fork_server")]
+    monkeypatch.setattr(fork_server, "alone", lambda _: command)
     await wait_exit(await launch(server, log), 20)
     request = LaunchRequest(sandbox=ID, arguments=[], environ={}, descriptors=[2])
     with log.open("wb") as file:

@@ -13,9 +13,9 @@ import pytest
 from rollout_service.cli.doctor.checks import check_sharing
 from rollout_service.settings import Settings
 from sandboxes import ApptainerConfig, LocalConfig
+from sandboxes.host.kernel_calls import KEYCTL, find_inside
 from sandboxes.providers.apptainer import seccomp
-from sandboxes.providers.apptainer.launch.files import find_inside, make_point
-from sandboxes.providers.apptainer.launch.syscalls import KEYCTL
+from sandboxes.providers.apptainer.launch.files import make_point
 from sandboxes.providers.apptainer.launcher import Launcher
 from sandboxes.providers.apptainer.sharing import read_sharing
 
@@ -110,7 +110,7 @@ def test_the_profile_says_the_same_of_families():
 
 def test_the_kernel_takes_the_program():
     code = (
-        "import ctypes, os, sys; from sandboxes.providers.apptainer.launch.syscalls import set_filter, call; "
+        "import ctypes, os, sys; from sandboxes.host.kernel_calls import set_filter, call; "
         "call('prctl', 38, 1, 0, 0, 0); "
         "set_filter(bytes.fromhex(sys.argv[1])); import socket; socket.socket(40, 1)"
     )
