@@ -20,7 +20,6 @@ from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectSendStream
 from pydantic import JsonValue, ValidationError
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts import Usage
 from api_schemas.trajectories import ForkReason, Message, ToolCall, Trajectory
 from rollout_service.authoring.openenv_messages import (
@@ -175,7 +174,7 @@ class _Session:
         index = data.index if data.index is not None else (data.seed or 0) % max(len(rows), 1)
         if index >= len(rows):
             message = f"there are {len(rows)} tasks, counted from 0; or give an `instance`"
-            raise InvalidFieldError([FieldError(path="index", message=message)])
+            raise InvalidFieldError.at("index", message)
         return dict(rows[index])
 
 

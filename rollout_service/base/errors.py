@@ -60,6 +60,11 @@ class InvalidFieldError(RequestError):
         super().__init__("; ".join(f"{f.path}: {f.message}" for f in fields), hint=hint, context=context)
         self.fields = list(fields)
 
+    @classmethod
+    def at(cls, path: str, message: str, *, hint: str = "", context: dict[str, Any] | None = None) -> Self:
+        """Return the error of one field."""
+        return cls([FieldError(path=path, message=message)], hint=hint, context=context)
+
     def under(self, path: str) -> Self:
         fields = [field.model_copy(update={"path": f"{path}.{field.path}"}) for field in self.fields]
         return type(self)(fields, hint=self.hint, context=self.context)

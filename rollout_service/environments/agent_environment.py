@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.harnesses.agent import HarnessAgent
@@ -77,8 +76,9 @@ class AgentEnvironment(Environment):
         """Reject an instance that lacks a field of the prompts, or whose prompt is empty or cannot be taken."""
         messages = self.messages(instance)
         if not any(message.content.strip() for message in messages if message.role == "user"):
-            raise InvalidFieldError(
-                [FieldError(path="instance", message=f"makes the prompt of {self.spec.name!r} empty")],
+            raise InvalidFieldError.at(
+                "instance",
+                f"makes the prompt of {self.spec.name!r} empty",
                 hint="Give the fields that the prompt uses a text.",
             )
         if isinstance(self._agent, HarnessAgent):

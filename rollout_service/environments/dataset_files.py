@@ -110,7 +110,7 @@ def select_split(dataset: Sequence[Instance], split: str | None, *, field: str) 
         else f"the data set has no split {split!r}{did_you_mean(split, known)}"
     )
     hint = f"Its splits: {there}." if known else "It has no splits: leave the field out."
-    raise InvalidFieldError([FieldError(path=field, message=message)], hint=hint)
+    raise InvalidFieldError.at(field, message, hint=hint)
 
 
 class InstanceFields(BaseModel):

@@ -23,7 +23,6 @@ from typing import Final, Self
 
 from pydantic import ValidationError
 
-from api_schemas.errors import FieldError
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError, did_you_mean
 from rollout_service.base.validation import describe_problems
 from rollout_service.environments.contract import Environment, EnvironmentSpec
@@ -104,8 +103,9 @@ class EnvironmentRegistry:
         if name in self.problems:
             raise self.problems[name]
         known = sorted(self._environments)
-        raise InvalidFieldError(
-            [FieldError(path=FIELD, message=f"there is no environment {name!r}{did_you_mean(name, known)}")],
+        raise InvalidFieldError.at(
+            FIELD,
+            f"there is no environment {name!r}{did_you_mean(name, known)}",
             hint=f"Known environments: {', '.join(known) or 'none'}.",
             context={"environments": known},
         )

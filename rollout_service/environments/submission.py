@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 import anyio
 from pydantic import JsonValue
 
-from api_schemas.errors import FieldError
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.contract import parse_size
 from rollout_service.environments.declarative.declaration import RunTable
@@ -52,7 +51,7 @@ def read_inputs(table: RunTable, instance: dict[str, JsonValue]) -> list[str]:
         if len(checked) == len(texts):
             return checked
     message = f"must be a string, or a list of 1 to {MAX_RUNS} strings: the input of each run"
-    raise InvalidFieldError([FieldError(path=f"instance.{table.stdin}", message=message)])
+    raise InvalidFieldError.at(f"instance.{table.stdin}", message)
 
 
 async def run_submission(sandbox: Sandbox, table: RunTable, inputs: list[str], seconds: float) -> list[SubmissionRun]:

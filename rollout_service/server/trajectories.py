@@ -6,6 +6,7 @@ most.
 
 from __future__ import annotations
 
+import codecs
 import math
 import time
 from collections import OrderedDict
@@ -17,7 +18,6 @@ from itertools import groupby
 import anyio
 import anyio.to_thread
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts import Rollout
 from api_schemas.rollouts.sessions import MaskReason
 from api_schemas.rollouts.tokens import SegmentOutline, TokenRange, TrajectoryOutline, TurnRange
@@ -78,8 +78,9 @@ class TrajectoryViewer:
         viewed = await self._view(rollout_id, node)
         segments = all_segments(viewed.trajectory)
         if segment >= len(segments):
-            raise InvalidFieldError(
-                [FieldError(path="query.segment", message=f"the trajectory has {len(segments)} segments")],
+            raise InvalidFieldError.at(
+                "query.segment",
+                f"the trajectory has {len(segments)} segments",
                 hint=f"List them with GET /v1/rollouts/{rollout_id}/outline.",
             )
         table = await self._table(viewed.pool)
@@ -272,9 +273,6 @@ def _entropy(logprobs: Sequence[float]) -> float | None:
     return round(total - (rest * math.log(rest) if rest else 0.0), DIGITS)
 
 
-LONGEST_CHARACTER = 4
-
-
 @dataclass(slots=True)
 class TokenText:
     """A text with the ends of its tokens, in UTF-16 code units.
@@ -294,9 +292,10 @@ def join(tokens: Sequence[bytes]) -> TokenText:
     result = TokenText()
     parts: list[str] = []
     length, pending, partial = 0, b"", set[int]()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for position, token in enumerate(tokens):
-        held, data = pending, pending + token
-        text, pending = _decode(data)
+        held, text = pending, decoder.decode(token)
+        pending, _ = decoder.getstate()  # a begun character
         if held or pending or "\ufffd" in text:
             partial.add(position)
         parts.append(text)
@@ -309,28 +308,6 @@ def join(tokens: Sequence[bytes]) -> TokenText:
     result.partial = sorted(partial)
     result.pieces = {position: tokens[position].hex() for position in result.partial}
     return result
-
-
-def _decode(data: bytes) -> tuple[str, bytes]:
-    """Return the text of bytes, and the begun character at their end."""
-    try:
-        return data.decode(), b""
-    except UnicodeDecodeError as error:
-        if error.reason == "unexpected end of data":
-            return data[: error.start].decode(), data[error.start :]
-    cut = _begun_character(data)
-    return data[: len(data) - cut].decode(errors="replace"), data[len(data) - cut :]
-
-
-def _begun_character(data: bytes) -> int:
-    """Return how many bytes at the end begin a character that needs more; 0 if there is none."""
-    for size in range(1, min(LONGEST_CHARACTER, len(data) + 1)):
-        try:
-            data[-size:].decode()
-        except UnicodeDecodeError as error:
-            if error.start == 0 and error.reason == "unexpected end of data":
-                return size
-    return 0
 
 
 def _units(text: str) -> int:

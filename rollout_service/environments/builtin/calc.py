@@ -12,7 +12,6 @@ from typing import Final, TypedDict
 
 from pydantic import JsonValue
 
-from api_schemas.errors import FieldError
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.math.environment import last_boxed
@@ -189,7 +188,7 @@ def expected_integer(instance: dict[str, JsonValue]) -> int:
     if isinstance(answer, str) and INTEGER.fullmatch(answer):
         return int(answer)
     message = "must be an integer, or its decimal digits as a string" if "answer" in instance else "is missing"
-    raise InvalidFieldError([FieldError(path="instance.answer", message=message)])
+    raise InvalidFieldError.at("instance.answer", message)
 
 
 environment = Calc(SPEC)

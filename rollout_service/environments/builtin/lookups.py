@@ -18,7 +18,6 @@ from typing import Annotated, Final, TypedDict
 
 from pydantic import Field, JsonValue
 
-from api_schemas.errors import FieldError
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
 from rollout_service.agents.tool_calling.tools import (
     Arguments,
@@ -124,7 +123,7 @@ def add_numbers(texts: list[str], problem: str) -> int:
     values = [written_sum(text) for text in texts if "+" not in text]
     known = [value for value in values if value is not None]
     if len(known) < len(texts):
-        raise InvalidFieldError([FieldError(path="instance.cells", message=problem)])
+        raise InvalidFieldError.at("instance.cells", problem)
     return sum(known)
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import (
     ConfigurationError,
@@ -144,7 +143,7 @@ def _find(folder: Path, depth: int = DEPTH) -> Iterable[Path]:
 
 
 def _invalid(path: str, message: str, hint: str = "") -> InvalidFieldError:
-    return InvalidFieldError([FieldError(path=path, message=message)], hint=hint)
+    return InvalidFieldError.at(path, message, hint=hint)
 
 
 def _not_specific() -> EnvironmentFailedError:

@@ -17,7 +17,6 @@ from typing import Literal
 from pydantic import Field, JsonValue
 
 from api_schemas.base import Name
-from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.base.templates import PromptTemplate
@@ -92,7 +91,7 @@ class SweEnvironment(AgentEnvironment):
             return read_image_name(image, prefix=prefix)
         except ImagePathError as error:
             message = f"makes {template!r} of the settings an image that no instance may name: {error}"
-            raise InvalidFieldError([FieldError(path="instance", message=message)], hint=error.hint) from None
+            raise InvalidFieldError.at("instance", message, hint=error.hint) from None
 
     async def run(self, episode: Episode) -> StopReason:  # noqa: ARG002 - it always refuses
         raise EnvironmentFailedError(f"{self.spec.name!r} runs one task at a time; see `for_instance`")

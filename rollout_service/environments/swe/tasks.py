@@ -149,8 +149,7 @@ def _image_of(read: _SweInstance, published: str) -> str:
     try:
         return read_image_name(getattr(read, field) if field else published)
     except ImagePathError as error:
-        problem = FieldError(path=f"instance.{field or 'instance_id'}", message=str(error))
-        raise InvalidFieldError([problem], hint=error.hint) from error
+        raise InvalidFieldError.at(f"instance.{field or 'instance_id'}", str(error), hint=error.hint) from error
 
 
 def _swe_bench(read: _SweInstance, family: SweFamily = SweFamily.SWE_BENCH, publisher: str = "swebench") -> SweTask:

@@ -10,7 +10,6 @@ from typing import Final
 
 from pydantic import JsonValue, ValidationError
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError, did_you_mean
@@ -95,7 +94,7 @@ class GameEnvironment(Environment):
         known = self._games.names(self.players)
         if game not in known:
             message = f"there is no game {game!r} for {COUNTS[self.players]}{did_you_mean(game, known)}"
-            raise InvalidFieldError([FieldError(path="instance.game", message=message)])
+            raise InvalidFieldError.at("instance.game", message)
 
     async def run(self, episode: Episode) -> StopReason:
         sandbox, name = episode.require_sandbox(), self._games.library.name

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue, field_validator
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
@@ -44,7 +43,7 @@ class NemoGym(Environment):
         name = read_instance(GymTask, instance).server
         if name not in known:
             message = f"NeMo Gym has no resources server {name!r}{did_you_mean(name, known)}"
-            raise InvalidFieldError([FieldError(path="instance.server", message=message)])
+            raise InvalidFieldError.at("instance.server", message)
 
     async def run(self, episode: Episode) -> StopReason:
         task = read_instance(GymTask, episode.instance)

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from pydantic import Field, JsonValue
 
-from api_schemas.errors import FieldError
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.bridges.process import source_of
@@ -144,7 +143,7 @@ def _read(instance: dict[str, JsonValue]) -> ReasoningTask:
     task = read_instance(ReasoningTask, instance, hint="Make tasks with the module `generate` of this bridge.")
     if task.task in LEFT_OUT:
         message = f"the library's scorer of {task.task} gives full marks to wrong answers"
-        raise InvalidFieldError([FieldError(path="instance.task", message=message)])
+        raise InvalidFieldError.at("instance.task", message)
     return task
 
 

@@ -14,7 +14,6 @@ from typing import Any, Final, Self
 
 from pydantic import JsonValue
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import FinishReason, Trajectory
 from rollout_client.adapters.verifiers import message_fields
@@ -211,7 +210,7 @@ def added_packages(declaration: VerifiersDeclaration, folder: Path, library: Lib
 
 def _refusal(field: str, message: str, known: dict[str, Any] | None = None) -> InvalidFieldError:
     hint = f"Known tasksets: {', '.join(known)}." if known else ""
-    return InvalidFieldError([FieldError(path=f"instance.{field}", message=message)], hint=hint)
+    return InvalidFieldError.at(f"instance.{field}", message, hint=hint)
 
 
 def library_turns(trajectory: Trajectory) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from typing import Final, TypedDict
 
 from pydantic import JsonValue
 
-from api_schemas.errors import FieldError
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.math.verifier import MAX_CHARS, MathVerifier, require_math_verify
@@ -73,7 +72,7 @@ def _gold(instance: dict[str, JsonValue]) -> str:
     if isinstance(answer, str) and 0 < len(answer.strip()) <= MAX_CHARS:
         return answer
     message = f"must be LaTeX of 1 to {MAX_CHARS} characters" if "answer" in instance else "is missing"
-    raise InvalidFieldError([FieldError(path="instance.answer", message=message)])
+    raise InvalidFieldError.at("instance.answer", message)
 
 
 environment = Math()

@@ -21,7 +21,6 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT
 
-from api_schemas.errors import FieldError
 from rollout_service.base.errors import InvalidFieldError, StoreError
 from rollout_service.base.shutdown import ShuttingDownError
 from rollout_service.base.signals import first_of
@@ -156,8 +155,11 @@ def _parse(service: Service, position: str) -> list[int]:
     seen = [UNKNOWN if each == "-" else int(each) for each in position.split(".")]
     shards = len(service.store.shards)
     if len(seen) != shards:
-        problem = FieldError(path="query.after", message=f"{position!r} is no position in {shards} logs of events")
-        raise InvalidFieldError([problem], hint="Pass the last `id` of the stream, or leave it out.")
+        raise InvalidFieldError.at(
+            "query.after",
+            f"{position!r} is no position in {shards} logs of events",
+            hint="Pass the last `id` of the stream, or leave it out.",
+        )
     return seen
 
 

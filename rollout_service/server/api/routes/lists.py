@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
 
-from api_schemas.errors import FieldError
 from api_schemas.runs import RunId
 from api_schemas.runs.history import GroupPage, RunHistory
 from api_schemas.views.summaries import SummaryOrder, SummaryPage, SummaryQuery
@@ -55,8 +54,9 @@ async def list_groups(
     page can be short, or even empty, although there are more: go on while `next_cursor` is not null.
     """
     if reason is not None and state not in (None, "dropped"):
-        problem = FieldError(path="query.reason", message="only dropped groups have a reason")
-        raise InvalidFieldError([problem], hint="Leave `state` or `reason` out.")
+        raise InvalidFieldError.at(
+            "query.reason", "only dropped groups have a reason", hint="Leave `state` or `reason` out."
+        )
     which = GroupSelection(state="dropped" if reason is not None else state, reason=reason)
     page = await service.store.runs.group_page(run_id, which, order=order, cursor=cursor, limit=limit)
     return as_json(page)

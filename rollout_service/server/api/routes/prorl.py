@@ -19,7 +19,6 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl, JsonValue, ValidationError
 
 from api_schemas.base import MAX_INT32, Count, Flag, Name, Number, RolloutId, Signed
-from api_schemas.errors import FieldError
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import RolloutRequest, RolloutState, Sampling
 from api_schemas.tasks import Limits, Task
@@ -192,9 +191,7 @@ async def add_llm_server(service: ServiceDep, request: ServerRequest) -> Answer:
         spec = BackendSpec(url=HttpUrl(address if "://" in address else f"http://{address}"))
     except ValidationError as error:
         message = f"{address!r} is not a valid address"
-        raise InvalidFieldError(
-            [FieldError(path="body.address", message=message)], hint="Send HOST:PORT or a URL."
-        ) from error
+        raise InvalidFieldError.at("body.address", message, hint="Send HOST:PORT or a URL.") from error
     await service.serving.register(spec)
     verb = "Added" if service.pipeline.started else "Buffered"
     return Answer(status=f"{verb} LLM server address: {request.address}")

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Body, Path, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from api_schemas.base import MAX_INT32, RolloutId
-from api_schemas.errors import FieldError
 from api_schemas.exports import EXPORT_MEDIA_TYPE
 from api_schemas.external import RolloutEnd
 from api_schemas.inference import AbortRequest
@@ -277,8 +276,9 @@ async def get_steps(
     of rollouts under way at another node, it has only their earlier attempts.
     """
     if (run is None) == (rollout is None):
-        problem = FieldError(path="query.run", message="name either a run or rollouts")
-        raise InvalidFieldError([problem], hint="Pass run=RUN, or rollout=ID once for each rollout.")
+        raise InvalidFieldError.at(
+            "query.run", "name either a run or rollouts", hint="Pass run=RUN, or rollout=ID once for each rollout."
+        )
     ids = await service.steps.of_run(run) if run is not None else list(dict.fromkeys(rollout or ()))
     return StreamingResponse(service.steps.lines(ids), media_type=EXPORT_MEDIA_TYPE)
 
