@@ -200,8 +200,6 @@ class BackendLoad:
     running: int
     waiting: int
     used_tokens: int
-    token_usage: float
-    """Fraction of the KV budget in use, 0 to 1."""
     waiting_tokens: int | None = None
     """Prompt tokens in its queue that are not read yet; None if it does not report them."""
     capacity_tokens: int | None = None

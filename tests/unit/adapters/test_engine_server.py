@@ -135,7 +135,7 @@ async def test_an_aborted_request_hands_back_what_it_has(everything):
         tasks.start_soon(collect, answers, lambda: backend.generate(asked))
         while (load := await backend.load()).used_tokens != len(PROMPT) + 3:
             await anyio.sleep(0.01)
-        assert (load.running, load.capacity_tokens, load.token_usage) == (1, 160, 6 / 160)
+        assert (load.running, load.capacity_tokens) == (1, 160)
         await backend.abort(None if everything else asked.request_id)
         await until(lambda: answers)
         assert answers[0].output_ids == [7, 8, 9]

@@ -95,7 +95,6 @@ class SGLangBackend(SGLangWeights):
                 running=sum(int(load["num_running_reqs"]) for load in loads),
                 waiting=sum(int(load["num_waiting_reqs"]) for load in loads),
                 used_tokens=sum(int(load["num_used_tokens"]) for load in loads),
-                token_usage=max(float(load["token_usage"]) for load in loads),
                 waiting_tokens=_sum(loads, "num_waiting_uncached_tokens"),
                 capacity_tokens=_sum(loads, "max_total_num_tokens"),
                 signature=orjson.dumps(loads).decode(),

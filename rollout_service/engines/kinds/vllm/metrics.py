@@ -38,7 +38,6 @@ def _load_of(samples: list[Sample]) -> BackendLoad:
         running=running,
         waiting=waiting,
         used_tokens=round(usage * (capacity or 0)),
-        token_usage=usage,
         capacity_tokens=capacity,
         signature=f"{running} {waiting} {usage} {done}",
     )

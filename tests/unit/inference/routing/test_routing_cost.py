@@ -55,7 +55,6 @@ def state(capacity=None, waiting=0, running=0):
         running=running,
         waiting=0,
         used_tokens=0,
-        token_usage=0.0,
         waiting_tokens=waiting,
         capacity_tokens=capacity,
     )

@@ -130,7 +130,6 @@ class Simulation:
                 running=engine.running,
                 waiting=0,
                 used_tokens=0,
-                token_usage=0.0,
                 capacity_tokens=self.capacity,
             )
             self.routers[node].observe(name, load)
