@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 MISSING, TOO_LARGE, ENDED = 44, 45, 46
-"""Exit codes, which `export` interprets."""
+"""Exit codes, which `export` interprets, also of `saved_files`."""
 # From linux/openat2.h, linux/prctl.h and linux/capability.h.
 SYS_OPENAT2, RESOLVE_NO_MAGICLINKS, RESOLVE_IN_ROOT = 437, 0x02, 0x10
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS, CLONE_NEWUSER = 4, 8, 0x10000000
@@ -151,6 +151,16 @@ def make_header(name: bytes, kind: bytes, mode: int, size: int, mtime: int, link
     return start + b"%06o\0 " % checksum + end
 
 
+def names_in(folder: int, limit: int) -> "list[str]":
+    with os.scandir(folder) as entries:
+        names = []
+        for entry in entries:
+            names.append(entry.name)
+            if len(names) * PAGE > limit:
+                stop(TOO_LARGE, "it has more entries than the limit allows")
+    return sorted(names)
+
+
 class Entry:
     def __init__(self, name: str, found: os.stat_result, now: int) -> None:
         self.name = os.fsencode(name)
@@ -220,19 +230,10 @@ class Archive:
             self._begin(entry)
             if len(below) >= MAX_DEPTH:
                 stop(TOO_LARGE, f"its folders are nested more than {MAX_DEPTH} levels deep")
-            for inner in self._names(folder):
+            for inner in names_in(folder, self._left):
                 self.add(folder, inner, [*below, name])
         finally:
             os.close(folder)
-
-    def _names(self, folder: int) -> "list[str]":
-        with os.scandir(folder) as entries:
-            names = []
-            for entry in entries:
-                names.append(entry.name)
-                if len(names) * PAGE > self._left:
-                    stop(TOO_LARGE, "it has more entries than the limit allows")
-        return sorted(names)
 
     def _add_file(self, entry: Entry, parent: int, name: str, found: os.stat_result) -> None:
         if (first := self._files.get((found.st_dev, found.st_ino))) is not None:

@@ -19,18 +19,12 @@ import sys
 import tarfile
 
 from sandboxes.host.kernel_calls import CLONE_NEWNS, CLONE_NEWUSER, call
+from sandboxes.runtime.tree_reader import ENDED, ENTER, MAX_DEPTH, PAGE, READ, TOO_LARGE, names_in, stop
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import BinaryIO, NoReturn
+    from typing import BinaryIO
 
-TOO_LARGE, ENDED = 45, 46
-"""Exit codes, as those of `tree_reader`."""
-PAGE = 4096
-MAX_DEPTH = 256
-"""Each level takes a descriptor."""
-ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 TOP = "files"
 NOTES = ("opaque", "redirect")
 """An overlay's attributes without which other files would be seen. The rest keeps inode numbers stable."""
@@ -39,16 +33,6 @@ NOTE, ATTRIBUTE = "ROLLOUT.overlay.", "ROLLOUT.attribute."
 digits.
 """
 TIME = "ROLLOUT.mtime"
-
-
-class FilesTooLargeError(Exception):
-    """Larger than the limit, or nested too deeply."""
-
-
-def stop(code: int, message: str) -> "NoReturn":
-    sys.stderr.write(message)
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def enter(launcher: int) -> str:
@@ -78,17 +62,11 @@ class Saver:
 
     def add_folder(self, folder: int, name: str, depth: int = 0) -> None:
         if depth > MAX_DEPTH:
-            raise FilesTooLargeError(f"folders are nested more than {MAX_DEPTH} levels deep")
+            stop(TOO_LARGE, f"folders are nested more than {MAX_DEPTH} levels deep")
         entry = self._entry(name, os.fstat(folder), tarfile.DIRTYPE)
         self._note_attributes(entry, folder)
         self._begin(entry)
-        with os.scandir(folder) as entries:
-            names = []
-            for found in entries:
-                names.append(found.name)
-                if len(names) * PAGE > self._left:
-                    raise FilesTooLargeError("there are more files than the limit allows")
-        for inner in sorted(names):
+        for inner in names_in(folder, self._left):
             self._add(folder, inner, f"{name}/{inner}", depth)
 
     def _add(self, parent: int, inner: str, name: str, depth: int) -> None:
@@ -142,7 +120,7 @@ class Saver:
     def _take(self, size: int) -> None:
         self._left -= size
         if self._left < 0:
-            raise FilesTooLargeError("the files exceed the limit")
+            stop(TOO_LARGE, "the files exceed the limit")
 
     def _note_attributes(self, entry: tarfile.TarInfo, descriptor: int) -> None:
         for attribute in os.listxattr(descriptor):
@@ -232,7 +210,5 @@ def save(launcher: int, space: str, limit: int) -> None:
 def main() -> None:
     try:
         save(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-    except FilesTooLargeError as error:
-        stop(TOO_LARGE, str(error))
     except OSError as error:
         stop(1, str(error))

@@ -1,4 +1,4 @@
-"""Programs that run alone load of this project only themselves and the calls of the kernel, whatever lies around."""
+"""Programs that run alone load of this project only themselves and what they need, whatever lies around."""
 
 import subprocess
 from itertools import accumulate
@@ -9,13 +9,19 @@ from sandboxes.host.kernel_calls import alone
 
 LAUNCH = "sandboxes.providers.apptainer.launch"
 CALLS = {"sandboxes.host", "sandboxes.host.kernel_calls"}
+READER = {"sandboxes.runtime", "sandboxes.runtime.tree_reader"}
 
 
 @pytest.mark.parametrize(
-    "module",
-    ["sandboxes.images.dockerfile.step.job", f"{LAUNCH}.steps", f"{LAUNCH}.saved_files", f"{LAUNCH}.fork_server"],
+    ("module", "needed"),
+    [
+        ("sandboxes.images.dockerfile.step.job", CALLS),
+        (f"{LAUNCH}.steps", CALLS),
+        (f"{LAUNCH}.saved_files", CALLS | READER),
+        (f"{LAUNCH}.fork_server", CALLS),
+    ],
 )
-def test_a_program_that_runs_alone_loads_nothing_else_of_the_project(module, tmp_path):
+def test_a_program_that_runs_alone_loads_nothing_else_of_the_project(module, needed, tmp_path):
     for name in ("json.py", "tarfile.py", "sandboxes.py"):
         (tmp_path / name).write_text("raise SystemExit('hidden')")
     *python, program = alone(module)
@@ -24,4 +30,4 @@ def test_a_program_that_runs_alone_loads_nothing_else_of_the_project(module, tmp
     package = module.rpartition(".")[0]
     above = set(accumulate(package.split("."), lambda path, name: f"{path}.{name}"))
     loaded = {name for name in done.stdout.split() if name.startswith("sandboxes")}
-    assert {name for name in loaded if not name.startswith(f"{package}.")} == above | CALLS
+    assert {name for name in loaded if not name.startswith(f"{package}.")} == above | needed
