@@ -1,7 +1,7 @@
 """Run a program in a sandbox: collect its output, stream it, or speak with it over its pipes."""
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 
 import anyio
 import anyio.lowlevel
@@ -157,7 +157,7 @@ async def stream_in(
         for reader in readers:
             reader.start(output.add)
         async for part in data:
-            if not await _write_piece(child, part):
+            if not await _send(child, part, _stall_limit):
                 break
             total += len(part)
         child.pipes.close(INPUT)
@@ -178,12 +178,12 @@ async def _read_some(fd: int) -> bytes:
         return await _receive(fd)
 
 
-async def _write_piece(child: Child, part: bytes) -> bool:
-    """Return False if the program takes no more."""
-    for at in range(0, len(part), READ_SIZE):
-        with _stall_limit():
+async def _send(child: Child, data: bytes, each: Callable[[], AbstractContextManager[object]] = nullcontext) -> bool:
+    """Return False if the program takes no more; `each` makes the context of each piece."""
+    for at in range(0, len(data), READ_SIZE):
+        with each():
             await anyio.lowlevel.checkpoint()
-            if child.stdin is None or not await write_all(child.stdin, part[at : at + READ_SIZE]):
+            if child.stdin is None or not await write_all(child.stdin, data[at : at + READ_SIZE]):
                 return False
     return True
 
@@ -219,11 +219,7 @@ class ProgramPipes(RunningProgram):
         return self._child.group
 
     async def send(self, data: bytes) -> bool:
-        for at in range(0, len(data), READ_SIZE):
-            await anyio.lowlevel.checkpoint()
-            if self._child.stdin is None or not await write_all(self._child.stdin, data[at : at + READ_SIZE]):
-                return False
-        return True
+        return await _send(self._child, data)
 
     def close_input(self) -> None:
         self._child.pipes.close(INPUT)

@@ -7,6 +7,7 @@ start. Only FROM is expanded here, since a base brings its own variables.
 import platform
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from sandboxes.errors import DockerfileError
@@ -254,10 +255,8 @@ class _Planner:
                 raise self._error(one, f"{one.keyword} --{name} cannot be had", hint)
 
     def _check_copy(self, one: Instruction) -> list[str]:
-        try:
+        with self._explaining(one):
             words = copied_words(one, self._parsed.escape)
-        except ValueError as error:
-            raise self._error(one, str(error)) from error
         if len(words) < 2:
             raise self._error(one, f"{one.keyword} needs a source and a destination")
         if one.keyword == "ADD" and (address := next(filter(ADDRESS.search, words[:-1]), None)) is not None:
@@ -275,11 +274,10 @@ class _Planner:
         found = []
         for name, value in one.flags:
             if name == "mount":
-                try:
+                with self._explaining(
+                    one, "files may come from the context, from another stage, or be fetched by a step"
+                ):
                     mount = parse_mount(value)
-                except ValueError as error:
-                    hint = "files may come from the context, from another stage, or be fetched by a step"
-                    raise self._error(one, str(error), hint) from error
                 if mount.stage is not None:
                     found.append(self._source(one, mount.stage))
         return found
@@ -307,16 +305,19 @@ class _Planner:
             yield name, default if equals else None
 
     def _words(self, one: Instruction) -> list[str]:
-        try:
+        with self._explaining(one):
             return split_words(one.text, self._parsed.escape)
-        except ValueError as error:
-            raise self._error(one, str(error)) from error
 
     def _expand(self, one: Instruction, text: str, variables: Mapping[str, str]) -> str:
-        try:
+        with self._explaining(one):
             return expand(text, variables, self._parsed.escape)
+
+    @contextmanager
+    def _explaining(self, one: Instruction, hint: str | None = None) -> Iterator[None]:
+        try:
+            yield
         except ValueError as error:
-            raise self._error(one, str(error)) from error
+            raise self._error(one, str(error), hint) from error
 
     def _target(self, target: str | None) -> BuildStage:
         if target is None:
