@@ -11,7 +11,6 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
-    Awaitable,
     Callable,
     Iterable,
     Iterator,
@@ -27,14 +26,11 @@ from pathlib import Path
 import anyio
 
 from sandboxes.contract import (
-    DEFAULT_FILE_LIMIT,
     DEFAULT_OUTPUT_LIMIT,
     DEFAULT_TIMEOUT,
     DEFAULT_TREE_LIMIT,
     ExecResult,
-    FileEntry,
     RunningProgram,
-    Sandbox,
     SandboxInfo,
     SandboxSpec,
     SessionName,
@@ -56,7 +52,7 @@ from sandboxes.reclaim.host_resources import LauncherResources
 from sandboxes.runtime.control import ControlShell
 from sandboxes.runtime.execution import run_collected, running, stream_in, stream_out
 from sandboxes.runtime.export import export_tree, reader_command
-from sandboxes.runtime.files import Files
+from sandboxes.runtime.files import SandboxWithFiles
 from sandboxes.sessions.bash import ARGV, DESCRIPTORS, ShellSession
 from sandboxes.sessions.bash_state import archive_state
 from sandboxes.sessions.kernel import KernelPaths
@@ -97,7 +93,7 @@ class LaunchedSandbox:
     shell_state: bytes = b""
 
 
-class ControlledSandbox(Sandbox):
+class ControlledSandbox(SandboxWithFiles):
     def __init__(self, launched: LaunchedSandbox, spec: SandboxSpec, forget: Callable[[str], None]) -> None:
         """`forget` gets the id once, after the sandbox has been closed."""
         self._launched = launched
@@ -112,7 +108,6 @@ class ControlledSandbox(Sandbox):
         self._shell.state = launched.shell_state
         self._kernel = self._make_kernel(launched.workdir)
         self._others: list[ShellSession | KernelSession] = []
-        self._files = Files(self._run_script, self._stream, self._feed, self.resolve)
         self._under_way = 0
         self._at_rest = anyio.Event()
         self._lifetime: asyncio.TimerHandle | None = None
@@ -314,24 +309,6 @@ class ControlledSandbox(Sandbox):
             raise self._make_ended_error()
         return first
 
-    async def read_file(self, path: str, *, limit: int = DEFAULT_FILE_LIMIT) -> bytes:
-        return await self._files.read(path, limit)
-
-    def read_stream(self, path: str, *, limit: int | None = None) -> AsyncGenerator[bytes, None]:
-        return self._files.read_stream(path, limit)
-
-    async def write_file(self, path: str, data: bytes | str) -> None:
-        await self._files.write(path, data)
-
-    async def write_stream(self, path: str, data: AsyncIterable[bytes]) -> None:
-        await self._files.write_stream(path, data)
-
-    async def edit_file(self, path: str, old: str, new: str, *, replace_all: bool = False) -> int:
-        return await self._files.edit(path, old, new, replace_all=replace_all)
-
-    async def list(self, path: str = ".") -> "list[FileEntry]":
-        return await self._files.list(path)
-
     async def export_path(self, path: str, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncGenerator[bytes, None]:
         with self._operation():
             async with aclosing(self._export(self.resolve(path), limit)) as parts:
@@ -343,9 +320,6 @@ class ControlledSandbox(Sandbox):
         async with aclosing(export_tree(path, command)) as parts:
             async for part in parts:
                 yield part
-
-    async def import_path(self, parent: str, tar: AsyncIterable[bytes]) -> None:
-        await self._files.import_(parent, tar)
 
     async def snapshot(self) -> Snapshot:
         if (make := self._launched.make_snapshot) is None:
@@ -478,12 +452,6 @@ class ControlledSandbox(Sandbox):
                 violation.output = error.output
                 return violation
         return error
-
-    # The programs of the file tools start in "/", since the working folder may be gone, or a file by now.
-    def _run_script(
-        self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float, output_limit: int
-    ) -> Awaitable[ExecResult]:
-        return self.exec(argv, stdin=stdin, cwd="/", timeout=timeout, output_limit=output_limit)
 
     async def _stream(self, argv: Sequence[str], limit: int | None) -> AsyncGenerator[bytes, None]:
         with self._operation():

@@ -11,13 +11,14 @@ The image needs bash, coreutils and tar.
 """
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Literal, Protocol
+from typing import Literal
 
 import anyio
 
-from sandboxes.contract import DEFAULT_FILE_LIMIT, ExecResult, FileEntry
+from sandboxes.contract import DEFAULT_FILE_LIMIT, FileEntry, Sandbox
 from sandboxes.errors import (
     DiskFullError,
     EditMatchError,
@@ -92,46 +93,39 @@ KINDS: dict[int, Kind] = {0o100000: "file", 0o040000: "directory", 0o120000: "sy
 KIND_MASK = 0o170000
 
 
-class ScriptRunner(Protocol):
-    """Like `Sandbox.exec`, from a folder that always exists."""
-
-    def __call__(
-        self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float, output_limit: int
-    ) -> Awaitable[ExecResult]: ...
-
-
 def bash_argv(text: str, *arguments: str) -> list[str]:
     return ["bash", "--norc", "-c", text, "files", *arguments]
 
 
-class Files:
-    def __init__(
-        self,
-        run: ScriptRunner,
-        stream: Callable[[Sequence[str], int | None], AsyncGenerator[bytes, None]],
-        feed: Callable[[Sequence[str], AsyncIterable[bytes]], Awaitable[int]],
-        resolve: Callable[[str], str],
-    ) -> None:
+class SandboxWithFiles(Sandbox):
+    """The file operations of a sandbox that runs programs, each in a folder that always exists."""
+
+    @abstractmethod
+    def resolve(self, path: str) -> str:
+        """Return the absolute path inside, without looking at files."""
+
+    @abstractmethod
+    def _stream(self, argv: Sequence[str], limit: int | None) -> AsyncGenerator[bytes, None]:
+        """Yield a program's output, up to a number of bytes.
+
+        Raises:
+            ProgramFailedError: The program failed.
         """
-        Args:
-            run: runs a program inside and collects its output.
-            stream: yields a program's output, up to a number of bytes.
-            feed: feeds a stream to a program, and returns how many bytes it took.
-            resolve: makes a path absolute, as the sandbox sees it, without looking at files.
 
-        Both `stream` and `feed` raise `ProgramFailedError`.
+    @abstractmethod
+    async def _feed(self, argv: Sequence[str], data: AsyncIterable[bytes]) -> int:
+        """Feed a stream to a program, and return how many bytes it took.
+
+        Raises:
+            ProgramFailedError: The program failed.
         """
-        self._run = run
-        self._stream = stream
-        self._feed = feed
-        self._resolve = resolve
 
-    async def read(self, path: str, limit: int) -> bytes:
-        return b"".join([part async for part in self.read_stream(path, limit)])
+    async def read_file(self, path: str, *, limit: int = DEFAULT_FILE_LIMIT) -> bytes:
+        return b"".join([part async for part in self.read_stream(path, limit=limit)])
 
-    async def read_stream(self, path: str, limit: int | None) -> AsyncGenerator[bytes, None]:
+    async def read_stream(self, path: str, *, limit: int | None = None) -> AsyncGenerator[bytes, None]:
         allowed = "" if limit is None else str(limit)
-        stream = self._stream(bash_argv(READ, self._resolve(path), allowed), limit)
+        stream = self._stream(bash_argv(READ, self.resolve(path), allowed), limit)
         try:
             async with aclosing(stream):
                 async for part in stream:
@@ -139,7 +133,7 @@ class Files:
         except ProgramFailedError as error:
             raise _make_error(path, error.exit_code, error.said) from error
 
-    async def write(self, path: str, data: bytes | str) -> None:
+    async def write_file(self, path: str, data: bytes | str) -> None:
         content = data.encode() if isinstance(data, str) else data
         await self._feed_script(path, WRITE, secrets.token_hex(8), _as_stream(content), size=len(content))
 
@@ -156,7 +150,7 @@ class Files:
         self, path: str, text: str, token: str, data: AsyncIterable[bytes], *, size: int | None = None
     ) -> int:
         """Return how many bytes the script took."""
-        arguments = [self._resolve(path), token, *([] if size is None else [str(size)])]
+        arguments = [self.resolve(path), token, *([] if size is None else [str(size)])]
         try:
             return await self._feed(bash_argv(text, *arguments), data)
         except ProgramFailedError as error:
@@ -166,13 +160,15 @@ class Files:
         """Remove the draft of a failed write; a closed sandbox has none left."""
         with anyio.CancelScope(shield=True):
             try:
-                await self._run(bash_argv(DROP, self._resolve(path), token), timeout=DROP_SECONDS, output_limit=4096)
+                await self.exec(
+                    bash_argv(DROP, self.resolve(path), token), cwd="/", timeout=DROP_SECONDS, output_limit=4096
+                )
             except SandboxError:
                 return
 
-    async def edit(self, path: str, old: str, new: str, *, replace_all: bool) -> int:
+    async def edit_file(self, path: str, old: str, new: str, *, replace_all: bool = False) -> int:
         try:
-            text = (await self.read(path, DEFAULT_FILE_LIMIT)).decode("utf-8")
+            text = (await self.read_file(path)).decode("utf-8")
         except UnicodeDecodeError as error:
             raise SandboxFileError(f"{path}: not UTF-8 text") from error
         count = text.count(old) if old else 0
@@ -180,11 +176,12 @@ class Files:
             raise EditMatchError(f"{path}: the text to replace is not in the file", count=0, hint="read the file first")
         if count > 1 and not replace_all:
             raise EditMatchError(f"{path}: the text to replace occurs {count} times", count=count)
-        await self.write(path, text.replace(old, new))
+        await self.write_file(path, text.replace(old, new))
         return count
 
-    async def list(self, path: str) -> list[FileEntry]:
-        result = await self._run(bash_argv(LIST, self._resolve(path)), timeout=FILE_TIMEOUT, output_limit=LIST_LIMIT)
+    async def list(self, path: str = ".") -> list[FileEntry]:
+        script = bash_argv(LIST, self.resolve(path))
+        result = await self.exec(script, cwd="/", timeout=FILE_TIMEOUT, output_limit=LIST_LIMIT)
         if result.timed_out:
             raise SandboxFileError(f"{path}: no answer within {FILE_TIMEOUT:.0f} s")
         if result.exit_code != 0:
@@ -194,9 +191,9 @@ class Files:
         entries = [_parse_entry(path, part) for part in result.stdout.split(b"\0")[:-1]]
         return sorted(entries, key=lambda entry: entry.name)
 
-    async def import_(self, parent: str, tar: AsyncIterable[bytes]) -> None:
+    async def import_path(self, parent: str, tar: AsyncIterable[bytes]) -> None:
         try:
-            await self._feed(bash_argv(IMPORT, self._resolve(parent)), tar)
+            await self._feed(bash_argv(IMPORT, self.resolve(parent)), tar)
         except ProgramFailedError as error:
             raise _make_error(parent, error.exit_code, error.said) from error
 
