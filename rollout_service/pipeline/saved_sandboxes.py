@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.trajectories import Message
 from rollout_service.agents.tool_calling.agent import TOOL_STATE
+from rollout_service.base.errors import ServiceError
 from rollout_service.engines.serving.saved_turns import SavedTurn
 from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment
@@ -119,12 +120,7 @@ class SavedSandboxes:
     async def sweep(self, store: Store) -> None:
         """Before any rollout begins, remove files of none under way."""
         for path in await anyio.to_thread.run_sync(self._list):
-            try:
-                work = await anyio.to_thread.run_sync(_read_head, path)
-            except _UNREADABLE:
-                work = None
-            rollout = None if work is None else await store.get(work.rollout_id)
-            if rollout is None or rollout.state.terminal:
+            if not await _may_go_on(path, store):
                 await _remove(path)
             elif path.parent == self._folder:
                 self._sizes[path.name] = path.stat().st_size
@@ -300,6 +296,18 @@ async def _remove(path: Path) -> None:
     """Remove a file if it is there; shielded."""
     with anyio.CancelScope(shield=True), suppress(OSError):  # at the latest, a later sweep removes it
         await anyio.to_thread.run_sync(path.unlink)
+
+
+async def _may_go_on(path: Path, store: Store) -> bool:
+    """Return whether the rollout of a file is under way; true too if the store cannot say, as while a shard is away."""
+    try:
+        work = await anyio.to_thread.run_sync(_read_head, path)
+        rollout = await store.get(work.rollout_id)
+    except _UNREADABLE:
+        return False
+    except ServiceError:
+        return True
+    return rollout is not None and not rollout.state.terminal
 
 
 def _age(path: Path) -> float:

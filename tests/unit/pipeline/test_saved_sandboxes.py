@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from api_schemas.trajectories import ForkReason, Message
+from rollout_service.base.errors import RecordLostError, StoreError
 from rollout_service.engines.serving.saved_turns import GivenMessages, SavedTurn
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline import saved_sandboxes
@@ -50,10 +51,12 @@ class Saves:
 class Rollouts:
     """A store that knows the rollouts under way."""
 
-    def __init__(self, *names: str) -> None:
-        self.names = names
+    def __init__(self, *names: str, error: Exception | None = None) -> None:
+        self.names, self.error = names, error
 
     async def get(self, rollout_id: str) -> object:
+        if self.error is not None:
+            raise self.error
         return samples.rollout(rollout_id, state="rollout") if rollout_id in self.names else None
 
 
@@ -160,6 +163,16 @@ async def test_files_of_rollouts_that_ended_are_removed(tmp_path: Path, saved: S
     assert len(list(folder.iterdir())) == 1
     work = await again.find("under-way", TURN, "identity of base")
     assert work is not None
+
+
+@pytest.mark.parametrize("error", [StoreError("its shard is away"), RecordLostError("its record is damaged")])
+async def test_a_service_starts_although_the_store_does_not_say_what_became_of_a_rollout(
+    tmp_path: Path, saved: SavedSandboxes, error: Exception
+) -> None:
+    await save(saved)
+    again = make(tmp_path / "saved")
+    await again.sweep(cast(Store, Rollouts(error=error)))
+    assert await again.find("r", TURN, "identity of base") is not None
 
 
 @pytest.fixture
