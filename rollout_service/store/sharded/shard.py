@@ -44,7 +44,8 @@ class _ShardCall(Generic[T]):
             self.answers.append(await self.call())
         except Exception as error:  # noqa: BLE001 - it is the caller's
             self.error = error
-        self.answered.set()
+        finally:
+            self.answered.set()  # also when the store closes: who waits cannot be cancelled
         if self.is_abandoned and self.late is not None:
             for answer in self.answers:
                 self.late(answer)

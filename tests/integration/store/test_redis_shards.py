@@ -314,3 +314,15 @@ async def test_a_call_to_a_shard_that_was_away_for_a_moment_fails(shared_shards,
         for _ in range(ticks):
             await anyio.lowlevel.checkpoint()
         shard._set(None)
+
+
+async def test_nobody_waits_for_a_call_that_ended_with_the_store(shared_shards):
+    async def ask():
+        with pytest.raises(StoreError):
+            await shard.ask(anyio.sleep_forever)
+
+    async with opened_shards(shard_configs(*shared_shards)) as store, anyio.create_task_group() as tasks:
+        shard = store._shards[1]
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        shard._tasks.cancel_scope.cancel()
