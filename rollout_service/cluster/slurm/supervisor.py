@@ -85,6 +85,8 @@ class Registrar:
 ENGINES, NODE = "engines", "node-"
 LOOK_SECONDS = 0.5
 FAILURES_SECONDS = 2.0
+TRAINER_SECONDS = 30.0
+"""How long a trainer may take after SIGTERM before it is killed: the job goes back into the queue only afterward."""
 REQUEUE_SECONDS = 60.0
 """How long Slurm may take to end a job that it has put back into the queue."""
 REQUEUE_TRIES = 12
@@ -223,6 +225,10 @@ class Supervisor:
             with anyio.CancelScope(shield=True):
                 if process.returncode is None:
                     process.terminate()
+                    with anyio.move_on_after(TRAINER_SECONDS):
+                        await process.wait()
+                if process.returncode is None:
+                    process.kill()
                 await process.wait()
 
     async def _ready_address(self) -> str:

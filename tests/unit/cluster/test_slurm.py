@@ -357,6 +357,23 @@ def test_a_folder_is_private_and_keeps_its_key(tmp_path):
     assert folder.path.stat().st_mode & 0o077 == folder.key_file.stat().st_mode & 0o077 == 0
 
 
+async def test_a_trainer_that_does_not_end_keeps_no_job_from_the_queue(tmp_path, monkeypatch):
+    folder, started = JobFolder(tmp_path), tmp_path / "started"
+    folder.create()
+    trainer = ["bash", "-c", f"trap '' TERM; touch {started}; while sleep 0.05; do :; done"]
+    job = supervisor.Supervisor(folder, JobSpec(name="job", trainer=trainer))
+
+    async def ready() -> str:
+        return "http://127.0.0.1:1"
+
+    monkeypatch.setattr(job, "_ready_address", ready)
+    monkeypatch.setattr(supervisor, "TRAINER_SECONDS", 0.1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(job._train)
+        await until(started.exists)
+        tasks.cancel_scope.cancel()
+
+
 async def test_an_engine_that_the_service_refuses_keeps_no_other_from_it(tmp_path):
     asked = []
 
