@@ -314,7 +314,10 @@ class PolicyServing:
         served = self._served.get(pool)
         if served is None:
             raise NoBackendError(f"pool {pool!r} has no backend", hint="Register one with POST /v1/backends.")
-        return served, self._pools[pool]
+        backends = self._pools[pool]
+        # Any of them may get a request, and refuses one that is too long for itself.
+        shortest = min((view.context_length for view in backends.views()), default=served.context_length)
+        return replace(served, context_length=shortest), backends
 
     def renderer(self, pool: str) -> ChatRenderer | None:
         """Return None for a pool that was never served here."""

@@ -15,8 +15,8 @@ from rollout_service.engines.serving.awaited_backends import AwaitedBackends
 from rollout_service.engines.serving.policies import PolicyServing, backend_id_of_spec
 from rollout_service.store.engines_contract import SharedBackend
 from rollout_service.store.file_backends import FileBackends
-from rollout_service.testing import ScriptedEngine
-from tests.support.engines.pools import policy_engine
+from rollout_service.testing import Counting, ScriptedEngine
+from tests.support.engines.pools import POLICY, policy_engine
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -161,3 +161,15 @@ async def test_a_renewed_lease_begins_again_and_so_does_one_after_a_restart(tmp_
                         await gone(serving, 0)
                         assert anyio.current_time() - started > 1.9
                     (tmp_path / "restarted").touch()
+
+
+async def test_the_context_of_a_pool_is_the_shortest_of_its_engines(tmp_path: Path) -> None:
+    def engine(context_length: int) -> ScriptedEngine:
+        return ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512, context_length=context_length)
+
+    async with engine(100) as short, engine(200) as long, Pools() as pools:
+        serving = PolicyServing(pools, FileBackends(tmp_path / "backends.json", backend_id_of_spec))
+        first, _ = [await serving.register(BackendSpec(url=HttpUrl(each.url))) for each in (short, long)]
+        assert serving.connect("policy")[0].context_length == 100
+        await serving.remove(first.backend_id)
+        assert serving.connect("policy")[0].context_length == 200
