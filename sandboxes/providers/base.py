@@ -1,5 +1,6 @@
 """The base of providers on this host."""
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -134,6 +135,29 @@ class Gate:
         os.write(self._hold, b"x")
 
 
+LOG_BYTES = 1024 * 1024
+
+
+class LaunchLog:
+    """The output of a launcher, in memory of a fixed size: the image's bash writes there too, and may never stop."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, LOG_BYTES)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def save(self, path: Path) -> None:
+        """Write to a file what has come so far."""
+        written = os.lseek(self.descriptor, 0, os.SEEK_CUR)  # the launcher shares it, and may set it
+        path.write_bytes(os.pread(self.descriptor, min(written, LOG_BYTES), 0))
+
+
 class HostProvider(SandboxProvider):
     def __init__(self, state_dir: Path, run_dir: Path | None, start_timeout: float) -> None:
         self._service_resources = ServiceResources(state_dir, run_dir)
@@ -181,15 +205,16 @@ class HostProvider(SandboxProvider):
             script = folder.pipes / SCRIPT.name
             script.write_text(SCRIPT.read_text())
             script.chmod(0o644)
-            with (
-                SocketHandover() if _ports(plan) else nullcontext() as handover,
-                Gate(group) if group is not None else nullcontext() as gate,
-            ):
-                control = await self._launch(plan, folder, gate, handover, resources)
-                if gate is not None and resources.pid is not None:
-                    await gate.admit(resources.pid)
-                listener = await self._open_sockets(plan, folder, resources, handover)
-            await self._wait_until_ready(control, folder)
+            with LaunchLog() as log:
+                with (
+                    SocketHandover() if _ports(plan) else nullcontext() as handover,
+                    Gate(group) if group is not None else nullcontext() as gate,
+                ):
+                    control = await self._launch(plan, folder, gate, handover, resources, log)
+                    if gate is not None and resources.pid is not None:
+                        await gate.admit(resources.pid)
+                    listener = await self._open_sockets(plan, folder, resources, handover)
+                await self._wait_until_ready(control, folder, log)
             if plan.on_ready is not None:
                 plan.on_ready()
             watched = await resources.watched_group()
@@ -218,6 +243,7 @@ class HostProvider(SandboxProvider):
         gate: Gate | None,
         handover: SocketHandover | None,
         resources: LauncherResources,
+        log: LaunchLog,
     ) -> ControlShell:
         """Start a launcher whose input is one end of a socket pair; `resources` owns it at once."""
         env = {**plan.env, MARKER: folder.id}
@@ -232,8 +258,8 @@ class HostProvider(SandboxProvider):
         answers = Answers(folder.pipes) if plan.answers else None
         ours, theirs = socket.socketpair()
         try:
-            with theirs, folder.log.open("wb") as log, anyio.CancelScope(shield=True):
-                resources.process = await self.spawn(plan.argv, env, theirs.fileno(), log.fileno(), kept)
+            with theirs, anyio.CancelScope(shield=True):
+                resources.process = await self.spawn(plan.argv, env, theirs.fileno(), log.descriptor, kept)
             if handover is not None:
                 handover.close_remote_end()
             return ControlShell(ours, folder.pipes, answers, plan.prefix)
@@ -294,10 +320,12 @@ class HostProvider(SandboxProvider):
     async def egress_counts(self) -> EgressCounts:
         return await self.egress.counts()
 
-    async def _wait_until_ready(self, control: ControlShell, folder: RunFolder) -> None:
+    async def _wait_until_ready(self, control: ControlShell, folder: RunFolder, log: LaunchLog | None = None) -> None:
         ready = None
         with anyio.move_on_after(self._start_timeout):
             ready = await control.wait_until_ready()
+        if log is not None:
+            log.save(folder.log)
         if ready is None:
             raise SandboxStartError(
                 f"the sandbox was not ready within {self._start_timeout:.0f} s: {folder.log_tail()}",

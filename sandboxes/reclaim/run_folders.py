@@ -8,7 +8,7 @@ pipes/    named pipes of processes; read-only inside, where it can be entered bu
 sockets/  the kernel's sockets; writable inside
 overlay/  files that the sandbox writes
 image     the image, as the launcher sees it
-log       the launcher's output
+log       the launcher's output until the sandbox is ready
 """
 
 import hashlib

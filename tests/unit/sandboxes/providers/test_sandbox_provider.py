@@ -1,6 +1,9 @@
 """A start that fails leaves nothing, and the conformance command names the promises that a provider breaks."""
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,8 +17,11 @@ from sandboxes import LocalConfig, SandboxError, SandboxProvider, SandboxSpec
 from sandboxes.conformance import CHECKS
 from sandboxes.conformance.__main__ import main
 from sandboxes.host.processes import find_processes
+from sandboxes.providers.base import LOG_BYTES, LaunchLog
 from sandboxes.providers.local import LocalProvider
 from tests.support.processes.children import children, held
+
+SEEK = f"{sys.executable} -c 'import os; os.lseek(1, 1 << 60, 0)'"
 
 
 @pytest.fixture
@@ -36,6 +42,24 @@ def left(run_dir: Path) -> list[object]:
     """Return the folders and processes of sandboxes of the services below a folder."""
     services = {path.name for path in run_dir.iterdir()}
     return [*run_dir.glob("*/[0-9]*"), *find_processes(lambda mark: mark.split("-")[0] in services)]
+
+
+@pytest.mark.parametrize(
+    ("script", "size"),
+    [
+        ("printf hello", 5),
+        ("printf out; printf err >&2", 6),
+        ("head -c 9000000 /dev/zero", LOG_BYTES),
+        (SEEK, LOG_BYTES),
+    ],
+)
+def test_the_output_of_a_launcher_is_bounded(tmp_path, script, size):
+    """An image's own bash writes there, and may be hostile."""
+    with LaunchLog() as log:
+        subprocess.run(["bash", "-c", script], stdout=log.descriptor, stderr=log.descriptor, check=False)
+        log.save(tmp_path / "log")
+        assert os.fstat(log.descriptor).st_size == LOG_BYTES
+    assert (tmp_path / "log").stat().st_size == size
 
 
 @pytest.mark.slow
