@@ -112,7 +112,7 @@ class ZmtpConnection:
             self._end()
 
     def _read_some(self) -> bool:
-        """Take frames until nobody listens, or as many as the bounds allow; return whether those ended it.
+        """Accept frames until nobody listens, or as many as the bounds allow; return whether those ended it.
 
         Raises:
             BlockingIOError: Nothing more has arrived.
