@@ -26,7 +26,9 @@ class ServiceCalls:
     async def dataset(
         self, environment: str, *, limit: int = 1_000, offset: int = 0, split: str | None = None
     ) -> list[dict[str, wire.JsonValue]]:
-        """Return instances that ship with an environment, all or those of one split.
+        """Return instances that ship with an environment, of one split or of all.
+
+        There are at most `limit`, which is at most 10,000, from `offset` on.
 
         Raises:
             InvalidRequestError: There is no such split.
