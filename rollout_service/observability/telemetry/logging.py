@@ -17,6 +17,7 @@ import structlog
 
 from rollout_service.base.masking import mask, mask_texts
 from rollout_service.base.terminal_text import escape_controls
+from rollout_service.observability.telemetry.log_handler import UnblockedHandler
 from rollout_service.settings import LogFormat
 
 _hidden: list[Collection[str]] = []
@@ -42,7 +43,7 @@ def configure_logging(log_format: LogFormat, level: str) -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _handler()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -53,6 +54,13 @@ def configure_logging(log_format: LogFormat, level: str) -> None:
     root.handlers = [handler]
     root.setLevel(level.upper())
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+
+
+def _handler() -> logging.Handler:
+    try:
+        return UnblockedHandler(sys.stderr.fileno())
+    except io.UnsupportedOperation:  # stderr is in memory
+        return logging.StreamHandler(sys.stderr)
 
 
 def _shared_processors(log_format: LogFormat) -> list[structlog.typing.Processor]:
