@@ -36,6 +36,14 @@ async def test_a_request_that_an_engine_swallows_goes_elsewhere_though_the_engin
         assert "no progress" in pools.views()[0].last_error
 
 
+async def test_an_engine_that_answers_no_probe_is_said_to_hang():
+    options = PoolOptions(probe_interval=0.02, probe_timeout=0.1)
+    async with ScriptedEngine(Counting()) as engine, Pools(options) as pools:
+        await pools.register(engine.url)
+        engine._routes["/health"] = lambda _: anyio.sleep_forever()
+        await until(lambda: "no answer to a probe in 0.1 s" in (pools.views()[0].last_error or ""))
+
+
 async def test_an_engine_that_works_for_long_is_left_alone():
     hardware = Hardware(prefill_seconds=0.0, decode_seconds=0.06)
     async with ScriptedEngine(Counting(), hardware=hardware) as engine, Pools(OPTIONS) as pools:
