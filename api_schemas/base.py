@@ -12,6 +12,7 @@ from threading import RLock
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     AwareDatetime,
     BaseModel,
     BeforeValidator,
@@ -56,6 +57,18 @@ def _no_number_or_day(value: object) -> object:
         return value
     raise ValueError("must be a date and time, such as 2026-01-31T12:00:00Z")
 
+
+def _without_surrogates(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_without_surrogates)]
+"""A text from somebody's code, with U+FFFD for each half of a surrogate pair. Python's texts may have some, as in names
+of files; since UTF-8 cannot encode them, one would make its whole rollout unreadable."""
 
 Number = BeforeValidator(_no_text_or_switch)
 """A validator that refuses `true` and `"1"`, which pydantic would accept as numbers."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from api_schemas.base import Flag, Integer, StrEnum, WireModel
+from api_schemas.base import Flag, Integer, StrEnum, Text, WireModel
 
 
 class Boundary(StrEnum):
@@ -35,9 +35,9 @@ class ErrorInfo(WireModel):
     """A stable, machine-readable name, such as `sandbox_start_failed`."""
     boundary: Boundary
     """Where to look first."""
-    message: str
+    message: Text
     """A description of the failure, for people."""
-    hint: str = ""
+    hint: Text = ""
     """Advice on what to do next."""
     retryable: Flag = False
     """Whether the same rollout may succeed if it is tried again."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from api_schemas.base import Integer, Real, StrEnum, WireModel
+from api_schemas.base import Integer, Real, StrEnum, Text, WireModel
 
 
 class ForkReason(StrEnum):
@@ -84,8 +84,8 @@ class Message(WireModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """The author of the message. `developer` becomes `system` in formats without that role."""
-    content: str = ""
-    reasoning: str | None = None
+    content: Text = ""
+    reasoning: Text | None = None
     tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
     """The id of the call that a tool's message answers."""

@@ -6,10 +6,11 @@ The contract of a policy: messages in, one message out, and every token id kept.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from types import TracebackType
@@ -95,6 +96,28 @@ def _no_score(environment: str, found: str) -> EnvironmentFailedError:
         f"evaluate of {environment!r} returned {found}",
         hint='Return Score(reward, parts), for example Score(1.0, {"moves": 3.0}), with numbers of up to 3.4e38.',
     )
+
+
+@contextmanager
+def contained(where: str) -> Iterator[None]:
+    """Let an environment's code fail its rollout with errors that would end the service, which are not exceptions.
+
+    Raises:
+        EnvironmentFailedError: The code inside called `sys.exit`, or let through that something else was cancelled.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        raise EnvironmentFailedError(
+            f"{where} raised CancelledError, although nobody cancelled the rollout",
+            hint="Catch it where the code waits for a task or a call that something cancels.",
+        ) from error
+    except SystemExit as error:
+        raise EnvironmentFailedError(
+            f"{where} called sys.exit({error.code!r:.100})", hint="Raise an exception, which fails only its rollout."
+        ) from error
 
 
 SANDBOX_ENDED_SCORE = Score(0.0, {"sandbox_ended": 1.0})

@@ -17,6 +17,7 @@ from api_schemas.base import (
     RolloutId,
     Signed,
     StrEnum,
+    Text,
     Timestamp,
     TraceContext,
     WireModel,
@@ -144,9 +145,9 @@ class Rollout(WireModel):
     """The number of attempts begun; 0 before the first."""
     reward: Real | None = None
     """The score; null if there is none, since a failure never counts as zero."""
-    reward_parts: dict[str, Real] = {}
+    reward_parts: dict[Text, Real] = {}
     """The parts of the score that the grader named."""
-    notes: list[str] = []
+    notes: list[Text] = []
     """Remarks on the result for people, such as files of the agent that were left out."""
     stop_reason: StopReason | None = None
     program: Annotated[AgentProgram | None, Field(exclude_if=lambda program: program is None)] = None

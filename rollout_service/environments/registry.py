@@ -226,7 +226,7 @@ def _make(load: Callable[[], object], where: str) -> Environment:
         environment = loaded() if callable(loaded) else loaded
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}", hint=error.hint) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(f"{where} cannot be loaded: {explain(error)}", hint=_advice(error)) from error
     if not isinstance(environment, Environment):
         raise ConfigurationError(
@@ -241,7 +241,7 @@ def _make(load: Callable[[], object], where: str) -> Environment:
     return environment
 
 
-def explain(error: Exception) -> str:
+def explain(error: BaseException) -> str:
     """Describe an error of an author's code in a line, with the place in that code."""
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, ValidationError):
@@ -249,14 +249,14 @@ def explain(error: Exception) -> str:
     return said + _place_of(error)
 
 
-def _place_of(error: Exception) -> str:
+def _place_of(error: BaseException) -> str:
     others = (__file__, "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(others)]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
-def _advice(error: Exception) -> str:
+def _advice(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"Correct the name, or install {error.name} for {sys.executable}."
     if isinstance(error, SyntaxError) or _place_of(error):

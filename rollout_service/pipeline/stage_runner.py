@@ -32,6 +32,7 @@ from rollout_service.episodes import (
     Policy,
     Score,
     WorkClock,
+    contained,
     require_score,
 )
 from rollout_service.pipeline.context import EpisodeContext
@@ -252,7 +253,7 @@ class StageRunner:
 
     async def _run_agent(self, episode: Episode, timer: Timer) -> None:
         try:
-            with self._turns.replay():
+            with self._turns.replay(), contained(f"the agent of {self._environment.spec.name!r}"):
                 self.stop_reason = await self._environment.run(episode)
             await self._turns.finish()
         finally:
@@ -310,7 +311,7 @@ class StageRunner:
             if not await self._sandboxes.end_agent(episode, spec):
                 return SANDBOX_ENDED_SCORE
         secrets.give(episode, spec, "[evaluate]")
-        with waits_for(StepKind.GRADER, spec.name) as step:
+        with contained(f"evaluate of {spec.name!r}"), waits_for(StepKind.GRADER, spec.name) as step:
             score = mask_score(require_score(await environment.evaluate(episode), spec.name), self.hidden)
             step.note(reward=score.reward)
         episode.note_ended(score.reward)

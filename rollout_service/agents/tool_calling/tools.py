@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
@@ -154,7 +154,8 @@ class FunctionTool(Generic[A]):
             raise EnvironmentFailedError(
                 f"the tool {self.name!r} returned {result!r:.100}", hint="Return a text or a ToolResult."
             )
-        return result if isinstance(result, ToolResult) else ToolResult(result)
+        found = result if isinstance(result, ToolResult) else ToolResult(result)
+        return replace(found, text=cut_middle(found.text, context.output_chars))
 
 
 def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:

@@ -2,12 +2,15 @@
 
 import json
 import re
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
+from api_schemas.trajectories import ToolCall
+from rollout_service.agents.tool_calling.agent import ToolCalls
 from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS, builtin_tools
 from rollout_service.agents.tool_calling.tools import (
     MIN_LIMIT,
@@ -75,6 +78,26 @@ async def test_arguments_are_checked():
     ]:
         with pytest.raises(ToolInputError, match=message):
             await SEARCH(arguments, context)
+
+
+async def test_a_tool_that_would_end_the_process_fails_its_rollout_alone():
+    async def leave(arguments: Search, context: ToolContext) -> str:
+        sys.exit(3)
+
+    calls = ToolCalls([FunctionTool("go", "Go on.", Search, leave)])
+    call = ToolCall(id="1", name="go", arguments={"title": "a"}, raw="")
+    with pytest.raises(EnvironmentFailedError, match=r"the tool 'go' called sys.exit\(3\)"):
+        await calls.run_one(call, ToolContext(None, 1.0, 1_000))
+
+
+@pytest.mark.parametrize("result", ["x" * 5_000, ToolResult("x" * 5_000, answer="a")])
+async def test_a_result_is_cut_to_the_limit_whoever_wrote_the_tool(result):
+    async def talk(arguments: Search, context: ToolContext) -> str | ToolResult:
+        return result
+
+    found = await FunctionTool("go", "Go on.", Search, talk)({"title": "a"}, ToolContext(None, 1.0, 1_000))
+    assert len(found.text) <= 1_000
+    assert found.answer == getattr(result, "answer", None)
 
 
 async def test_a_tool_that_returns_no_text_is_a_failure_of_its_environment():

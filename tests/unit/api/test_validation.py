@@ -14,11 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, BeforeValidator, Strict, ValidationError
 
-from api_schemas.errors import sentences
+from api_schemas.errors import Boundary, ErrorInfo, sentences
 from api_schemas.runs import RunRequest
+from api_schemas.trajectories import Message
 from rollout_service.base import strict_json
 from rollout_service.base.validation import describe_problems
 from rollout_service.server.api import routes
+
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Message(role="tool", content=f"name {HALF}, {HALF}\ude00"),
+        ErrorInfo(code="c", boundary=Boundary.ENVIRONMENT, message=f"name {HALF}, {HALF}\ude00"),
+    ],
+)
+def test_a_text_with_half_of_a_surrogate_pair_can_be_sent(model):
+    assert "name \ufffd, \U0001f600" in type(model).model_validate_json(model.model_dump_json()).model_dump().values()
+
 
 SOURCE = {"kind": "file", "path": "/x.jsonl", "environment": "calc"}
 

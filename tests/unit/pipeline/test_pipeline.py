@@ -1,6 +1,8 @@
 """The pipeline keeps its promises with scripted environments and policies and a store in memory."""
 
+import asyncio
 import sqlite3
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage, StopReason
+from api_schemas.rollouts import AgentProgram, Rollout, RolloutRequest, RolloutState, Stage, StopReason
 from api_schemas.rollouts.trees import Assigns, Work
 from api_schemas.tasks import Limits, Task
 from rollout_service.agents.parallel.settings import ParallelSettings
@@ -270,6 +272,26 @@ async def test_a_score_that_is_none_is_a_failure_of_its_environment(returned, na
         assert "evaluate of 'played' returned" in failed.error.message
         assert named in failed.error.message
         assert len(failed.error.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("method", "named"),
+    [("init", "init of 'played'"), ("run", "the agent of 'played'"), ("evaluate", "evaluate of 'played'")],
+)
+async def test_code_that_would_end_the_process_fails_its_rollout_alone(method, named):
+    async def leave(_: Episode) -> Any:
+        sys.exit("bad argument")
+
+    async def wait(_: Episode) -> Any:
+        lost = asyncio.get_running_loop().create_future()
+        lost.cancel()
+        await lost
+
+    for step, said in ((leave, "called sys.exit('bad argument')"), (wait, "raised CancelledError, although nobody")):
+        async with bench(Played(**{method: step})) as b:
+            failed = await b.run()
+            assert failed.error.code == "environment_failed"
+            assert failed.error.message.startswith(f"{named} {said}")
 
 
 @pytest.mark.parametrize(
@@ -745,9 +767,10 @@ async def test_a_store_that_fails_between_two_stages_costs_no_attempt(monkeypatc
 
 
 async def test_a_result_that_cannot_be_written_fails_its_rollout_and_no_other():
-    async def broken(episode: Episode) -> None:
+    async def broken(episode: Episode) -> Score:
         if episode.request.rollout_id == "r":
-            raise EnvironmentFailedError("no text: \ud800")
+            episode.program = AgentProgram(harness="program", seconds=1.0, output="\ud800")
+        return Score(1.0)
 
     async with bench(Played(evaluate=broken)) as b:
         rollout = await b.run("r")

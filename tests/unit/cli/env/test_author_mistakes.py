@@ -144,6 +144,10 @@ MISTAKES = {
         {"sums.py": "import nosuchpackage\n" + CODE},
         "No module named 'nosuchpackage' ({at}/sums.py, line 1) | Correct the name, or install nosuchpackage",
     ),
+    "Python code ends the process": (
+        {"sums.py": CODE + "raise SystemExit(0)\n"},
+        "{at}/sums.py cannot be loaded: SystemExit: 0 ({at}/sums.py, line 8) | Correct the code at that line",
+    ),
     "a method is misspelled": (
         coded("evaluate", "evalute"),
         "{at}/sums.py: its class Sums has no evaluate | Define it with `async def`",
