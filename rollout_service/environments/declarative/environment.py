@@ -53,6 +53,8 @@ DOCKERFILE, DEFINITION = "Dockerfile", ".def"
 CHMOD_SECONDS = 10.0
 """`chmod` takes milliseconds unless the agent has replaced it."""
 MAX_RESULT_BYTES = 64 * 1024
+SHOWN_RESULT_BYTES = 200
+"""How much of an unusable result an error has."""
 EXIT_TEXT_CHARS = 2_000
 RESULT_HINT = 'Write {"reward": NUMBER, "parts": {"name": NUMBER}} to the file that $ROLLOUT_RESULT names.'
 NAMED = re.compile(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)")
@@ -322,8 +324,10 @@ def parse_score(data: bytes, run: ExecResult | None = None) -> Score:
             for item in error.errors(include_url=False, include_input=False)
         )
         printed = f"; {_it_printed(run)}" if run else ""
+        wrote = data[:SHOWN_RESULT_BYTES].decode(errors="replace")
         raise EnvironmentFailedError(
-            f"the evaluate command wrote no usable result: {reasons}{printed}", hint=RESULT_HINT
+            f"the evaluate command wrote no usable result: {reasons}; it wrote {wrote!r}{printed}",
+            hint=RESULT_HINT,
         ) from error
     return Score(result.reward, result.parts)
 

@@ -183,6 +183,7 @@ open(os.environ["ROLLOUT_RESULT"], "w").write(json.dumps({"reward": 0.0}))'"""
         ("head -c 100000 /dev/zero > $ROLLOUT_RESULT", "left no result"),
         ("mkdir $ROLLOUT_RESULT", "left no result"),
         ("echo '{\"reward\": NaN}' > $ROLLOUT_RESULT", "finite"),
+        ('printf \'{"reward": "1"}\' > $ROLLOUT_RESULT', """valid number; it wrote '{"reward": "1"}'; it printed"""),
     ],
 )
 async def test_a_failed_grader_is_not_a_zero(tmp_path, sandboxes, evaluate, message):
