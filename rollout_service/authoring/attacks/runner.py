@@ -119,8 +119,8 @@ async def attack_environment(
             "the environment has no instance to attack",
             hint="Pass an instance with --instance, or add a data set to the environment.",
         )
-    environment = environment.for_instance(chosen)
-    idle, detail = await _run_attack(environment, chosen, sandboxes, models, None)
+    target = _Target(environment.for_instance(chosen), chosen, sandboxes, models)
+    idle, detail = await target.reward_of(None)
     if idle is None:
         raise EnvironmentFailedError(
             f"not even an idle agent gets a reward: {detail}",
@@ -131,53 +131,46 @@ async def attack_environment(
 
     async def run(attack: Attack) -> None:
         async with limiter:
-            outcomes[attack.name] = await _outcome(environment, chosen, sandboxes, models, attack, idle)
+            outcomes[attack.name] = await target.outcome_of(attack, idle)
             on_outcome(len(outcomes))
 
     async with anyio.create_task_group() as tasks:
         for attack in sorted(attacks, key=lambda attack: not attack.waits):
             tasks.start_soon(run, attack)
-    spec = environment.spec
+    spec = target.environment.spec
     return AttackReport(spec.name, spec.evaluate_in, idle, tuple(outcomes[attack.name] for attack in attacks))
 
 
-async def _outcome(
-    environment: Environment,
-    instance: dict[str, JsonValue],
-    sandboxes: SandboxSource,
-    models: OtherModels,
-    attack: Attack,
-    idle: float,
-) -> AttackOutcome:
-    started = time.perf_counter()
-    reward, detail = await _run_attack(environment, instance, sandboxes, models, attack)
-    if reward is not None and reward <= idle:
-        verdict = AttackVerdict.HELD
-    elif environment.spec.evaluate_in is EvaluateIn.SAME and attack.changes_programs:
-        verdict = AttackVerdict.NOT_PROMISED
-    else:
-        verdict = AttackVerdict.NULLED if reward is None else AttackVerdict.FORGED
-    return AttackOutcome(attack.name, attack.does, verdict, reward, detail, time.perf_counter() - started)
+@dataclass(frozen=True, slots=True)
+class _Target:
+    environment: Environment
+    instance: dict[str, JsonValue]
+    sandboxes: SandboxSource
+    models: OtherModels
 
+    async def outcome_of(self, attack: Attack, idle: float) -> AttackOutcome:
+        started = time.perf_counter()
+        reward, detail = await self.reward_of(attack)
+        if reward is not None and reward <= idle:
+            verdict = AttackVerdict.HELD
+        elif self.environment.spec.evaluate_in is EvaluateIn.SAME and attack.changes_programs:
+            verdict = AttackVerdict.NOT_PROMISED
+        else:
+            verdict = AttackVerdict.NULLED if reward is None else AttackVerdict.FORGED
+        return AttackOutcome(attack.name, attack.does, verdict, reward, detail, time.perf_counter() - started)
 
-async def _run_attack(
-    environment: Environment,
-    instance: dict[str, JsonValue],
-    sandboxes: SandboxSource,
-    models: OtherModels,
-    attack: Attack | None,
-) -> tuple[float | None, str]:
-    """Return the reward, or None and the reason."""
-    watched = _AgentSandboxRecorder(sandboxes)
-    attacked = _WithoutProgram(environment) if environment.uses_gateway else environment
-    try:
-        with anyio.fail_after(environment.spec.limits.evaluate_seconds + GRACE_SECONDS):
-            trial = await play(attacked, dict(instance), _Attacker(watched, attack), watched, models)
-    except TimeoutError:
-        return None, "the evaluation timed out"
-    except Exception as error:  # noqa: BLE001 any error is the finding
-        return None, format_failure(describe(error))
-    return trial.score.reward, ""
+    async def reward_of(self, attack: Attack | None) -> tuple[float | None, str]:
+        """Return the reward, or None and the reason."""
+        watched, environment = _AgentSandboxRecorder(self.sandboxes), self.environment
+        attacked = _WithoutProgram(environment) if environment.uses_gateway else environment
+        try:
+            with anyio.fail_after(environment.spec.limits.evaluate_seconds + GRACE_SECONDS):
+                trial = await play(attacked, dict(self.instance), _Attacker(watched, attack), watched, self.models)
+        except TimeoutError:
+            return None, "the evaluation timed out"
+        except Exception as error:  # noqa: BLE001 any error is the finding
+            return None, format_failure(describe(error))
+        return trial.score.reward, ""
 
 
 class _WithoutProgram(WrappedEnvironment):
