@@ -30,6 +30,8 @@ from sandboxes.images.dockerfile.words import expand_heredoc, split_words
 from sandboxes.images.facts import PATH, read_environment, read_labels
 from sandboxes.images.tree import ImageTree
 
+KEPT_AS_LABELS = ("EXPOSE", "HEALTHCHECK", "STOPSIGNAL", "VOLUME")
+
 
 class PlanExecutor:
     """One build. It blocks: call it in a thread."""
@@ -55,7 +57,16 @@ class PlanExecutor:
             "COPY": self._copy,
             "ADD": self._copy,
             "WORKDIR": self._workdir,
-        }
+            "ARG": self._arg,
+            "ENV": self._env,
+            "USER": self._user,
+            "SHELL": self._shell,
+            "LABEL": self._label,
+            "MAINTAINER": self._maintainer,
+            "ENTRYPOINT": self._start_command,
+            "CMD": self._start_command,
+        } | dict.fromkeys(KEPT_AS_LABELS, self._keep_as_label)
+        """They raise ValueError for text without meaning."""
 
     def build(self, target: Path) -> None:
         """
@@ -74,16 +85,10 @@ class PlanExecutor:
         state = self._begin(stage)
         for one in stage.instructions:
             try:
-                self._follow(state, one)
+                self._handlers[one.keyword](state, one)
             except ValueError as error:
                 raise self._plan.parsed.error(one.line, str(error)) from error
         return state
-
-    def _follow(self, state: StageState, one: Instruction) -> None:
-        if one.keyword in SETTINGS:
-            SETTINGS[one.keyword](self._plan, state, one)
-        else:
-            self._handlers[one.keyword](state, one)
 
     def _begin(self, stage: BuildStage) -> StageState:
         self._builder.say(f"{self._builder.where(stage.origin)}: {stage.origin}")
@@ -210,6 +215,49 @@ class PlanExecutor:
     def _expand(self, state: StageState, text: str) -> str:
         return state.expand(text, self._plan.parsed.escape)
 
+    def _arg(self, state: StageState, one: Instruction) -> None:
+        for word in split_words(one.text, self._plan.parsed.escape):
+            name, equals, default = word.partition("=")
+            known = platform_arguments() | dict(self._plan.arguments)
+            value = self._plan.given.get(name, self._expand(state, default) if equals else known.get(name))
+            if value is not None:
+                state.args[name] = value
+
+    def _env(self, state: StageState, one: Instruction) -> None:
+        state.env |= self._pairs(state, one)
+
+    def _label(self, state: StageState, one: Instruction) -> None:
+        state.labels |= self._pairs(state, one)
+
+    def _pairs(self, state: StageState, one: Instruction) -> dict[str, str]:
+        words = split_words(one.text, self._plan.parsed.escape)
+        if "=" not in words[0]:  # the old form: one name, and the rest of the line
+            name, _, value = one.text.partition(" ")
+            return {self._expand(state, name): self._expand(state, value.strip())}
+        pairs = (word.partition("=") for word in words)
+        return {self._expand(state, name): self._expand(state, value) for name, _, value in pairs}
+
+    def _maintainer(self, state: StageState, one: Instruction) -> None:
+        state.labels["maintainer"] = one.text
+
+    def _keep_as_label(self, state: StageState, one: Instruction) -> None:
+        flags = "".join(f"--{name}={value} " for name, value in one.flags)
+        text = flags + (one.text if one.keyword == "HEALTHCHECK" else self._expand(state, one.text))
+        state.labels[f"docker.{one.keyword.lower()}"] = text if one.array is None else one.text
+
+    def _user(self, state: StageState, one: Instruction) -> None:
+        state.user = self._expand(state, one.text)
+
+    def _shell(self, state: StageState, one: Instruction) -> None:
+        state.shell = one.array or ()
+
+    def _start_command(self, state: StageState, one: Instruction) -> None:
+        words = one.array if one.array is not None else (*state.shell, one.text)
+        if one.keyword == "ENTRYPOINT":
+            state.entrypoint, state.command = words, ()
+        else:
+            state.command = words
+
 
 UNPACK = ("-quiet", "-no-progress", "-no-xattrs", "-no-exit-code", "-force")
 
@@ -259,80 +307,3 @@ def _strings(value: Any) -> tuple[str, ...]:
     except ValueError:
         return ()
     return tuple(map(str, found)) if isinstance(found, list) else ()
-
-
-KEPT_AS_LABELS = {
-    "EXPOSE": "expose",
-    "HEALTHCHECK": "healthcheck",
-    "STOPSIGNAL": "stopsignal",
-    "VOLUME": "volume",
-}
-Handler = Callable[[BuildPlan, StageState, Instruction], None]
-
-
-def _arg(plan: BuildPlan, state: StageState, one: Instruction) -> None:
-    for word in split_words(one.text, plan.parsed.escape):
-        name, equals, default = word.partition("=")
-        known = platform_arguments() | dict(plan.arguments)
-        otherwise = state.expand(default, plan.parsed.escape) if equals else known.get(name)
-        value = plan.given.get(name, otherwise)
-        if value is not None:
-            state.args[name] = value
-
-
-def _env(plan: BuildPlan, state: StageState, one: Instruction) -> None:
-    state.env |= _pairs(plan, state, one)
-
-
-def _label(plan: BuildPlan, state: StageState, one: Instruction) -> None:
-    state.labels |= _pairs(plan, state, one)
-
-
-def _pairs(plan: BuildPlan, state: StageState, one: Instruction) -> dict[str, str]:
-    escape = plan.parsed.escape
-    words = split_words(one.text, escape)
-    if "=" not in words[0]:  # the old form: one name, and the rest of the line
-        name, _, value = one.text.partition(" ")
-        return {state.expand(name, escape): state.expand(value.strip(), escape)}
-    pairs = (word.partition("=") for word in words)
-    return {state.expand(name, escape): state.expand(value, escape) for name, _, value in pairs}
-
-
-def _maintainer(_plan: BuildPlan, state: StageState, one: Instruction) -> None:
-    state.labels["maintainer"] = one.text
-
-
-def _keep_as_label(plan: BuildPlan, state: StageState, one: Instruction) -> None:
-    flags = "".join(f"--{name}={value} " for name, value in one.flags)
-    plain = one.keyword == "HEALTHCHECK"
-    text = flags + (one.text if plain else state.expand(one.text, plan.parsed.escape))
-    state.labels[f"docker.{KEPT_AS_LABELS[one.keyword]}"] = text if one.array is None else one.text
-
-
-def _user(plan: BuildPlan, state: StageState, one: Instruction) -> None:
-    state.user = state.expand(one.text, plan.parsed.escape)
-
-
-def _shell(_plan: BuildPlan, state: StageState, one: Instruction) -> None:
-    state.shell = one.array or ()
-
-
-def _start_command(_plan: BuildPlan, state: StageState, one: Instruction) -> None:
-    words = one.array if one.array is not None else (*state.shell, one.text)
-    if one.keyword == "ENTRYPOINT":
-        state.entrypoint, state.command = words, ()
-    else:
-        state.command = words
-
-
-SETTINGS: Mapping[str, Handler] = {
-    "ARG": _arg,
-    "ENV": _env,
-    "USER": _user,
-    "SHELL": _shell,
-    "LABEL": _label,
-    "MAINTAINER": _maintainer,
-    "ENTRYPOINT": _start_command,
-    "CMD": _start_command,
-} | dict.fromkeys(KEPT_AS_LABELS, _keep_as_label)
-"""Handlers of instructions that make no layer. They raise ValueError for text without meaning."""
