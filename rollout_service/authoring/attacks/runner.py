@@ -119,7 +119,7 @@ async def attack_environment(
             "the environment has no instance to attack",
             hint="Pass an instance with --instance, or add a data set to the environment.",
         )
-    target = _Target(environment.for_instance(chosen), chosen, sandboxes, models)
+    target = _AttackedInstance(environment.for_instance(chosen), chosen, sandboxes, models)
     idle, detail = await target.reward_of(None)
     if idle is None:
         raise EnvironmentFailedError(
@@ -142,7 +142,7 @@ async def attack_environment(
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _AttackedInstance:
     environment: Environment
     instance: dict[str, JsonValue]
     sandboxes: SandboxSource
