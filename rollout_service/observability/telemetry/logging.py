@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import select
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -17,8 +19,12 @@ import structlog
 
 from rollout_service.base.masking import mask, mask_texts
 from rollout_service.base.terminal_text import escape_controls
-from rollout_service.observability.telemetry.log_handler import UnblockedHandler
 from rollout_service.settings import LogFormat
+
+log = structlog.get_logger(__name__)
+
+WAIT_MILLISECONDS = 20
+"""How long a line may wait for its reader; the event loop stands still meanwhile. Later lines do not wait at all."""
 
 _hidden: list[Collection[str]] = []
 """The secrets of all services in this process, since it has one log."""
@@ -54,6 +60,47 @@ def configure_logging(log_format: LogFormat, level: str) -> None:
     root.handlers = [handler]
     root.setLevel(level.upper())
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+
+
+class UnblockedHandler(logging.Handler):
+    """Never waits for long for whoever reads the log.
+
+    A reader may stop: a terminal after Ctrl-S, a `tee` that is suspended, a collector that hangs. Lines that it does
+    not take are dropped, and their number is logged once it reads again.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLOUT)
+        self._dropped = 0
+        self._is_cut = False
+        """Whether only the beginning of a line was taken."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            is_taken = self._write(self.format(record))
+        except Exception:  # noqa: BLE001 - as logging's own handlers do
+            self.handleError(record)
+            return
+        if not is_taken:
+            self._dropped += 1
+        elif self._dropped:
+            lines, self._dropped = self._dropped, 0
+            log.warning("the log was not read; lines of it are missing", lines=lines)
+
+    def _write(self, line: str) -> bool:
+        """Write a line; return whether all of it was taken."""
+        wait = 0 if self._dropped else WAIT_MILLISECONDS
+        start = "\n" if self._is_cut else ""
+        left = f"{start}{line}\n".encode(errors="backslashreplace")
+        while left and self._poll.poll(wait):
+            # What is ready takes as much as this at once.
+            left = left[os.write(self._descriptor, left[: select.PIPE_BUF]) :]
+            self._is_cut = True
+        self._is_cut = self._is_cut and bool(left)
+        return not left
 
 
 def _handler() -> logging.Handler:
