@@ -10,7 +10,7 @@ import anyio
 import structlog
 
 from api_schemas.inference import BackendState
-from rollout_service.engines.errors import BackendUnreachable, InferenceError
+from rollout_service.engines.errors import BackendProtocolError, BackendUnreachable, InferenceError
 from rollout_service.engines.pool.backend_handle import BackendHandle
 from rollout_service.engines.pool.registry import BackendRegistry, PoolOptions
 from rollout_service.engines.pool.weights.controller import PoolController
@@ -55,7 +55,7 @@ class HealthChecks:
         if handle.good_in_a_row >= self._options.healthy_after:
             await self._bring_back(handle)
 
-    async def _probe_error(self, handle: BackendHandle) -> Exception | None:
+    async def _probe_error(self, handle: BackendHandle) -> InferenceError | None:
         seconds = self._options.probe_timeout
         try:
             with anyio.fail_after(seconds):
@@ -63,8 +63,8 @@ class HealthChecks:
         except TimeoutError:
             why = f"no answer to a probe in {seconds:g} s: it hangs, or its host is overloaded"
             return BackendUnreachable(why, backend_id=handle.id)
-        except InferenceError as error:
-            return error
+        except Exception as error:  # noqa: BLE001 - a plug-in's defect is its engine's failure alone
+            return _typed(error, handle)
         return None
 
     async def _bring_back(self, handle: BackendHandle) -> None:
@@ -73,11 +73,18 @@ class HealthChecks:
             try:
                 info = await handle.backend.model_info()
                 version = await self._controller.synchronize(handle.backend, info.weight_version)
-            except InferenceError as error:
-                handle.record_failure(error)
+            except Exception as error:  # noqa: BLE001
+                handle.record_failure(_typed(error, handle))
                 return
             if handle.state is BackendState.FAILED:
                 info = replace(info, weight_version=version, extras=handle.info.extras)
                 handle.bring_back(info, is_tried=self._registry.paused is None)
                 log.info("backend is back", backend_id=handle.id, pool=self._registry.name, weight_version=version)
         self._registry.notify()
+
+
+def _typed(error: Exception, handle: BackendHandle) -> InferenceError:
+    if isinstance(error, InferenceError):
+        return error
+    why = f"its kind cannot read its answer: {type(error).__name__}: {error}"
+    return BackendProtocolError(why, hint="Correct the plug-in.", backend_id=handle.id)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import anyio
+import structlog
 from anyio.abc import TaskGroup
 
 from api_schemas.inference import (
@@ -30,6 +31,8 @@ from rollout_service.engines.pool.registry import BackendRegistry, PoolOptions
 from rollout_service.engines.pool.weights.controller import Exclusive, PoolController
 from rollout_service.engines.pool.weights.state import PoolState
 from rollout_service.engines.routing import Observer, Router
+
+log = structlog.get_logger(__name__)
 
 
 class BackendPool:
@@ -294,6 +297,10 @@ class StallDetector:
             try:
                 load = await self._ask(handle)
             except BackendRejected:
+                return
+            except Exception:
+                text = "the kind of an engine cannot read its load; its stalls are not seen"
+                log.exception(text, backend_id=handle.id, hint="Correct the plug-in.")
                 return
             self._judge(handle, last, load)
             await anyio.sleep(self._options.load_interval * (1 if handle.in_flight else _IDLE_FACTOR))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import anyio
 import pytest
 
-from api_schemas.inference import PauseMode
+from api_schemas.inference import BackendState, PauseMode
 from api_schemas.trajectories import FinishReason
 from rollout_service.engines.pool.locality import is_local
 from rollout_service.engines.pool.pools import Pools
@@ -17,6 +17,10 @@ from tests.support.waiting import collect, until
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 OPTIONS = PoolOptions(load_interval=0.02, stall_seconds=0.2, probe_interval=30.0, probe_timeout=5.0)
+
+
+async def broken(*_: object, **__: object) -> None:
+    raise ValueError("a defect")
 
 
 async def test_a_request_that_an_engine_swallows_goes_elsewhere_though_the_engine_is_healthy():
@@ -42,6 +46,24 @@ async def test_an_engine_that_answers_no_probe_is_said_to_hang():
         await pools.register(engine.url)
         engine._routes["/health"] = lambda _: anyio.sleep_forever()
         await until(lambda: "no answer to a probe in 0.1 s" in (pools.views()[0].last_error or ""))
+
+
+async def test_a_defect_of_an_engines_kind_takes_that_engine_out_of_service_alone(monkeypatch):
+    options = PoolOptions(load_interval=0.02, probe_interval=0.02, probe_timeout=5.0)
+    async with ScriptedEngine(Counting()) as sick, ScriptedEngine(Counting()) as good, Pools(options) as pools:
+        await pools.register(sick.url)
+        await pools.register(good.url)
+        handle = next(one for one in pools["policy"]._registry if one.backend.url == sick.url)
+        monkeypatch.setattr(handle.backend, "load", broken)
+        monkeypatch.setattr(handle.backend, "health", broken)
+        await until(lambda: handle.state is BackendState.FAILED)
+        assert "ValueError: a defect" in (handle.last_error or "")
+        monkeypatch.undo()
+        monkeypatch.setattr(handle.backend, "model_info", broken)
+        failures = handle.failures
+        await until(lambda: handle.failures > failures)
+        monkeypatch.undo()
+        await until(lambda: handle.state is BackendState.READY)
 
 
 async def test_an_engine_that_works_for_long_is_left_alone():
