@@ -21,6 +21,10 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """One that does not end is the rest of the document, so that no character is looked at twice."""
 _LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9]{309}")
 """Matches every document that has a number beyond the range of floats, about 1.8e308."""
+_SURROGATE = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+"""An escaped backslash, a surrogate pair, or, as group 1, half of one."""
 
 
 def parse(content: bytes) -> JsonValue:
@@ -110,3 +114,12 @@ def measure_depth(value: JsonValue) -> int:
             if type(inner) is dict or type(inner) is list
         ]
     return depth
+
+
+def without_half_pairs(raw: bytes) -> bytearray:
+    """Return a JSON document with U+FFFD for each half of a surrogate pair that it has escaped."""
+    mended = bytearray(raw)
+    for match in _SURROGATE.finditer(raw):
+        if match[1]:
+            mended[match.start() : match.end()] = rb"\ufffd"  # of the same length
+    return mended

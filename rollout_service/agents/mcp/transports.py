@@ -19,6 +19,7 @@ from api_schemas.errors import Boundary
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.web.tunnel import HTTP_ERRORS, connection_pool
 from rollout_service.base.errors import ServiceError
+from rollout_service.base.strict_json import without_half_pairs
 from sandboxes import RunningProgram, Sandbox
 from sandboxes.runtime.program_stream import ProgramStream
 
@@ -193,10 +194,14 @@ def _answering(data: bytes, asked: object) -> JsonObject | None:
 
 
 def _parse(data: bytes) -> JsonObject | None:
+    """Return None for a line that is no message. Characters that UTF-8 lacks do not make an answer one."""
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError:
-        return None
+        try:
+            value = orjson.loads(without_half_pairs(data.decode(errors="replace").encode()))
+        except orjson.JSONDecodeError:
+            return None
     return value if isinstance(value, dict) else None
 
 

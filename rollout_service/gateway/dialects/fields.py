@@ -7,7 +7,6 @@ becomes the replacement character. Every parameter is honored, recorded, named i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,17 +17,13 @@ from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service.base.errors import InvalidFieldError, MalformedBodyError, TooLargeError
-from rollout_service.base.strict_json import MAX_DEPTH, has_more, measure_depth
+from rollout_service.base.strict_json import MAX_DEPTH, has_more, measure_depth, without_half_pairs
 from rollout_service.gateway.contract import ClientToolCall
 from rollout_service.gateway.errors import RefusedParameterError, UnsupportedContentError
 from rollout_service.tokens import ToolSpec, tool_spec
 
 MAX_VALUES = 500_000
 """The most values of a document. They take up to 200 bytes each, where the document has three: `{},`."""
-_SURROGATE = re.compile(
-    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
-)
-"""An escaped backslash, a surrogate pair, or, as group 1, half of one."""
 
 
 def parse_json(content: bytes | str) -> JsonValue:
@@ -42,7 +37,7 @@ def parse_json(content: bytes | str) -> JsonValue:
     try:
         value: JsonValue = orjson.loads(content)
     except orjson.JSONDecodeError:
-        value = orjson.loads(_without_half_pairs(content))
+        value = orjson.loads(without_half_pairs(_as_bytes(content)))
     if measure_depth(value) > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     return value
@@ -51,15 +46,6 @@ def parse_json(content: bytes | str) -> JsonValue:
 def has_too_many_values(content: bytes | str) -> bool:
     """Count values by the commas and brackets of a JSON document."""
     return len(content) > MAX_VALUES and has_more(_as_bytes(content), b",{[", MAX_VALUES)
-
-
-def _without_half_pairs(content: bytes | str) -> bytearray:
-    raw = _as_bytes(content)
-    mended = bytearray(raw)
-    for match in _SURROGATE.finditer(raw):
-        if match[1]:
-            mended[match.start() : match.end()] = rb"\ufffd"  # of the same length
-    return mended
 
 
 def _as_bytes(content: bytes | str) -> bytes:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.mcp.tools import open_servers, result_text
-from rollout_service.agents.mcp.transports import HttpTransport, McpServerError
+from rollout_service.agents.mcp.transports import HttpTransport, McpServerError, _parse
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputError
 from rollout_service.base.errors import describe
 from tests.support import mcp_server
@@ -70,6 +70,14 @@ async def test_results_become_text(local_sandbox):
 @pytest.mark.parametrize("content", [None, 3, [None, 4, {}, {"type": "text"}, {"type": "resource", "resource": 5}]])
 def test_a_result_may_hold_anything(content):
     assert isinstance(result_text({"content": content}, 500), str)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [(rb'{"a": "x\ud800\\ud800"}', "x\ufffd\\ud800"), (b'{"a": "x\xff"}', "x\ufffd"), (b'{"a": "\xff', None)],
+)
+def test_an_answer_with_characters_that_utf8_lacks_is_one(line, text):
+    assert _parse(line) == (None if text is None else {"a": text})
 
 
 @pytest.mark.slow
