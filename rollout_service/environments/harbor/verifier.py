@@ -23,6 +23,7 @@ from typing import Literal
 import anyio.to_thread
 from pydantic import TypeAdapter, ValidationError
 
+from api_schemas.base import MAX_FLOAT32
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.declarative.files import PackedFile, archive, exported_file
 from rollout_service.environments.harbor.task_folder import TEST, TaskStep
@@ -254,5 +255,5 @@ def _require_content(data: bytes, name: str) -> str:
 
 
 def _require_finite(value: float, where: str) -> None:
-    if not math.isfinite(value):
-        raise RewardInvalidError(f"{where}: {value} is not a finite number", hint=_HINT)
+    if not abs(value) <= MAX_FLOAT32:
+        raise RewardInvalidError(f"{where}: {value} is not a number of up to {MAX_FLOAT32:g}", hint=_HINT)

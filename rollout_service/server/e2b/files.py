@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anyio
+import anyio.to_thread
 from connectrpc.code import Code
 from connectrpc.errors import ConnectError
 from e2b.envd.filesystem import filesystem_connect, filesystem_pb
@@ -23,7 +24,7 @@ from rollout_service.server.e2b.boxes import CURRENT_BOX
 from sandboxes import Sandbox, SandboxError
 
 SECONDS = 60.0
-LISTING_BYTES, MAX_DEPTH = 8 * 1024 * 1024, 64
+LISTING_BYTES, MAX_DEPTH = 2 * 1024 * 1024, 64
 FIELDS = ("%y", "%Y", "%s", "%m", "%M", "%u", "%g", "%T@", "%l", "%p")
 FORMAT = "".join(f"{one}\\0" for one in FIELDS)
 LOOK = 'find "$3" "$1" -maxdepth "$2" -printf "$4"'
@@ -115,7 +116,8 @@ class FilesystemCalls(filesystem_connect.Filesystem):  # type: ignore[misc]  # g
 
     async def _look(self, path: str, depth: int = 0) -> list[Any]:
         """Describe a path and what is below it; a link is followed if `depth` is above 0."""
-        return [_entry(row) for row in await self._list(path, depth)]
+        rows = await self._list(path, depth)
+        return await anyio.to_thread.run_sync(lambda: [_entry(row) for row in rows])  # there may be tens of thousands
 
     async def _list(self, path: str, depth: int, limit: int = LISTING_BYTES) -> list[list[str]]:
         more = [str(depth), "-H" if depth else "-P", FORMAT]
