@@ -246,11 +246,14 @@ def test_only_the_holder_renews_a_lease():
 
 
 def test_a_batch_is_returned_unless_it_is_acknowledged():
-    assert rules.check_return("r.b0", BatchState.LEASED)
-    assert not rules.check_return("r.b0", BatchState.RETURNED)
-    assert not rules.check_return("r.b0", BatchState.DISSOLVED)
+    assert rules.check_return("r.b0", BatchState.LEASED, holder="a", key="a")
+    assert rules.check_return("r.b0", BatchState.LEASED, holder="a", key=None)
+    assert not rules.check_return("r.b0", BatchState.RETURNED, holder=None, key="a")
+    assert not rules.check_return("r.b0", BatchState.DISSOLVED, holder="a", key="a")
+    with pytest.raises(ConflictError, match="leased by another consumer"):
+        rules.check_return("r.b0", BatchState.LEASED, holder="a", key="b")
     with pytest.raises(ConflictError, match="is acknowledged"):
-        rules.check_return("r.b0", BatchState.ACKNOWLEDGED)
+        rules.check_return("r.b0", BatchState.ACKNOWLEDGED, holder="a", key="a")
 
 
 settled_groups = st.lists(st.tuples(counts, st.integers(0, 20)), max_size=8).map(

@@ -3,12 +3,15 @@
 import errno
 import io
 import os
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from sandboxes.providers.apptainer.launch.saved_files import PAGE, FilesTooLargeError, Saver
+from sandboxes.providers.apptainer.launch import saved_files
+from sandboxes.providers.apptainer.launch.saved_files import PAGE, Saver
+from sandboxes.runtime.tree_reader import TOO_LARGE
 
 VALUE = b"x" * 1000
 
@@ -38,8 +41,10 @@ def save(folder: Path, limit: int) -> list[tarfile.TarInfo]:
     return tarfile.open(fileobj=written).getmembers()
 
 
-def test_attributes_count_as_content(folder: Path) -> None:
+def test_attributes_count_as_content(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_files, "stop", lambda code, _: sys.exit(code))  # which ends the process
     _, file = save(folder, 4 * PAGE)
     assert sum(value == VALUE.hex() for value in file.pax_headers.values()) == 3
-    with pytest.raises(FilesTooLargeError):
+    with pytest.raises(SystemExit) as ended:
         save(folder, 2 * PAGE)
+    assert ended.value.code == TOO_LARGE
