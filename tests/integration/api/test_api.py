@@ -53,6 +53,14 @@ def problem(response: httpx.Response, status: int) -> Problem:
     return parsed
 
 
+def test_a_wait_that_is_over_too_soon_answers_with_the_state_of_now(api):
+    posted = order(api, wait=2, rollout_id="waits", agent="external")
+    read = api.get("/v1/rollouts/waits", params={"wait": 0.1})
+    assert (posted.status_code, posted.json()["attempt"], read.json()["attempt"]) == (202, 1, 1)
+    assert "queued" not in (posted.json()["state"], read.json()["state"])
+    api.delete("/v1/rollouts/waits").raise_for_status()
+
+
 def test_a_rollout_from_order_to_trajectory(api):
     response = order(api, wait=60, rollout_id="whole", metadata={"mine": 1})
     assert response.status_code == 200

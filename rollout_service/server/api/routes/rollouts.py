@@ -27,7 +27,7 @@ from api_schemas.rollouts.tokens import RolloutMessages
 from api_schemas.rollouts.trees import AgentNode, RolloutNodes
 from api_schemas.runs import RunId
 from api_schemas.trajectories import Trajectory
-from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFoundError, UnavailableError
+from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFoundError, StoreError, UnavailableError
 from rollout_service.base.shutdown import ShuttingDownError
 from rollout_service.engines.errors import NoBackendError
 from rollout_service.http.keyring import Role
@@ -83,9 +83,10 @@ async def submit_rollout(
     if wait and rollout.state.terminal:  # submitted before; reading it may take longer than the caller waits
         return as_json(await service.get(rollout_id, trajectory=True))
     if wait:
-        with suppress(ShuttingDownError):  # the rollout is stored already
+        with suppress(ShuttingDownError, StoreError):  # the rollout is stored already
             if ended := await cancel_on_disconnect(http.receive, lambda: service.wait(rollout_id, wait)):
                 return as_json(ended)
+            rollout = await service.get(rollout_id)
     return as_json(rollout, HTTPStatus.ACCEPTED)
 
 
@@ -136,8 +137,9 @@ async def get_rollout(
         rollout = await service.get(rollout_id)
     elif wait and not rollout.state.terminal:
         ended = await cancel_on_disconnect(http.receive, lambda: service.wait(rollout_id, wait))
-        if ended is not None:
-            rollout = ended if trajectory else ended.model_copy(update={"trajectory": None})
+        rollout = ended or await service.get(rollout_id, trajectory=trajectory)
+        if not trajectory:
+            rollout = rollout.model_copy(update={"trajectory": None})
     if rollout.access is not None and not role_of(http).allows(Role.SUBMIT):
         rollout = rollout.model_copy(update={"access": None})
     return as_json(rollout)
