@@ -110,7 +110,8 @@ class StoreIdentity:
                 config,
                 "has lost what this store had in it, or is another Redis",
                 "Restore its files or a backup (`rollout-service restore`), or point [store] url to the right Redis. "
-                "To begin with an empty store, restart the services.",
+                "To begin with an empty store, delete store.json from [store] folder if you have one, and restart "
+                "the services.",
             )
 
 
