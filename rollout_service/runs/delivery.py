@@ -84,16 +84,23 @@ class Delivery:
         while True:
             seen = self._runs.deliveries(request.run_id)
             with anyio.CancelScope(shield=True):
-                leased = await self._runs.lease(request)
+                leased = await self._lease_or_delay(request)
+            if isinstance(leased, BatchLease):
+                return leased
+            with anyio.move_on_after(leased):
+                await self._runs.wait_for_delivery(request.run_id, seen)
+
+    async def _lease_or_delay(self, request: BatchLeaseRequest) -> BatchLease | float:
+        """Return the seconds until there may be a batch if there is none."""
+        while True:
+            leased = await self._runs.lease(request)
             if isinstance(leased, BatchLease):
                 return leased
             if leased.over:
                 raise _over(await self._runs.get(request.run_id))
-            if leased.stale:
-                await self._manager_of(request.run_id).mask_stale(request.run_id)
-                continue
-            with anyio.move_on_after(max(0.0, leased.due_in)):
-                await self._runs.wait_for_delivery(request.run_id, seen)
+            if not leased.stale:
+                return max(0.0, leased.due_in)
+            await self._manager_of(request.run_id).mask_stale(request.run_id)
 
     async def as_json(self, leased: BatchLease) -> AsyncIterator[bytes]:
         """Yield the JSON of a leased batch, with all its tokens, in pieces; one group at a time is in memory."""

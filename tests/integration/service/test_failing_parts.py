@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import anyio
 import httpx
@@ -87,14 +88,10 @@ def test_a_part_that_fails_ends_the_process_with_its_reason(folder, engine):
         "group_size": 1,
         "batch_size": 1,
     }
-    with service(folder, engine) as server:
-        httpx.post(f"{server.url}/v1/runs", json=run).raise_for_status()
-        server.stop()
-        server.ended(30)
-    with sqlite3.connect(folder / "state" / "rollouts.sqlite3") as database:
-        assert database.execute("UPDATE runs SET request = '{'").rowcount == 1
-    database.close()
     with service(folder, engine, "[pipeline]\ndrain_seconds = 1\n") as server:
+        httpx.post(f"{server.url}/v1/runs", json=run).raise_for_status()
+        with closing(sqlite3.connect(folder / "state" / "rollouts.sqlite3", timeout=10)) as database, database:
+            assert database.execute("UPDATE runs SET request = '{'").rowcount == 1
         assert server.ended(30) == FAILED
         reasons = [line for line in server.log.splitlines() if "a part of the service failed; shutting down" in line]
         assert len(reasons) == 1, server.log
