@@ -88,7 +88,7 @@ def serve_watched(folder: Path) -> None:
     threading.setprofile(steps)
     sys.setprofile(steps)
     settings = load_settings(port=0, sandbox={"provider": "local"}, state_dir=folder, log_level="error")
-    serve(settings, port_file=folder / "address")
+    serve(settings, explain=print, port_file=folder / "address")
 
 
 class Service:
