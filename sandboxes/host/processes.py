@@ -169,7 +169,7 @@ def _cpu_ticks(pid: int) -> int:
 
 
 def _bytes(pid: int) -> int:
-    with suppress(OSError):
+    with suppress(OSError, IndexError):
         fields = _read(f"/proc/{pid}/io").split()
         return int(fields[1]) + int(fields[3])
     return 0

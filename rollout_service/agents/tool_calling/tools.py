@@ -155,7 +155,8 @@ class FunctionTool(Generic[A]):
                 f"the tool {self.name!r} returned {result!r:.100}", hint="Return a text or a ToolResult."
             )
         found = result if isinstance(result, ToolResult) else ToolResult(result)
-        return replace(found, text=cut_middle(found.text, context.output_chars))
+        text = cut_middle(found.text, context.output_chars)
+        return found if text is found.text else replace(found, text=text)
 
 
 def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
