@@ -39,7 +39,7 @@ PROBE = 0.5
 SILENCE = 4.0
 """Longest pause of output after the reply. Only code that changes how the kernel sends can lose "idle"."""
 MAX_FORMATS = 32
-"""Of one value; Jupyter knows about a dozen."""
+"""The most formats of one value. Jupyter defines about a dozen."""
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 

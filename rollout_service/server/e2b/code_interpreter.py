@@ -42,7 +42,7 @@ PORT = "49999"
 LANGUAGES = ("python", "bash")
 """Each has a context of its name, whose session is the sandbox's own."""
 MAX_CONTEXTS = 10
-"""Of a sandbox, with those; a Python takes about 60 MB of its memory."""
+"""Contexts in a sandbox, including these two. A Python context takes about 60 MB of its memory."""
 OUTPUT_SIZE = 8 * 1024 * 1024
 """Characters of a run's output and values, which wait in memory for a slow client; the rest is left out."""
 HEADERS = [(b"content-type", b"application/x-ndjson")]

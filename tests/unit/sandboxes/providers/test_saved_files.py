@@ -1,4 +1,4 @@
-"""What a sandbox saves is bounded, whatever its files carry."""
+"""The size of a saved sandbox is bounded, extended attributes of files included."""
 
 import errno
 import io
