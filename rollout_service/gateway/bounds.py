@@ -15,7 +15,6 @@ import orjson
 from anyio import CapacityLimiter
 from anyio.lowlevel import RunVar
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts import Sampling
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.gateway.contract import ModelCall
@@ -91,7 +90,7 @@ def _at_most(count: int, most: int, path: str, what: str, setting: str) -> None:
 
 
 def _refuse(path: str, message: str, hint: str = "") -> Never:
-    raise InvalidFieldError([FieldError(path=path, message=message)], hint=hint)
+    raise InvalidFieldError.at(path, message, hint=hint)
 
 
 THREADS = 4

@@ -309,8 +309,9 @@ class FilterRegistry:
             raise self.problems[name]
         if name not in self._kinds:
             message = f"there is no filter {name!r}{did_you_mean(name, self._kinds)}"
-            raise InvalidFieldError(
-                [FieldError(path=f"{field}.name", message=message)],
+            raise InvalidFieldError.at(
+                f"{field}.name",
+                message,
                 hint=f"Known filters: {', '.join(self.names)}.",
             )
         try:

@@ -15,7 +15,6 @@ import anyio
 import anyio.to_thread
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from api_schemas.errors import FieldError
 from api_schemas.sessions import Canary
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.base.private_files import write_private
@@ -86,7 +85,7 @@ class Canaries:
             problem = "the pools are those of another canary"
         if problem:
             hint = "Register the engines with the candidate's weights under a pool of their own."
-            raise InvalidFieldError([FieldError(path="candidate", message=problem)], hint=hint)
+            raise InvalidFieldError.at("candidate", problem, hint=hint)
 
     async def _save(self, saved: _Saved) -> None:
         content = saved.model_dump_json(indent=2).encode()

@@ -16,7 +16,6 @@ from uuid import uuid4
 import anyio.to_thread
 import structlog
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts.sessions import ClosedBecause, MarkReason, TurnKind
 from api_schemas.sessions import (
     DeletedSessions,
@@ -202,7 +201,7 @@ class LiveSessions:
         known = {each: hashed for each, hashed in hashes.items() if await self._store.sessions_of(hashed)}
         if len(known) > 1:
             message = f"is needed: users of this name are in the tenants {', '.join(known)}"
-            raise InvalidFieldError([FieldError(path="query.tenant", message=message)])
+            raise InvalidFieldError.at("query.tenant", message)
         if not known and tenant is not None and not await self._store.sessions_of(user):
             return hashes[tenant]  # of whom all may be gone but what a run has
         return next(iter(known.values()), user)

@@ -176,8 +176,9 @@ def _rows(source: DatasetTasks, environment: Environment) -> DatasetRows:
     instances = select_split(environment.dataset(), source.split, field=f"{FIELD}.split")
     if not instances:
         message = f"{source.environment!r} ships without instances"
-        raise InvalidFieldError(
-            [FieldError(path=f"{FIELD}.environment", message=message)],
+        raise InvalidFieldError.at(
+            f"{FIELD}.environment",
+            message,
             hint="`rollout-service env check` names the file that has none; or send tasks of your own.",
         )
     return DatasetRows(instances)

@@ -23,7 +23,6 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import JsonValue
 
-from api_schemas.errors import FieldError
 from api_schemas.runs import FileTasks
 from rollout_service.base import strict_json
 from rollout_service.base.errors import InvalidFieldError, ServiceError
@@ -136,7 +135,7 @@ def _plain(value: Any) -> str:
 
 
 def _invalid_path(message: str, hint: str = "") -> InvalidFieldError:
-    return InvalidFieldError([FieldError(path=f"{FIELD}.path", message=message)], hint=hint)
+    return InvalidFieldError.at(f"{FIELD}.path", message, hint=hint)
 
 
 def check_row(path: Path, where: str, row: R, check: Callable[[R], None]) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from string import Template
 from typing import Any, Final
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts import AgentProgram, StopReason
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.trajectories import Message
@@ -68,8 +67,9 @@ class HarnessAgent:
             return
         if len(prompt.encode(errors="replace")) > LARGEST_ARGUMENT or "\0" in prompt:
             problem = f"its prompt must have at most {LARGEST_ARGUMENT} bytes and no NUL, as {self._name} takes it"
-            raise InvalidFieldError(
-                [FieldError(path="instance", message=f"{problem} as an argument")],
+            raise InvalidFieldError.at(
+                "instance",
+                f"{problem} as an argument",
                 hint="Write the task into a file in [init], and name the file in `prompt`.",
             )
 

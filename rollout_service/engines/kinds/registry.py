@@ -16,7 +16,6 @@ from typing import Final, Protocol
 import anyio
 import anyio.to_thread
 
-from api_schemas.errors import FieldError
 from api_schemas.inference import BackendSpec
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError, did_you_mean
 from rollout_service.engines.contract import Backend
@@ -62,8 +61,9 @@ class EngineKinds:
             if not known:
                 hint = "Install rollout-service again: what is installed is older than its code."
             message = f"there is no kind of engine {kind!r}{did_you_mean(kind, known)}"
-            raise InvalidFieldError(
-                [FieldError(path="kind", message=message)],
+            raise InvalidFieldError.at(
+                "kind",
+                message,
                 hint=hint,
             )
 

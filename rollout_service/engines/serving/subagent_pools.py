@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from api_schemas.errors import FieldError
 from api_schemas.inference import FROZEN_NAMES, is_frozen
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.engines.errors import NoBackendError
@@ -35,9 +34,7 @@ def check_subagent_pool(spec: EnvironmentSpec, check_pool: Callable[[str], None]
         check_pool(pool)
     except NoBackendError as error:
         problem = f"its sub-agents need pool {pool!r}, which has no backend"
-        raise InvalidFieldError(
-            [FieldError(path="environment", message=problem)], hint=error.hint, context={"pool": pool}
-        ) from error
+        raise InvalidFieldError.at("environment", problem, hint=error.hint, context={"pool": pool}) from error
 
 
 def check_own_pool(spec: EnvironmentSpec, pool: str) -> None:
@@ -48,8 +45,9 @@ def check_own_pool(spec: EnvironmentSpec, pool: str) -> None:
     """
     if pool == subagent_pool(spec):
         problem = f"pool {pool!r} serves the sub-agents of environment {spec.name!r}"
-        raise InvalidFieldError(
-            [FieldError(path="body.pool", message=problem)],
+        raise InvalidFieldError.at(
+            "body.pool",
+            problem,
             hint="Register the engine in a second pool, and name that one.",
         )
 
@@ -62,7 +60,8 @@ def check_trained_pool(pool: str) -> None:
     """
     if is_frozen(pool):
         problem = f"pool {pool!r} is frozen, and a run trains its pool"
-        raise InvalidFieldError(
-            [FieldError(path="body.pool", message=problem)],
+        raise InvalidFieldError.at(
+            "body.pool",
+            problem,
             hint=f"Name a pool whose name is not {FROZEN_NAMES}. To evaluate a frozen policy, submit single rollouts.",
         )

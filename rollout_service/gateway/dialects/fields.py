@@ -57,7 +57,7 @@ def dump_json(value: object) -> str:
 
 
 def invalid(path: str, message: str) -> Never:
-    raise InvalidFieldError([FieldError(path=path, message=message)])
+    raise InvalidFieldError.at(path, message)
 
 
 @dataclass(slots=True)

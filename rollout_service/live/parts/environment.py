@@ -15,7 +15,6 @@ import anyio
 import anyio.to_thread
 from pydantic import JsonValue
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts import RolloutRequest, StopReason, Usage
 from api_schemas.rollouts.sessions import Hint, SessionInfo, TurnMark
 from api_schemas.trajectories import Message, Trajectory
@@ -187,8 +186,9 @@ class SessionEnvironment(Environment):
 
     def check(self, instance: dict[str, JsonValue]) -> None:
         _ = instance
-        raise InvalidFieldError(
-            [FieldError(path="environment", message="the service alone makes tasks of live sessions")],
+        raise InvalidFieldError.at(
+            "environment",
+            "the service alone makes tasks of live sessions",
             hint="Create a run with `live`; it gets the parts of sessions by itself.",
         )
 

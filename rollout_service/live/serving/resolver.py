@@ -21,7 +21,6 @@ from weakref import WeakValueDictionary
 import anyio
 import anyio.to_thread
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts.sessions import ClosedBecause, TurnKind
 from api_schemas.sessions import SessionRequest
 from rollout_service.base.errors import InvalidFieldError
@@ -108,7 +107,7 @@ class SessionResolver:
             return self._engines.open(key.pool, key.tenant, Unrecorded("no-session"), charge)
         if len(client_id) > _MAX_ID:
             message = f"must have at most {_MAX_ID} characters"
-            raise InvalidFieldError([FieldError(path="X-Session-Id", message=message)])
+            raise InvalidFieldError.at("X-Session-Id", message)
         while True:
             record = await self._record_of_client(key, client_id)
             try:

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 
 import orjson
 
-from api_schemas.errors import FieldError
 from api_schemas.rollouts.sessions import MaskReason, NextState, TurnMark
 from api_schemas.sessions import LiveSession, SessionCounts, SessionPart, SessionState
 from rollout_service.base.errors import InvalidFieldError
@@ -110,4 +109,4 @@ def decode_cursor(cursor: str) -> tuple[float, str]:
             return last
     except (ValueError, TypeError):
         pass
-    raise InvalidFieldError([FieldError(path="query.cursor", message="is not the `next_cursor` of a page")])
+    raise InvalidFieldError.at("query.cursor", "is not the `next_cursor` of a page")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from api_schemas.errors import FieldError
 from api_schemas.nodes import NodeState
 from rollout_service.activity import ActivityBoard
 from rollout_service.base.errors import InvalidFieldError
@@ -106,12 +105,8 @@ class Suitability:
         missing = self.placement.missing_labels(spec)
         if missing and not self.runs_elsewhere(spec.name):
             labels = ", ".join(missing)
-            raise InvalidFieldError(
-                [
-                    FieldError(
-                        path="environment",
-                        message=f"no node that has it has the labels it requires: {labels}",
-                    )
-                ],
+            raise InvalidFieldError.at(
+                "environment",
+                f"no node that has it has the labels it requires: {labels}",
                 hint="Start a node with `[cluster] labels` that include them, or change `[sandbox] requires`.",
             )

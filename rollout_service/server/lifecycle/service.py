@@ -8,7 +8,7 @@ from functools import partial
 
 import anyio
 
-from api_schemas.errors import FieldError, sentences
+from api_schemas.errors import sentences
 from api_schemas.external import RolloutEnd
 from api_schemas.inference import BackendState
 from api_schemas.rollouts import BranchPoint, Rollout, RolloutRequest
@@ -111,7 +111,7 @@ class Service:
             await earlier_turns(self.store, request, branch)
         except BranchError as error:
             field = ".".join(["body.branch_of", *filter(None, [error.field])])
-            raise InvalidFieldError([FieldError(path=field, message=str(error))], hint=error.hint) from error
+            raise InvalidFieldError.at(field, str(error), hint=error.hint) from error
 
     async def _check_task(self, task: Task) -> Environment | None:
         """Check a task, and return its environment; None if only other nodes have that, which then check it."""
@@ -310,7 +310,8 @@ async def check_image(sandboxes: SandboxSource, spec: EnvironmentSpec) -> None:
     try:
         await sandboxes.check(spec)
     except (ImageError, SandboxConfigError) as error:
-        raise InvalidFieldError(
-            [FieldError(path="environment", message=f"its image cannot be used: {error}")],
+        raise InvalidFieldError.at(
+            "environment",
+            f"its image cannot be used: {error}",
             hint=error.hint,
         ) from error
