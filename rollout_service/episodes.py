@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from types import TracebackType
@@ -98,26 +98,26 @@ def _no_score(environment: str, found: str) -> EnvironmentFailedError:
     )
 
 
-@contextmanager
-def contained(where: str) -> Iterator[None]:
-    """Let an environment's code fail its rollout with errors that would end the service, which are not exceptions.
+ESCAPING = (SystemExit, asyncio.CancelledError)
+"""Errors of an environment's code that would end the service, as they are not exceptions: see `contain`."""
+
+
+def contain(error: BaseException, where: str) -> NoReturn:
+    """Make one of `ESCAPING` a failure of the environment, unless the caller itself is cancelled.
 
     Raises:
-        EnvironmentFailedError: The code inside called `sys.exit`, or let through that something else was cancelled.
+        EnvironmentFailedError: The code called `sys.exit`, or let through that something else was cancelled.
     """
-    try:
-        yield
-    except asyncio.CancelledError as error:
-        if (task := asyncio.current_task()) is None or task.cancelling():
-            raise
-        raise EnvironmentFailedError(
-            f"{where} raised CancelledError, although nobody cancelled the rollout",
-            hint="Catch it where the code waits for a task or a call that something cancels.",
-        ) from error
-    except SystemExit as error:
+    if isinstance(error, SystemExit):
         raise EnvironmentFailedError(
             f"{where} called sys.exit({error.code!r:.100})", hint="Raise an exception, which fails only its rollout."
         ) from error
+    if (task := asyncio.current_task()) is None or task.cancelling():
+        raise error
+    raise EnvironmentFailedError(
+        f"{where} raised CancelledError, although nobody cancelled the rollout",
+        hint="Catch it where the code waits for a task or a call that something cancels.",
+    ) from error
 
 
 SANDBOX_ENDED_SCORE = Score(0.0, {"sandbox_ended": 1.0})

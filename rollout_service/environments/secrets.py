@@ -16,7 +16,7 @@ import structlog
 from rollout_service.base.errors import SecretMissingError, SecretTooShortError
 from rollout_service.base.masking import MIN_CHARS, mask, mask_texts, spellings
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SecretSource
-from rollout_service.episodes import Episode, Score, contained
+from rollout_service.episodes import ESCAPING, Episode, Score, contain
 from rollout_service.settings.pipeline import SecretsSettings
 
 log = structlog.get_logger(__name__)
@@ -147,8 +147,9 @@ class HostSecrets:
 def _given(episode: Episode, environment: Environment, secrets: HostSecrets) -> Iterator[None]:
     secrets.give(episode, environment.spec, "[init]")
     try:
-        with contained(f"init of {environment.spec.name!r}"):
-            yield
+        yield
+    except ESCAPING as error:
+        contain(error, f"init of {environment.spec.name!r}")
     finally:
         episode.secrets = {}
 

@@ -25,6 +25,7 @@ from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.secrets import hide, initialize, mask_score, prepare
 from rollout_service.episodes import (
+    ESCAPING,
     SANDBOX_ENDED_SCORE,
     Episode,
     EpisodeLimits,
@@ -32,7 +33,7 @@ from rollout_service.episodes import (
     Policy,
     Score,
     WorkClock,
-    contained,
+    contain,
     require_score,
 )
 from rollout_service.pipeline.context import EpisodeContext
@@ -253,8 +254,11 @@ class StageRunner:
 
     async def _run_agent(self, episode: Episode, timer: Timer) -> None:
         try:
-            with self._turns.replay(), contained(f"the agent of {self._environment.spec.name!r}"):
-                self.stop_reason = await self._environment.run(episode)
+            with self._turns.replay():
+                try:
+                    self.stop_reason = await self._environment.run(episode)
+                except ESCAPING as error:
+                    contain(error, f"the agent of {self._environment.spec.name!r}")
             await self._turns.finish()
         finally:
             with anyio.CancelScope(shield=True):
@@ -311,8 +315,12 @@ class StageRunner:
             if not await self._sandboxes.end_agent(episode, spec):
                 return SANDBOX_ENDED_SCORE
         secrets.give(episode, spec, "[evaluate]")
-        with contained(f"evaluate of {spec.name!r}"), waits_for(StepKind.GRADER, spec.name) as step:
-            score = mask_score(require_score(await environment.evaluate(episode), spec.name), self.hidden)
+        with waits_for(StepKind.GRADER, spec.name) as step:
+            try:
+                given = await environment.evaluate(episode)
+            except ESCAPING as error:
+                contain(error, f"evaluate of {spec.name!r}")
+            score = mask_score(require_score(given, spec.name), self.hidden)
             step.note(reward=score.reward)
         episode.note_ended(score.reward)
         return score

@@ -28,7 +28,7 @@ from rollout_service.agents.tool_calling.tools import (
     sample_turn,
     why_truncated,
 )
-from rollout_service.episodes import Episode, PolicyTurn, contained
+from rollout_service.episodes import ESCAPING, Episode, PolicyTurn, contain
 from rollout_service.tokens import ToolSpec
 from sandboxes.errors import LimitExceededError
 from sandboxes.task_groups import open_task_group
@@ -211,10 +211,12 @@ class ToolCalls:
             return ToolResult(text, failed=True)
         try:
             with anyio.CancelScope(deadline=asyncio.get_running_loop().time() + context.seconds + GRACE_SECONDS):
-                waiting = waits_for(StepKind.TOOL, tool.name, **_detail(call, context))
-                with contained(f"the tool {tool.name!r}"), waiting as step:
+                with waits_for(StepKind.TOOL, tool.name, **_detail(call, context)) as step:
                     step.limit = context.seconds
-                    return await tool(call.arguments, context)
+                    try:
+                        return await tool(call.arguments, context)
+                    except ESCAPING as error:
+                        contain(error, f"the tool {tool.name!r}")
         except ToolInputError as error:
             return ToolResult(str(error), failed=True)
         except LimitExceededError as error:
