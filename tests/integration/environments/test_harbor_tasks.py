@@ -369,7 +369,7 @@ if [ $? -eq 0 ]; then echo 1; else echo 0; fi >/logs/verifier/reward.txt
         (">/logs/verifier/reward.txt", RewardEmptyError, "reward.txt is empty"),
         ("echo ' ' >/logs/verifier/reward.json", RewardEmptyError, "reward.json is empty"),
         ("echo '{}' >/logs/verifier/reward.json", RewardEmptyError, "no number"),
-        ("echo nan >/logs/verifier/reward.txt", RewardInvalidError, "not a finite number"),
+        ("echo nan >/logs/verifier/reward.txt", RewardInvalidError, "not a number of up to"),
         ("echo good >/logs/verifier/reward.txt", RewardInvalidError, "not a number: 'good'"),
         ('echo \'{"a": {"b": 1}}\' >/logs/verifier/reward.json', RewardInvalidError, "a: "),
         ("echo '{\"a\": true}' >/logs/verifier/reward.json", RewardInvalidError, "a: "),
