@@ -22,13 +22,20 @@ import structlog
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import current_activity, in_lane, waits_for
 from rollout_service.environments.agent_environment import WORKDIR
-from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.environments.contract import EnvironmentSpec, SandboxSettings
 from rollout_service.environments.secrets import HostSecrets
 from rollout_service.episodes import Episode, require_sandbox
 from rollout_service.pipeline.artifacts import Artifacts, DiskBudget
 from rollout_service.pipeline.stage import Timer
+from rollout_service.settings.pipeline import SandboxesSettings
 from sandboxes import Bind, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SessionName, Snapshot
-from sandboxes.errors import FileMissingError, FileTooLargeError, LimitExceededError, SandboxClosedError
+from sandboxes.errors import (
+    FileMissingError,
+    FileTooLargeError,
+    LimitExceededError,
+    SandboxClosedError,
+    SandboxConfigError,
+)
 from sandboxes.scheduling.admission import AdmissionController, Purpose, Ticket
 from sandboxes.sessions.serial_session import open_sessions
 
@@ -44,11 +51,13 @@ class SandboxSource:
         provider: SandboxProvider,
         artifacts_bytes: int = DEFAULT_BUDGET,
         secrets: HostSecrets | None = None,
+        settings: SandboxesSettings | None = None,
     ) -> None:
         """`artifacts_bytes` is the budget of all artifacts together on the host's temporary disk; `secrets` are by
         default none.
         """
         self.provider = provider
+        self._settings = settings or SandboxesSettings()
         self.secrets = secrets or HostSecrets()
         self._budget = DiskBudget(artifacts_bytes)
 
@@ -57,7 +66,14 @@ class SandboxSource:
         return self._budget.size
 
     async def check(self, spec: EnvironmentSpec) -> None:
-        """Check that the image exists, if the environment and the provider need one."""
+        """Check that the environment's sandboxes may be as large as it asks, and that their images exist.
+
+        Raises:
+            SandboxConfigError: It asks for more than the settings allow.
+            ImageError: An image cannot be used.
+        """
+        for one in (spec, spec.for_grader()):
+            check_size(one.sandbox, self._settings)
         for image in dict.fromkeys((spec.image, spec.for_grader().image)):
             if image is not None:
                 await self.provider.identity(SandboxSpec(image=image))
@@ -89,6 +105,7 @@ class SandboxSource:
         """
         if spec.image is None:
             raise ValueError(f"environment {spec.name} has no image to start a sandbox from")
+        check_size(spec.sandbox, self._settings)
         return await self.provider.start(
             SandboxSpec(
                 image=spec.image,
@@ -177,6 +194,24 @@ class SandboxSource:
 
     def live(self) -> list[SandboxInfo]:
         return self.provider.live()
+
+
+def check_size(wanted: SandboxSettings, allowed: SandboxesSettings) -> None:
+    """
+    Raises:
+        SandboxConfigError: A sandbox asks for more than the settings allow.
+    """
+    for key, asked, most in (
+        ("memory_bytes", wanted.memory_bytes, allowed.max_memory_bytes),
+        ("disk_bytes", wanted.disk_bytes or 0, allowed.max_disk_bytes),
+        ("processes", wanted.max_processes, allowed.max_processes),
+    ):
+        if asked > most:
+            what = key.removesuffix("_bytes")
+            raise SandboxConfigError(
+                f"it asks for {what} of {asked:,}, and this service allows {most:,}",
+                hint=f"Raise `[sandboxes] max_{key}` if the host bears it, or ask for less.",
+            )
 
 
 async def _end(sandbox: Sandbox, notes: list[str], ended: list[str]) -> bool:

@@ -74,6 +74,12 @@ class SandboxesSettings(Section):
     """The most bytes of files that one sandbox may have changed to be saved."""
     saved_bytes: int = Field(4 * 1024**3, ge=1024**2)
     """The most space for all saved sandboxes of this node, which are compressed."""
+    max_memory_bytes: int = Field(16 * 1024**3, ge=1)
+    """The most memory that an environment, or a downloaded task, may ask for; one that asks for more is refused."""
+    max_disk_bytes: int = Field(64 * 1024**3, ge=1)
+    """The same for what it writes."""
+    max_processes: int = Field(8192, ge=1)
+    """The same for its processes and threads."""
     save_folder: Path | None = None
     """A folder for saved sandboxes that all nodes share, under any path, so that a rollout of a lost node goes on from
     its sandbox on another one. Left out, they are in the state folder, for this node alone."""

@@ -18,15 +18,16 @@ from rollout_service.base.errors import ConfigurationError, InvalidFieldError, S
 from rollout_service.cli.common import CommandError, count, err
 from rollout_service.cli.console import SafeConsole, id_column, table
 from rollout_service.cli.image.tables import unpacked_images
-from rollout_service.environments.contract import Environment, EvaluateIn
+from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.environments.dataset_files import count_splits, get_split
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.harbor.collection import is_harbor_folder
 from rollout_service.environments.harbor.compose import REFERENCE
 from rollout_service.environments.registry import EnvironmentRegistry, explain, load_path, names_python_object
 from rollout_service.environments.secrets import HostSecrets
+from rollout_service.pipeline.sandbox_source import check_size
 from rollout_service.settings import Settings, load_settings
-from sandboxes.errors import ImageError, ProviderUnavailableError
+from sandboxes.errors import ImageError, ProviderUnavailableError, SandboxConfigError
 from sandboxes.images.store import ImageStore
 
 if TYPE_CHECKING:
@@ -146,9 +147,10 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
     findings = [
         *_find_functions(environment),
         *environment.findings(),
+        *_check_size(environment.spec, settings),
         *_check_image(environment, settings),
         *_check_instances(environment, dataset),
-        *_check_task_images(environment, dataset, settings),
+        *_check_tasks(environment, dataset, settings),
         *_find_unsplit(dataset),
         *(f"{problem} ({problem.hint})" for _, problem in secrets if problem is not None),
     ]
@@ -232,6 +234,15 @@ def instance_name(instance: dict[str, JsonValue]) -> str:
     return name if isinstance(name, str) else json.dumps(instance)
 
 
+def _check_size(spec: EnvironmentSpec, settings: Settings) -> Iterator[str]:
+    for one in (spec, spec.for_grader()):
+        try:
+            check_size(one.sandbox, settings.sandboxes)
+        except SandboxConfigError as error:
+            yield f"sandbox: {error} ({error.hint})"
+            return
+
+
 def _check_image(environment: Environment, settings: Settings) -> Iterator[str]:
     image = environment.spec.image
     if image is None:
@@ -246,7 +257,7 @@ def _check_image(environment: Environment, settings: Settings) -> Iterator[str]:
         yield f"image: it lacks {name}, which every sandbox needs"
 
 
-def _check_task_images(
+def _check_tasks(
     environment: Environment, dataset: Sequence[dict[str, JsonValue]], settings: Settings
 ) -> Iterator[str]:
     store, built = ImageStore(settings.images_dir), environment.dockerfiles()
@@ -256,6 +267,8 @@ def _check_task_images(
             spec = environment.for_instance(instance).spec
         except InvalidFieldError:
             continue  # found already
+        if spec is not environment.spec:
+            yield from (f"{instance_name(instance)}: {problem}" for problem in _check_size(spec, settings))
         for image in {spec.image, spec.for_grader().image} - seen - {None}:
             seen.add(image or "")
             try:

@@ -115,7 +115,10 @@ async def configured_sandboxes(settings: Settings) -> AsyncIterator[tuple[Sandbo
     with tempfile.TemporaryDirectory(prefix="rollout-trial-") as state:
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
-            yield SandboxSource(provider, secrets=HostSecrets(settings.secrets)), Path(state)
+            yield (
+                SandboxSource(provider, secrets=HostSecrets(settings.secrets), settings=settings.sandboxes),
+                Path(state),
+            )
         finally:
             with anyio.CancelScope(shield=True):
                 await provider.close()

@@ -71,7 +71,7 @@ async def open_foundation(stack: AsyncExitStack, settings: Settings, metrics: Me
         store=store,
         environments=environments,
         node=node,
-        sandboxes=SandboxSource(node.pool, settings.pipeline.artifacts_bytes, secrets),
+        sandboxes=SandboxSource(node.pool, settings.pipeline.artifacts_bytes, secrets, settings.sandboxes),
         announcer=announcer,
         clock=clock,
     )

@@ -310,8 +310,5 @@ async def check_image(sandboxes: SandboxSource, spec: EnvironmentSpec) -> None:
     try:
         await sandboxes.check(spec)
     except (ImageError, SandboxConfigError) as error:
-        raise InvalidFieldError.at(
-            "environment",
-            f"its image cannot be used: {error}",
-            hint=error.hint,
-        ) from error
+        subject = "image cannot be used" if isinstance(error, ImageError) else "sandbox cannot be had here"
+        raise InvalidFieldError.at("environment", f"its {subject}: {error}", hint=error.hint) from error
