@@ -171,6 +171,10 @@ class LiveSessions:
         return await self.get(session_id)
 
     async def _close(self, session_id: str, because: ClosedBecause) -> None:
+        async with self._active.held(session_id):  # a request may be loading it, and would go on
+            await self._close_held(session_id, because)
+
+    async def _close_held(self, session_id: str, because: ClosedBecause) -> None:
         await self._register.close(session_id, because)
         await self._active.end(session_id)
 
@@ -225,7 +229,7 @@ class LiveSessions:
         for session_id, because in expired:
             async with self._active.held(session_id) as active:
                 if because is ClosedBecause.MAX_AGE or active is None or not active.gateway.is_busy:
-                    await self._close(session_id, because)
+                    await self._close_held(session_id, because)
 
     async def prune(self) -> None:
         """Remove expired records until cancelled."""

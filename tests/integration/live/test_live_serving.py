@@ -212,6 +212,29 @@ async def test_an_ended_session_takes_no_requests(tmp_path):
         assert (await service.ask("sk-live-none", "a")).status_code == 401
 
 
+async def test_a_request_that_loads_a_session_as_it_ends_is_cut_off(tmp_path, monkeypatch):
+    async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
+        opened = await service.open()
+        loads, ended, read, statuses = anyio.Event(), anyio.Event(), service.store.opt_outs, []
+
+        async def read_slowly(*arguments):
+            loads.set()
+            with anyio.move_on_after(0.5):  # the end waits for this, so its answer does not come
+                await ended.wait()
+            return await read(*arguments)
+
+        async def ask() -> None:
+            statuses.append((await service.ask(opened.key, "a")).status_code)
+
+        monkeypatch.setattr(service.store, "opt_outs", read_slowly)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await loads.wait()
+            await service.http.post(f"/v1/sessions/{opened.session.session_id}/end")
+            ended.set()
+        assert statuses == [410]
+
+
 async def test_a_session_is_not_idle_while_a_request_is_read(tmp_path):
     live = KEYS | {"idle_seconds": 0.2}
     async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine], live=live) as service:
