@@ -70,7 +70,8 @@ drop_ended_groups() {
 stat_of() {
   local line fields
   { IFS= read -r line <"/proc/$1/stat"; } 2>/dev/null || return
-  read -r -a fields <<<"${line##*) }" # the part after the command's name, which may contain anything
+  # The part after the command's name, which may contain anything. `read` would take it from a pipe byte by byte.
+  fields=(${line##*) })
   state=${fields[0]} ppid=${fields[1]} group=${fields[2]} session=${fields[3]} start=${fields[19]}
 }
 
