@@ -293,6 +293,7 @@ class StageRunner:
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._sandboxes.close()
+            self._slot.free()  # those who have a place wait for its worker, so it cannot wait for a place with it
         raise AssertionError("the last try returns or raises")
 
     async def _score(self, episode: Episode, timer: Timer) -> Score:

@@ -649,6 +649,24 @@ async def test_an_evaluation_that_failed_is_tried_again_without_a_new_rollout():
         assert [span.error for span in rollout.spans] == [None, None, "unavailable", None]
 
 
+async def test_evaluations_that_fail_while_their_queue_is_full_are_tried_again():
+    evaluations = 0
+
+    async def evaluate(_: Episode) -> None:
+        nonlocal evaluations
+        evaluations += 1
+        if evaluations == 1:
+            await until(lambda: evaluation.places.in_use == 1)
+            raise UnavailableError("the judge is away")
+
+    settings = SETTINGS.model_copy(update={"evaluate_workers": 1, "evaluate_queue": 1})
+    async with bench(Played(evaluate=evaluate), settings=settings) as b:
+        evaluation = b.context.stages.evaluate
+        await b.submit_all(2)
+        assert [rollout.state for rollout in await b.results(2)] == [RolloutState.COMPLETED] * 2
+        await b.idle()
+
+
 @pytest.mark.parametrize("stage", ["init", "run", "evaluate"])
 async def test_cancel_in_any_stage_frees_what_is_held(stage):
     entered = anyio.Event()
