@@ -12,6 +12,7 @@ With `formats`, the only module that uses the `renderers` library.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,6 +70,8 @@ _OWN_ENCODERS = frozenset({"gpt-oss"})
 
 
 _STRICT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which a policy can escape in JSON. UTF-8 has none, so nobody could read its rollout."""
 _LIBRARY_ERRORS = (ValueError, RecursionError, TypeError, AttributeError, KeyError, IndexError)
 """Raised by the library on odd input. It reads a policy's output with json.loads, and not only syntax errors make that
 fail: numbers may have too many digits, brackets may be nested too deep, objects may be in the place of strings."""
@@ -382,19 +385,25 @@ def _to_call(parsed: Any, default_id: str, taken: Container[str]) -> ToolCall:
     """Mark the call as malformed unless it has a name and arguments that JSON can represent."""
     error = None if parsed.status == "ok" else str(parsed.status)
     arguments = parsed.arguments
-    if error is None and not (isinstance(parsed.name, str) and parsed.name):
+    name = parsed.name if _is_text(parsed.name) else None
+    if error is None and name is None:
         error = "missing_name"
     if error is None:
         error = _argument_error(arguments)
     # Some formats let the policy choose the ids of its calls, and it may give the same id twice.
-    named = isinstance(parsed.id, str) and parsed.id and parsed.id not in taken
+    named = _is_text(parsed.id) and parsed.id not in taken
     return ToolCall.model_construct(
         id=parsed.id if named else default_id,
-        name=parsed.name if isinstance(parsed.name, str) and parsed.name else None,
+        name=name,
         arguments=None if error else arguments,
         raw=parsed.raw,
         error=error,
     )
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether it is a text that is not empty and that UTF-8 can encode."""
+    return isinstance(value, str) and value != "" and not _HALF_PAIR.search(value)
 
 
 def _argument_error(arguments: Any) -> str | None:

@@ -126,6 +126,7 @@ def test_parallel_calls_keep_their_order_and_the_malformed_one_its_text(renderer
         ('{"name": "python", "arguments": {"x": "\\ud800"}}', "arguments_not_json"),
         ('{"name": "", "arguments": {}}', "missing_name"),
         ('{"name": 5, "arguments": {}}', "missing_name"),
+        ('{"name": "py\\ud800", "arguments": {}}', "missing_name"),
         ('["python"]', "missing_name"),
         ("[" * 5000, "unparseable"),
         ("1" * 5000, "unparseable"),
