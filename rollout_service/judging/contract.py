@@ -94,6 +94,7 @@ class Vote:
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     error: ServiceError | None = None
+    """None in a judgment, which is remembered for long."""
     text: str = ""
     """The end of an answer without a verdict, for people; all of it if a poll asks for texts."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 import anyio
@@ -65,7 +65,8 @@ class PoolJudge(Judge):
     async def _judge(self, rubric: Rubric, messages: Sequence[Message], model: str, prompt_hash: str) -> Judgment:
         votes = await self._collect(rubric, messages)
         value, label = decide(rubric.settings, votes)
-        return Judgment(value, label, tuple(votes), model, rubric.settings.name, prompt_hash)
+        kept = tuple(replace(vote, error=None) for vote in votes)  # an error's traceback keeps all of its call
+        return Judgment(value, label, kept, model, rubric.settings.name, prompt_hash)
 
     async def poll(
         self,

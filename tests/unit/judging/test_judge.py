@@ -74,6 +74,13 @@ async def test_the_majority_of_the_votes_decides(make_judge, says, value):
     assert judgment.value == value
 
 
+async def test_a_judgment_that_is_remembered_keeps_no_traceback_of_a_failed_vote(make_judge):
+    sampler = ScriptedSampler(BackendUnreachable("gone"), GOOD, GOOD)
+    judgment = await make_judge(sampler).ask(rubric(votes=3, temperature=0.6), TASK, answer="4")
+    assert [vote.outcome for vote in judgment.votes] == ["failed", "valid", "valid"]
+    assert all(vote.error is None for vote in judgment.votes)
+
+
 async def test_a_mean_counts_every_verdict(make_judge):
     labels = {"good": 1.0, "fair": 0.5, "poor": -1.0}
     asked = rubric(votes=4, temperature=1.0, combine="mean", labels=labels)
