@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from types import TracebackType
@@ -296,6 +296,19 @@ class WorkClock:
         self._stopped_at = None
         self._zero = anyio.current_time() - seconds
         self._set_deadlines()
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Stop the clock within the block, unless it is stopped already."""
+        if self._stopped_at is not None:
+            yield
+            return
+        shown = self.seconds
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start(shown)
 
     def limit(self, seconds: float) -> WorkLimit:
         """Return a context that cancels its block once the clock has advanced by this much."""

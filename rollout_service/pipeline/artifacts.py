@@ -19,6 +19,7 @@ import anyio
 import anyio.to_thread
 from anyio import SpooledTemporaryFile
 
+from rollout_service.episodes import WorkClock
 from sandboxes.errors import FileTooLargeError, SandboxFileError
 from sandboxes.runtime.tree_reader import stays_within
 
@@ -56,6 +57,8 @@ class Artifacts:
     budget: DiskBudget
     limit: int
     """Bytes of all contents together; the archives may take twice as many."""
+    clock: WorkClock = field(default_factory=WorkClock)
+    """That of the agent's work; it stands still while the budget has no room."""
     archives: list[tuple[str, SpooledTemporaryFile[bytes]]] = field(default_factory=list)
     checkpoints: list[list[tuple[str, SpooledTemporaryFile[bytes]]]] = field(default_factory=list)
     """Archives of earlier moments."""
@@ -92,7 +95,8 @@ class Artifacts:
         if self._used + used > 2 * self.limit:
             raise FileTooLargeError(f"{path}: the archive is longer than {2 * self.limit} bytes")
         if self._used + used > IN_MEMORY_BYTES and not self._reserved:
-            await self.budget.reserve(2 * self.limit)
+            with self.clock.standing_still():
+                await self.budget.reserve(2 * self.limit)
             self._reserved = 2 * self.limit
 
     @property

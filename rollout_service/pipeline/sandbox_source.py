@@ -24,7 +24,7 @@ from rollout_service.activity import current_activity, in_lane, waits_for
 from rollout_service.environments.agent_environment import WORKDIR
 from rollout_service.environments.contract import EnvironmentSpec, SandboxSettings
 from rollout_service.environments.secrets import HostSecrets
-from rollout_service.episodes import Episode, require_sandbox
+from rollout_service.episodes import Episode, WorkClock, require_sandbox
 from rollout_service.pipeline.artifacts import Artifacts, DiskBudget
 from rollout_service.pipeline.stage import Timer
 from rollout_service.settings.pipeline import SandboxesSettings
@@ -130,15 +130,16 @@ class SandboxSource:
         self,
         sandbox: Sandbox,
         spec: EnvironmentSpec,
+        clock: WorkClock,
         earlier: Artifacts | None = None,
         *,
         is_checkpoint: bool = False,
     ) -> Artifacts:
         """End the agent's processes and take out its artifacts; skip those that do not exist.
 
-        `earlier` has the checkpoints before, if any.
+        The clock stands still while they wait for room. `earlier` has the checkpoints before, if any.
         """
-        artifacts = earlier or Artifacts(self._budget, min(spec.artifacts_bytes, self._budget.size // 2))
+        artifacts = earlier or Artifacts(self._budget, min(spec.artifacts_bytes, self._budget.size // 2), clock)
         try:
             await self._pack(sandbox, spec, artifacts)
             if is_checkpoint:
@@ -318,7 +319,9 @@ class EpisodeSandboxes:
         if episode.sandbox is not None:
             earlier, self._artifacts = self._artifacts, None
             with waits_for(StepKind.ARTIFACTS, "checkpoint", sandbox=episode.sandbox.id):
-                self._artifacts = await self._source.pack(episode.sandbox, spec, earlier, is_checkpoint=True)
+                self._artifacts = await self._source.pack(
+                    episode.sandbox, spec, episode.clock, earlier, is_checkpoint=True
+                )
 
     async def snapshot(self, episode: Episode) -> Snapshot:
         """End the sandbox, and return its files for others to start from."""
@@ -342,7 +345,7 @@ class EpisodeSandboxes:
         if episode.sandbox is not None:
             earlier, self._artifacts = self._artifacts, None
             with waits_for(StepKind.ARTIFACTS, "pack", sandbox=episode.sandbox.id):
-                self._artifacts = await self._source.pack(episode.sandbox, spec, earlier)
+                self._artifacts = await self._source.pack(episode.sandbox, spec, episode.clock, earlier)
             episode.notes += self._artifacts.notes
             episode.ended += self._artifacts.ended
 

@@ -11,6 +11,7 @@ import pytest
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.environments.builtin.code.environment import Code
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
+from rollout_service.episodes import WorkClock
 from rollout_service.pipeline.artifacts import IN_MEMORY_BYTES, Artifacts, DiskBudget, require_safe
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import SandboxSpec
@@ -211,12 +212,12 @@ async def test_a_pack_cancelled_while_waiting_for_room_ends_its_reader_first(pro
     left = set()
     sandbox = await provider.start(SandboxSpec())
     await sandbox.write_file("large", bytes(2 * MIB - 8192))
-    first = await source.pack(sandbox, wanted)
+    first = await source.pack(sandbox, wanted, WorkClock())
     others = children()
 
     async def pack():
         try:
-            await source.pack(sandbox, wanted)
+            await source.pack(sandbox, wanted, WorkClock())
         finally:
             left.update(children() - others)  # while the cancellation propagates
 

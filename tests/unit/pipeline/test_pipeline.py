@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
+from unittest.mock import AsyncMock
 
 import anyio
 import anyio.lowlevel
@@ -441,6 +442,25 @@ async def test_a_store_with_another_clock_changes_no_time_in_a_queue(ahead):
     async with bench(Played(), store=store) as it:
         rollout = await it.run()
         assert all(0 <= span.queued_seconds < 20 for span in rollout.spans)
+
+
+async def test_a_wait_for_room_for_artifacts_counts_against_no_deadline(monkeypatch):
+    async def export(*_: Any, **__: Any) -> AsyncIterator[bytes]:
+        yield bytes(2 << 20)
+
+    monkeypatch.setattr(NamedSandbox, "export_path", export)
+    for used in ("exec", "import_path"):
+        monkeypatch.setattr(NamedSandbox, used, AsyncMock())
+    async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH, artifacts=["/workspace"])) as b:
+        budget = b.context.sandboxes._budget
+        await budget.reserve(budget.size)
+        await b.submit("r", rollout_seconds=0.2)
+        await until(lambda: b.context.stages.rollout.workers.in_use)
+        await anyio.sleep(0.4)
+        await budget.give_back(budget.size)
+        assert (await b.result("r")).state is RolloutState.COMPLETED
+        await b.idle()
+        assert budget._left == budget.size
 
 
 async def test_a_slow_evaluation_holds_up_no_rollout():
