@@ -43,6 +43,7 @@ class Outcomes:
         self._seconds: deque[_EndedSecond] = deque(maxlen=WINDOW_SECONDS + 1)
         self._failures: deque[_FailedRollout] = deque(maxlen=MAX_FAILURES)
         self._began = datetime.now(UTC)
+        """Moved back by outcomes from before the start."""
 
     def ended(self, rollout: Rollout) -> None:
         self.note(datetime.now(UTC), outcome_of(rollout))
@@ -51,7 +52,7 @@ class Outcomes:
 
     def note(self, at: datetime, outcome: str) -> None:
         """Count an outcome; calls are in order of `at`, give or take a second."""
-        number = int(at.timestamp())
+        number, self._began = int(at.timestamp()), min(self._began, at)
         if not self._seconds or self._seconds[-1].number < number:
             self._seconds.append(_EndedSecond(number))
         self._seconds[-1].counts[outcome] += 1

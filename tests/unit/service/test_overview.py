@@ -100,6 +100,13 @@ def test_the_rate_is_taken_over_the_last_half_minute():
     assert outcomes.per_second(now + timedelta(seconds=40)) == 0
 
 
+def test_rollouts_that_ended_before_the_start_do_not_count_as_of_the_time_since():
+    outcomes, now = Outcomes(), datetime.now(UTC)
+    for second in range(20, 0, -1):
+        outcomes.note(now - timedelta(seconds=second), "completed")
+    assert outcomes.per_second(now + timedelta(seconds=1)) == pytest.approx(1.0, rel=0.1)
+
+
 def test_failures_are_grouped_by_what_they_have_in_common():
     outcomes = Outcomes()
     for number in range(7):
