@@ -189,8 +189,8 @@ class SavedSandboxes:
             size = (await anyio.to_thread.run_sync(part.stat)).st_size
             if sum(self._sizes.values()) - self._sizes.get(name, 0) + size > self._budget:
                 return "full"
+            self._sizes[name] = size  # at once, since others are being saved
             await self._flush_turns()  # without the turns, it would be of no use
-            self._sizes[name] = size
             await anyio.to_thread.run_sync(part.replace, self._folder / name)
         finally:
             await _remove(part)

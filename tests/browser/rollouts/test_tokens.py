@@ -213,8 +213,8 @@ async def test_the_columns_of_a_segment_hold_what_the_ranges_said(page, fake):
                 turns: [[-1, 2]], logprobs: [null, null]});
             tokens.add({start: 2, count: 3, ids: [9, 10, 11], text: "cde", ends: [1, 1, 3], partial: [0, 1],
                 pieces: {0: "e6", 1: "97"},
-                mask: [[1, 1], [0, 1], [1, 1]], versions: [[3, 1], [-1, 1], [4, 1]], turns: [[0, 1], [-1, 1], [1, 1]],
-                logprobs: [-0.5, null, -2]});
+                mask: [[1, 1], [0, 1], [1, 1]], versions: [[3, 1], [-1, 1], [2 ** 33, 1]],
+                turns: [[0, 1], [-1, 1], [1, 1]], logprobs: [-0.5, null, -2]});
             let refused = "";
             try { tokens.add({start: 4, count: 1}); } catch (error) { refused = error.message; }
             return {ends: [...tokens.ends], at: [0, 1, 2, 3, 4].map((at) => tokens.tokenAt(at)),
@@ -227,7 +227,7 @@ async def test_the_columns_of_a_segment_hold_what_the_ranges_said(page, fake):
         "at": [0, 1, 2, 4, 4],
         "texts": ["a", "b", "c", "", "de"],
         "turns": [-1, -1, 0, -1, 1],
-        "versions": [-1, -1, 3, -1, 4],
+        "versions": [-1, -1, 3, -1, 2**33],
         "pieces": [[2, "e6"], [3, "97"]],
         "refused": "a range begins at 4, not at 5",
     }

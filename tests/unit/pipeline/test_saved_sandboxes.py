@@ -257,3 +257,22 @@ async def test_saving_is_bounded_in_time_and_space(
     await save(small)
     assert outcomes(small) == {"full": 1}
     assert list((tmp_path / "saved").iterdir()) == []
+
+
+async def test_those_that_are_saved_at_once_share_the_space(saved: SavedSandboxes) -> None:
+    await save(saved)
+    flushes, goes_on = anyio.Event(), anyio.Event()
+
+    async def flush() -> None:
+        flushes.set()
+        await goes_on.wait()
+
+    saved._flush_turns, saved._budget = flush, 2 * sum(saved._sizes.values()) - 10
+    await saved.forget("r")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(save, saved)
+        await flushes.wait()
+        with anyio.fail_after(5):
+            await save(saved, WORK.model_copy(update={"rollout_id": "s"}))
+        goes_on.set()
+    assert outcomes(saved) == {"saved": 2, "full": 1}

@@ -26,7 +26,7 @@ export class SegmentTokens {
     this.ids = new Int32Array(total);
     this.ends = new Uint32Array(total);
     this.mask = new Uint8Array(total);
-    this.versions = new Int32Array(total).fill(-1);
+    this.versions = new Float64Array(total).fill(-1);
     this.turns = new Int32Array(total).fill(-1);
     this.logprobs = new Float32Array(total).fill(NOT_KNOWN);
     this.entropy = new Float32Array(total).fill(NOT_KNOWN);
