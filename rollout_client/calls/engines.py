@@ -33,15 +33,15 @@ class EngineCalls:
 
     async def remove_backend(self, backend_id: str) -> None:
         """Remove an engine at once; its requests continue elsewhere."""
-        await self._connection.call(None, "DELETE", _backend(backend_id))
+        await self._connection.call(None, "DELETE", backend_path(backend_id))
 
     async def renew_backend(self, backend_id: str) -> None:
         """Extend the lease of an engine; if it ran out, register the engine again."""
-        await self._connection.call(None, "POST", f"{_backend(backend_id)}/renew")
+        await self._connection.call(None, "POST", f"{backend_path(backend_id)}/renew")
 
     async def drain_backend(self, backend_id: str) -> wire.BackendView:
         """Send an engine no new requests; it finishes those that it has."""
-        return await self._connection.call(wire.BackendView, "POST", f"{_backend(backend_id)}/drain")
+        return await self._connection.call(wire.BackendView, "POST", f"{backend_path(backend_id)}/drain")
 
     async def update_weights(
         self,
@@ -90,6 +90,6 @@ class EngineCalls:
         return await self._connection.call(wire.PoolOutcome, "POST", path, body, seconds=ORDER_SECONDS)
 
 
-def _backend(backend_id: str) -> str:
+def backend_path(backend_id: str) -> str:
     """Return the path of a backend, whose id holds the path of its engine's address."""
     return f"/v1/backends/{quote(backend_id, safe='/:@')}"
