@@ -156,10 +156,13 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
         server finishes the submitted rollouts and keeps the results.
 
         Raises:
-            RuntimeError: The client is not open.
+            RuntimeError: The client is not open, or is closed before the last rollout has ended.
+            ValueError: `concurrency` is below 1.
         """
         if self._tasks is None:
             raise RuntimeError("open the client first: async with RolloutClient(...) as client")
+        if concurrency < 1:
+            raise ValueError("no rollout can begin with a concurrency below 1")
         return _run_all(self.run, self._tasks, iter(requests), concurrency, refused)
 
     async def create_run(self, request: wire.RunRequest) -> ClientRun:
@@ -233,13 +236,15 @@ async def _run_all(
 ) -> AsyncGenerator[wire.Rollout]:
     """Yield the results of `run` as they come; workers in `tasks` call it until the generator is closed."""
     results, answers = anyio.create_memory_object_stream[wire.Rollout | Exception](0)
-    scope = anyio.CancelScope()
-    tasks.start_soon(_run_workers, scope, run, requests, results, concurrency, refused)
+    scope, done = anyio.CancelScope(), anyio.Event()
+    tasks.start_soon(_run_workers, scope, run, requests, results, concurrency, refused, done)
     try:
         async for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
             yield answer
+        if not done.is_set():
+            raise RuntimeError("the client was closed before all rollouts had ended; the server keeps their results")
     finally:
         scope.cancel()
         answers.close()
@@ -252,6 +257,7 @@ async def _run_workers(
     results: MemoryObjectSendStream[wire.Rollout | Exception],
     concurrency: int,
     refused: Refused | None,
+    done: anyio.Event,
 ) -> None:
     async def work() -> None:
         try:
@@ -262,9 +268,11 @@ async def _run_workers(
             await results.send(error)
 
     with scope:
-        async with results, anyio.create_task_group() as workers:
-            for _ in range(concurrency):
-                workers.start_soon(work)
+        async with results:
+            async with anyio.create_task_group() as workers:
+                for _ in range(concurrency):
+                    workers.start_soon(work)
+            done.set()
 
 
 async def _run_unless_refused(run: Run, request: wire.RolloutRequest, refused: Refused | None) -> wire.Rollout | None:

@@ -20,7 +20,7 @@ import anyio.to_thread
 
 from rollout_client import _wire as wire
 from rollout_client.arrays import BatchArrays, require_numpy
-from rollout_client.errors import ClientError, GoneError, ProtocolError
+from rollout_client.errors import ClientError, GoneError, ProtocolError, UnavailableError, UnreachableError
 
 if TYPE_CHECKING:
     import httpx
@@ -103,11 +103,12 @@ class LeasedBatch:
 
 
 async def _renew_until_settled(leased: LeasedBatch, seconds: float, scope: anyio.CancelScope) -> None:
-    """Renew a lease until it is settled or a renewal fails; the acknowledgment then tells the trainer why."""
+    """Renew a lease until it is settled or refused; the acknowledgment then tells the trainer why."""
     with scope, suppress(ClientError):
         while not leased.settled:
             await anyio.sleep(seconds / 3)
-            await leased.renew(seconds)
+            with suppress(UnreachableError, UnavailableError):  # a later renewal may still be in time
+                await leased.renew(seconds)
 
 
 async def send_rescore(connection: Connection, path: str, order: wire.RescoreOptions) -> list[wire.Rescored]:

@@ -8,6 +8,7 @@ block ends.
 from __future__ import annotations
 
 import concurrent.futures
+import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, update_wrapper
@@ -37,9 +38,27 @@ LOOK_SECONDS = 0.2
 class Blocking(Generic[A_co]):
     """An asynchronous object, and the thread that runs its calls."""
 
+    _held: tuple[A_co, BlockingPortal, int] | None = None
+    """The last one is the process, since one that is forked off has no such thread, and would wait for ever."""
+
     def __init__(self, wrapped: A_co, portal: BlockingPortal) -> None:
-        self._wrapped = wrapped
-        self._portal = portal
+        self._held = wrapped, portal, os.getpid()
+
+    def _open(self) -> tuple[A_co, BlockingPortal]:
+        if self._held is None:
+            raise RuntimeError("open the client first: with SyncRolloutClient(...) as client")
+        wrapped, portal, process = self._held
+        if process != os.getpid():
+            raise RuntimeError("the client was opened in the process that forked this one; open another here")
+        return wrapped, portal
+
+    @property
+    def _wrapped(self) -> A_co:
+        return self._open()[0]
+
+    @property
+    def _portal(self) -> BlockingPortal:
+        return self._open()[1]
 
 
 def blocking(
@@ -224,23 +243,27 @@ class SyncRolloutClient(Blocking[RolloutClient]):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
-        self.patience_seconds = patience_seconds
-        self._make = partial(
-            RolloutClient,
-            base_url,
-            key,
-            patience_seconds=patience_seconds,
-            ca_file=ca_file,
-            transport=transport,
-        )
+        self._patience_seconds = patience_seconds
+        self._make = partial(RolloutClient, base_url, key, ca_file=ca_file, transport=transport)
         self._stack = ExitStack()
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long a call is repeated."""
+        return self._patience_seconds
+
+    @patience_seconds.setter
+    def patience_seconds(self, seconds: float) -> None:
+        self._patience_seconds = seconds
+        if self._held is not None:
+            self._wrapped.patience_seconds = seconds
 
     def __enter__(self) -> Self:
         from anyio.from_thread import start_blocking_portal
 
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal())
-            client = portal.call(self._make)
+            client = portal.call(partial(self._make, patience_seconds=self._patience_seconds))
             super().__init__(stack.enter_context(portal.wrap_async_context_manager(client)), portal)
             self._stack = stack.pop_all()
         return self

@@ -12,7 +12,7 @@ from api_schemas.errors import Problem
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
-from rollout_client import _connection
+from rollout_client import _connection, runs
 from rollout_client.client import (
     AddressError,
     ConflictError,
@@ -29,6 +29,7 @@ from tests.support import samples
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 URL = "http://service.test"
+SHUTTING_DOWN = {"title": "No", "status": 503, "detail": "it ends", "code": "shutting_down"}
 
 
 @pytest.fixture(autouse=True)
@@ -354,6 +355,37 @@ async def test_run_all_may_be_left_early():
 async def test_run_all_needs_an_open_client():
     with pytest.raises(RuntimeError, match="async with"):
         [result async for result in RolloutClient(URL).run_all([request()])]
+
+
+async def test_run_all_does_not_end_as_if_it_were_complete():
+    client = RolloutClient(URL, transport=httpx.MockTransport(lambda _: anyio.sleep_forever()))
+
+    async def read() -> None:
+        with pytest.raises(RuntimeError, match="closed before"):
+            await anext(client.run_all([request()]))
+
+    async with anyio.create_task_group() as tasks, client:
+        with pytest.raises(ValueError, match="concurrency"):
+            client.run_all([request()], concurrency=0)
+        tasks.start_soon(read)
+        await anyio.wait_all_tasks_blocked()
+
+
+async def test_a_lease_is_renewed_after_a_renewal_that_failed():
+    class Leased:
+        settled, renewals = False, 0
+
+        async def renew(self, seconds: float) -> None:
+            del seconds
+            self.renewals += 1
+            if self.renewals < 3:
+                raise (UnreachableError("down"), UnavailableError(Problem(**SHUTTING_DOWN)))[self.renewals - 1]
+            self.settled = True
+
+    leased = Leased()
+    with anyio.fail_after(10):
+        await runs._renew_until_settled(leased, 0.003, anyio.CancelScope())
+    assert leased.settled
 
 
 async def test_an_error_in_the_body_is_not_wrapped():

@@ -1,6 +1,7 @@
 """The blocking client has every method of the asynchronous one, and its calls and loops end as they should."""
 
 import inspect
+import multiprocessing
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -112,3 +113,34 @@ def test_a_loop_that_is_left_early_leaves_no_thread():
         assert next(endless).event_id == 1
     assert threading.active_count() == before
     endless.close()  # the client is closed, so the loop has already ended
+
+
+def test_a_client_that_is_not_open_says_so():
+    with pytest.raises(RuntimeError, match="open the client first"):
+        client().runs()
+
+
+def test_patience_changes_while_the_client_is_open():
+    with client() as blocking:
+        blocking.patience_seconds = 7
+        assert blocking._wrapped.patience_seconds == blocking.patience_seconds == 7
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_is_told_to_open_a_client_of_its_own():
+    fork = multiprocessing.get_context("fork")
+    told = fork.SimpleQueue()
+
+    def call(blocking: SyncRolloutClient) -> None:
+        try:
+            list(blocking.rollouts())
+        except RuntimeError as error:
+            told.put(str(error))
+
+    with client() as blocking:
+        process = fork.Process(target=call, args=(blocking,))
+        process.start()
+        process.join(20)
+        process.kill()
+    assert not told.empty()
+    assert "open another here" in told.get()
