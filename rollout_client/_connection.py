@@ -21,12 +21,14 @@ import anyio
 import httpx
 from pydantic import BaseModel
 
+from api_schemas.errors import Problem
 from api_schemas.nodes import Readiness
 from rollout_client._answers import error_from, parse, readiness_from
 from rollout_client._download import LargeBody
 from rollout_client.errors import (
     AddressError,
     CaFileError,
+    InvalidRequestError,
     ProtocolError,
     ProxySettingsError,
     UnavailableError,
@@ -66,7 +68,7 @@ class Connection:
         with _explaining(proxy):
             self.http = httpx.AsyncClient(
                 base_url=self.base_url,
-                headers={"authorization": f"Bearer {key}"} if key else {},
+                headers=authorization(key),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
                 timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
                 transport=transport,
@@ -119,17 +121,18 @@ class Connection:
 
         Raises:
             UnreachableError: The patience ends without a response.
-            ProblemError: The server refuses the request.
+            ProblemError: The server refuses the request, or a text in it cannot be sent.
             ProtocolError: The response is not one of this API.
         """
-        request = self.http.build_request(
-            method,
-            path,
-            json=body.model_dump(mode="json") if isinstance(body, BaseModel) else body,
-            params={name: value for name, value in (params or {}).items() if value is not None},
-            headers=headers,
-            timeout=httpx.Timeout(seconds, connect=CONNECT_SECONDS),
-        )
+        with _refusing_surrogates():
+            request = self.http.build_request(
+                method,
+                path,
+                json=body.model_dump(mode="json") if isinstance(body, BaseModel) else body,
+                params={name: value for name, value in (params or {}).items() if value is not None},
+                headers=headers,
+                timeout=httpx.Timeout(seconds, connect=CONNECT_SECONDS),
+            )
         patience = self.patience()
         while True:
             try:
@@ -226,6 +229,23 @@ def _trusting(ca_file: str | Path | None) -> ssl.SSLContext:
                 "file that this process can read, as `ca_file` or in ROLLOUT_CA_FILE"
             ) from error
     return context
+
+
+def authorization(key: str | None) -> dict[str, str]:
+    """Return the header for a key, which may end in a line break if it comes from a file."""
+    return {"authorization": f"Bearer {key.strip()}"} if key else {}
+
+
+@contextmanager
+def _refusing_surrogates() -> Iterator[None]:
+    """Refuse what the service would: JSON files can hold half of a surrogate pair, such as that of a cut emoji."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        text = error.object[max(0, error.start - 30) : error.end]
+        detail = f"the text that ends in {text!r} has half of a surrogate pair, which UTF-8 cannot encode; remove it"
+        problem = Problem(title="Invalid text", status=400, detail=detail, code="malformed_json")
+        raise InvalidRequestError(problem) from error
 
 
 def _checked(base_url: str) -> str:

@@ -157,7 +157,7 @@ async def open_external(connection: Connection, request: wire.RolloutRequest) ->
 
 async def _report_failure(external: ExternalRollout, failure: BaseException) -> None:
     """Report the program's failure; the caller sees its own exception."""
-    why = f"{type(failure).__name__}: {failure}"
+    why = f"{type(failure).__name__}: {failure}".encode(errors="replace").decode()  # a file's name can be any bytes
     with anyio.move_on_after(END_SECONDS, shield=True):
         try:
             await external.end(error=why)

@@ -23,7 +23,7 @@ from anyio import to_thread
 from pydantic import HttpUrl, TypeAdapter
 
 from api_schemas.inference import BackendSpec, ExternalWeights
-from rollout_client._connection import find_proxy
+from rollout_client._connection import authorization, find_proxy
 from rollout_client.adapters.submit import RolloutSubmitter
 from rollout_client.calls.engines import backend_path
 from rollout_client.client import RolloutClient
@@ -101,7 +101,7 @@ class TrainerEngines:
         given = self.submitter
         with httpx.Client(
             base_url=given.url,
-            headers={"authorization": f"Bearer {given.key}"} if given.key else {},
+            headers=authorization(given.key),
             timeout=_CLOSE_SECONDS,
             verify=httpx.create_ssl_context(),
             proxy=find_proxy(httpx.URL(given.url)),

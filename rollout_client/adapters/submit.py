@@ -181,6 +181,9 @@ class RolloutSubmitter:
         """Run a rollout. Connections are kept for later calls in this event loop."""
         loop = asyncio.get_running_loop()
         if (client := self._clients.get(loop)) is None:
+            for other in [reference() for reference in self._clients.keyrefs()]:
+                if other is not None and other.is_closed():  # its client's connections would keep it
+                    self._clients.pop(other, None)
             client = RolloutClient(self.url, self.key, patience_seconds=self.patience_seconds)
             self._clients[loop] = client
         return await client.run(request)

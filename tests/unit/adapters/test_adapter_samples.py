@@ -1,6 +1,7 @@
 """The parts shared by all adapters keep rows aligned, name bad rows, block anywhere, and push weights in order."""
 
 import asyncio
+import gc
 import json
 import pickle
 import subprocess
@@ -14,6 +15,7 @@ from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.trees import AgentNode, NodeParent, NodePrompt, Work
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Trajectory
+from rollout_client.adapters import submit
 from rollout_client.adapters.samples import only_largest, samples_of
 from rollout_client.adapters.submit import (
     NoRewardError,
@@ -172,6 +174,24 @@ async def test_connections_are_kept_for_a_loop_and_closed():
     assert len(submitter._clients) == 1
     await submitter.aclose()
     assert len(submitter._clients) == 0
+
+
+def test_connections_of_a_loop_that_has_ended_are_given_up(monkeypatch):
+    class Connected:
+        """Has connections, which hold the event loop that they were opened in."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            self.loop = asyncio.get_running_loop()
+
+        async def run(self, request):
+            return request
+
+    monkeypatch.setattr(submit, "RolloutClient", Connected)
+    submitter = RolloutSubmitter()
+    for _ in range(3):
+        asyncio.run(submitter.run(submitter.request({"environment": "calc"})))
+        gc.collect()
+    assert len(submitter._clients) == 1
 
 
 def test_orders_block_also_inside_a_running_loop():

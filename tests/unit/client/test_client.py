@@ -10,6 +10,7 @@ import pytest
 
 from api_schemas.errors import Problem
 from api_schemas.events import Event
+from api_schemas.external import RolloutAccess
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_client import _connection, runs
@@ -166,6 +167,34 @@ async def test_a_request_that_got_a_408_is_sent_again():
     async with client:
         await client.submit(request())
     assert len(seen) == 3
+
+
+async def test_a_key_from_a_file_may_end_in_a_line_break():
+    client = RolloutClient(URL, "secret\n")
+    assert client._connection.http.headers["authorization"] == "Bearer secret"
+    await client.aclose()
+
+
+async def test_half_of_a_surrogate_pair_is_refused_as_the_service_would():
+    client, seen = answering(ok(rollout("r-2")))
+    cut_off = RolloutRequest(task=Task(environment="calc", instance={"question": "1+1 \ud83d"}))
+    refused: list[str] = []
+    async with client:
+        both = client.run_all([cut_off, request("r-2")], refused=lambda _, error: refused.append(error.problem.detail))
+        assert [each.rollout_id async for each in both] == ["r-2"]
+    assert "1+1 \\ud83d" in refused[0]
+    assert len(seen) == 1
+
+
+async def test_a_program_that_fails_at_a_files_name_reports_its_failure():
+    access = RolloutAccess(url=URL, key="k", model="m", attempt=1)
+    begun = rollout("r-1", RolloutState.ROLLOUT).model_copy(update={"access": access})
+    client, seen = answering(ok(begun), ok(rollout("r-1")))
+    async with client:
+        with pytest.raises(FileNotFoundError):
+            async with client.external_rollout(request()):
+                raise FileNotFoundError("\udcff.txt")
+    assert orjson.loads(seen[1].content)["error"] == "FileNotFoundError: ?.txt"
 
 
 async def test_an_answer_of_another_program_is_a_protocol_error():
