@@ -43,8 +43,10 @@ class Episodes:
         """Tokens to train on for which AReaL has no row."""
         submitter = submitter or RolloutSubmitter.from_environment(**({"url": url} if url else {}))
         self.engines = TrainerEngines("areal", submitter)
-        names = ("temperature", "top_p", "top_k")
+        names = ("temperature", "top_p", "top_k", "stop")
         self.params = {name: getattr(gconfig, name, None) for name in names}
+        if getattr(gconfig, "greedy", False):
+            self.params["temperature"] = 0.0
         self.max_tokens = getattr(gconfig, "max_new_tokens", None)
 
     async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, Any]:

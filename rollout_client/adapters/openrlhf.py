@@ -24,7 +24,7 @@ import anyio
 from api_schemas.rollouts import Rollout
 from rollout_client.adapters.engine_server import EngineServer
 from rollout_client.adapters.engines import TrainerEngines
-from rollout_client.adapters.samples import CUT_OFF, count_left_out, only_largest, samples_of
+from rollout_client.adapters.samples import CUT_OFF, RowTooLongError, count_left_out, only_largest, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError, parse_task
 from rollout_client.errors import ClientError
 
@@ -52,7 +52,12 @@ class Executor:
         llm_engine: Any,
         images: object = None,
     ) -> dict[str, Any]:
-        """Run a rollout for a prompt; OpenRLHF calls this. `llm_engine` is its actor, or an `AsyncLLMEngine`."""
+        """Run a rollout for a prompt; OpenRLHF calls this. `llm_engine` is its actor, or an `AsyncLLMEngine`.
+
+        Raises:
+            NoRewardError: The rollout has no reward after all attempts.
+            RowTooLongError: No token to train on has room.
+        """
         del hf_tokenizer  # the service loads it
         submitter = self.engines.submitter if llm_engine is None else await self._serve(llm_engine)
         given = {name: getattr(sampling_params, name, None) for name in SAMPLING}
@@ -116,13 +121,18 @@ def _task(prompt: object, label: object) -> object:
 
 
 def response(rollout: Rollout, max_length: int) -> dict[str, Any]:
-    """Return a rollout in the form of OpenRLHF's response, without the prompt that it repeats."""
+    """Return a rollout in the form of OpenRLHF's response, without the prompt that it repeats.
+
+    Raises:
+        RowTooLongError: No token to train on has room; OpenRLHF would divide by their number.
+    """
     samples = samples_of(rollout)
     if not samples:
         raise ValueError(f"rollout {rollout.rollout_id} sampled nothing")
-    [chosen] = only_largest(samples)
-    before = len(chosen.prompt_ids)
-    sample = chosen.cut(max(0, max_length - before))
+    [sample] = only_largest([one.cut(max(0, max_length - len(one.prompt_ids))) for one in samples])
+    if not sample.sampled:
+        raise RowTooLongError(samples, f"max_length ({max_length})")
+    before = len(sample.prompt_ids)
     return {
         "mm_train_inputs": None,
         "reward": sample.reward,

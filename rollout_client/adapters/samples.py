@@ -74,6 +74,17 @@ class Sample:
         )
 
 
+class RowTooLongError(ValueError):
+    """No row of a rollout has room for a token to train on."""
+
+    def __init__(self, samples: Sequence[Sample], limit: str) -> None:
+        shortest = min(len(sample.prompt_ids) for sample in samples)
+        super().__init__(
+            f"rollout {samples[0].rollout_id} has prompts of {shortest} tokens and more, which leave no room for a "
+            f"token to train on: raise {limit}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
     """A turn of a row: the prompt that the engine read, and what the policy sampled after it."""

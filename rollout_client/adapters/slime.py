@@ -61,7 +61,12 @@ class Router:
     async def ask(self) -> Sequence[str]:
         async with self.asking:  # nobody gets the old list while a new one is on its way
             if time.monotonic() - self.asked_at > ROUTER_SECONDS:
-                self.addresses = await self._addresses()
+                try:
+                    self.addresses = await self._addresses()
+                except httpx.HTTPError as error:
+                    if not self.addresses:
+                        raise
+                    log.warning("%s does not say its engines, so those of before are used: %r", self.url, error)
                 self.asked_at = time.monotonic()
         return self.addresses
 

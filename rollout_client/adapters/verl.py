@@ -26,15 +26,11 @@ from uuid import uuid4
 
 from api_schemas.rollouts import Rollout, Stage
 from rollout_client.adapters.engines import TrainerEngines
-from rollout_client.adapters.samples import Sample, count_left_out, only_largest, samples_of
+from rollout_client.adapters.samples import RowTooLongError, Sample, count_left_out, only_largest, samples_of
 from rollout_client.adapters.submit import RolloutSubmitter
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
-
-
-class RowTooLongError(ValueError):
-    """A row has no room for any token to train on."""
 
 
 @lru_cache(maxsize=8)
@@ -120,11 +116,7 @@ def rows_of(rollout: Rollout, *, prompt_length: int, response_length: int, takes
         fitting = [sample.with_prompt(prompt_length).cut(response_length) for sample in samples]
         rows = only_largest(fitting)
     if not (rows := [row for row in rows if row.sampled]):
-        shortest = min(len(sample.prompt_ids) for sample in samples)
-        raise RowTooLongError(
-            f"rollout {rollout.rollout_id} has prompts of {shortest} tokens and more, which leave no room for a token "
-            f"to train on: raise prompt_length ({prompt_length}) or response_length ({response_length})"
-        )
+        raise RowTooLongError(samples, f"prompt_length ({prompt_length}) or response_length ({response_length})")
     return rows
 
 

@@ -6,6 +6,7 @@ fields of its result. Stand-ins built from that data refuse whatever the real cl
 
 import asyncio
 import inspect
+import json
 import math
 import sys
 from dataclasses import dataclass, field, make_dataclass
@@ -13,6 +14,7 @@ from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -22,10 +24,11 @@ from api_schemas.rollouts import RolloutState, StopReason
 from api_schemas.trajectories import FinishReason, Message, ToolCall
 from rollout_client.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
 from rollout_client.adapters.engines import TrainerEngines
-from rollout_client.adapters.samples import samples_of
+from rollout_client.adapters.samples import RowTooLongError, samples_of
 from rollout_client.adapters.submit import NoRewardError
 from tests.support.adapters.modules import modules
 from tests.support.adapters.rollouts import TASK, FakeClient, rollout, segment
+from tests.support.web_server import Answer, Asked, web_server
 
 pytestmark = pytest.mark.anyio
 
@@ -152,7 +155,7 @@ async def test_verl_gets_what_has_no_room_in_the_prompt_before_the_response(agen
     assert (output.prompt_ids, output.response_ids) == ([1], [2, 3, 4, 5, 6, 7])
     assert output.response_mask == [0, 1, 1, 0, 0, 1]
     assert output.response_logprobs == [0.0, -0.3, -0.4, 0.0, 0.0, -0.7]
-    with pytest.raises(verl.RowTooLongError, match="raise prompt_length"):
+    with pytest.raises(RowTooLongError, match="raise prompt_length"):
         await agent_loop(FakeClient(rollout(TWO_TURNS)), prompt_length=1, response_length=1).run({}, **ROW)
 
 
@@ -257,6 +260,21 @@ async def test_slime_drops_a_group_with_a_rollout_without_a_reward(generate, mon
     assert slime.scored(None, [[good, good], zero]) == output(True, None)
 
 
+async def test_slimes_router_may_be_silent_once_it_has_answered(monkeypatch, caplog):
+    monkeypatch.setattr(slime, "ROUTER_SECONDS", -1.0)
+    answers = [500, 200, 500]
+
+    def answer(asked: Asked) -> Answer:
+        return answers.pop(0), {}, json.dumps({"workers": [{"url": "http://one"}]}).encode()
+
+    with web_server(answer) as address:
+        router = slime.Router(f"http://{address}")
+        with pytest.raises(httpx.HTTPStatusError):
+            await router.ask()
+        assert [await router.ask(), await router.ask()] == [["http://one"]] * 2
+    assert "500" in caplog.text
+
+
 async def test_slime_normalizes_each_rollout_once_in_its_group():
     def sample(group: int, number: int, reward: float) -> SlimeSample:
         return SlimeSample(group_index=group, index=number, rollout_id=number, reward=reward)
@@ -345,6 +363,13 @@ async def test_areal_gets_padded_rows():
     assert columns["rewards"] == [1.0, 1.0]
 
 
+def test_areals_greedy_evaluation_is_greedy():
+    gconfig = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=100, max_new_tokens=7, greedy=True, stop=["END"])
+    episodes = areal.Episodes(FakeClient().submitter(), gconfig=gconfig)
+    sampling = episodes.engines.submitter.request(ROW, episodes.params).sampling
+    assert (sampling.temperature, sampling.stop) == (0.0, ["END"])
+
+
 @pytest.mark.torch
 async def test_areal_gets_one_row_for_an_episode_and_no_group_with_a_failure(monkeypatch, caplog):
     modules(monkeypatch, "areal.api.workflow_api", RolloutWorkflow=type("RolloutWorkflow", (), {}))
@@ -382,6 +407,15 @@ async def test_openrlhf_gets_its_response(monkeypatch, prompt, label):
     assert response["action_ranges"] == [(2, 4)]
     assert response["rollout_log_probs"] == [0.0, 0.0, -0.3, -0.4, 0.0, 0.0]
     assert (response["reward"], response["extra_logs"]["left_out"]) == (1.0, 1)
+
+
+def test_openrlhf_gets_a_row_that_has_room_or_none():
+    longest = segment([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 1])
+    response = openrlhf.response(rollout(longest, segment([1, 9], [0, 1], parent=0)), max_length=4)
+    assert (response["observation_tokens"], response["action_ranges"]) == ([1, 9], [(1, 2)])
+    assert response["extra_logs"]["left_out"] == 2
+    with pytest.raises(RowTooLongError, match=r"4 tokens and more.*max_length \(4\)"):
+        openrlhf.response(rollout(longest), max_length=4)
 
 
 def test_ranges_of_turns_that_follow_each_other():
