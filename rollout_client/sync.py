@@ -39,7 +39,7 @@ class Blocking(Generic[A_co]):
     """An asynchronous object, and the thread that runs its calls."""
 
     _held: tuple[A_co, BlockingPortal, int] | None = None
-    """The last one is the process, since one that is forked off has no such thread, and would wait for ever."""
+    """The last one is the process, since one that is forked off has no such thread, and would wait forever."""
 
     def __init__(self, wrapped: A_co, portal: BlockingPortal) -> None:
         self._held = wrapped, portal, os.getpid()
