@@ -3,7 +3,7 @@
 - A node joins before it claims anything, and leaves after it has handed everything back.
 - Within a heartbeat of a command to drain or to resume, the node follows it.
 - A node that was declared dead, for example since it was stopped for a while, drops all its work before it joins again.
-- A store that fails ends neither the membership nor the work under way.
+- A store that fails ends neither the membership nor the work under way, and a provider that hangs delays no heartbeat.
 """
 
 from __future__ import annotations
@@ -45,16 +45,22 @@ class Membership:
     def __init__(
         self,
         cluster: ClusterStore,
-        report: Callable[[], Awaitable[NodeReport]],
+        report: Callable[[], NodeReport],
         *,
+        look: Callable[[], Awaitable[None]],
         on_beat: Callable[[Heartbeat], None],
         drop_work: Callable[[], Awaitable[None]],
     ) -> None:
-        """`drop_work` cancels the rollouts under way, whose leases are lost, and waits until they have ended."""
+        """`look` brings up to date what takes long to find out of the report; `drop_work` cancels the rollouts under
+        way, whose leases are lost, and waits until they have ended.
+        """
         self._cluster = cluster
         self._report = report
+        self._look = look
         self._on_beat = on_beat
         self._drop_work = drop_work
+        self._drains_again = False
+        """It has to drain, as before it was declared dead, and the store does not know that yet."""
         self.beat = Heartbeat(is_member=False)
 
     @property
@@ -73,12 +79,14 @@ class Membership:
             NameTakenError: Another live node has this node's name.
             StoreError: The store failed.
         """
-        report = await self._report()
+        await self._look()
+        report = self._report()
         await self._join(report)
         try:
             await self._beat_once()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._work)
+                tasks.start_soon(self._keep_looking)
                 yield
                 tasks.cancel_scope.cancel()
         finally:
@@ -109,6 +117,12 @@ class Membership:
     async def _holder(self, name: str) -> NodeRecord | None:
         return next((node for node in await self._cluster.nodes() if node.report.name == name), None)
 
+    async def _keep_looking(self) -> None:
+        """Look apart from the heartbeats: a provider that takes long must not make this node seem dead."""
+        while True:
+            await anyio.sleep(LOOK_SECONDS)
+            await self._look()
+
     async def _work(self) -> None:
         seen = 0
         while True:
@@ -118,10 +132,13 @@ class Membership:
             await retry_until_stored("report this node", self._beat_once)
 
     async def _beat_once(self) -> None:
-        beat = await self._cluster.heartbeat(await self._report())
+        beat = await self._cluster.heartbeat(self._report())
         if not beat.is_member:
-            await self._rejoin()
-            return
+            beat = await self._rejoin()
+        if self._drains_again:
+            await self._cluster.change_state(self._report().name, NodeState.DRAINING)
+            self._drains_again = False
+            beat = await self._cluster.heartbeat(self._report())
         for name in beat.dead:
             log.warning("a node is dead; its rollouts were queued again", node=name)
         if beat.state is not self.beat.state and self.beat.is_member:
@@ -129,20 +146,17 @@ class Membership:
         self.beat = beat
         self._on_beat(beat)
 
-    async def _rejoin(self) -> None:
+    async def _rejoin(self) -> Heartbeat:
         """Drop the work of lost leases and join again; a drain goes on."""
         log.warning(
             "this node was declared dead and its rollouts were given to others; it drops them and joins again",
             hint="It was stopped, or could not reach the store, for longer than 10 seconds.",
         )
-        was_draining = self.beat.state is NodeState.DRAINING
+        self._drains_again = self.beat.state is NodeState.DRAINING
         await self._drop_work()
-        report = await self._report()
+        report = self._report()
         await self._cluster.join(report)
-        if was_draining:
-            await self._cluster.change_state(report.name, NodeState.DRAINING)
-        self.beat = await self._cluster.heartbeat(report)
-        self._on_beat(self.beat)
+        return await self._cluster.heartbeat(report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +224,6 @@ class Placement:
     labels: Sequence[str] = ()
     images: Sequence[str] = ()
     """Environments whose image was here when it was last looked for, or that need none."""
-    _look_again: float = 0.0
     _seen: dict[str, float] = field(default_factory=dict)
     """When a node last had the image of each environment."""
 
@@ -222,10 +235,7 @@ class Placement:
         return sorted(set(spec.sandbox.requires) - set(self.labels))
 
     async def look(self) -> None:
-        """Look for the images of all environments, unless that was done less than `LOOK_SECONDS` ago."""
-        if time.monotonic() < self._look_again:
-            return
-        self._look_again = time.monotonic() + LOOK_SECONDS
+        """Look for the images of all environments."""
         specs = [one.spec for one in self.environments.list() if not self.missing_labels(one.spec)]
         self.images = [spec.name for spec in specs if await self._has_image(spec)]
 

@@ -45,15 +45,15 @@ class ClusterMember:
 
     def membership(self) -> Membership:
         return Membership(
-            self.store.cluster, self._look_and_report, on_beat=self._follow, drop_work=self.pipeline.drop_all
+            self.store.cluster,
+            self.report,
+            look=self.placement.look,
+            on_beat=self._follow,
+            drop_work=self.pipeline.drop_all,
         )
 
     def nodes(self) -> ClusterNodes:
         return ClusterNodes(self.store.cluster, self.report)
-
-    async def _look_and_report(self) -> NodeReport:
-        await self.placement.look()
-        return self.report()
 
     def report(self) -> NodeReport:
         before = (self.stages.init, self.stages.rollout)  # what is evaluated needs no place

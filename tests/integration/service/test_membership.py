@@ -47,7 +47,10 @@ class Member:
     beats: list[Heartbeat] = field(default_factory=list)
     drops: int = 0
 
-    async def report(self) -> NodeReport:
+    async def look(self) -> None:
+        pass
+
+    def report(self) -> NodeReport:
         return NodeReport(self.name, self.owner, places=4)
 
     async def drop(self) -> None:
@@ -55,7 +58,9 @@ class Member:
 
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[Membership]:
-        membership = Membership(self.cluster, self.report, on_beat=self.beats.append, drop_work=self.drop)
+        membership = Membership(
+            self.cluster, self.report, look=self.look, on_beat=self.beats.append, drop_work=self.drop
+        )
         async with membership.joined():
             yield membership
 

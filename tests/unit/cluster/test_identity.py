@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollout_service.cluster import membership
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
-from rollout_service.cluster.membership import IMAGE_WAIT_SECONDS, LOOK_SECONDS, Placement
+from rollout_service.cluster.membership import IMAGE_WAIT_SECONDS, Placement
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SandboxSettings
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.store.cluster_contract import Heartbeat
@@ -175,9 +175,6 @@ async def test_an_image_that_is_built_meanwhile_is_found(clock):
     node = node_with(images, Plain("code"))
     await node.look()
     images.here.add("code")
-    await node.look()
-    assert node.images == [], "a provider may have to ask a daemon for each"
-    clock(LOOK_SECONDS)
     await node.look()
     assert node.waits(others_have(code=1)) == {"code": 0.0}
 
