@@ -20,6 +20,7 @@ from rollout_service.cluster.slurm.folder import JobFolder
 from rollout_service.cluster.slurm.redis_server import GRACE_SECONDS, START_SECONDS, redis_address, redis_program
 from rollout_service.cluster.slurm.spec import JobSpec
 from rollout_service.store.segments.files import SharedFiles
+from sandboxes.host.kernel_calls import end_with_parent
 
 if TYPE_CHECKING:  # the package of Redis may be missing
     from rollout_service.store.redis import RedisConfig
@@ -78,7 +79,10 @@ def _started(folder: JobFolder, spec: JobSpec) -> Iterator[RedisConfig]:
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
         config = RedisConfig(f"unix://{socket}", prefix=spec.name)
         with folder.log("redis").open("ab") as log:
-            process = subprocess.Popen([redis_program(spec), *words], stdout=log, stderr=log)
+            # However this process ends, Redis does too: the job starts its own on these files.
+            process = subprocess.Popen(
+                [redis_program(spec), *words], stdout=log, stderr=log, preexec_fn=end_with_parent
+            )
         try:
             _wait_until_ready(config, process, folder)
             yield config

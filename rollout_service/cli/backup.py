@@ -39,7 +39,7 @@ def command(
     """
     from rollout_service.backup import make_backup
 
-    with opened_places(config, state_dir, job, folder, with_store=not node_only) as places:
+    with common.unwound_by_signals(), opened_places(config, state_dir, job, folder, with_store=not node_only) as places:
         report(make_backup(places, target.absolute()), target, as_json=as_json)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import Parameter, iscoroutinefunction, signature
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
@@ -164,6 +166,22 @@ def run_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:
         return TERMINATED
 
     return anyio.run(main, backend_options={"use_uvloop": True})
+
+
+@contextmanager
+def unwound_by_signals() -> Iterator[None]:
+    """Leave the block by an exception, as Ctrl-C does, at SIGTERM and at the end of the terminal."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def name_value_pairs(texts: Sequence[str] | None, flag: str) -> dict[str, str]:

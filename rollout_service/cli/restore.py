@@ -31,5 +31,5 @@ def command(
     """
     from rollout_service.backup import restore_backup
 
-    with opened_places(config, state_dir, job, folder, must_be_over=True) as places:
+    with common.unwound_by_signals(), opened_places(config, state_dir, job, folder, must_be_over=True) as places:
         report(restore_backup(backup.absolute(), places), backup, as_json=as_json)

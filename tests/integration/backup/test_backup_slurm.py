@@ -1,7 +1,10 @@
 """A job's state is backed up from its folder, whether the job runs or not, and restored into another job's folder."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from api_schemas.rollouts import RolloutState
@@ -84,6 +87,23 @@ async def test_a_job_of_several_nodes_with_its_own_redis(tmp_path, is_running):
         [shared] = places.shared
         async with await opened(shared.redis, other) as store:
             assert await store.trajectory("r") == TRAJECTORY
+
+
+@pytest.mark.redis
+def test_a_backup_that_is_killed_leaves_no_redis_on_the_files_of_the_job(tmp_path):
+    script = f"""
+import time
+from pathlib import Path
+from tests.integration.backup.test_backup_slurm import job, job_places, program
+with job_places(job(Path({str(tmp_path / "job")!r}), nodes=2, redis_server=program()), is_running=False):
+    print(flush=True)
+    time.sleep(60)
+"""
+    with psutil.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as killed:
+        assert killed.stdout.readline()
+        [redis] = killed.children()
+        killed.kill()
+    redis.wait(10)
 
 
 @pytest.mark.redis

@@ -1,5 +1,6 @@
 """A backup is of one moment and complete, and is restored only as it was made, and only where nothing is."""
 
+import signal
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -7,14 +8,16 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
-from rollout_service.backup import Places, make_backup, restore_backup
+from rollout_service.backup import Places, make_backup, restore, restore_backup
 from rollout_service.backup.creation import pinned
-from rollout_service.backup.manifest import MANIFEST, ONLY, REDIS_DUMP, STATES, Manifest, describe_all
+from rollout_service.backup.manifest import MANIFEST, ONLY, REDIS_DUMP, STATES, Manifest, copy, describe_all
 from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, ServiceError, StoreError
+from rollout_service.cli import app
 from rollout_service.live.register import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings import Settings, StoreSettings
@@ -182,6 +185,21 @@ async def test_what_an_error_leaves_unfinished_is_removed(backup, tmp_path):
         with pytest.raises(StoreError, match="in use by the process"):
             restore_backup(backup, Places({ONLY: state}))
     assert {path.suffix for path in state.iterdir()} <= {".lock"}
+
+
+async def test_a_restore_that_is_told_to_end_leaves_nothing(backup, tmp_path, monkeypatch):
+    def copied_and_told(source: Path, target: Path) -> None:
+        copy(source, target)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(restore, "copy", copied_and_told)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        ended = CliRunner().invoke(app, ["restore", str(backup), "--state-dir", str(tmp_path / "new")])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.exit_code == 128 + signal.SIGTERM
+    assert {path.suffix for path in (tmp_path / "new").iterdir()} == {".lock"}
 
 
 async def test_a_backup_goes_only_into_an_empty_folder(backup, tmp_path):
