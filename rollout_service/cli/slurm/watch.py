@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from rollout_service.cluster.slurm.folder import JobFolder
 
 
+CANCEL_SECONDS = 120.0
+"""How long Slurm may take to end a job that was cancelled: it waits for `KillWait`, 30 s by default, and kills then."""
+
+
 @common.command
 async def status(
     job: Job = None,
@@ -126,7 +130,10 @@ async def stop(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to drain before it is cancelled.")] = 300,
     remove: Annotated[bool, typer.Option("--remove", help="Remove its folder with all results.")] = False,
 ) -> None:
-    """Drain a job and end it; its state stays in its folder, and the work goes on if it is submitted again."""
+    """Drain a job and end it, with the nodes that `scale` has added.
+
+    Its state stays in its folder, and the work goes on if it is submitted again.
+    """
     import shutil
 
     import anyio
@@ -140,13 +147,29 @@ async def stop(
             f"this Slurm has no job {number} of {found.path}" if number else f"{found.path} was not submitted",
             hint=f"Name another: each job has a folder in {found.path.parent}. --remove removes this one's.",
         )
+    if found.more_script.exists():  # whether or not a `scale` is there to do it
+        await commands.end_array(found.more_script)
     if state.state == "RUNNING":
         await commands.end(number)
-        with anyio.move_on_after(timeout):
-            while not (await commands.job_state(number)).is_over:  # noqa: ASYNC110 - Slurm announces nothing
-                await anyio.sleep(POLL_SECONDS / 4)
+        await _until_over(number, timeout)
     if number and not (await commands.job_state(number)).is_over:
         await commands.cancel(number)
+        if remove and not await _until_over(number, CANCEL_SECONDS):
+            raise common.CommandError(
+                f"job {number} has not ended yet, so its folder is not removed", hint="Run this again later."
+            )
     if remove:
         await anyio.to_thread.run_sync(shutil.rmtree, found.path)
     common.print_line(f"{'removed' if remove else 'stopped'} job {number} of {found.path}")
+
+
+async def _until_over(job: str, seconds: float) -> bool:
+    import anyio
+
+    from rollout_service.cluster.slurm import commands
+
+    with anyio.move_on_after(seconds):
+        while not (await commands.job_state(job)).is_over:  # noqa: ASYNC110 - Slurm announces nothing
+            await anyio.sleep(POLL_SECONDS / 4)
+        return True
+    return False

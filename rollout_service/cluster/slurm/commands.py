@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,6 +158,14 @@ async def cancel(job: str, *flags: str) -> None:
 async def end(job: str) -> None:
     """Let a running job drain and end in order."""
     await cancel(job, "--batch", "--signal=USR2")
+
+
+async def end_array(script: Path, tell: Callable[[QueuedJob], None] = lambda _: None) -> None:
+    """End the tasks of arrays that were submitted with a script: those that run in order, and the others at once."""
+    for job in await queued_jobs(script):
+        if not job.is_ending:
+            tell(job)
+            await (end if job.is_running else cancel)(job.job)
 
 
 async def requeue(job: str) -> None:

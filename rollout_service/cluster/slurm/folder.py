@@ -85,6 +85,11 @@ class JobFolder:
         return self.path / "keys.toml"
 
     @property
+    def more_script(self) -> Path:
+        """The script of the jobs that add nodes to this one."""
+        return self.path / "more.sh"
+
+    @property
     def key(self) -> str:
         return self.key_file.read_text()
 

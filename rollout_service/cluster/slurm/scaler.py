@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
@@ -95,13 +94,9 @@ class Scaler:
     def folder(self, slot: int) -> JobFolder:
         return JobFolder(self.home.path.parent / f"{self.spec.name}-{slot}")
 
-    @property
-    def _script(self) -> Path:
-        return self.home.path / "more.sh"
-
     async def _look(self) -> ScaleInput | None:
         """Read the queue of Slurm and the nodes; return None if no node answers."""
-        jobs = await commands.queued_jobs(self._script)
+        jobs = await commands.queued_jobs(self.home.more_script)
         folders = [self.home, *(self.folder(job.index) for job in jobs)]
         parts = [part for folder in folders for part in folder.published("nodes")]
         overview = await self._ask(parts, lambda client: client.overview())
@@ -175,9 +170,9 @@ class Scaler:
             for part in folder.published("nodes"):  # left by an earlier job, which was killed
                 folder.withdraw("nodes", part.name)
             folder.save(Submitted(job="", spec=spec))
-        self._script.write_text(render(self.spec, self.home.path.parent / self.spec.name, slots=slots))
+        self.home.more_script.write_text(render(self.spec, self.home.path.parent / self.spec.name, slots=slots))
         try:
-            array = await commands.submit(self._script)
+            array = await commands.submit(self.home.more_script)
         except ConfigurationError as error:
             self.tell(f"Slurm refuses more nodes: {error}")
             self.scaling.start_failed(now, f"Slurm said: {error}")
@@ -189,9 +184,7 @@ class Scaler:
         self.tell(f"submit {names} (job {array}): {why}")
 
     async def _end_all(self) -> None:
-        """Cancel jobs that wait; those that run end in order."""
         self.tell(f"job {self.home.path.name} is over")
-        for job in await commands.queued_jobs(self._script):
-            if not job.is_ending:
-                self.tell(f"end {self.spec.name}-{job.index} (job {job.job})")
-                await (commands.end if job.is_running else commands.cancel)(job.job)
+        await commands.end_array(
+            self.home.more_script, lambda job: self.tell(f"end {self.spec.name}-{job.index} (job {job.job})")
+        )

@@ -94,6 +94,28 @@ def test_a_job_that_slurm_does_not_have_is_not_said_to_be_stopped(folder, monkey
     assert (said.exit_code, folder.path.exists()) == (0, False), said.output
 
 
+def test_a_job_is_stopped_with_the_nodes_that_were_added_and_its_folder_is_removed_once_it_has_ended(
+    folder, monkeypatch
+):
+    told, states = [], iter(["PENDING", "PENDING", "COMPLETING", "COMPLETING", "CANCELLED"])
+
+    async def run(command):
+        told.append(command)
+        if command[0] == "scontrol":
+            assert folder.path.exists()
+            return f"JobId=7 JobState={next(states)}"
+        tasks = [("17_1", 1, "RUNNING"), ("17_2", 2, "PENDING"), ("17_3", 3, "COMPLETING")]
+        return "".join(f"{job}|{slot}|{state}|1:00|{folder.more_script}\n" for job, slot, state in tasks)
+
+    monkeypatch.setattr(commands, "run", run)
+    folder.save(Submitted(job="7", spec=JobSpec(name="a-job")))
+    folder.more_script.touch()
+    said = CliRunner().invoke(app, ["slurm", "stop", "--remove", "--folder", str(folder.path.parent)])
+    assert (said.exit_code, folder.path.exists()) == (0, False), said.output
+    ended = [command[1:] for command in told if command[0] == "scancel"]
+    assert ended == [["--batch", "--signal=USR2", "17_1"], ["17_2"], ["7"]]
+
+
 def test_the_status_names_an_engine_that_does_not_start(folder, monkeypatch):
     submitted(folder, monkeypatch, "RUNNING")
     folder.fail(StartFailure(name=NAME, starts=3, exit_code=1, reason="\x1b[1mno GPU"))
