@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import ssl
 import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from rollout_client.errors import (
     AddressError,
     CaFileError,
     InvalidRequestError,
+    KeyFormatError,
     ProtocolError,
     ProxySettingsError,
     UnavailableError,
@@ -49,6 +51,7 @@ TELL_SECONDS = 2.0
 TELL_AGAIN_SECONDS = 30.0
 FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 5.0
+_KEY = re.compile(r"[!-~]+")
 
 
 class Connection:
@@ -232,8 +235,18 @@ def _trusting(ca_file: str | Path | None) -> ssl.SSLContext:
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """Return the header for a key, which may end in a line break if it comes from a file."""
-    return {"authorization": f"Bearer {key.strip()}"} if key else {}
+    """Return the header for a key, which may end in a line break if it comes from a file.
+
+    Raises:
+        KeyFormatError: It cannot be sent.
+    """
+    if not key:
+        return {}
+    if not _KEY.fullmatch(key := key.strip()):
+        raise KeyFormatError(
+            "the key has a space, a line break or another character that no key has; see where it was read from"
+        )
+    return {"authorization": f"Bearer {key}"}
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from rollout_client.errors import (
     ConflictError,
     GoneError,
     InvalidRequestError,
+    KeyFormatError,
     NotFoundError,
     ProblemError,
     ProtocolError,
@@ -60,6 +61,7 @@ __all__ = [
     "ConflictError",
     "GoneError",
     "InvalidRequestError",
+    "KeyFormatError",
     "LeasedBatch",
     "NotFoundError",
     "ProblemError",
@@ -98,6 +100,7 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
 
         Raises:
             AddressError: `base_url` does not begin with http:// or https:// and a host.
+            KeyFormatError: `key` has characters that no key has.
             CaFileError: `ca_file` cannot be used.
             ProxySettingsError: The proxy that the environment names for it cannot be used.
         """

@@ -3,6 +3,7 @@
 ClientError
  |- UnreachableError       no response within the patience of this client
  |- AddressError           the server's URL is not one of HTTP
+ |- KeyFormatError         the key has characters that no key has
  |- ProxySettingsError     the proxy that the environment names cannot be used
  |- CaFileError            the file of certificates to trust cannot be used
  |- ProtocolError          a response that is not one of this API
@@ -32,6 +33,10 @@ class UnreachableError(ClientError):
 
 class AddressError(ClientError):
     """The server's URL is not one of HTTP, so no server can ever answer."""
+
+
+class KeyFormatError(ClientError):
+    """The key has characters that no key has, such as a line break of its file, so it cannot be sent."""
 
 
 class ProxySettingsError(ClientError):

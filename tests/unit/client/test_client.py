@@ -18,6 +18,7 @@ from rollout_client.client import (
     AddressError,
     ConflictError,
     InvalidRequestError,
+    KeyFormatError,
     NotFoundError,
     ProblemError,
     ProtocolError,
@@ -128,6 +129,13 @@ async def test_patience_ends():
 def test_a_url_at_which_no_server_can_be_is_refused_at_once(url):
     with pytest.raises(AddressError, match="is not"):
         RolloutClient(url)
+
+
+@pytest.mark.parametrize("key", ["a-se\ncret", "a-se\rcret", "a secret", "a-sécret", "a-s\udcffcret"])
+def test_a_key_that_cannot_be_sent_is_refused_at_once_and_not_shown(key):
+    with pytest.raises(KeyFormatError) as caught:
+        RolloutClient(URL, key)
+    assert key.strip() not in str(caught.value)
 
 
 async def test_calls_that_are_repeated_for_long_say_so_once(monkeypatch, caplog):
