@@ -131,7 +131,7 @@ def read_keys(path: Path) -> list[ApiKey]:
         ConfigurationError: The file cannot be used; the message says where it is wrong, and never quotes it.
     """
     try:
-        table: dict[str, Any] = tomllib.loads(path.read_text())
+        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         return _File.model_validate(table).keys
     except OSError as error:
         raise ConfigurationError(f"the keys file {path} cannot be read: {error.strerror}") from None

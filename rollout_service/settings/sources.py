@@ -120,7 +120,7 @@ class Sources:
         given = {name: value for name, value in environ.items() if name.upper().startswith(ENV_PREFIX)}
         variables = {name.upper(): value for name, value in given.items() if name.upper() not in OTHER_VARIABLES}
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             return cls(flags, variables, path.absolute(), tomllib.loads(text), _lines(text))
         except FileNotFoundError:
             if must_exist:

@@ -67,4 +67,4 @@ Keys = Annotated[list[ApiKey], NoDecode, BeforeValidator(name_keys), BeforeValid
 class Section(BaseModel):
     """A table of the settings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -28,7 +28,7 @@ async def command(
     from rollout_service.cli.watch.view import watch
 
     async with common.connect(url, key, patience_seconds=0.0) as client:
-        await client.ready()
+        await client.readiness()  # whatever it says: an error at once if nothing answers
     async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
         await (_print_events(client, after) if as_json else watch(client))
 

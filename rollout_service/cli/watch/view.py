@@ -47,6 +47,7 @@ def line(overview: Overview, rate: float) -> str:
     engines = common.count(len(overview.backends), "engine")
     holds = [hold.reason for node in overview.nodes if node.waiting for hold in node.holds]
     said = ", ".join([*counts, sandboxes, engines, f"{rate:.1f} rollouts/s"])
+    said += f"; takes no work: {' '.join(overview.reasons)}" if overview.reasons else ""
     return said + (f"; sandboxes wait: {'; '.join(holds)}" if holds else "")
 
 

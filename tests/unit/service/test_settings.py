@@ -1,6 +1,9 @@
 """Settings have a fixed precedence, and each refusal names the key, variable or line at fault."""
 
+import os
 import re
+import subprocess
+import sys
 from operator import attrgetter
 from pathlib import Path
 
@@ -50,6 +53,26 @@ def test_a_file_that_is_not_toml_is_refused(empty_folder):
 def test_a_file_that_was_named_must_exist(empty_folder):
     with pytest.raises(ConfigurationError, match=r"the settings file .* does not exist"):
         load_settings(empty_folder / "other.toml")
+
+
+def test_a_file_is_read_as_utf_8_in_every_locale(empty_folder):
+    (empty_folder / "rollout.toml").write_bytes('secrets.folder = "/srv/geheimschlüssel"'.encode())
+    done = subprocess.run(
+        [sys.executable, "-c", "from rollout_service.settings import *; print(ascii(load_settings().secrets.folder))"],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path), "LC_ALL": "C"}
+        | {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        cwd=empty_folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "PosixPath('/srv/geheimschl\\xfcssel')", done.stderr
+
+
+@pytest.mark.parametrize("key", ["hold_seconds", "pipeline.drain_seconds", "http.head_seconds"])
+def test_a_time_without_end_is_refused(empty_folder, key):
+    (empty_folder / "rollout.toml").write_text(f"{key} = inf")
+    with pytest.raises(ConfigurationError, match=f"{key}: Input should be a finite number"):
+        load_settings()
 
 
 def test_beyond_loopback_needs_a_key():
