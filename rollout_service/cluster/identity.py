@@ -73,7 +73,8 @@ class ServiceIdentity:
     def is_gone(self) -> bool:
         if self.boot != boot_id() or self.pid_namespace != _pid_namespace():
             return False
-        return start_time(self.pid) != self.started
+        found = start_time(self.pid)
+        return found != self.started and not (found is None and _is_anothers(self.pid))
 
 
 def is_gone(owner: str) -> bool:
@@ -82,6 +83,17 @@ def is_gone(owner: str) -> bool:
         return ServiceIdentity.parse(owner).is_gone()
     except ValueError:
         return False
+
+
+def _is_anothers(pid: int) -> bool:
+    """Return whether a process is another user's, which /proc hides on some hosts (`hidepid`)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except ProcessLookupError:
+        pass
+    return False
 
 
 def _pid_namespace() -> int:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.cluster import membership
+from rollout_service.cluster import identity, membership
 from rollout_service.cluster.identity import ServiceIdentity, is_gone
 from rollout_service.cluster.membership import IMAGE_WAIT_SECONDS, Placement
 from rollout_service.environments.contract import Environment, EnvironmentSpec, SandboxSettings
@@ -100,6 +100,17 @@ def test_a_process_that_was_not_waited_for_is_gone(other):
 def test_a_process_id_that_is_used_again_is_another_process():
     mine = ServiceIdentity.create()
     assert replace(mine, started=mine.started - 1).is_gone()
+
+
+def test_a_live_service_of_another_user_whom_proc_hides_is_not_gone(monkeypatch):
+    def refuse(pid: int, number: int) -> None:
+        assert (pid, number) == (os.getpid(), 0)
+        raise PermissionError
+
+    theirs = ServiceIdentity.create()
+    monkeypatch.setattr(identity, "start_time", lambda _: None)
+    monkeypatch.setattr(identity.os, "kill", refuse)
+    assert not theirs.is_gone()
 
 
 def test_a_service_that_cannot_be_seen_is_not_taken_for_dead(other):
