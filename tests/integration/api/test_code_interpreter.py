@@ -119,7 +119,8 @@ def test_output_comes_while_code_runs(shared, language, code):
 
 
 def test_the_streams_are_apart(shared):
-    logs = shared.run_code("import os, sys\nprint('out')\nprint('err', file=sys.stderr)\nos.system('echo more >&2')").logs
+    code = "import os, sys\nprint('out')\nprint('err', file=sys.stderr)\nos.system('echo more >&2')"
+    logs = shared.run_code(code).logs
     assert ("".join(logs.stdout), "".join(logs.stderr)) == ("out\n", "err\nmore\n")
 
 
