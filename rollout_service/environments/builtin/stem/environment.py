@@ -214,6 +214,9 @@ TOLERANCE: Final = 0.01
 _EXACT: Final = 1e-9
 _LETTER = re.compile(r"(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Za-z])[).:}]*(?:\s+(\S.*))?$", re.DOTALL)
 _WORD = re.compile(r"\\(?:text|mathrm|textbf)\b|[\W_]+")
+_SIGN = re.compile(r"""\d|(?![\s.,;:?"“”()\[\]{}$\\]|(?<=[^\W\d_])['\u2019](?=[^\W\d_]))\W""")
+"""Digits, and what is neither a letter nor the punctuation of words: it carries meaning, as in `Fe2+` or `x ≤ y`."""
+_GENOTYPE = re.compile(r"(?:(\w)\1)+", re.IGNORECASE)
 
 
 class RuleVerdict(StrEnum):
@@ -224,10 +227,12 @@ class RuleVerdict(StrEnum):
 
 def compare_choice(gold: str, answer: str, choices: Mapping[str, str]) -> RuleVerdict:
     """Compare an answer that is a letter or a text."""
-    letters = {letter for letter, text in choices.items() if same_words(text, answer)}
+    letters = {letter for letter, text in choices.items() if same_words(text, answer)} or {
+        letter for letter, text in choices.items() if same_words(text.casefold(), answer.casefold())
+    }
     if not letters and (found := _LETTER.match(answer.strip())) is not None:
         letter, text = found[1].upper(), found[2]
-        if text is None or same_words(choices.get(letter, ""), text):
+        if text is None or same_words(choices.get(letter, "").casefold(), text.casefold()):
             letters = {letter}
     return RuleVerdict.RIGHT if letters == {gold.upper()} else RuleVerdict.WRONG
 
@@ -251,12 +256,19 @@ def compare_quantity(
 
 
 def same_words(one: str, other: str) -> bool:
-    """Ignore case, spaces and punctuation around words."""
+    """Ignore spaces, punctuation around words, and case where it has no meaning."""
     words = _words(one)
     return bool(words) and words == _words(other)
 
 
 def _words(text: str) -> list[str]:
-    if re.search(r"[\d+=<>^*/-]", text):  # signs carry meaning beside digits, as in `2-` and `Fe2+`
-        return text.casefold().split()
-    return _WORD.sub(" ", text).casefold().split()
+    if _SIGN.search(text) is None:
+        return list(map(_without_case, _WORD.sub(" ", text).split()))
+    return text.split() if re.search(r"\d", text) else list(map(_without_case, text.split()))
+
+
+def _without_case(word: str) -> str:
+    """Keep the case of what may be a symbol, such as `g`, `CO` or the genotype `AaBb`."""
+    if len(word) == 1 or _GENOTYPE.fullmatch(word):
+        return word
+    return word.casefold() if len(word) > 2 else word[0].casefold() + word[1]

@@ -19,6 +19,7 @@ from rollout_service.environments.builtin.stem.environment import (
     compare_choice,
     compare_quantity,
     read_task,
+    same_words,
 )
 from rollout_service.environments.builtin.stem.quantities import read_quantity
 from rollout_service.environments.builtin.stem.units import read_unit
@@ -147,6 +148,33 @@ CHOICES = {"A": "mass", "B": "the momentum", "C": "energy"}
 )
 def test_a_choice_is_its_letter_or_its_text(answer, verdict):
     assert compare_choice("B", answer, CHOICES) is verdict
+
+
+def test_a_choice_is_told_from_others_by_signs_and_case():
+    for choices in (["AA", "Aa", "aa"], ["A → B", "A ← B", "A"], ["5 MW", "5 mW", "5 W"], ["n!", "n", "√n"]):
+        for letter, text in zip("ABC", choices, strict=True):
+            assert compare_choice(letter, text, dict(zip("ABC", choices, strict=True))) is RIGHT
+    assert compare_choice("A", "10 KM", {"A": "10 km", "B": "10 m"}) is RIGHT
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("Mitosis", "mitosis.", True),
+        ("Newton's law", "newton's Law", True),
+        ("No", "no", True),
+        ("Diels-Alder reaction", "diels-alder reaction", True),
+        ("5 MW", "5 mW", False),
+        ("A → B", "A ← B", False),
+        ("n!", "n", False),
+        ("f'", "f", False),
+        ("AaBb", "aabb", False),
+        ("CO", "Co", False),
+        ("G", "g", False),
+    ],
+)
+def test_words_are_the_same_without_case_and_punctuation_that_mean_nothing(one, other, same):
+    assert same_words(one, other) is same
 
 
 NUMBERS = st.text(alphabet="0123456789.eE+-*^/() mkgsJµ%°{}\\", max_size=40)
