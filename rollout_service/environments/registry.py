@@ -294,6 +294,6 @@ def load_declared(folder: Path) -> Environment:
 def _kind(folder: Path) -> str | None:
     try:
         kind = tomllib.loads((folder / FILE_NAME).read_text(encoding="utf-8")).get("kind")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+    except (OSError, ValueError, RecursionError):
         return None  # loading the folder says what is wrong
     return None if kind is None else str(kind)

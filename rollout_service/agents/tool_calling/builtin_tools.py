@@ -201,7 +201,9 @@ async def _grep(arguments: _Grep, context: ToolContext) -> str:
     said = result.stderr.decode(errors="replace").strip()
     if result.exit_code == NOT_FOUND:
         raise ToolInputError("this sandbox has no grep")
-    lines = result.stdout.decode(errors="replace").splitlines()
+    # splitlines() would also cut at a form feed and others, which are part of a line.
+    text = result.stdout.decode(errors="replace").removesuffix("\n")
+    lines = text.split("\n") if text else []
     if result.exit_code == BAD_PATTERN and not lines:
         raise ToolInputError(said[-LINE_CHARS:] or "grep refuses the pattern")
     return _shown(lines, result, context)

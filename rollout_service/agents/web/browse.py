@@ -29,6 +29,8 @@ PAGE_BYTES = 1024 * 1024
 REDIRECTS = 5
 NOTE_CHARS = 200
 TEXT_TYPES = ("text/", "application/json", "application/xml", "application/xhtml", "application/javascript")
+SLOW_CODECS = frozenset({"punycode", "idna"})
+"""Their time grows with the square of the length, and a thread cannot be cancelled. They are for host names."""
 HEADERS = [
     ("User-Agent", "rollout-service"),
     ("Accept", "text/*, application/json"),
@@ -114,7 +116,8 @@ async def _get(sandbox: Sandbox, url: str, seconds: float) -> _FetchedPage:
 
 def _readable(page: _FetchedPage) -> str:
     try:
-        text = page.body.decode(codecs.lookup(page.charset or "utf-8").name, errors="replace")
+        codec = codecs.lookup(page.charset or "utf-8").name
+        text = page.body.decode("utf-8" if codec in SLOW_CODECS else codec, errors="replace")
     except (LookupError, ValueError):
         text = page.body.decode(errors="replace")
     return page_text(text, page.url) if "html" in page.kind else text

@@ -227,7 +227,7 @@ def read_declaration(text: str, *, where: str, image: str | None = None) -> Decl
 def parse_toml(text: str, *, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also for a long number, and for many brackets
         raise ConfigurationError(f"{where} is not valid TOML: {error}", hint=TOML_HINT) from error
 
 

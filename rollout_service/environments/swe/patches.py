@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from posixpath import normpath
 
 _HEADER = re.compile(rb"^diff --git ", re.MULTILINE)
 _QUOTED = re.compile(rb'"((?:[^"\\]|\\.)*)"')
@@ -32,6 +33,8 @@ CONFIGURATION = frozenset(
     }
 )
 """They decide how tests run or are reported. A repair does not need them."""
+COMPILED = (".pyc", ".so")
+"""Python imports these as it does modules of the same names."""
 RUNNERS = frozenset({"pytest", "_pytest", "pluggy", "iniconfig", "py", "unittest", "django", "nose", "tox"})
 """Test runners; a new module at the top of a repository would be imported in their place."""
 
@@ -53,7 +56,9 @@ class FileChange:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing in it could be read as the header of another file."""
+        """Whether nothing in it could be read as the header of another file, or be another spelling of a path."""
+        if any(path != normpath(path) or path.startswith(("/", "../")) for path in self.paths):
+            return False
         head, body = _split_head(self.data)
         renames = [found[1] for line in head if (found := _RENAME.match(line))]
         if renames not in ([], [b"from", b"to"]):
@@ -113,9 +118,10 @@ def _is_forbidden(path: str, is_new: bool, tests: Collection[str]) -> bool:
     return (
         _is_test(path, tests)
         or pure.name in CONFIGURATION
+        or (pure.suffix in COMPILED and f"{pure.name.split('.')[0]}.py" in CONFIGURATION)
         or pure.suffix in (".pth", ".egg-link")
         or any(part.endswith((".egg-info", ".dist-info")) or part == ".git" for part in pure.parts)
-        or (is_new and first.split(".")[0] in RUNNERS and (bool(rest) or first.endswith(".py")))
+        or (is_new and first.split(".")[0] in RUNNERS and (bool(rest) or first.endswith((".py", *COMPILED))))
     )
 
 

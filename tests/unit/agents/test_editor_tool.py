@@ -181,11 +181,13 @@ async def test_a_pattern_is_never_run(use, local_sandbox):
     assert await use("glob", pattern="notes and *", path="src") == "notes and more.txt"
 
 
-async def test_grep_shows_file_line_and_text(use):
+async def test_grep_shows_file_line_and_text(use, local_sandbox):
     assert await use("grep", pattern="hello", path="src/deep") == "src/deep/b.py:1:x = 1  # hello"
     found = await use("grep", pattern="hello", path="src", ignore_case=True, include="*.py")
     assert sorted(found.split("\n")) == ["src/a.py:2:print('Hello')", "src/deep/b.py:1:x = 1  # hello"]
     assert ".git" not in await use("grep", pattern="hello")
+    await local_sandbox.write_file("src/pages.c", "one\f\x85\u2028two\r\n")
+    assert await use("grep", pattern="two", path="src/pages.c") == "src/pages.c:1:one\f\x85\u2028two\r"
     assert await use("grep", pattern="absent") == "[no line matches]"
     assert await use("grep", pattern="-n", path="src") == "[no line matches]"
 

@@ -216,6 +216,8 @@ def pages(asked):
             return 302, {"location": "/round"}, b""
         case "/latin":
             return 200, {"content-type": "text/plain; charset=latin-1"}, "é".encode("latin-1")
+        case "/punycode" | "/idna" as path:
+            return 200, {"content-type": f"text/plain; charset={path[1:]}"}, b"bcher-kva"
         case "/picture":
             return 200, {"content-type": "image/png"}, b"\x89PNG"
         case "/archive":
@@ -247,6 +249,8 @@ async def test_a_page_becomes_text_with_its_links(read, site):
     assert await read(f"{site}/page") == expected
     assert await read(f"{site}/moved") == expected
     assert await read(f"{site}/latin") == "é"
+    for codec in ("punycode", "idna"):
+        assert await read(f"{site}/{codec}") == "bcher-kva"
     assert await read(f"{site}/none") == "nothing here\n[HTTP 404]"
 
 

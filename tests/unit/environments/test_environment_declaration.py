@@ -33,6 +33,8 @@ def test_the_defaults():
     ("text", "messages"),
     [
         ("name = ", ["here is not valid TOML"]),
+        pytest.param("name = " + "[" * 5_000, ["here is not valid TOML"], id="deep"),
+        pytest.param("name = " + "1" * 5_000, ["here is not valid TOML"], id="long"),
         ('name = "e"\nimage = "base"\n', ["here: the key evaluate is missing"]),
         (MINIMAL.replace("command", "comand"), ["there is no key evaluate.comand; did you mean command?"]),
         ("promt = 'x'\n" + MINIMAL, ["there is no key promt; did you mean prompt?"]),

@@ -276,6 +276,8 @@ def test_steps():
         ('[[steps]]\nname = "a"\n[[steps]]\nname = "a"', "steps: two steps have the name 'a'"),
         ('schema_version = "2.0"', "schema_version: String should match"),
         ("x = [", "task.toml is not valid TOML"),
+        pytest.param("x = " + "[" * 5_000, "task.toml is not valid TOML", id="deep"),
+        pytest.param("x = " + "1" * 5_000, "task.toml is not valid TOML", id="long"),
     ],
 )
 def test_mistakes_are_said_with_their_path(text, said):

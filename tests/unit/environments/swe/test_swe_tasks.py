@@ -363,6 +363,14 @@ def test_a_renamed_file_has_both_its_paths(tmp_path):
         *("conftest.py", "deep/er/conftest.py", "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"),
         *("sitecustomize.py", "src/usercustomize.py", "hook.pth", "package.egg-info/entry_points.txt"),
         *("p.dist-info/entry_points.txt", "tests/test_it.py", ".gitattributes", "sub/.git/config"),
+        *(
+            "tests//test_it.py",
+            "./tests/test_it.py",
+            "tests/./test_it.py",
+            "/tests/test_it.py",
+            "a/../tests/test_it.py",
+        ),
+        *("sitecustomize.pyc", "src/usercustomize.cpython-311-x86_64-linux-gnu.so"),
     ],
 )
 def test_what_could_falsify_a_report_is_left_out(path):
@@ -377,7 +385,9 @@ def test_files_below_a_folder_of_tests_are_tests(path):
     assert separate_forbidden(change(f"x/{path}.py"), tests, b"")[1] == []
 
 
-@pytest.mark.parametrize("path", ["pytest.py", "pytest/__init__.py", "_pytest/x.py", "src/pluggy.py", "unittest.py"])
+@pytest.mark.parametrize(
+    "path", ["pytest.py", "pytest/__init__.py", "_pytest/x.py", "src/pluggy.py", "unittest.pyc", "pytest.abi3.so"]
+)
 def test_a_new_module_in_the_place_of_a_test_runner_is_left_out(path):
     assert separate_forbidden(change(path, new=True), (), b"") == (b"", [path])
     assert separate_forbidden(change(path), (), b"") == (
