@@ -24,6 +24,8 @@ DEFINITIONS = Path(str(files("sandboxes") / "definitions"))
 
 REFERENCE = re.compile(rf"(?:({SCHEMES})://|(oci|oci-archive|docker-archive):)(\S+)")
 CREDENTIALS = re.compile(r"\w+://[^/@]*:[^/@]*@(?!sha\d+:)")
+MOST_BYTES = 1024 * 1024
+"""Of a definition or a Dockerfile."""
 NAME_LENGTH = 64
 
 
@@ -202,6 +204,10 @@ class DockerfileSource:
 
 def _read(path: Path, what: str, *, hint: str) -> str:
     try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ImageNotFoundError(
+                f"{what} {path} has {size} bytes, more than {MOST_BYTES}", hint="copy long texts from files"
+            )
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ImageNotFoundError(f"cannot read {what} {path}: {error}", hint=hint) from error

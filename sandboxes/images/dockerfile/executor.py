@@ -26,7 +26,7 @@ from sandboxes.images.dockerfile.plan import (
     parse_mount,
     platform_arguments,
 )
-from sandboxes.images.dockerfile.words import expand_heredoc, split_words
+from sandboxes.images.dockerfile.words import Expander, split_words
 from sandboxes.images.facts import PATH, read_environment, read_labels
 from sandboxes.images.tree import ImageTree
 
@@ -51,6 +51,7 @@ class PlanExecutor:
         self._bases = bases
         self._apptainer = apptainer
         self._builder = LayerBuilder(plan.parsed.file, layers, say, options)
+        self._expander = Expander(plan.parsed.escape)
         self._states: dict[str, StageState] = {}
         self._handlers: Mapping[str, Callable[[StageState, Instruction], None]] = {
             "RUN": self._run,
@@ -209,11 +210,11 @@ class PlanExecutor:
         heredoc = next(found for found in one.heredocs if found.name == name)
         text = heredoc.text
         if heredoc.expands:
-            text = expand_heredoc(text, state.args | state.env, self._plan.parsed.escape)
+            text = self._expander.expand(text, state.args | state.env, quotes=False)
         return ContextFile(f"f/{name}", None, text.encode(errors="surrogateescape"))
 
     def _expand(self, state: StageState, text: str) -> str:
-        return state.expand(text, self._plan.parsed.escape)
+        return self._expander.expand(text, state.args | state.env)
 
     def _arg(self, state: StageState, one: Instruction) -> None:
         for word in split_words(one.text, self._plan.parsed.escape):

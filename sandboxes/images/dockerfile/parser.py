@@ -13,9 +13,9 @@ from pathlib import Path
 
 from sandboxes.errors import DockerfileError
 from sandboxes.images.dockerfile.layers import ImageLayer
-from sandboxes.images.dockerfile.words import DEFAULT_ESCAPE, expand, split_words, unquote
+from sandboxes.images.dockerfile.words import DEFAULT_ESCAPE, split_words, unquote
 
-DIRECTIVE = re.compile(r"#[ \t]*([A-Za-z]\w*)[ \t]*=[ \t]*(.*?)[ \t]*")
+DIRECTIVE = re.compile(r"#[ \t]*([A-Za-z]\w*)[ \t]*=[ \t]*(.*)")
 HEREDOC = re.compile(r"\d*<<(-?)([^<]+)")
 FLAG = re.compile(r"--([a-z][a-z-]*)(?:=(.*))?", re.DOTALL)
 WITH_HEREDOCS = frozenset({"RUN", "COPY", "ADD"})
@@ -69,7 +69,7 @@ class Instruction:
             return None
         try:
             found = json.loads(self.text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return tuple(found) if all(isinstance(item, str) for item in found) else None
 
@@ -221,6 +221,3 @@ class StageState:
     @property
     def size_bytes(self) -> int:
         return sum(layer.size_bytes for layer in self.layers)
-
-    def expand(self, text: str, escape: str) -> str:
-        return expand(text, self.args | self.env, escape)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sandboxes.errors import DockerfileError
 from sandboxes.images.dockerfile.parser import HEREDOC, Instruction, ParsedDockerfile
-from sandboxes.images.dockerfile.words import expand, split_words, unquote
+from sandboxes.images.dockerfile.words import Expander, split_words, unquote
 
 SCRATCH = "scratch"
 ADDRESS = re.compile(r"(https?|ftp|git|ssh)://|git@|(^|\s)github\.com/")
@@ -149,6 +149,7 @@ class _Planner:
     def __init__(self, parsed: ParsedDockerfile, given: Mapping[str, str]) -> None:
         self._parsed = parsed
         self._given = given
+        self._expander = Expander(parsed.escape)
         self._arguments: dict[str, str] = {}
         self._declared: set[str] = set()
         self._bases: dict[str, int] = {}
@@ -310,7 +311,7 @@ class _Planner:
 
     def _expand(self, one: Instruction, text: str, variables: Mapping[str, str]) -> str:
         with self._explaining(one):
-            return expand(text, variables, self._parsed.escape)
+            return self._expander.expand(text, variables)
 
     @contextmanager
     def _explaining(self, one: Instruction, hint: str | None = None) -> Iterator[None]:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 DEFAULT_ESCAPE = "\\"
+MOST_CHARS = 16 * 1024 * 1024
+"""Of values of variables, each time that one is used in a Dockerfile."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MODIFIER = re.compile(r":?[-+?]")
 
@@ -18,33 +20,49 @@ def split_words(text: str, escape: str = DEFAULT_ESCAPE) -> list[str]:
     Raises:
         ValueError: A quote has no end.
     """
-    words, word, quote, at = [], "", "", 0
+    words, begin, quote, at = [], 0, "", 0
     while at < len(text):
         character = text[at]
         if character == escape and quote != "'" and at + 1 < len(text):
-            word, at = word + text[at : at + 2], at + 2
+            at += 2
             continue
         if quote:
             quote = "" if character == quote else quote
         elif character in "'\"":
             quote = character
         elif character.isspace():
-            words += [word] if word else []
-            word, at = "", at + 1
-            continue
-        word, at = word + character, at + 1
+            words += [text[begin:at]] if at > begin else []
+            begin = at + 1
+        at += 1
     if quote:
         raise ValueError(f"the quote {quote} has no end")
-    return [*words, word] if word else words
+    return [*words, text[begin:]] if len(text) > begin else words
 
 
-def expand(text: str, variables: Mapping[str, str], escape: str = DEFAULT_ESCAPE) -> str:
-    """Return a word without its quotes and escapes, and with the values of variables.
-
-    Raises:
-        ValueError: A quote or a brace has no end, a modifier is unknown, or a variable that must be set is not.
+class Expander:
+    """Puts the values of variables into the texts of one Dockerfile, which they must not make too long: each variable
+    can be twice as long as the one before.
     """
-    return "".join(_Expansion(text, variables, escape).run(""))
+
+    def __init__(self, escape: str = DEFAULT_ESCAPE) -> None:
+        self._escape = escape
+        self._left = MOST_CHARS
+
+    def expand(self, text: str, variables: Mapping[str, str], *, quotes: bool = True) -> str:
+        """Return a word without its quotes and escapes, and with the values of variables; without `quotes`, those stay,
+        as in a here-document.
+
+        Raises:
+            ValueError: A quote or a brace has no end, a modifier is unknown, a variable that must be set is not, or the
+                values are too long.
+        """
+        expansion = _Expansion(text, variables, self._escape, self._left, quotes=quotes)
+        try:
+            return "".join(expansion.run(""))
+        except RecursionError:
+            raise ValueError("its braces are nested too deeply") from None
+        finally:
+            self._left = expansion.left
 
 
 def unquote(text: str, escape: str = DEFAULT_ESCAPE) -> str:
@@ -52,17 +70,10 @@ def unquote(text: str, escape: str = DEFAULT_ESCAPE) -> str:
     return "".join(part for part in re.split(r"['\"]", text.replace(escape, "")))
 
 
-def expand_heredoc(text: str, variables: Mapping[str, str], escape: str = DEFAULT_ESCAPE) -> str:
-    """Leave quotes as they are.
-
-    Raises:
-        ValueError: As `expand`.
-    """
-    return "".join(_Expansion(text, variables, escape, quotes=False).run(""))
-
-
 class _Expansion:
-    def __init__(self, text: str, variables: Mapping[str, str], escape: str, *, quotes: bool = True) -> None:
+    def __init__(self, text: str, variables: Mapping[str, str], escape: str, left: int, *, quotes: bool) -> None:
+        self.left = left
+        """How long the values may be that are still to come."""
         self._text = text
         self._variables = variables
         self._escape = escape
@@ -127,7 +138,7 @@ class _Expansion:
             return self._braced()
         if (found := NAME.match(self._text, self._at)) is not None:
             self._at = found.end()
-            return self._variables.get(found[0], "")
+            return self._value(found[0]) or ""
         if self._at < len(self._text) and self._text[self._at] in "0123456789@*#?-!$":
             self._at += 1
             return ""  # only a shell has it
@@ -140,7 +151,7 @@ class _Expansion:
         self._at = found.end()
         if self._text.startswith("}", self._at):
             self._at += 1
-            return self._variables.get(found[0], "")
+            return self._value(found[0]) or ""
         modifier = MODIFIER.match(self._text, self._at)
         if modifier is None:
             rest = self._text[self._at : self._at + 2] or "nothing"
@@ -148,8 +159,17 @@ class _Expansion:
         self._at = modifier.end()
         return self._modified(found[0], modifier[0], "".join(self.run("}")))
 
-    def _modified(self, name: str, modifier: str, word: str) -> str:
+    def _value(self, name: str) -> str | None:
         value = self._variables.get(name)
+        self.left -= len(value or "")
+        if self.left < 0:
+            raise ValueError(
+                f"the values of variables are longer than {MOST_CHARS} characters in all, with that of {name}"
+            )
+        return value
+
+    def _modified(self, name: str, modifier: str, word: str) -> str:
+        value = self._value(name)
         given = bool(value) if modifier.startswith(":") else value is not None
         if modifier.endswith("-"):
             return value if given and value is not None else word

@@ -14,7 +14,7 @@ from sandboxes.errors import DockerfileError, ImageNotFoundError
 from sandboxes.images.dockerfile.context import BuildContext, IgnoreRules, digest, send
 from sandboxes.images.dockerfile.parser import Instruction, parse
 from sandboxes.images.dockerfile.plan import BuildPlan, Mount, make_plan, parse_mount
-from sandboxes.images.dockerfile.words import expand, expand_heredoc, split_words
+from sandboxes.images.dockerfile.words import Expander, split_words
 
 TEXT = r"""# syntax=docker/dockerfile:1
 ARG V=12
@@ -116,7 +116,7 @@ VARIABLES = {"a": "1", "empty": "", "space": "x y", "quoted": "'"}
     ],
 )
 def test_words_are_expanded(text, expected):
-    assert expand(text, VARIABLES) == expected
+    assert Expander().expand(text, VARIABLES) == expected
 
 
 @pytest.mark.parametrize(
@@ -129,15 +129,27 @@ def test_words_are_expanded(text, expected):
         ("${empty:?}", "empty is not set"),
         ("${a//x/y}", "is not known"),
         ("${}", "name is missing"),
+        pytest.param("${none:-" * 5_000, "nested too deeply", id="nested"),
     ],
 )
 def test_wrong_words_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
-        expand(text, VARIABLES)
+        Expander().expand(text, VARIABLES)
+
+
+def test_values_cannot_grow_without_bounds():
+    doubled = "".join(f"ARG A{n + 1}=$A{n}$A{n}\n" for n in range(60))
+    with pytest.raises(DockerfileError, match=r"longer than .* with that of A"):
+        make_plan(parse(f"ARG A0=x\n{doubled}FROM a"), {})
+
+
+def test_hostile_lines_take_no_time():
+    text = "# a=x" + " " * 200_000 + "x\nFROM a\nCOPY " + "x" * 500_000 + " /\nCMD " + "[" * 100_000
+    assert [one.array for one in parse(text).instructions] == [None] * 3
 
 
 def test_heredocs_keep_their_quotes():
-    assert expand_heredoc('it\'s "$a" \\$a \\n\n', VARIABLES) == 'it\'s "1" $a \\n\n'
+    assert Expander().expand('it\'s "$a" \\$a \\n\n', VARIABLES, quotes=False) == 'it\'s "1" $a \\n\n'
 
 
 PLAIN = st.text(st.characters(blacklist_categories=["Cs", "Cc", "Z"], blacklist_characters="'\"\\$"), min_size=1)
@@ -150,7 +162,7 @@ def test_words_without_quotes_are_what_split_makes(words, between):
 
 @given(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="'\0")))
 def test_single_quotes_keep_everything(text):
-    assert expand(f"'{text}'", {}) == text
+    assert Expander().expand(f"'{text}'", {}) == text
     assert split_words(f"a'{text}'b c") == [f"a'{text}'b", "c"]
 
 
