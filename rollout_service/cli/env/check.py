@@ -19,7 +19,7 @@ from rollout_service.cli.common import CommandError, count, err
 from rollout_service.cli.console import SafeConsole, id_column, table
 from rollout_service.cli.image.tables import unpacked_images
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
-from rollout_service.environments.dataset_files import count_splits, get_split
+from rollout_service.environments.dataset_files import SPLIT, count_splits, get_split
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.harbor.collection import is_harbor_folder
 from rollout_service.environments.harbor.compose import REFERENCE
@@ -152,6 +152,7 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
         *_check_instances(environment, dataset),
         *_check_tasks(environment, dataset, settings),
         *_find_unsplit(dataset),
+        *_find_shared(dataset),
         *(f"{problem} ({problem.hint})" for _, problem in secrets if problem is not None),
     ]
     spec = environment.spec
@@ -163,7 +164,7 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
         len(dataset),
         count_splits(dataset),
         findings,
-        [*environment.warnings(), *_find_literal(environment), *_find_large(dataset)],
+        [*environment.warnings(), *_find_literal(environment), *_find_large(dataset), *_find_repeated(dataset)],
         task_images=spec.image is None and spec.evaluate_in is EvaluateIn.FRESH,
         secrets=[
             {"table": one.table, "key": one.key, "source": str(one.source), "usable": problem is None}
@@ -301,6 +302,33 @@ def _find_unsplit(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
     without = sum(1 for instance in dataset if get_split(instance) is None)
     if without and count_splits(dataset):
         yield f"data set: {count(without, 'instance')} without a split, which no run can use"
+
+
+def _find_shared(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
+    for first, again in _repeated(dataset):
+        one, other = get_split(dataset[first - 1]), get_split(dataset[again - 1])
+        if one != other and one is not None and other is not None:
+            yield f"data set: number {again} of the split {other!r} is number {first}, of {one!r}, again"
+            return
+
+
+def _find_repeated(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
+    if repeated := list(_repeated(dataset)):
+        first, again = repeated[0]
+        yield (
+            f"data set: {count(len(repeated), 'instance')} repeated, by `instance_id` or as a whole; number {again} is "
+            f"number {first} again"
+        )
+
+
+def _repeated(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of each instance that comes again, and of its first."""
+    seen: dict[str, int] = {}
+    for number, instance in enumerate(dataset, start=1):
+        without = {key: value for key, value in instance.items() if key != SPLIT}
+        text = json.dumps(instance.get("instance_id") or without, sort_keys=True)
+        if (first := seen.setdefault(text, number)) != number:
+            yield first, number
 
 
 def _find_functions(environment: Environment) -> Iterator[str]:

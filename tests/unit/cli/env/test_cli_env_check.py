@@ -79,6 +79,15 @@ def test_faults_of_an_environment_are_found(tmp_path):
         assert text in result.stdout
 
 
+def test_instances_that_come_again_are_found(tmp_path):
+    twice = [{"question": "a"}, {"question": "b"}, {"question": "b"}, {"question": "a"}]
+    named = [{"question": text, "instance_id": "1", "split": text} for text in ("train", "test")]
+    said = invoke("env", "check", folder(tmp_path / "twice", twice)).stdout
+    assert "warning: data set: 2 instances repeated, by `instance_id` or as a whole; number 3 is number 2 again" in said
+    said = invoke("env", "check", folder(tmp_path / "shared", named)).stdout
+    assert "data set: number 2 of the split 'test' is number 1, of 'train', again" in said
+
+
 def test_instances_that_make_large_batches_are_a_warning(tmp_path):
     texts = ["a", "b" * 1_500_000, "c" * 2_500_000]
     path = folder(tmp_path / "mine", [{"question": text} for text in texts])
