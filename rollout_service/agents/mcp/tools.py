@@ -23,6 +23,7 @@ from rollout_service.agents.mcp.transports import (
     JsonObject,
     McpCallError,
     McpServerError,
+    McpUnusableError,
     Transport,
     open_transport,
 )
@@ -128,7 +129,7 @@ def _chosen(infos: Sequence[McpToolInfo], settings: McpSettings) -> list[McpTool
     known = {info.name: info for info in infos}
     for name in settings.tools:
         if name not in known:
-            raise McpServerError(
+            raise McpUnusableError(
                 f"the MCP server {settings.name!r} has no tool {name!r}{did_you_mean(name, known)}",
                 hint=f"It has {', '.join(known) or 'none'}.",
             )
@@ -148,7 +149,7 @@ def _check_types(info: McpToolInfo, settings: McpSettings) -> None:
         wrong = [item for item in error.errors(include_url=False) if item["type"] == "literal_error"]
         if wrong:
             path = ".".join(map(str, path_as_sent(wrong[-1]["loc"], info.schema, missing=False)))
-            raise McpServerError(
+            raise McpUnusableError(
                 f"the schema of the tool {info.name!r} of the MCP server {settings.name!r} says {path} is "
                 f"{wrong[-1]['input']!r:.64}, which is not a type of JSON Schema",
                 hint="Mend the server, or name the tools to offer in `tools` of its `[[mcp]]`. Types are "
@@ -160,7 +161,7 @@ def _refuse_doubles(tools: Sequence[McpTool]) -> None:
     seen: set[str] = set()
     for tool in tools:
         if tool.name in seen:
-            raise McpServerError(
+            raise McpUnusableError(
                 f"two tools of MCP servers would both be named {tool.name!r}",
                 hint="Name the tools to offer in `tools` of `[[mcp]]`, or the server otherwise.",
             )
@@ -210,7 +211,7 @@ class McpConnection:
                 hint="Raise its `start_seconds`, or see what its program waits for.",
             ) from error
         except McpCallError as error:
-            raise McpServerError(f"the MCP server {self.name!r} refuses to begin: {error}") from error
+            raise McpUnusableError(f"the MCP server {self.name!r} refuses to begin: {error}") from error
 
     async def _shake_hands(self) -> None:
         answer = await self._ask(
@@ -286,8 +287,8 @@ class McpConnection:
             raise self._nonsense(f"its answer to {method} has neither a result nor an error")
         return result
 
-    def _nonsense(self, what: str) -> McpServerError:
-        return McpServerError(
+    def _nonsense(self, what: str) -> McpUnusableError:
+        return McpUnusableError(
             f"the MCP server {self.name!r} does not speak the protocol: {what}",
             hint="Try the server with another client.",
         )

@@ -6,6 +6,7 @@ of the server are refused, except `ping`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, ClassVar, Protocol
@@ -26,6 +27,8 @@ from sandboxes.runtime.program_stream import ProgramStream
 MESSAGE_BYTES = 4 * 1024 * 1024
 ERROR_CHARS = 1_000
 NO_METHOD = -32_601
+NO_PROGRAM = (126, 127)
+"""Exit codes of a shell for a program that is not there, or cannot be executed."""
 SESSION, VERSION = b"mcp-session-id", b"mcp-protocol-version"
 
 JsonObject = dict[str, Any]
@@ -66,7 +69,7 @@ class PipeTransport:
         if self._writing:
             raise McpServerError(f"the MCP server {self._name!r} has not read a whole message in time")
         self._writing = True
-        if not await self._program.send(orjson.dumps(message) + b"\n"):
+        if not await self._program.send(_encoded(message) + b"\n"):
             raise await self._ended()
         self._writing = False
 
@@ -81,14 +84,15 @@ class PipeTransport:
         except anyio.IncompleteRead:
             raise await self._ended() from None
         except anyio.DelimiterNotFound:
-            raise McpServerError(
+            raise McpUnusableError(
                 f"the MCP server {self._name!r} sent a message of more than {MESSAGE_BYTES} bytes"
             ) from None
 
     async def _ended(self) -> McpServerError:
         code = await self._program.wait()
         said = self._program.errors().strip()[-ERROR_CHARS:]
-        return McpServerError(
+        kind = McpUnusableError if code in NO_PROGRAM else McpServerError
+        return kind(
             f"the MCP server {self._name!r} has ended with exit code {code}: {said or 'it printed nothing'}",
             hint="Run its command in the sandbox that `rollout-service env shell DIR` opens. Whatever is not a message "
             "belongs on standard error.",
@@ -116,7 +120,7 @@ class HttpTransport:
     async def _post(self, message: JsonObject) -> JsonObject | None:
         url, name = str(self._settings.url), self._settings.name
         try:
-            content = orjson.dumps(message)
+            content = _encoded(message)
             async with self._pool.stream("POST", url, headers=self._headers(), content=content) as response:
                 return await self._read(response, message.get("id"))
         except (*HTTP_ERRORS, ValueError) as error:
@@ -136,7 +140,7 @@ class HttpTransport:
             at = max(0, len(body) - 1)  # what was read before holds no end of an event, but may end with half of one
             body += part.replace(b"\r", b"")
             if len(body) > MESSAGE_BYTES:
-                raise McpServerError(f"the MCP server {name!r} sent an answer of more than {MESSAGE_BYTES} bytes")
+                raise McpUnusableError(f"the MCP server {name!r} sent an answer of more than {MESSAGE_BYTES} bytes")
             while streamed and (end := body.find(b"\n\n", at)) >= 0:
                 event, at = bytes(body[:end]), 0
                 del body[: end + 2]
@@ -193,6 +197,11 @@ def _answering(data: bytes, asked: object) -> JsonObject | None:
     return found if found is not None and "method" not in found and found.get("id") == asked else None
 
 
+def _encoded(message: JsonObject) -> bytes:
+    """Encode numbers of any length, too, which a policy may write."""
+    return json.dumps(message, ensure_ascii=False).encode()
+
+
 def _parse(data: bytes) -> JsonObject | None:
     """Return None for a line that is no message. Characters that UTF-8 lacks do not make an answer one."""
     try:
@@ -217,6 +226,12 @@ class McpServerError(ServiceError):
     code = "mcp_server_failed"
     boundary: ClassVar[Boundary] = Boundary.ENVIRONMENT
     retryable = True
+
+
+class McpUnusableError(McpServerError):
+    """A server has no program, other tools than its environment says, or answers that are none: it is so each time."""
+
+    retryable = False
 
 
 class McpCallError(Exception):

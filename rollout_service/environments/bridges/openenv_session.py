@@ -7,6 +7,7 @@ observation or a typed error, never a guess.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -142,7 +143,7 @@ class OpenEnvSession:
         try:
             with anyio.fail_after(seconds):
                 with suppress(*_LOST):  # a server that has closed the socket may have said why
-                    await self.socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())
+                    await self.socket.send_str(json.dumps({"type": kind, "data": data}))
                 text = await self.answers.receive()
         except TimeoutError as error:
             raise EnvironmentFailedError(

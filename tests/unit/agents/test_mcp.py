@@ -122,18 +122,32 @@ async def test_an_agent_that_could_have_ended_the_server_only_reads_of_it(local_
 )
 async def test_a_server_that_does_not_begin_is_a_typed_failure(local_sandbox, code, message):
     late = 1.0 if "ready" in message else 60.0
-    with pytest.raises(McpServerError, match=message):
+    with pytest.raises(McpServerError, match=message) as caught:
         async with opened(local_sandbox, script(code, start_seconds=late)):
             pytest.fail("it began")
+    assert caught.value.retryable is ("ended" in message or "ready" in message)
+
+
+async def test_a_server_without_a_program_is_not_tried_again(local_sandbox):
+    with pytest.raises(McpServerError, match="exit code 127") as caught:
+        async with opened(local_sandbox, McpSettings(name="none", command=["no-such-program"])):
+            pytest.fail("it began")
+    assert not caught.value.retryable
+
+
+async def test_arguments_may_have_any_whole_number(local_sandbox):
+    async with opened(local_sandbox, stdio()) as tools:
+        assert await call(tools["notes__add"], a=10**30, b=1) == str(10**30 + 1)
 
 
 async def test_tools_that_are_missing_or_double_are_refused(local_sandbox):
     with pytest.raises(McpServerError, match="has no tool 'ad'; did you mean add"):
         async with opened(local_sandbox, stdio(tools=["ad"])):
             pytest.fail("it began")
-    with pytest.raises(McpServerError, match="would both be named 'notes__add'"):
+    with pytest.raises(McpServerError, match="would both be named 'notes__add'") as caught:
         async with opened(local_sandbox, stdio(tools=["add", "add"])):
             pytest.fail("it began")
+    assert not caught.value.retryable
 
 
 async def test_a_type_that_json_schema_does_not_have_is_refused_unless_the_tool_is_left_out(local_sandbox):

@@ -1,11 +1,14 @@
 """An environment.toml of the kind `openenv` fixes the address; instances bring the arguments of a reset."""
 
+import json
 from pathlib import Path
 
+import anyio
 import pytest
 
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.environments.bridges.openenv import OpenEnv, OpenEnvDeclaration, load_openenv
+from rollout_service.environments.bridges.openenv_session import OpenEnvSession
 from rollout_service.environments.registry import load_declared
 
 ROOT = Path(__file__).parents[4]
@@ -82,3 +85,18 @@ def test_an_instance_that_cannot_be_used_is_refused(tmp_path, instance, path):
     with pytest.raises(InvalidFieldError) as caught:
         environment.check({"level": 1, **instance} if instance else instance)
     assert [field.path for field in caught.value.fields] == [path]
+
+
+async def test_an_action_may_have_any_whole_number():
+    sent = []
+
+    class Socket:
+        async def send_str(self, text):
+            sent.append(json.loads(text))
+
+    arrived, answers = anyio.create_memory_object_stream[str](1)
+    with arrived, answers:
+        await arrived.send('{"type": "observation", "data": {"observation": {}, "reward": 1}}')
+        observed = await OpenEnvSession("http://a", Socket(), answers).step({"n": 10**30}, 5.0)
+    assert observed.reward == 1.0
+    assert sent == [{"type": "step", "data": {"n": 10**30}}]
