@@ -25,6 +25,7 @@ from rollout_service.agents.tool_calling.tools import (
     ToolInputError,
     ToolResult,
     by_name,
+    cut_middle,
     sample_turn,
     why_truncated,
 )
@@ -128,6 +129,8 @@ TOOL_STATE = "tools"
 COMMANDS = ("command", "code")
 """Arguments that tools run as commands or code."""
 COMMAND_CHARS = 200
+NAME_CHARS = 64
+"""How much of a tool's name that there is not the policy reads again."""
 GRACE_SECONDS = 5.0
 """Beyond its limit, for a tool to end by itself, which leaves a better result than cutting it off."""
 
@@ -207,7 +210,7 @@ class ToolCalls:
             return ToolResult(text, failed=True)
         tool = self._tools.get(call.name or "")
         if tool is None:
-            text = f"There is no tool {call.name!r}. Tools: {', '.join(self._tools) or 'none'}."
+            text = f"There is no tool {str(call.name)[:NAME_CHARS]!r}. Tools: {', '.join(self._tools) or 'none'}."
             return ToolResult(text, failed=True)
         try:
             with anyio.CancelScope(deadline=asyncio.get_running_loop().time() + context.seconds + GRACE_SECONDS):
@@ -218,7 +221,7 @@ class ToolCalls:
                     except ESCAPING as error:
                         contain(error, f"the tool {tool.name!r}")
         except ToolInputError as error:
-            return ToolResult(str(error), failed=True)
+            return ToolResult(cut_middle(str(error), context.output_chars), failed=True)
         except LimitExceededError as error:
             if error.limit == "lifetime":
                 raise

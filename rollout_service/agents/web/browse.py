@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from urllib.parse import urljoin
 
 import anyio.to_thread
+import httpx
 from pydantic import Field
 
 from rollout_service.agents.tool_calling.tools import (
@@ -58,7 +59,7 @@ async def _browse(arguments: _Browse, context: ToolContext) -> str:
     sandbox = require_sandbox(context.sandbox)
     try:
         page = await _fetch(sandbox, arguments.url, context.seconds)
-    except (*HTTP_ERRORS, ValueError) as error:
+    except (*HTTP_ERRORS, httpx.InvalidURL, ValueError) as error:
         why = str(error) or type(error).__name__
         raise ToolInputError(f"{arguments.url} cannot be fetched: {why}") from error
     if not page.kind.startswith(TEXT_TYPES):
@@ -91,11 +92,12 @@ async def _fetch(sandbox: Sandbox, url: str, seconds: float) -> _FetchedPage:
 
 
 async def _get(sandbox: Sandbox, url: str, seconds: float) -> _FetchedPage:
+    address = str(httpx.URL(url))  # all in ASCII
     timeout = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
     body = bytearray()
     async with (
-        await connection_pool(sandbox, url) as pool,
-        pool.stream("GET", url, headers=HEADERS, extensions={"timeout": timeout}) as response,
+        await connection_pool(sandbox, address) as pool,
+        pool.stream("GET", address, headers=HEADERS, extensions={"timeout": timeout}) as response,
     ):
         async for chunk in response.aiter_stream():
             body += chunk

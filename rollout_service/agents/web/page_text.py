@@ -99,7 +99,11 @@ class _PageWriter:
 
 
 def _plain(text: str) -> str:
-    return html.unescape(SPACES.sub(" ", text.replace("\n", " ")))
+    plain = SPACES.sub(" ", text.replace("\n", " "))
+    try:
+        return html.unescape(plain)
+    except ValueError:  # a character's number has thousands of digits
+        return plain
 
 
 def _address(tag: str, url: str) -> str:

@@ -123,6 +123,12 @@ async def test_the_policy_sees_its_mistakes():
     assert right == "did right"
 
 
+async def test_what_is_said_of_mistakes_is_within_the_limit():
+    long = "x" * 5_000
+    _, played = await play([turn("", call(long), call("log", **{long: 1})), "done"], tool_output_chars=256)
+    assert max(map(len, results(played))) <= 256
+
+
 @given(st.lists(st.lists(st.sampled_from(["right", "wrong", "unknown", "malformed"]), min_size=1), max_size=5))
 @settings(deadline=None)
 async def test_turns_with_a_failed_call_are_noted(turns):

@@ -210,13 +210,13 @@ def pages(asked):
     match asked.path.split("?")[0]:
         case "/page":
             return 200, {"content-type": "text/html; charset=utf-8"}, PAGE.encode()
-        case "/moved":
-            return 302, {"location": "/page"}, b""
+        case "/moved" | "/accent" as path:
+            return 302, {"location": "/page" if path == "/moved" else "/é"}, b""
         case "/round":
             return 302, {"location": "/round"}, b""
         case "/latin":
             return 200, {"content-type": "text/plain; charset=latin-1"}, "é".encode("latin-1")
-        case "/punycode" | "/idna" as path:
+        case "/punycode" | "/idna" | "/%C3%A9" as path:
             return 200, {"content-type": f"text/plain; charset={path[1:]}"}, b"bcher-kva"
         case "/picture":
             return 200, {"content-type": "image/png"}, b"\x89PNG"
@@ -249,8 +249,8 @@ async def test_a_page_becomes_text_with_its_links(read, site):
     assert await read(f"{site}/page") == expected
     assert await read(f"{site}/moved") == expected
     assert await read(f"{site}/latin") == "é"
-    for codec in ("punycode", "idna"):
-        assert await read(f"{site}/{codec}") == "bcher-kva"
+    for path in ("é", "%C3%A9", "accent", "punycode", "idna"):
+        assert await read(f"{site}/{path}") == "bcher-kva"
     assert await read(f"{site}/none") == "nothing here\n[HTTP 404]"
 
 
@@ -294,6 +294,12 @@ def test_any_source_has_a_text(source):
     assert "\n\n\n" not in text
     if "<" not in source and "&" not in source:
         assert text.split() == source.split()
+
+
+def test_a_character_with_a_long_number_stays_as_it_is():
+    number = "&#" + "1" * 5_000
+    page = f"<head><title>{number}</title></head><p>{number}"
+    assert page_text(page, "http://a.example/") == f"# {number}\n\n{number}"
 
 
 @pytest.mark.slow
