@@ -12,9 +12,10 @@ import posixpath
 import re
 import stat
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +24,10 @@ from sandboxes.images.tree import ImageTree
 
 IGNORE = ".dockerignore"
 PART = 1024 * 1024
+HEADER_BYTES = 1024 * 1024
+HEADERS = frozenset(
+    {*(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE), tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class IgnoreRules:
 
     def __init__(self, text: str = "") -> None:
         lines = (line.strip() for line in text.removeprefix("\ufeff").splitlines() if not line.startswith("#"))
-        self._rules = [(not line.startswith("!"), _compile(line.removeprefix("!").strip())) for line in lines if line]
+        self._rules = [(not line.startswith("!"), _matcher(line.removeprefix("!").strip())) for line in lines if line]
         self.has_exceptions = any(not ignored for ignored, _ in self._rules)
         """Whether something below an ignored folder may be wanted all the same."""
 
@@ -46,8 +51,8 @@ class IgnoreRules:
         parts = path.split("/")
         prefixes = ["/".join(parts[: count + 1]) for count in range(len(parts))]
         decided = False
-        for ignored, pattern in self._rules:
-            if decided != ignored and any(pattern.fullmatch(prefix) for prefix in prefixes):
+        for ignored, matches in self._rules:
+            if decided != ignored and any(map(matches, prefixes)):
                 decided = ignored
         return decided
 
@@ -165,10 +170,25 @@ def _parts(source: str) -> list[str]:
     return [part for part in posixpath.normpath(f"/{source}").split("/") if part]
 
 
+class _BoundedInfo(tarfile.TarInfo):
+    """Refuses headers that would be read into memory as a whole, which a small archive can have of any size."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in HEADERS and self.size > HEADER_BYTES:
+            raise tarfile.ReadError(f"it has a header of {self.size} bytes")
+        return super()._proc_member(archive)  # type: ignore[misc,no-any-return]
+
+    def _refuse(self, *_: object) -> tarfile.TarInfo:
+        raise tarfile.ReadError("it has sparse files, whose maps may have any length")
+
+    _proc_sparse = _proc_gnusparse_10 = _refuse
+
+
 def _is_archive(path: Path) -> bool:
     try:
-        return path.is_file() and tarfile.is_tarfile(path)
-    except OSError:
+        with tarfile.open(path, tarinfo=_BoundedInfo):
+            return True
+    except (OSError, tarfile.TarError):
         return False
 
 
@@ -212,8 +232,10 @@ def _send_file(file: ContextFile, path: Path, archive: tarfile.TarFile) -> None:
 
 def _send_unpacked(path: Path, archive: tarfile.TarFile) -> None:
     try:
-        with tarfile.open(path) as packed:
+        with tarfile.open(path, tarinfo=_BoundedInfo) as packed:
             for member in packed:
+                for one in (packed, archive):
+                    one.members.clear()  # type: ignore[attr-defined]  # otherwise all of them are kept
                 member.name = f"d/{posixpath.normpath('/' + member.name).lstrip('/')}"
                 if member.islnk():
                     member.linkname = f"d/{posixpath.normpath('/' + member.linkname).lstrip('/')}"
@@ -222,23 +244,71 @@ def _send_unpacked(path: Path, archive: tarfile.TarFile) -> None:
         raise ImageError(f"cannot unpack {path}: {error}") from error
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
-    """Let `*` and `?` match within a name, and `**` any number of folders."""
-    cleaned = posixpath.normpath(pattern).lstrip("/")
-    made, at = "", 0
+FOLDERS, ANY, NAME = "(?:.*/)?", ".*", "[^/]*"
+"""The wildcards `**/`, `**` and `*`."""
+FEW = 2
+"""The most wildcards that `re` takes: its time grows with a power of their number."""
+
+
+def _matcher(pattern: str) -> Callable[[str], object]:
+    """Let `*` and `?` match within a name, and `**` any number of folders.
+
+    Raises:
+        ImageError: The pattern is none, such as `[z-a]`.
+    """
+    try:
+        return _compile(pattern)
+    except re.error as error:
+        raise ImageError(f"{IGNORE}: {pattern!r} is not a pattern: {error}", hint="correct that line") from error
+
+
+def _compile(pattern: str) -> Callable[[str], object]:
+    tokens = list(_tokens(posixpath.normpath(pattern).lstrip("/")))
+    if sum(token in (FOLDERS, ANY, NAME) for token in tokens) <= FEW:
+        return re.compile("".join(tokens), re.DOTALL).fullmatch
+    return partial(_matches, [(token, re.compile(token, re.DOTALL)) for token in tokens])
+
+
+def _tokens(cleaned: str) -> Iterator[str]:
+    """Yield a regular expression for each wildcard, and for each other character."""
+    at = 0
     while at < len(cleaned):
         if cleaned.startswith("**/", at):
-            made, at = made + "(?:.*/)?", at + 3
+            token, length = FOLDERS, 3
         elif cleaned.startswith("**", at):
-            made, at = made + ".*", at + 2
+            token, length = ANY, 2
         elif cleaned[at] == "*":
-            made, at = made + "[^/]*", at + 1
+            token, length = NAME, 1
         elif cleaned[at] == "?":
-            made, at = made + "[^/]", at + 1
+            token, length = "[^/]", 1
         elif cleaned[at] == "[" and (end := cleaned.find("]", at + 2)) > 0:
-            inner = cleaned[at + 1 : end].replace("\\", "\\\\")
-            made, at = made + f"[{inner}]", end + 1
+            token, length = "[" + cleaned[at + 1 : end].replace("\\", "\\\\") + "]", end + 1 - at
         else:
             at += cleaned[at] == "\\" and at + 1 < len(cleaned)
-            made, at = made + re.escape(cleaned[at]), at + 1
-    return re.compile(made, re.DOTALL)
+            token, length = re.escape(cleaned[at]), 1
+        yield token
+        at += length
+
+
+def _matches(tokens: Sequence[tuple[str, re.Pattern[str]]], path: str) -> bool:
+    """Follow all ways to match at once, in time linear in the length of both."""
+
+    def reach(at: int) -> None:
+        while at not in found:
+            found.add(at)
+            if at < len(tokens) and tokens[at][0] in (FOLDERS, ANY, NAME):
+                at += 1
+
+    found: set[int] = set()
+    reach(0)
+    for character in path:
+        before, found = found - {len(tokens)}, set()
+        for at in before:
+            token, one = tokens[at]
+            if token == FOLDERS:
+                found.add(at)  # within the folders: what comes after them begins after a slash
+                if character == "/":
+                    reach(at + 1)
+            elif one.fullmatch(character):
+                reach(at if token in (ANY, NAME) else at + 1)
+    return len(tokens) in found

@@ -30,6 +30,7 @@ class Writer:
             archive.extraction_filter = lambda member, _path: member
             for member in archive:
                 self._write(archive, member)
+                archive.members.clear()  # type: ignore[attr-defined]  # otherwise all of them are kept
         return 0
 
     def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:

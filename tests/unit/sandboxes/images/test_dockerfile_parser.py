@@ -4,13 +4,16 @@ import io
 import os
 import platform
 import tarfile
+import tracemalloc
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.errors import DockerfileError, ImageNotFoundError
+from sandboxes.errors import DockerfileError, ImageError, ImageNotFoundError
+from sandboxes.images.dockerfile import context
 from sandboxes.images.dockerfile.context import BuildContext, IgnoreRules, digest, send
 from sandboxes.images.dockerfile.parser import Instruction, parse
 from sandboxes.images.dockerfile.plan import BuildPlan, Mount, make_plan, parse_mount
@@ -250,6 +253,26 @@ def test_rules_beside_a_dockerfile_come_first(root):
         context.select(["b.py"])
 
 
+WILD = st.lists(st.sampled_from(["**/", "**", "*", "?", "a", "b", "/", "[ab]"]), min_size=1, max_size=8).map("".join)
+
+
+@given(WILD, st.text("ab/", max_size=8))
+def test_patterns_with_many_wildcards_match_as_those_with_few(pattern, path):
+    with mock.patch.object(context, "FEW", -1):
+        matches = bool(context._matcher(pattern)(path))
+    with mock.patch.object(context, "FEW", 99):
+        assert matches is bool(context._matcher(pattern)(path))
+
+
+def test_a_pattern_that_is_none_is_refused():
+    with pytest.raises(ImageError, match=r"\.dockerignore: '\[z-a\]' is not a pattern"):
+        IgnoreRules("x\n[z-a]\n")
+
+
+def test_a_pattern_takes_linear_time():
+    assert not IgnoreRules("a*" * 40 + "b\n" + "**/a/" * 40 + "b").ignores("a/" * 60 + "a" * 200)
+
+
 def test_an_empty_rule_file_ignores_nothing():
     assert not IgnoreRules("").ignores("a")
     assert not IgnoreRules("!a").ignores("a")
@@ -282,6 +305,22 @@ def test_what_is_sent_belongs_to_root_and_archives_are_unpacked(root):
     assert [member.name for member in members[:3]] == ["f/a.py", "d/up", "d/up/a.py"]
     assert (members[0].uid, members[0].uname) == (0, "")
     assert names(root, "packed.tar.xz") == ["f/packed.tar.xz"], "COPY copies it as it is"
+
+
+def test_an_archive_takes_no_memory_for_its_headers(root):
+    long = tarfile.TarInfo("x")
+    long.type, long.size = tarfile.XHDTYPE, 64 * 1024 * 1024
+    small = tarfile.TarInfo("x").tobuf()
+    (root / "many.tar").write_bytes(small * 5_000 + bytes(1_024))
+    (root / "long.tar").write_bytes(small + long.tobuf() + bytes(long.size + 1_024))
+    with Path(os.devnull).open("wb") as pipe:
+        tracemalloc.start()
+        send(BuildContext(root).select(["many.tar"], unpack=True), pipe)
+        with pytest.raises(ImageError, match="has a header of 67108864 bytes"):
+            send(BuildContext(root).select(["long.tar"], unpack=True), pipe)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 2_000_000
 
 
 STAGES = """ARG TAG=12
