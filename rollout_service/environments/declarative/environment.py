@@ -274,7 +274,7 @@ def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnviro
         return _make(read_declaration(text, where=str(path)), folder, str(path))
     where = f"{image}:{INSIDE}/{FILE_NAME}"
     declaration = read_declaration(text, where=where, image=str(image))
-    _require_no_path_of_the_host(declaration, folder, where)
+    _require_nothing_of_the_host(declaration, folder, where)
     named = tomllib.loads(text).get("image")
     ignored = f"image: the key ({named!r}) has no effect: the environment is inside the image {image}"
     return _make(declaration, folder, where, in_image=True, warnings=[] if named is None else [ignored])
@@ -296,15 +296,15 @@ def _make(
         raise ConfigurationError(message, hint=error.hint) from error
 
 
-def _require_no_path_of_the_host(declaration: Declaration, folder: Path, where: str) -> None:
-    """Refuse paths that lead out of the folder: an image is downloaded data."""
+def _require_nothing_of_the_host(declaration: Declaration, folder: Path, where: str) -> None:
+    """Refuse paths that lead out of the folder, and services that the host itself asks: an image is downloaded data."""
     outside = [
         f"{where}: dataset: {path} is not a file in {INSIDE}"
         for path, _ in dataset_files(declaration.dataset, folder)
         if find_own_file(folder, str(path)) is None
     ]
-    if declaration.search is not None and declaration.search.key_file is not None:
-        outside.append(f"{where}: search.key_file: an image cannot name files of this machine")
+    if declaration.search is not None:
+        outside.append(f"{where}: search: an image cannot name addresses that this machine asks, such as its own")
     if outside:
         hint = f"Put an {FILE_NAME} of yours into a folder next to the image, and name what it needs there."
         raise ConfigurationError("\n".join(outside), hint=hint)

@@ -143,7 +143,7 @@ def images_of_swe_instances(folder: Path) -> None:
 
 @check
 def environment_in_an_image(folder: Path) -> None:
-    """The `environment.toml` in an image makes the service read no file outside the image."""
+    """The `environment.toml` in an image makes the service read no file outside the image, and ask no address."""
     (folder / "inside").mkdir()
     (folder / "outside.jsonl").write_text('{"question": "secret"}\n')
     (folder / "inside/link.jsonl").symlink_to("../outside.jsonl")
@@ -152,7 +152,7 @@ def environment_in_an_image(folder: Path) -> None:
         f'[dataset]\npath = "{folder}/outside.jsonl"\n',
         '[dataset]\npath = "../outside.jsonl"\n',
         '[dataset.splits]\ntrain = "link.jsonl"\n',
-        '[search]\nurl = "https://attacker.example/"\nkey_file = "/etc/shadow"\n',
+        '[search]\nurl = "http://127.0.0.1:8000/v1/rollouts"\n',
     ):
         (folder / "inside/environment.toml").write_text(minimal + text)
         call = partial(load_folder, folder / "inside", image=folder / "any.sif")

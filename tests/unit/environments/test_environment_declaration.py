@@ -123,10 +123,10 @@ def test_an_image_that_holds_the_folder_hides_it(tmp_path):
     [
         ('[dataset]\npath = "{outside}"\n', "dataset: {outside} is not a file in /environment"),
         ('[dataset.splits]\ntrain = "own.jsonl"\ntest = "../outside.jsonl"\n', "outside.jsonl is not a file"),
-        ('[search]\nurl = "https://x.org/s"\nkey_file = "/root/key"\n', "search.key_file: an image cannot"),
+        ('[search]\nurl = "http://127.0.0.1:8000/v1/rollouts"\n', "search: an image cannot name addresses"),
     ],
 )
-def test_an_environment_in_an_image_names_no_path_of_the_host(tmp_path, text, message):
+def test_an_environment_in_an_image_names_nothing_of_the_host(tmp_path, text, message):
     outside = tmp_path / "outside.jsonl"
     outside.write_text("{}\n")
     (tmp_path / "inside").mkdir()
