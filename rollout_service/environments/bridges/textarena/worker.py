@@ -28,8 +28,22 @@ def begin(request: dict[str, Any]) -> tuple[Callable[[str], Reply], Reply]:
     states = {1: textarena.SinglePlayerState, 2: textarena.TwoPlayerState}
     if not isinstance(env.state, states[players]):
         raise ValueError(f"{request['game']} is not a game for {players} of players")  # noqa: TRY004 - a wrong request
+    if players == 1:
+        put_in_order(env.state)
     game = _ArenaGame(env, players, request.get("seat") or 0)
     return game.step, game.news()
+
+
+def put_in_order(state: Any) -> None:
+    """Let a game say the reason and the reward of an illegal move in either order: some have them the wrong way round,
+    and would end with a text as their reward.
+    """
+    own = state.set_invalid_move
+
+    def set_invalid_move(reason: Any, reward: Any = -1.0) -> Any:
+        return own(reward, reason) if isinstance(reward, str) else own(reason, reward)
+
+    state.set_invalid_move = set_invalid_move
 
 
 class _ArenaGame:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -35,6 +36,7 @@ from rollout_service.environments.bridges.reasoning_gym.generate import REASONIN
 from rollout_service.environments.bridges.reasoning_gym.worker import import_alone, is_harmless
 from rollout_service.environments.bridges.textarena.environment import TEXTARENA
 from rollout_service.environments.bridges.textarena.environment import environment as textarena_games
+from rollout_service.environments.bridges.textarena.worker import put_in_order
 from rollout_service.environments.bridges.verifiers.catalog import compile_modules
 from sandboxes import ExecResult, LocalConfig, SandboxSpec, make_provider
 from tests.support.waiting import until
@@ -352,3 +354,13 @@ def test_the_worker_needs_nothing_but_the_standard_library():
     command = [sys.executable, "-I", "-S", "-c", worker.read_text(), "/nowhere"]
     done = subprocess.run(command, input=request, capture_output=True, text=True, check=True)
     assert "No module named 'reasoning_gym'" in json.loads(done.stdout)["error"]
+
+
+def test_the_reward_of_an_illegal_move_is_the_number():
+    said = []
+    state = SimpleNamespace(set_invalid_move=lambda reason, reward: said.append((reason, reward)))
+    put_in_order(state)
+    state.set_invalid_move(0.25, "no such cup")
+    state.set_invalid_move("no such cup", reward=0.5)
+    state.set_invalid_move(reason="no such cup")
+    assert said == [("no such cup", 0.25), ("no such cup", 0.5), ("no such cup", -1.0)]
