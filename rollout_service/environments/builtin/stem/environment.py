@@ -77,7 +77,7 @@ class StemTask(InstanceFields):
 
     @model_validator(mode="after")
     def _answer_fits_its_kind(self) -> Self:
-        if self.choices and self.answer.strip().upper() not in ascii_uppercase[: len(self.choices)]:
+        if self.choices and self.answer.strip().upper() not in [*ascii_uppercase[: len(self.choices)]]:
             raise ValueError("with `choices`, the `answer` is the letter of one of them")
         if self.kind == "choice" and not self.choices:
             raise ValueError("a task of the kind `choice` needs `choices`")

@@ -274,6 +274,8 @@ async def test_rows_of_published_data_sets_are_tasks(score):
         ({"question": "?"}, "instance.answer"),
         ({"question": "?", "answer": ""}, "instance.answer"),
         ({"question": "?", "answer": "E", "choices": ["a", "b"]}, "instance"),
+        ({"question": "?", "answer": "AB", "choices": ["a", "b"]}, "instance"),
+        ({"question": "?", "answer": " ", "choices": ["a", "b"]}, "instance"),
         ({"question": "?", "answer": "A", "kind": "choice"}, "instance"),
         ({"question": "?", "answer": "much", "kind": "number"}, "instance"),
         ({"question": "?", "answer": "3", "unit": "blips"}, "instance"),
