@@ -42,6 +42,7 @@ GROUP = "rollout_service.environments"
 """Entry points: each is an `Environment`, or a function without arguments that returns one."""
 FIELD = "environment"
 """The path in a task; callers prefix it with the task's own."""
+SHOWN_CHARS = 300
 _OBJECT = re.compile(r"[\w-]+(\.\w+)*:\w+(\.\w+)*")
 
 
@@ -126,7 +127,16 @@ def load_path(path: Path, harbor: HarborSettings | None = None) -> Environment:
     Raises:
         ConfigurationError: The path has no environment, or not a valid one; the message names the path.
     """
-    path = path.expanduser()
+    try:
+        return _load_at(path.expanduser(), harbor)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # such as the name of a file that is too long, or brackets without end in a prompt
+        why = f"{type(error).__name__}: {error}"[:SHOWN_CHARS]
+        raise ConfigurationError(f"{str(path)[:SHOWN_CHARS]} cannot be loaded: {why}") from error
+
+
+def _load_at(path: Path, harbor: HarborSettings | None) -> Environment:
     if path.name == FILE_NAME:
         path = path.parent
     if path.is_dir() and (path / FILE_NAME).is_file():

@@ -115,6 +115,22 @@ def test_a_broken_entry_does_not_hide_the_others(tmp_path, monkeypatch):
         registry.get("absent")
 
 
+def test_a_folder_that_fails_in_any_way_does_not_hide_the_others(tmp_path):
+    texts = {
+        "image": f'image = "{"x" * 5_000}"\n',
+        "dataset": 'image = "base"\ndataset.path = "a\\u0000b"\n',
+        "prompt": f'image = "base"\nprompt = "{"{% if 1 %}" * 2_000}"\n',
+    }
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "environment.toml").write_text(f'name = "e"\n{text}[evaluate]\ncommand = "true"\n')
+    paths = [*(tmp_path / name for name in texts), tmp_path / ("x" * 5_000), folder(tmp_path / "fine", "fine")]
+    registry = EnvironmentRegistry.load(paths, plugins=[])
+    assert [one.spec.name for one in registry.list()] == ["fine"]
+    assert len(registry.problems) == 4
+    assert all(len(str(problem)) < 800 for problem in registry.problems.values())
+
+
 def test_a_folder_may_be_named_by_its_file(tmp_path):
     path = folder(tmp_path / "a", "a")
     assert load_path(path / "environment.toml").spec.name == "a"
