@@ -219,6 +219,12 @@ def plain(value):
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             return {kind.__name__: [plain(item) for item in value]}
+    for kind in (int, float):  # numbers of other types, such as a Fraction, that are equal to one of these
+        try:
+            if kind(value) == value:
+                return kind(value)
+        except Exception:
+            pass
     raise TypeError("a value of type " + type(value).__name__ + " cannot be compared")
 
 asked = json.load(sys.stdin)
@@ -273,7 +279,7 @@ def parse_assertion(source: str) -> Assertion:
     """Split an assertion of one of these forms:
 
     - `assert EXPRESSION == LITERAL`, also with `!=` and `is`
-    - `assert CALL` and `assert not CALL`, for a value that is true or false
+    - `assert CALL` and `assert not CALL`
     - `assert abs(EXPRESSION - NUMBER) < NUMBER`, also with `<=`
 
     Raises:
@@ -293,10 +299,15 @@ def parse_assertion(source: str) -> Assertion:
         case ast.Compare(left=ast.Call(func=ast.Name("abs"), args=[difference]), ops=[op], comparators=[right]):
             return _close(difference, op, right)
         case ast.Call() as call:
-            return Assertion(ast.unparse(call), bool)
+            return Assertion(_truth_of(call), bool)
         case ast.UnaryOp(op=ast.Not(), operand=ast.Call() as call):
-            return Assertion(ast.unparse(call), operator.not_)
+            return Assertion(_truth_of(call), operator.not_)
     raise BadAssertionError("must be EXPRESSION == LITERAL, CALL, not CALL, or abs(EXPRESSION - NUMBER) < NUMBER")
+
+
+def _truth_of(call: ast.Call) -> str:
+    """Let any value count, such as a match of a regular expression, as it does in Python."""
+    return f"not not {ast.unparse(call)}"
 
 
 def same_output(expected: str, stdout: bytes) -> bool:

@@ -51,6 +51,17 @@ async def test_part_of_the_tests_is_no_reward(sandboxes):
     assert (score.reward, score.parts) == (0.0, {"submitted": 1.0, "tests_passed": 0.5})
 
 
+async def test_values_of_other_types_count_as_in_python(sandboxes):
+    program = (
+        "import re\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+        "def f(x): return [Fraction(x), Decimal(x) / 2, Fraction(1, x)]\ndef g(x): return re.match('a', x)"
+    )
+    tests = ["assert f(2)[:2] == [2, 1.0]", "assert g('ab')", "assert not g('b')", "assert f(4)[2] == 0.25"]
+    assert (await submit(sandboxes, program, task(*tests))).parts["tests_passed"] == 1.0
+    wrong = ["assert f(3) == [3, 1.4]", "assert g('b')", "assert not g('ab')", f"assert f(3)[2] == {1 / 3!r}"]
+    assert (await submit(sandboxes, program, task(*wrong))).parts["tests_passed"] == 0.0
+
+
 async def test_a_missing_program_gets_no_reward(sandboxes):
     trial = await play(environment, task("assert f(2) == 4"), ScriptedPolicy(["f is easy"]), sandboxes)
     assert (trial.score.reward, trial.score.parts["submitted"]) == (0.0, 0.0)
@@ -129,7 +140,7 @@ async def test_a_sandbox_without_python_is_not_a_zero(sandboxes, monkeypatch):
 def test_assertions_are_checked_outside(assertion, value, holds):
     parsed = parse_assertion(assertion)
     assert bool(parsed.holds(value)) is holds
-    assert parsed.expression.startswith(("f(", "sorted(f("))
+    assert parsed.expression.startswith(("f(", "sorted(f(", "not not f("))
 
 
 @pytest.mark.parametrize(
