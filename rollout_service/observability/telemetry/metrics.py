@@ -116,6 +116,11 @@ class Metrics:
             "rollout_stage_queue_seconds", "Time waited for a worker", "stage", STAGE_SECONDS, Stage
         )
 
+        self._queued = self._gauge("rollout_queued", "Rollouts in the store that no node has begun; NaN if it fails")
+
+    def set_queued(self, count: float) -> None:
+        self._queued.set(count)
+
     def observe_queue_seconds(self, stage: Stage, seconds: float) -> None:
         self._queue_duration.labels(stage).observe(seconds)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,10 +13,16 @@ import anyio
 from api_schemas.errors import sentences
 from api_schemas.external import RolloutEnd
 from api_schemas.inference import BackendState
-from api_schemas.rollouts import BranchPoint, Rollout, RolloutRequest
+from api_schemas.rollouts import BranchPoint, Rollout, RolloutRequest, RolloutState
 from api_schemas.rollouts.trees import RolloutNodes
 from api_schemas.tasks import Task
-from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFoundError, prefix_field_paths
+from rollout_service.base.errors import (
+    ConflictError,
+    InvalidFieldError,
+    NotFoundError,
+    StoreError,
+    prefix_field_paths,
+)
 from rollout_service.base.shutdown import Shutdown
 from rollout_service.base.signals import first_of
 from rollout_service.cluster.membership import ClusterNodes
@@ -45,6 +53,9 @@ from rollout_service.server.trajectories import TrajectoryViewer
 from rollout_service.settings import Settings
 from rollout_service.store.contract import Store, cancel_unfinished
 from sandboxes.errors import ImageError, SandboxConfigError
+
+COUNT_SECONDS = 1.0
+"""A scrape waits for so long for a count of the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +281,13 @@ class Service:
             "service; register one with POST /v1/backends"
             for pool, names in waiting.items()
         ]
+
+    async def count_queued(self) -> None:
+        """Let a scrape show what waits in the store."""
+        queued = math.nan
+        with suppress(StoreError), anyio.move_on_after(COUNT_SECONDS):
+            queued = (await self.store.counts()).get(RolloutState.QUEUED, 0)
+        self.metrics.set_queued(queued)
 
     def unready(self) -> list[str]:
         """Return why the service cannot take work, with remedies; empty if it can."""

@@ -119,7 +119,7 @@ async def test_orders_wait_for_their_engine_and_lose_nothing_by_it(tmp_path: Pat
         assert not (await client.readiness()).ready
         figures = await metrics(client)
         assert figures[f'rollout_backend_up{{backend="policy@127.0.0.1:{port}",pool="policy"}}'] == "0.0"
-        assert figures["rollout_ready"] == "0.0"
+        assert (figures["rollout_ready"], figures["rollout_queued"]) == ("0.0", "12.0")
         async with engine(port):
             with anyio.fail_after(60):
                 await submit.wait()

@@ -53,4 +53,5 @@ async def get_readiness(service: ServiceDep, response: Response) -> Readiness:
 async def get_metrics(service: ServiceDep) -> Response:
     """Read the service's metrics, for a Prometheus scrape. With keys configured it needs one; any role will do."""
     await service.live.funnel.refresh()
+    await service.count_queued()
     return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
