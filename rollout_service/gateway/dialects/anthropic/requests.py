@@ -26,7 +26,9 @@ from rollout_service.gateway.dialects.fields import (
 )
 from rollout_service.tokens import ToolSpec, tool_spec
 
-_HONORED, _RECORDED, _IGNORED = Treatment.HONORED, Treatment.RECORDED, Treatment.IGNORED
+_HONORED, _RECORDED = Treatment.HONORED, Treatment.RECORDED
+_IGNORED, _REFUSED = Treatment.IGNORED, Treatment.REFUSED
+THREAD = "thread"
 
 PARAMETERS = ParameterTable(
     (
@@ -55,6 +57,8 @@ PARAMETERS = ParameterTable(
         Parameter("inference_geo", _IGNORED),
         Parameter("container", _IGNORED),
         Parameter("mcp_servers", _IGNORED),
+        Parameter(THREAD, _REFUSED, "nothing is kept between requests; send the whole history"),
+        Parameter("compaction", _REFUSED, "ask for a summary in a message"),
     )
 )
 

@@ -21,6 +21,7 @@ from rollout_service.gateway.contract import (
     TextDelta,
 )
 from rollout_service.gateway.dialects.answers import TextPart, WholeAnswer
+from rollout_service.gateway.dialects.anthropic.requests import THREAD
 from rollout_service.gateway.dialects.base import (
     COMMENT,
     AnswerStream,
@@ -28,7 +29,7 @@ from rollout_service.gateway.dialects.base import (
     sse,
 )
 from rollout_service.gateway.dialects.fields import parse_object, raw_call_text
-from rollout_service.gateway.errors import ContextOverflowError
+from rollout_service.gateway.errors import ContextOverflowError, RefusedParameterError
 
 _TEXT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 
@@ -189,4 +190,8 @@ def error_object(error: BaseException) -> dict[str, Any]:
     status, message = describe_failure(error)
     if isinstance(error, ContextOverflowError):
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.context_length} maximum"
-    return {"type": _TYPES.get(HTTPStatus(status), "invalid_request_error"), "message": message}
+    told: dict[str, Any] = {"type": _TYPES.get(HTTPStatus(status), "invalid_request_error"), "message": message}
+    if isinstance(error, RefusedParameterError) and error.fields[0].path == THREAD:
+        # At this code, Anthropic's client sends the whole history.
+        told["details"] = {"error_code": "thread_unsupported_request"}
+    return told

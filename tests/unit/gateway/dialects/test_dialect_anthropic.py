@@ -16,7 +16,7 @@ from rollout_service.gateway.contract import (
     TextDelta,
 )
 from rollout_service.gateway.dialects import CODECS, ListedModel
-from rollout_service.gateway.errors import ContextOverflowError, UnsupportedContentError
+from rollout_service.gateway.errors import ContextOverflowError, RefusedParameterError, UnsupportedContentError
 from tests.support.gateway import answers
 from tests.support.gateway.answers import CALLS, KEY, REASONING, TEXT, sse_events
 
@@ -160,6 +160,14 @@ def test_what_cannot_be_read_is_named(change, error, path):
     assert told.status == 400
     assert json.loads(told.body)["error"]["type"] == "invalid_request_error"
     assert path in json.loads(told.body)["error"]["message"]
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_a_thread_is_refused_so_that_the_client_sends_the_whole_history(thread):
+    with pytest.raises(RefusedParameterError) as caught:
+        read(thread=thread)
+    told = json.loads(CODECS[Dialect.ANTHROPIC].error(caught.value).body)
+    assert told["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 def test_a_stream_opens_and_closes_one_block_after_the_other():
