@@ -10,7 +10,7 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ import orjson
 from api_schemas.errors import sentences
 from rollout_service.base.errors import InvalidFieldError, ServiceError, TryLaterError, describe
 from rollout_service.gateway.bounds import BoundedFields
-from rollout_service.gateway.contract import AnswerEvent, Dialect, Lane, ModelCall
+from rollout_service.gateway.contract import AnswerEvent, ClientMessage, ClientToolCall, Dialect, Lane, ModelCall
 from rollout_service.gateway.dialects.answers import WholeAnswer
 from rollout_service.gateway.dialects.fields import Fields, ParameterTable, invalid, kind, parse_object
 from rollout_service.gateway.errors import ContextOverflowError
@@ -90,6 +90,20 @@ class DialectCodec(ABC):
 
     @abstractmethod
     def model(self, model: ListedModel) -> bytes: ...
+
+
+@dataclass(slots=True)
+class FoldedAnswer:
+    """An answer that comes back in several items or contents."""
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ClientToolCall] = field(default_factory=list)
+    turn_key: str | None = None
+
+    def message(self) -> ClientMessage:
+        reasoning = "".join(self.thoughts) or None
+        return ClientMessage("assistant", "".join(self.texts), reasoning, tuple(self.calls), turn_key=self.turn_key)
 
 
 _NOT_IN_FINGERPRINT = frozenset({"stream", "stream_options"})

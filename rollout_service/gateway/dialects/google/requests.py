@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from api_schemas.errors import FieldError
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
-from rollout_service.gateway.dialects.base import fingerprint, read_lane
+from rollout_service.gateway.dialects.base import FoldedAnswer, fingerprint, read_lane
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     FORCES_NOTHING,
@@ -258,6 +258,13 @@ class _OpenCalls:
         return None
 
 
+def _ends(answer: FoldedAnswer, content: Fields) -> bool:
+    """Return whether a content of the model is signed as part of another answer."""
+    signatures = (part.text("thoughtSignature") for part in _parts(content))
+    keys = {read_signature(signature)[0] for signature in signatures if signature}
+    return answer.turn_key is not None and bool(keys - {answer.turn_key})
+
+
 class ContentReader:
     def __init__(self, notes: Sorted) -> None:
         self._notes = notes
@@ -265,15 +272,25 @@ class ContentReader:
         """From the last answer, for responses without an id."""
 
     def read(self, fields: Fields) -> Iterator[ClientMessage]:
-        """Make each response of a function a message of its own."""
+        """Make each response of a function a message of its own, and one of the contents of an answer.
+
+        Google's client keeps each chunk of a stream as a content.
+        """
+        answer: FoldedAnswer | None = None
         for content in fields.objects("contents"):
             role = content.text("role") or "user"
-            if role == "model":
-                yield self._model(content)
-            elif role in ("user", "function"):
-                yield from self._user(content)
-            else:
+            if role not in ("model", "user", "function"):
                 invalid(content.at("role"), "must be user or model")
+            if answer and (role != "model" or _ends(answer, content)):
+                yield self._model(answer)
+                answer = None
+            if role == "model":
+                answer = answer or FoldedAnswer()
+                self._fold(content, answer)
+            else:
+                yield from self._user(content)
+        if answer:
+            yield self._model(answer)
 
     def system(self, fields: Fields) -> str:
         value = fields.values.get("systemInstruction")
@@ -283,22 +300,19 @@ class ContentReader:
         texts = (self._text(part) for part in _parts(content))
         return BETWEEN_PARTS.join(text for text in texts if text is not None)
 
-    def _model(self, content: Fields) -> ClientMessage:
-        texts: list[str] = []
-        thoughts: list[str] = []
-        calls: list[ClientToolCall] = []
-        turn_key: str | None = None
+    def _fold(self, content: Fields, answer: FoldedAnswer) -> None:
         for part in _parts(content):
             signed_call = None
             if signature := part.text("thoughtSignature"):
-                turn_key, signed_call = read_signature(signature)
+                answer.turn_key, signed_call = read_signature(signature)
             if call := part.object("functionCall"):
-                calls.append(_call(call, signed_call))
+                answer.calls.append(_call(call, signed_call))
             elif (text := self._text(part)) is not None:
-                (thoughts if part.boolean("thought") else texts).append(text)
-        self._open_calls = _OpenCalls(calls)
-        reasoning = "".join(thoughts) or None
-        return ClientMessage("assistant", "".join(texts), reasoning, tuple(calls), turn_key=turn_key)
+                (answer.thoughts if part.boolean("thought") else answer.texts).append(text)
+
+    def _model(self, answer: FoldedAnswer) -> ClientMessage:
+        self._open_calls = _OpenCalls(answer.calls)
+        return answer.message()
 
     def _user(self, content: Fields) -> Iterator[ClientMessage]:
         texts: list[str] = []

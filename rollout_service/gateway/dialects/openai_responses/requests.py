@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from api_schemas.errors import FieldError
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, DeclaredTool, Dialect, ModelCall
-from rollout_service.gateway.dialects.base import check_tool_choice, fingerprint, read_lane
+from rollout_service.gateway.dialects.base import FoldedAnswer, check_tool_choice, fingerprint, read_lane
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     FORCES_NOTHING,
@@ -144,18 +143,6 @@ def item_id(prefix: str, turn_key: str, index: int) -> str:
     return f"{prefix}_{turn_key}_{index}"
 
 
-@dataclass(slots=True)
-class _FoldedAnswer:
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[ClientToolCall] = field(default_factory=list)
-    turn_key: str | None = None
-
-    def message(self) -> ClientMessage:
-        reasoning = "".join(self.thoughts) or None
-        return ClientMessage("assistant", "".join(self.texts), reasoning, tuple(self.calls), turn_key=self.turn_key)
-
-
 class ItemReader:
     def __init__(self, tools: ToolReader, notes: Sorted) -> None:
         self.head_tools: list[ToolSpec] = []
@@ -171,11 +158,11 @@ class ItemReader:
         if isinstance(value, str):
             yield ClientMessage("user", value)
             return
-        answer: _FoldedAnswer | None = None
+        answer: FoldedAnswer | None = None
         for item in fields.objects("input"):
             form = item.text("type") or "message"
             if _is_of_answer(item, form):
-                answer = answer or _FoldedAnswer()
+                answer = answer or FoldedAnswer()
                 self._fold(item, form, answer)
                 continue
             message = self._other(item, form)
@@ -188,7 +175,7 @@ class ItemReader:
         if answer:
             yield answer.message()
 
-    def _fold(self, item: Fields, form: str, answer: _FoldedAnswer) -> None:
+    def _fold(self, item: Fields, form: str, answer: FoldedAnswer) -> None:
         match form:
             case "message":
                 answer.texts.append(join_content(item, "content", self._text, ""))

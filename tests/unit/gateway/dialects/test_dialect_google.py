@@ -73,6 +73,30 @@ def test_a_history_is_read_part_by_part():
     )
 
 
+def test_the_contents_of_one_answer_are_one_message():
+    def model(**part: object) -> dict[str, object]:
+        return {"role": "model", "parts": [part]}
+
+    signed = {"thoughtSignature": sign(KEY, "c1")}
+    history = [
+        HELLO,
+        model(text="hm", thought=True),
+        model(text="x"),
+        model(functionCall={"name": "f", "args": {}}, **signed),
+        model(text=""),
+        {"role": "user", "parts": [{"functionResponse": {"name": "f", "response": {"result": "1"}}}]},
+        model(text="a"),
+        model(text="", thoughtSignature=sign("other")),
+        model(text="b", thoughtSignature=sign("third")),
+    ]
+    assert read(contents=history).messages[1:] == (
+        ClientMessage("assistant", "x", "hm", (ClientToolCall("c1", "f", "{}"),), turn_key=KEY),
+        ClientMessage("tool", "1", call_id="c1", tool_name="f"),
+        ClientMessage("assistant", "a", turn_key="other"),
+        ClientMessage("assistant", "b", turn_key="third"),
+    )
+
+
 def test_calls_and_responses_without_ids_get_them_from_signatures_and_by_order():
     def call(name: str, call_id: str) -> dict[str, object]:
         return {"functionCall": {"name": name, "args": {}}, "thoughtSignature": sign(KEY, call_id)}
