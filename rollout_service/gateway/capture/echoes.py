@@ -7,7 +7,7 @@ writes it; any other message by its content. The cost of a call is one hash for 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -35,7 +35,12 @@ class EchoMatch(StrEnum):
     TEXT_CHANGED = "text_changed"
 
 
+_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
+
+
 def compare(sent: SentAnswer, message: ClientMessage) -> EchoMatch:
+    if message.text.strip() != sent.text.strip():
+        message = _untagged(message)
     if message.text.strip() != sent.text.strip():
         return EchoMatch.TEXT_CHANGED
     calls = _compare_calls(sent.calls, message.calls)
@@ -44,6 +49,14 @@ def compare(sent: SentAnswer, message: ClientMessage) -> EchoMatch:
     if (message.reasoning or "").strip() != sent.reasoning.strip():
         return EchoMatch.REASONING_DROPPED
     return EchoMatch.TEXT_TRIMMED if message.text != sent.text else calls
+
+
+def _untagged(message: ClientMessage) -> ClientMessage:
+    """Return the message with its reasoning apart from the text, into which some clients write it."""
+    thought, ended, text = message.text.lstrip().partition(_THOUGHT_ENDS)
+    if not (ended and thought.startswith(_THOUGHT_BEGINS)):
+        return message
+    return replace(message, text=text, reasoning=thought.removeprefix(_THOUGHT_BEGINS))
 
 
 def same_calls(sent: SentAnswer, message: ClientMessage) -> bool:

@@ -53,6 +53,8 @@ class Habits:
     """After how many turns a system message follows the results."""
     newest_first: bool = False
     """Whether results of parallel calls come in the reverse order."""
+    tags_reasoning: bool = False
+    """Whether the reasoning is in the text, between tags."""
 
 
 def respelled(arguments: str) -> str:
@@ -89,6 +91,7 @@ CLIENTS = {
     "mini_swe_agent": Habits(),
     "openai_agents": Habits(keeps_reasoning=False),
     "langchain": Habits(arguments=respelled, keeps_reasoning=False),
+    "pydantic_ai": Habits(arguments=respelled, keeps_reasoning=False, tags_reasoning=True),
     "openhands": Habits(arguments=respelled, keeps_reasoning=False, text=str.strip),
 }
 
@@ -200,9 +203,10 @@ class EchoingClient:
     def echo(self, message: ClientMessage) -> ClientMessage:
         """Return an answer as this client sends it back."""
         habits = self.habits
+        thought = f"<think>\n{message.reasoning}\n</think>" if habits.tags_reasoning and message.reasoning else ""
         return replace(
             message,
-            text=habits.text(message.text),
+            text=thought + habits.text(message.text),
             reasoning=message.reasoning if habits.keeps_reasoning else None,
             calls=tuple(
                 replace(call, id=call.id if habits.keeps_ids else None, arguments=habits.arguments(call.arguments))
