@@ -100,6 +100,8 @@ class ModelCall:
     include_usage: bool = True
     """A stream ends with the usage, where the client decides."""
     json_schema: Mapping[str, Any] | None = None
+    answer_format: Mapping[str, Any] | None = None
+    """The form of `json_schema` in the client's API, which Responses sends back."""
     stop: tuple[str, ...] = ()
     n: int = 1
     sibling: int = 0

@@ -256,9 +256,11 @@ def error_object(error: BaseException) -> dict[str, Any]:
 
 
 def _overflow(error: ContextOverflowError) -> str:
+    """Say it in both ways of OpenAI's, since clients look for either."""
     return (
         f"This model's maximum context length is {error.context_length} tokens. "
-        f"However, your messages resulted in {error.prompt_tokens} tokens."
+        f"However, your messages resulted in {error.prompt_tokens} tokens. "
+        f"Input tokens exceed the configured limit of {error.context_length} tokens."
     )
 
 

@@ -95,6 +95,8 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
     if not fields.values.get("input"):
         invalid("input", "is required, and must not be empty")
     lane = read_lane(headers, fields.text("prompt_cache_key") or "")
+    text = fields.object("text")
+    form = text and text.object("format")
     return ModelCall(
         dialect=Dialect.RESPONSES,
         model=fields.text("model") or "",
@@ -104,7 +106,8 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
         declared_tools=tools.declared,
         max_tokens=fields.integer("max_output_tokens"),
         stream=bool(fields.boolean("stream")),
-        json_schema=_read_schema(fields),
+        json_schema=form and _read_schema(form),
+        answer_format=form and form.values,
         requested=notes.requested,
         ignored=tuple(notes.ignored),
         lane=lane,
@@ -113,11 +116,7 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
     )
 
 
-def _read_schema(fields: Fields) -> Mapping[str, Any] | None:
-    text = fields.object("text")
-    form = text and text.object("format")
-    if form is None:
-        return None
+def _read_schema(form: Fields) -> Mapping[str, Any] | None:
     match form.required_text("type"):
         case "text":
             return None

@@ -125,6 +125,7 @@ class ResponseStream(AnswerStream):
             "previous_response_id": None,
             "store": False,
             "temperature": None,
+            "text": {"format": self._call.answer_format or {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
             "top_p": None,

@@ -282,6 +282,12 @@ def test_an_answer_that_was_cut_is_incomplete():
     assert sse_events(answers.stream(read(), events))[-1][0] == "response.incomplete"
 
 
+def test_the_form_that_was_asked_for_comes_back():
+    asked = {"type": "json_schema", "name": "s", "schema": {"type": "object"}, "strict": True}
+    for form, call in ((asked, read(text={"format": asked})), ({"type": "text"}, read())):
+        assert answers.whole(call, answers.answer())["text"] == {"format": form}
+
+
 def test_an_empty_answer_has_no_items():
     assert answers.whole(read(), answers.answer())["output"] == []
 
