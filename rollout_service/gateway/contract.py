@@ -54,6 +54,8 @@ class ClientMessage:
     """Set by a field of a tool's message; only Anthropic's API has one."""
     turn_key: str | None = None
     """The `turn_key` of the answer that this assistant's message echoes, from wherever the dialect carries it."""
+    references: frozenset[Literal["reasoning", "text", "calls"]] = frozenset()
+    """The parts of that answer which the client names in the place of sending them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole, ToolCall, Trajectory
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.engines.contract import NOTHING_RETURNED, Generation
 from rollout_service.gateway.capture.echoes import (
     CaptureReport,
@@ -34,6 +35,7 @@ from rollout_service.gateway.contract import (
     AnswerEvent,
     AnswerUsage,
     ClientMessage,
+    ClientToolCall,
     ModelCall,
     TokenLogprob,
     map_roles,
@@ -175,10 +177,11 @@ class TurnCapture:
         With `context_length`, a prompt that is much longer is refused before it is rendered.
 
         Raises:
+            InvalidFieldError: The client refers to an answer that is none of these conversations.
             ContextOverflowError: The prompt is much longer than the context.
             TokenError: The messages cannot be rendered.
         """
-        messages = map_roles(call.messages)
+        messages = map_roles([self._resolved(message) for message in call.messages])
         head = Head.of(messages, call.tools)
         match = self._index.match(messages, head)
         if context_length is not None:
@@ -293,6 +296,22 @@ class TurnCapture:
             is_own = each.delivered and each.call.json_schema is None
             each.turn.trained = is_own and each.turn.role in self.policy.trains
         return roles
+
+    def _resolved(self, message: ClientMessage) -> ClientMessage:
+        """Fill in the parts of an answer that the client names in the place of sending them."""
+        if not message.references:
+            return message
+        if (turn := self._index.named(message.turn_key)) is None:
+            raise InvalidFieldError.at("input", "refers to an item of no answer in this session: send the item itself")
+        sent, named = turn.sent, message.references
+        calls = tuple(ClientToolCall(one.id, one.name, one.arguments) for one in sent.calls)
+        return replace(
+            message,
+            text=sent.text if "text" in named else message.text,
+            reasoning=sent.reasoning or None if "reasoning" in named else message.reasoning,
+            calls=calls if "calls" in named else message.calls,
+            references=frozenset(),
+        )
 
     def _extend(self, call: ModelCall, messages: Sequence[ClientMessage], match: Match) -> TreePrompt | None:
         new = messages[match.begin :]

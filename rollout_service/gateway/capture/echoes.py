@@ -196,7 +196,10 @@ class TurnIndex:
     def _named(self, message: ClientMessage) -> RecordedTurn | None:
         """Find a turn by the id of a call or by its key."""
         calls = (self._by_call.get(call.id) for call in message.calls if call.id is not None)
-        return next((turn for turn in calls if turn is not None), self._by_key.get(message.turn_key or ""))
+        return next((turn for turn in calls if turn is not None), self.named(message.turn_key))
+
+    def named(self, key: str | None) -> RecordedTurn | None:
+        return self._by_key.get(key or "")
 
     def _standing_here(self, state: bytes, message: ClientMessage, named: RecordedTurn | None) -> RecordedTurn | None:
         if named is not None:

@@ -99,11 +99,18 @@ class FoldedAnswer:
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[ClientToolCall] = field(default_factory=list)
+    references: set[Literal["reasoning", "text", "calls"]] = field(default_factory=set)
     turn_key: str | None = None
 
     def message(self) -> ClientMessage:
-        reasoning = "".join(self.thoughts) or None
-        return ClientMessage("assistant", "".join(self.texts), reasoning, tuple(self.calls), turn_key=self.turn_key)
+        return ClientMessage(
+            "assistant",
+            "".join(self.texts),
+            "".join(self.thoughts) or None,
+            tuple(self.calls),
+            turn_key=self.turn_key,
+            references=frozenset(self.references),
+        )
 
 
 _NOT_IN_FINGERPRINT = frozenset({"stream", "stream_options"})

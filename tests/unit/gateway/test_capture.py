@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from api_schemas.trajectories import FinishReason, ForkReason, SegmentRole
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.capture import CapturePolicy, EchoMatch, TurnCapture
 from rollout_service.gateway.contract import ClientMessage, Lane
@@ -125,6 +126,25 @@ def test_a_segment_begins_with_what_the_models_own_template_writes(renderers, na
         assert rendered(hub_tokenizer(), call) == list(client.turns[begun].planned.prompt_ids)
     forks = capture.report().forks
     assert forks == {ForkReason.FIRST: 1, ForkReason.HISTORY_EDITED: 1, ForkReason.TOOLS_CHANGED: 1}
+
+
+@pytest.mark.parametrize("named", [{"text"}, {"reasoning", "text"}, {"reasoning", "text", "calls"}])
+def test_an_answer_may_be_named_in_the_place_of_being_sent(capture, client, renderer, named):
+    answered = client.turn(write(renderer, "Look.", ("bash", ODD), reasoning="Hm."), "file")
+    answer, *results = client.messages[-2:]
+    left_out = {part: value for part, value in (("text", ""), ("reasoning", None), ("calls", ())) if part in named}
+    key = answered.planned.turn_key
+    client.messages[-2:] = [replace(answer, turn_key=key, references=frozenset(named), **left_out), *results]
+    client.turn(write(renderer, "Done."))
+    (segment,) = check(capture, client.turns).segments
+    assert segment.fork_reason is ForkReason.FIRST
+    assert set(capture.report().standings) == {EchoMatch.EXACT}
+
+
+def test_an_answer_that_nobody_gave_cannot_be_named(capture, client):
+    client.messages.append(ClientMessage("assistant", turn_key="other", references=frozenset({"text"})))
+    with pytest.raises(InvalidFieldError, match="item of no answer"):
+        capture.plan(client.call())
 
 
 def test_parallel_calls_of_one_prompt_are_branches(capture, client, renderer):

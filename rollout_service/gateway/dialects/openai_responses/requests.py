@@ -95,8 +95,7 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
     if not fields.values.get("input"):
         invalid("input", "is required, and must not be empty")
     lane = read_lane(headers, fields.text("prompt_cache_key") or "")
-    text = fields.object("text")
-    form = text and text.object("format")
+    form = (fields.object("text") or Fields({})).object("format")
     return ModelCall(
         dialect=Dialect.RESPONSES,
         model=fields.text("model") or "",
@@ -106,8 +105,8 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
         declared_tools=tools.declared,
         max_tokens=fields.integer("max_output_tokens"),
         stream=bool(fields.boolean("stream")),
-        json_schema=form and _read_schema(form),
-        answer_format=form and form.values,
+        json_schema=_read_schema(form) if form else None,
+        answer_format=form.values if form else None,
         requested=notes.requested,
         ignored=tuple(notes.ignored),
         lane=lane,
@@ -133,8 +132,10 @@ _OUTPUTS = frozenset(
     {"function_call_output", "custom_tool_call_output", "local_shell_call_output", "tool_search_output"}
 )
 _CALLS = frozenset({"function_call", "custom_tool_call", "local_shell_call", "tool_search_call"})
-_OUR_ITEM = re.compile(r"[a-z]+_([A-Za-z0-9-]+)_\d+")
-"""Made by `item_id`; group 1 is the key of the turn."""
+_OUR_ITEM = re.compile(r"([a-z]+)_([A-Za-z0-9-]+)_\d+")
+"""Made by `item_id`; group 1 is its prefix, group 2 the key of the turn."""
+_PARTS: Mapping[str, Literal["reasoning", "text"]] = {"rs": "reasoning", "msg": "text"}
+"""By the prefixes of their items; those of calls have others."""
 
 
 def item_id(prefix: str, turn_key: str, index: int) -> str:
@@ -161,6 +162,9 @@ class ItemReader:
         for item in fields.objects("input"):
             form = item.text("type") or "message"
             if _is_of_answer(item, form):
+                if answer and form == "item_reference" and _key(item) != (answer.turn_key or _key(item)):
+                    yield answer.message()
+                    answer = None
                 answer = answer or FoldedAnswer()
                 self._fold(item, form, answer)
                 continue
@@ -193,8 +197,12 @@ class ItemReader:
                 arguments = item.values.get("arguments")
                 text = arguments if isinstance(arguments, str) else dump_json(arguments or {})
                 answer.calls.append(ClientToolCall(_call_id(item), TOOL_SEARCH, text))
-        if answer.turn_key is None and (ours := _OUR_ITEM.fullmatch(item.text("id") or "")):
-            answer.turn_key = ours[1]
+            case "item_reference":
+                ours = _OUR_ITEM.fullmatch(item.required_text("id"))
+                if ours is None:
+                    invalid(item.at("id"), "names no item of an answer: send the item itself")
+                answer.references.add(_PARTS.get(ours[1], "calls"))
+        answer.turn_key = answer.turn_key or _key(item)
 
     def _other(self, item: Fields, form: str) -> ClientMessage | None:
         if form == "message":
@@ -231,7 +239,17 @@ class ItemReader:
 
 
 def _is_of_answer(item: Fields, form: str) -> bool:
-    return form == "reasoning" or form in _CALLS or (form == "message" and item.text("role") == "assistant")
+    return (
+        form in ("reasoning", "item_reference")
+        or form in _CALLS
+        or (form == "message" and item.text("role") == "assistant")
+    )
+
+
+def _key(item: Fields) -> str | None:
+    """Return the key of the turn that an item is named after, if it is ours."""
+    ours = _OUR_ITEM.fullmatch(item.text("id") or "")
+    return ours[2] if ours else None
 
 
 def _thought(item: Fields) -> str:

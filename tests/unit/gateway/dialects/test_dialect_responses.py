@@ -99,6 +99,13 @@ def test_the_ids_of_items_name_the_turn_where_reasoning_does_not():
     assert read(input=[HELLO, item | {"id": "msg_01a203f0-4e64-7bb3"}]).messages[1].turn_key is None
 
 
+def test_references_to_the_items_of_an_answer_are_one_message():
+    ids = [f"rs_{KEY}_0", f"msg_{KEY}_1", f"fc_{KEY}_2", "msg_other_0"]
+    first, second = read(input=[HELLO, *[{"type": "item_reference", "id": one} for one in ids]]).messages[1:]
+    assert (first.turn_key, first.references) == (KEY, {"reasoning", "text", "calls"})
+    assert (second.turn_key, second.references) == ("other", {"text"})
+
+
 def test_tools_of_every_kind_are_offered_as_functions():
     hosted = {"type": "web_search"}
     call = read(tools=[SHELL, PATCH, AGENTS, {"type": "local_shell"}, SEARCH, hosted])
@@ -173,6 +180,7 @@ def test_parameters_reach_the_call():
         ({"include": ["message.output_text.logprobs"]}, RefusedParameterError, "include"),
         ({"tools": [{"type": "function"}]}, InvalidFieldError, "tools.0.name"),
         ({"text": {"format": {"type": "grammar"}}}, InvalidFieldError, "text.format.type"),
+        ({"input": [{"type": "item_reference", "id": "msg-1"}]}, InvalidFieldError, "input.0.id"),
         ({"instructions": []}, InvalidFieldError, "instructions"),
     ],
 )
