@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import orjson
 from pydantic import JsonValue
 
 from api_schemas.trajectories import FinishReason
@@ -250,9 +251,7 @@ def map_roles(messages: Sequence[ClientMessage]) -> tuple[ClientMessage, ...]:
     before it, so a longer history maps to a longer list with the same beginning, unless it goes on with a system
     message where the first one has not ended.
     """
-    leading = 0
-    while leading < len(messages) and messages[leading].role in _INSTRUCTIONS:
-        leading += 1
+    leading = _leading(messages)
     head: tuple[ClientMessage, ...] = ()
     if leading:
         text = SEPARATOR.join(message.text for message in messages[:leading] if message.text)
@@ -264,3 +263,20 @@ def map_later_role(message: ClientMessage) -> ClientMessage:
     if message.role not in _INSTRUCTIONS:
         return message
     return replace(message, role="user", text=f"<system>\n{message.text}\n</system>")
+
+
+def _leading(messages: Sequence[ClientMessage]) -> int:
+    """Return how many messages of the beginning are system and developer messages."""
+    return next((place for place, each in enumerate(messages) if each.role not in _INSTRUCTIONS), len(messages))
+
+
+def with_schema_told(call: ModelCall) -> ModelCall:
+    """Tell the model a schema, where forcing it would rule out calls of the tools that are offered too."""
+    if call.json_schema is None or not (call.tools or call.deferred_tools):
+        return call
+    schema = orjson.dumps(call.json_schema).decode()
+    told = ClientMessage(
+        "system", f"An answer without a tool call is JSON that fits this schema, and nothing else:\n{schema}"
+    )
+    leading = _leading(call.messages)
+    return replace(call, messages=(*call.messages[:leading], told, *call.messages[leading:]), json_schema=None)

@@ -214,6 +214,7 @@ def raw_call_text(name: str, arguments: str) -> str:
     return f"{name}({arguments})"
 
 
+SCHEMA = "such a turn is not trained on; beside tools, the schema is told and not forced"
 FORCES_NOTHING = "the model stays free: tokens that are forced cannot be trained on"
 _MAX_NAMES, _MAX_NAME = 64, 80
 """The ignored parameters that are named, and the characters of each name that are kept."""

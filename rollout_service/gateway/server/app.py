@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_service.base.errors import NotFoundError, ServiceError, TooLargeError
 from rollout_service.gateway.bounds import check_call, in_thread
-from rollout_service.gateway.contract import ModelCall
+from rollout_service.gateway.contract import ModelCall, with_schema_told
 from rollout_service.gateway.dialects import CODECS, DialectCodec, ListedModel, client_name
 from rollout_service.gateway.errors import UnknownModelError
 from rollout_service.gateway.metrics import GatewayMetrics
@@ -134,7 +134,7 @@ class GatewayApp:
     def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
         call = codec.read(body, request.headers, request.target)
         check_call(call, codec.bounded, self._settings)
-        return call
+        return with_schema_told(call)
 
     async def _body(self, request: GatewayRequest, receive: Receive, held: HeldBytes) -> bytes:
         announced = request.headers.get("content-length", "")

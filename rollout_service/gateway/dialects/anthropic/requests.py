@@ -10,6 +10,7 @@ from rollout_service.gateway.dialects.base import fingerprint, read_lane
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     FORCES_NOTHING,
+    SCHEMA,
     Fields,
     Parameter,
     ParameterTable,
@@ -43,7 +44,7 @@ PARAMETERS = ParameterTable(
         Parameter("stream", _HONORED),
         Parameter("stop_sequences", _HONORED),
         Parameter("output_config.format", _HONORED, "as `output_format`"),
-        Parameter("output_format", _HONORED, "such a turn is not trained on"),
+        Parameter("output_format", _HONORED, SCHEMA),
         Parameter("output_config.effort", _RECORDED, recorded_as="reasoning_effort"),
         Parameter("thinking", _RECORDED),
         Parameter("temperature", _RECORDED),

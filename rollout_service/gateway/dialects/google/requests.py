@@ -17,6 +17,7 @@ from rollout_service.gateway.dialects.base import FoldedAnswer, fingerprint, rea
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     FORCES_NOTHING,
+    SCHEMA,
     Fields,
     Parameter,
     ParameterTable,
@@ -51,8 +52,8 @@ PARAMETERS = ParameterTable(
         _generation("stopSequences", _HONORED),
         _generation("candidateCount", _HONORED, "refused over 1 in a stream"),
         _generation("responseMimeType", _HONORED, "`application/json` without a schema is any object"),
-        _generation("responseSchema", _HONORED, "such a turn is not trained on"),
-        _generation("responseJsonSchema", _HONORED, "such a turn is not trained on"),
+        _generation("responseSchema", _HONORED, SCHEMA),
+        _generation("responseJsonSchema", _HONORED, "as `responseSchema`"),
         _generation("responseModalities", _HONORED, "only `TEXT`"),
         _generation("temperature", _RECORDED, recorded_as="temperature"),
         _generation("topP", _RECORDED, recorded_as="top_p"),

@@ -17,6 +17,7 @@ from rollout_service.gateway.dialects.base import check_tool_choice, fingerprint
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     FORCES_NOTHING,
+    SCHEMA,
     Fields,
     Parameter,
     ParameterTable,
@@ -47,7 +48,7 @@ PARAMETERS = ParameterTable(
         Parameter("max_completion_tokens", _HONORED, "goes before `max_tokens`"),
         Parameter("stream", _HONORED),
         Parameter("stream_options.include_usage", _HONORED),
-        Parameter("response_format", _HONORED, "a turn that must fit a schema is not trained on"),
+        Parameter("response_format", _HONORED, SCHEMA),
         Parameter("stop", _HONORED),
         Parameter("n", _HONORED, "refused over 1 in a stream"),
         Parameter("modalities", _HONORED, "only `text`"),

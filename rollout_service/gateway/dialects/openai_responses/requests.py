@@ -12,6 +12,7 @@ from rollout_service.gateway.dialects.base import FoldedAnswer, check_tool_choic
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     FORCES_NOTHING,
+    SCHEMA,
     Fields,
     Parameter,
     ParameterTable,
@@ -47,7 +48,7 @@ PARAMETERS = ParameterTable(
         Parameter("tool_choice", _RECORDED, FORCES_NOTHING),
         Parameter("max_output_tokens", _HONORED),
         Parameter("stream", _HONORED),
-        Parameter("text.format", _HONORED, "a turn that must fit a schema is not trained on"),
+        Parameter("text.format", _HONORED, SCHEMA),
         Parameter("text.verbosity", _IGNORED),
         Parameter("temperature", _RECORDED),
         Parameter("top_p", _RECORDED),

@@ -17,6 +17,7 @@ from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
 from rollout_service.engines.serving.policies import PoolModel
 from rollout_service.episodes import EpisodeLimits
+from rollout_service.gateway.contract import Dialect
 from rollout_service.gateway.gateway import ONE_PROGRAM, Gateway, GatewayParts
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.listener import bind, serving
@@ -25,9 +26,27 @@ from rollout_service.http.protocol import RequestLimits
 from rollout_service.settings.http import GatewaySettings
 from rollout_service.tokens import ChatRenderer
 from sandboxes.errors import SandboxClosedError
+from tests.support.gateway.asgi import PATHS, gateway_bench
 from tests.support.gateway.manual_pool import CharacterCapture, ManualPool
 from tests.support.waiting import collect
 
+SCHEMA = {"type": "object", "properties": {"total": {"type": "integer"}}}
+FORMAT = {"type": "json_schema", "name": "s", "schema": SCHEMA}
+FUNCTION = {"name": "add", "parameters": {"type": "object"}}
+HI = [{"role": "user", "content": "hi"}]
+SCHEMAS = {
+    Dialect.CHAT: ({"messages": HI, "response_format": FORMAT | {"json_schema": FORMAT}}, [{"function": FUNCTION}]),
+    Dialect.RESPONSES: ({"input": "hi", "text": {"format": FORMAT}}, [{"type": "function", **FUNCTION}]),
+    Dialect.ANTHROPIC: (
+        {"messages": HI, "output_format": FORMAT},
+        [{"name": "add", "input_schema": {"type": "object"}}],
+    ),
+    Dialect.GOOGLE: (
+        {"contents": [{"parts": [{"text": "hi"}]}], "generationConfig": {"responseJsonSchema": SCHEMA}},
+        [{"functionDeclarations": [FUNCTION]}],
+    ),
+}
+"""A request that asks for a schema in each dialect, and tools for it."""
 REQUEST = RolloutRequest(rollout_id="r", task=Task(environment="calc"))
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 BODY = {"model": "policy", "max_tokens": 99, "messages": [{"role": "user", "content": "hi"}]}
@@ -270,3 +289,18 @@ async def test_an_error_of_the_block_reaches_its_caller_as_it_is():
             await serve_and_fail()
         with pytest.raises(httpx.ConnectError):
             await client.get(url)
+
+
+@pytest.mark.parametrize("dialect", SCHEMAS)
+async def test_a_schema_is_forced_without_tools_and_told_beside_them(renderer, dialect):
+    body, tools = SCHEMAS[dialect]
+    async with gateway_bench(renderer) as b:
+        assert (await b.post(PATHS[dialect], body)).status_code == 200
+        assert (await b.post(PATHS[dialect], body | {"tools": tools})).status_code == 200
+        forced, told = b.engine.requests
+        assert orjson.loads(forced.sampling.json_schema) == SCHEMA
+        assert told.sampling.json_schema is None
+        prompts = [renderer.decode(list(request.input_ids)) for request in (forced, told)]
+        assert [orjson.dumps(SCHEMA).decode() in prompt for prompt in prompts] == [False, True]
+        (segment,) = b.session.trajectory().segments
+        assert segment.token_ids[: len(told.input_ids)] == list(told.input_ids), "only the free turn is trained on"
