@@ -270,13 +270,14 @@ def _leading(messages: Sequence[ClientMessage]) -> int:
     return next((place for place, each in enumerate(messages) if each.role not in _INSTRUCTIONS), len(messages))
 
 
+_EITHER = "Answer with tool calls and no text beside them, or with JSON that fits this schema and nothing else:"
+
+
 def with_schema_told(call: ModelCall) -> ModelCall:
     """Tell the model a schema, where forcing it would rule out calls of the tools that are offered too."""
     if call.json_schema is None or not (call.tools or call.deferred_tools):
         return call
     schema = orjson.dumps(call.json_schema).decode()
-    told = ClientMessage(
-        "system", f"An answer without a tool call is JSON that fits this schema, and nothing else:\n{schema}"
-    )
+    told = ClientMessage("system", f"{_EITHER}\n{schema}")
     leading = _leading(call.messages)
     return replace(call, messages=(*call.messages[:leading], told, *call.messages[leading:]), json_schema=None)

@@ -34,6 +34,7 @@ class Action(Enum):
 _ROUTES = (
     ("POST", r"/chat/completions", Dialect.CHAT, Action.ANSWER),
     ("POST", r"/responses", Dialect.RESPONSES, Action.ANSWER),
+    ("POST", r"/responses/input_tokens", Dialect.RESPONSES, Action.COUNT),
     ("POST", r"/messages", Dialect.ANTHROPIC, Action.ANSWER),
     ("POST", r"/messages/count_tokens", Dialect.ANTHROPIC, Action.COUNT),
     ("POST", r"/models/.+:(?:generateContent|streamGenerateContent)", Dialect.GOOGLE, Action.ANSWER),

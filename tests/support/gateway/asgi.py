@@ -36,10 +36,11 @@ PATHS: Mapping[Dialect, str] = {
 }
 COUNTS: Mapping[Dialect, str] = {
     Dialect.CHAT: "/tokenize",
+    Dialect.RESPONSES: "/v1/responses/input_tokens",
     Dialect.ANTHROPIC: "/v1/messages/count_tokens",
     Dialect.GOOGLE: "/v1beta/models/policy:countTokens",
 }
-"""Where an API counts tokens; Responses does not."""
+"""Where an API counts tokens."""
 
 
 @dataclass(slots=True)

@@ -176,6 +176,8 @@ async def test_start_up_calls_of_clients_are_answered(renderer):
         anthropic = (await b.http.get("/v1/models", headers=key | {"anthropic-version": "x"})).json()
         assert [model["id"] for model in anthropic["data"]] == ["policy"]
         assert (await b.http.get("/v1/models/any", headers=key)).json()["id"] == "any"
+        counted = await b.post("/v1/responses/input_tokens", {"model": "policy", "input": "hi"})
+        assert counted.json() == {"object": "response.input_tokens", "input_tokens": 2}
         counted = await b.post(f"{MESSAGES}/count_tokens", BODY)
         assert counted.json() == {"input_tokens": 2}
         assert not b.capture.recorded
