@@ -240,6 +240,11 @@ class CallObserver(Protocol):
         """
 
 
+def raw_call_text(name: str, arguments: str) -> str:
+    """Write a malformed call as text, for dialects that cannot carry it."""
+    return f"{name}({arguments})"
+
+
 _INSTRUCTIONS = frozenset({"system", "developer"})
 SEPARATOR = "\n\n"
 

@@ -14,9 +14,9 @@ from typing import Protocol
 import orjson
 
 from api_schemas.trajectories import ForkReason, SegmentRole, ToolCall
-from rollout_service.gateway.capture.history import Head, canonical, digest, echo_key, extended
+from rollout_service.gateway.capture.history import Head, canonical, digest, echo_key, extended, is_object
 from rollout_service.gateway.capture.text_stream import SentAnswer, SentCall
-from rollout_service.gateway.contract import ClientMessage, ClientToolCall, ModelCall
+from rollout_service.gateway.contract import ClientMessage, ClientToolCall, ModelCall, raw_call_text
 from rollout_service.gateway.errors import ContextOverflowError
 from rollout_service.tokens import ChatRenderer, TreeTurn
 
@@ -39,9 +39,11 @@ _THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
 
 
 def compare(sent: SentAnswer, message: ClientMessage) -> EchoMatch:
-    if message.text.strip() != sent.text.strip():
+    if not _same_text(sent, message):
         message = _untagged(message)
-    if message.text.strip() != sent.text.strip():
+    if not _same_text(sent, message):
+        sent = _with_calls_as_text(sent)
+    if not _same_text(sent, message):
         return EchoMatch.TEXT_CHANGED
     calls = _compare_calls(sent.calls, message.calls)
     if calls is EchoMatch.ARGUMENTS_REWRITTEN:
@@ -49,6 +51,17 @@ def compare(sent: SentAnswer, message: ClientMessage) -> EchoMatch:
     if (message.reasoning or "").strip() != sent.reasoning.strip():
         return EchoMatch.REASONING_DROPPED
     return EchoMatch.TEXT_TRIMMED if message.text != sent.text else calls
+
+
+def _same_text(sent: SentAnswer, message: ClientMessage) -> bool:
+    return message.text.strip() == sent.text.strip()
+
+
+def _with_calls_as_text(sent: SentAnswer) -> SentAnswer:
+    """Return an answer as dialects write it that carry no malformed call."""
+    calls = [call for call in sent.calls if is_object(call.arguments)]
+    told = [raw_call_text(call.name, call.arguments) for call in sent.calls if call not in calls]
+    return SentAnswer(sent.reasoning, sent.text + "".join(told), calls)
 
 
 def _untagged(message: ClientMessage) -> ClientMessage:

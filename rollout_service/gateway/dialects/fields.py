@@ -209,11 +209,6 @@ def describe_tools(tools: list[ToolSpec]) -> str:
     return "\n".join(f"<tool>{dump_json(tool['function'])}</tool>" for tool in tools)
 
 
-def raw_call_text(name: str, arguments: str) -> str:
-    """Write a malformed call as text, for dialects that cannot carry it."""
-    return f"{name}({arguments})"
-
-
 SCHEMA = "such a turn is not trained on; beside tools, the schema is told and not forced"
 FORCES_NOTHING = "the model stays free: tokens that are forced cannot be trained on"
 _MAX_NAMES, _MAX_NAME = 64, 80

@@ -9,7 +9,7 @@ from api_schemas.trajectories import FinishReason, ForkReason, SegmentRole
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.gateway.capture import CapturePolicy, EchoMatch, TurnCapture
-from rollout_service.gateway.contract import ClientMessage, Lane
+from rollout_service.gateway.contract import ClientMessage, Lane, raw_call_text
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.echoing import BASH, CLIENTS, OTHER, EchoingClient, Habits, answer, ask, write
 from tests.support.gateway.requests import rendered
@@ -126,6 +126,16 @@ def test_a_segment_begins_with_what_the_models_own_template_writes(renderers, na
         assert rendered(hub_tokenizer(), call) == list(client.turns[begun].planned.prompt_ids)
     forks = capture.report().forks
     assert forks == {ForkReason.FIRST: 1, ForkReason.HISTORY_EDITED: 1, ForkReason.TOOLS_CHANGED: 1}
+
+
+def test_a_malformed_call_may_come_back_as_the_text_that_it_was_sent_as(renderers):
+    client = EchoingClient(TurnCapture(renderers["qwen3"]), CLIENTS["gemini_cli"], Random(0), list(TASK))
+    [call] = client.turn(write(renderers["qwen3"], "Hm", ("bash", '{"command": oops}'))).message.calls
+    text = f"Hm{raw_call_text(call.name, call.arguments)}"
+    client.messages[-1] = replace(client.messages[-1], text=text, calls=())
+    client.messages.append(ClientMessage("user", "Again."))
+    client.turn(write(renderers["qwen3"], "Done."))
+    assert len(check(client.capture, client.turns).segments) == 1
 
 
 @pytest.mark.parametrize("named", [{"text"}, {"reasoning", "text"}, {"reasoning", "text", "calls"}])

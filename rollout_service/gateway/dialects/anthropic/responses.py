@@ -19,6 +19,7 @@ from rollout_service.gateway.contract import (
     ModelCall,
     ReasoningDelta,
     TextDelta,
+    raw_call_text,
 )
 from rollout_service.gateway.dialects.answers import TextPart, WholeAnswer
 from rollout_service.gateway.dialects.anthropic.requests import THREAD
@@ -28,7 +29,7 @@ from rollout_service.gateway.dialects.base import (
     describe_failure,
     sse,
 )
-from rollout_service.gateway.dialects.fields import parse_object, raw_call_text
+from rollout_service.gateway.dialects.fields import parse_object
 from rollout_service.gateway.errors import ContextOverflowError, RefusedParameterError
 
 _TEXT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"

@@ -21,6 +21,7 @@ from rollout_service.gateway.contract import (
     ModelCall,
     ReasoningDelta,
     TextDelta,
+    raw_call_text,
 )
 from rollout_service.gateway.dialects.answers import CallPart, TextPart, WholeAnswer, summed_usage
 from rollout_service.gateway.dialects.base import (
@@ -28,7 +29,7 @@ from rollout_service.gateway.dialects.base import (
     describe_failure,
     sse,
 )
-from rollout_service.gateway.dialects.fields import parse_object, raw_call_text
+from rollout_service.gateway.dialects.fields import parse_object
 from rollout_service.gateway.dialects.google.requests import sign
 from rollout_service.gateway.errors import ContextOverflowError
 
