@@ -162,7 +162,7 @@ class Connection:
         try:
             response = await self.http.get("/ready")
         except httpx.TransportError as error:
-            raise UnreachableError(f"{self.base_url} does not answer{self._through}: {error}") from error
+            raise UnreachableError(f"no answer from {self.base_url}{self._through}: {error}") from error
         return readiness_from(response)
 
     def stream(
