@@ -236,6 +236,9 @@ class MessageReader:
             return self._reference(block)
         if form == "document":
             return self._document(block)
+        if form == "search_result":
+            head = [block.required_text("title"), block.required_text("source")]
+            return "\n".join([*head, join_content(block, "content", self._text, BETWEEN_PARTS)])
         self._skip(block, form)
         return None
 

@@ -89,6 +89,12 @@ def test_a_deferred_tool_is_out_of_the_head_and_shown_where_it_is_referred_to():
     assert '"description":"Get a page."' in call.messages[1].text
 
 
+def test_a_search_result_is_told_with_its_title_and_source():
+    found = {"type": "search_result", "title": "A", "source": "http://a", "content": [{"type": "text", "text": "b"}]}
+    message = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [found]}]}
+    assert [each.text for each in read(messages=[message]).messages] == ["A\nhttp://a\nb"]
+
+
 def test_tools_of_the_server_are_left_out_and_named():
     call = read(tools=[{"type": "web_search_20250305", "name": "web_search"}])
     assert call.tools == ()
