@@ -125,12 +125,14 @@ INSERT INTO results (seq, result, trajectory, oldest_version, newest_version)
 VALUES (:seq, :result, :trajectory, :oldest_version, :newest_version)
 """
 
-_STATE_AND_OWNER = "SELECT state, owner FROM rollouts WHERE rollout_id = :id"
+_STATE_AND_OWNER = "SELECT state, owner, cancel, changed_at FROM rollouts WHERE rollout_id = :id"
 _ADD_TOMBSTONE = "INSERT INTO tombstones (rollout_id) VALUES (:id) ON CONFLICT DO NOTHING"
 _CANCEL_NOW = """
-UPDATE rollouts SET state = 'cancelled', stop_reason = 'cancelled', changed_at = :now WHERE rollout_id = :id
+UPDATE rollouts SET state = 'cancelled', stop_reason = 'cancelled', code = NULL, changed_at = :now
+WHERE rollout_id = :id
 """
 _CANCEL_LATER = "UPDATE rollouts SET cancel = 1, changed_at = :now WHERE rollout_id = :id"
+_UNMOVED = "UPDATE rollouts SET changed_at = :before WHERE rollout_id = :id"
 CANCEL_REQUESTED = "SELECT rollout_id FROM rollouts WHERE owner = ? AND cancel"
 
 _ROLLOUT = """
@@ -248,9 +250,13 @@ def cancel(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[RolloutState
     state = RolloutState(row["state"])
     if state.terminal:
         return state, False
-    ends = row["owner"] is None
-    db.execute(_CANCEL_NOW if ends else _CANCEL_LATER, values)
-    return state, ends
+    if row["owner"] is None:
+        db.execute(_CANCEL_NOW, values)
+        return state, True
+    if not row["cancel"]:
+        db.execute(_CANCEL_LATER, values)  # its trigger gives the event this time
+        db.execute(_UNMOVED, {"id": values["id"], "before": row["changed_at"]})
+    return state, False
 
 
 def get(db: sqlite3.Connection, rollout_id: str, shown: codec.Shown = codec.Shown.REQUESTED) -> Rollout | None:

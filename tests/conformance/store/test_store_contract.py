@@ -36,6 +36,7 @@ from api_schemas.rollouts import (
 from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message, Trajectory
+from api_schemas.views.summaries import SummaryFilter
 from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.settings import RetentionSettings
@@ -44,7 +45,7 @@ from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, UnsavedTur
 from rollout_service.store.runs_contract import NewGroup
 from tests.support import samples
 from tests.support.clocks import ManualClock
-from tests.support.store.rollouts import ENGINE_GONE, ended, order
+from tests.support.store.rollouts import ENGINE_GONE, ended, leased, order
 from tests.support.store.servers import PLACES
 from tests.support.waiting import collect
 
@@ -522,6 +523,27 @@ async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store):
     assert await store.finish(lease, "a", ended(lease, S.CANCELLED, trajectory=trajectory(3)))
     assert await store.cancel_requested("a") == []
     assert await store.trajectory("r1") == trajectory(3)
+
+
+async def test_a_request_to_cancel_is_no_change_of_state(store, clock):
+    lease = await leased(store, "r1", "a")
+    assert await store.advance(lease, "a", S.ROLLOUT)
+    (before,) = (await store.summaries(SummaryFilter())).rows
+    for _ in range(2):
+        clock.now += 5
+        await store.cancel("r1")
+    assert (await store.summaries(SummaryFilter())).rows == [before]
+    asked = [event for event in await store.events(after=0) if event.kind == "rollout.cancel_requested"]
+    assert [event.time.timestamp() for event in asked] == [clock.now - 5]
+
+
+async def test_a_cancelled_rollout_has_no_error(store):
+    lease = await leased(store, "r1", "a")
+    assert await store.retry(lease, "a", ENGINE_GONE)
+    await store.cancel("r1")
+    (row,) = (await store.summaries(SummaryFilter())).rows
+    assert (row.state, row.error_code) == (S.CANCELLED, None)
+    assert "code" not in (await store.events(after=0))[-1].data
 
 
 @pytest.mark.parametrize("way", ["expire", "release", "recover", "retry", "restart"])
