@@ -166,6 +166,11 @@ def first_rollouts(rollout_ids: Iterable[str]) -> list[str]:
     return sorted({str(replace(SampleId.parse(one), retry=0)) for one in rollout_ids})
 
 
+def not_erased(samples: Sequence[ClosedSample]) -> list[str]:
+    """Return the rollouts of samples that were not erased when a group's closure was decided."""
+    return [sample.rollout_id for sample in samples if sample.masked_because != DELETED]
+
+
 def without_erased(
     samples: Sequence[ClosedSample], rollout_ids: Collection[str], *, is_settled: bool
 ) -> list[ClosedSample]:

@@ -275,7 +275,7 @@ class RunStore(RunLists, Protocol):
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
         """Keep or drop an open group; one that is kept ends the problem of a run that is running.
 
-        Any other group is left unchanged, and so is one with a usable sample that was erased since the decision.
+        Any other group is left unchanged, and so is one with a sample that was erased since the decision.
         """
 
     async def ready_groups(self, run_id: str) -> Sequence[ReadyGroup]:

@@ -352,8 +352,8 @@ def reclose_group(
 
 
 def _uses_erased(db: sqlite3.Connection, closure: GroupClosure) -> bool:
-    """Return whether a sample was erased since it was decided to use it."""
-    ids = [sample.rollout_id for sample in closure.samples if sample.usable]
+    """Return whether a sample was erased since the decision, which has what the sample was."""
+    ids = rules.not_erased(closure.samples)
     return db.execute(_ERASED, (json.dumps(ids),)).fetchone() is not None
 
 

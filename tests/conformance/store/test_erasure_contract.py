@@ -2,7 +2,7 @@
 
 import errno
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +16,7 @@ from api_schemas.runs.live import LiveDelivery
 from api_schemas.trajectories import Message
 from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import is_gone
-from rollout_service.groups import FilterChain
+from rollout_service.groups import STALE, FilterChain
 from rollout_service.runs.open_groups import close_group
 from rollout_service.store import Store
 from rollout_service.store.contract import EncodedSteps
@@ -214,6 +214,23 @@ async def test_a_closure_that_uses_what_was_erased_meanwhile_is_not_taken(bench)
     assert dict(await bench.store.runs.group_states("a")) == {0: "open"}
     await bench.close(0)
     await bench.store.runs.reclose_group("a", decided)
+    assert await delivered(bench) == [("deleted", None, False), (None, 1.0, True)]
+
+
+@pytest.mark.parametrize("reason", [None, "zero_variance"])
+async def test_a_closure_that_masks_what_was_erased_meanwhile_brings_nothing_of_it_back(bench, reason):
+    await create_run(bench.store, batch_size=1)
+    await in_an_open_group(bench)
+    decided = await bench.decide(0)
+    first, second = decided.samples
+    stale = replace(first, usable=False, masked_because=STALE, reward=None)
+    decided = replace(decided, reason=reason, samples=[stale, second])
+    await bench.store.runs.erase(["a.0.0"])
+    await bench.store.runs.close_group("a", decided)
+    assert not bench.keeps("a.0.0")
+    await bench.close(0)
+    await bench.store.runs.reclose_group("a", decided)
+    assert not bench.keeps("a.0.0")
     assert await delivered(bench) == [("deleted", None, False), (None, 1.0, True)]
 
 

@@ -124,7 +124,7 @@ def cancel_groups(change: RunTransaction, replies: Replies, reason: str) -> None
 def close_group(
     change: RunTransaction, replies: Replies, closure: GroupClosure, *, size: int, head: bytes | None
 ) -> None:
-    """Keep or drop an open group; `replies` has its record, and for each usable sample whether it was erased.
+    """Keep or drop an open group; `replies` has its record, and for each sample whether it was erased since.
 
     `size` is the bytes of its trajectories.
     """
@@ -149,7 +149,7 @@ def close_group(
 def reclose_group(change: RunTransaction, replies: Replies, closure: GroupClosure, *, head: bytes | None) -> None:
     """Close a group that waits for a batch again.
 
-    `replies` has what it waits with, its record, and for each usable sample whether it was erased.
+    `replies` has what it waits with, its record, and for each sample whether it was erased since.
     """
     waiting, stored, *erased = replies
     if waiting is None or stored is None or any(erased):

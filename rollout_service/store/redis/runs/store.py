@@ -175,9 +175,8 @@ class RedisRuns(GroupReader):
         await self._database.change(run_id, reads, run_changes.close_group, closure, size=size, head=head)
 
     def _erased(self, closure: GroupClosure) -> Iterator[Command]:
-        for sample in closure.samples:
-            if sample.usable:
-                yield erased_read(self._database.root, sample.rollout_id)
+        for rollout_id in rules.not_erased(closure.samples):
+            yield erased_read(self._database.root, rollout_id)
 
     def _open(self, run_id: str, number: int) -> tuple[str, str, int]:
         return ("HGET", self._database.keys(run_id).open, number)
