@@ -230,9 +230,7 @@ def check_append(run: RunRecord, offset: int) -> None:
     Raises:
         ConflictError: Tasks cannot be appended to the run at this offset.
     """
-    source = run.request.source
-    is_open = isinstance(source, InlineTasks) and source.open
-    if not is_open or run.total is not None or run.state in OVER:
+    if not _may_grow(run) or run.total is not None or run.state in OVER:
         raise ConflictError(
             f"the run {run.run_id} takes no more tasks",
             hint="You can append only to a run whose inline source is `open` and that was not closed.",
@@ -245,9 +243,20 @@ def check_append(run: RunRecord, offset: int) -> None:
         )
 
 
-def is_appended(run: RunRecord, there: Sequence[Task], tasks: Sequence[Task], *, close: bool) -> bool:
-    """Return whether tasks were appended before: the same are `there`, and the run is as open as it is to be."""
-    return bool(tasks) and list(there) == list(tasks) and (run.total is not None) == close
+def _may_grow(run: RunRecord) -> bool:
+    source = run.request.source
+    return isinstance(source, InlineTasks) and source.open
+
+
+def is_appended(
+    run: RunRecord, there: Sequence[Task], tasks: Sequence[Task], *, offset: int | None, close: bool
+) -> bool:
+    """Return whether tasks were appended before: the same are `there`, and the run is as open as it is to be.
+
+    Closing a run without any is repeated at the end of its tasks.
+    """
+    is_same = list(there) == list(tasks) if tasks else close and offset == run.tasks and _may_grow(run)
+    return is_same and (run.total is not None) == close
 
 
 def check_acknowledge(batch_id: str, state: BatchState) -> bool:

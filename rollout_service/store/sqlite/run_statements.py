@@ -208,7 +208,7 @@ def append(
     run = record_of(db, row)
     first = run.tasks if offset is None else offset
     there = [] if offset is None else _tasks(db, row["seq"], first, len(tasks))
-    if rules.is_appended(run, there, tasks, close=close):
+    if rules.is_appended(run, there, tasks, offset=offset, close=close):
         return run
     rules.check_append(run, first)
     _add_tasks(db, row["seq"], first, tasks)

@@ -355,6 +355,22 @@ async def test_tasks_are_appended_once(store):
         await store.runs.append("a", TASKS, offset=None, close=False)
 
 
+async def test_a_run_is_closed_without_tasks_once(store):
+    await create_run(store, source=InlineTasks(tasks=TASKS[:2], open=True))
+    closed = await store.runs.append("a", [], offset=2, close=True)
+    assert closed.total == 2
+    assert await store.runs.append("a", [], offset=2, close=True) == closed
+    for offset, close in ((1, True), (2, False), (None, True)):
+        with pytest.raises(ConflictError, match="takes no more tasks"):
+            await store.runs.append("a", [], offset=offset, close=close)
+
+
+async def test_a_run_that_was_never_open_is_not_closed(store):
+    await create_run(store)
+    with pytest.raises(ConflictError, match="takes no more tasks"):
+        await store.runs.append("a", [], offset=4, close=True)
+
+
 async def test_a_run_that_is_over_stays_over(store):
     await create_run(store)
     problem = ErrorInfo(code="c", boundary=Boundary.SERVICE, message="m")

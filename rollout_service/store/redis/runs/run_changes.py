@@ -58,7 +58,7 @@ def append(
     run = change.run.record
     there = replies[0] if replies else ()
     first = run.tasks if offset is None else offset
-    if rules.is_appended(run, run_codec.decode_tasks(there), tasks, close=close):
+    if rules.is_appended(run, run_codec.decode_tasks(there), tasks, offset=offset, close=close):
         return run
     rules.check_append(run, first)
     change.append_tasks(tasks)
