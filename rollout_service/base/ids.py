@@ -12,9 +12,10 @@ from typing import Self
 
 _RUN = r"([A-Za-z0-9][A-Za-z0-9_-]{0,63})"
 """As in `api_schemas.runs.RunId`; it contains no dot."""
-_NUMBER = r"(0|[1-9][0-9]*)"
+_NUMBER = r"(0|[1-9][0-9]{0,15})"
+"""No store has a larger one."""
 _GROUP = re.compile(rf"{_RUN}\.{_NUMBER}")
-_SAMPLE = re.compile(rf"{_RUN}\.{_NUMBER}\.{_NUMBER}(?:\.([1-9][0-9]*))?")
+_SAMPLE = re.compile(rf"{_RUN}\.{_NUMBER}\.{_NUMBER}(?:\.([1-9][0-9]{{0,15}}))?")
 _BATCH = re.compile(rf"{_RUN}\.b{_NUMBER}")
 
 
