@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import anyio.to_thread
@@ -25,7 +26,7 @@ from api_schemas.runs import (
     TaskSource,
 )
 from api_schemas.tasks import Task
-from rollout_service.base.errors import ConflictError, InvalidFieldError, prefix_field_paths
+from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFoundError, prefix_field_paths
 from rollout_service.engines.serving.subagent_pools import check_subagent_pool, check_trained_pool
 from rollout_service.environments.contract import Environment
 from rollout_service.gateway.bounds import check_sampling
@@ -169,10 +170,8 @@ class RunService:
 
     async def patch(self, run_id: str, patch: RunPatch) -> Run:
         """Pause, resume or end a run, set the trainer's version, or change the run's share."""
-        run = await self._runs.get(run_id)
         changes = patch.model_dump(include=_CHANGEABLE, exclude_none=True)
-        request = run.request.model_copy(update=changes) if changes else None
-        updated = await self._runs.update(run_id, state=patch.state, version=patch.version, request=request)
+        updated = await self._runs.update(run_id, state=patch.state, version=patch.version, changes=changes)
         if patch.state is not None:
             log.info("run changed", run=run_id, state=updated.state)
         return self.view(updated)
@@ -248,8 +247,9 @@ class RunExporter:
     """Writes a run as JSON Lines, group by group.
 
     Reading an export returns exactly the service's data. One group is in memory at a time, and nothing is compressed on
-    the event loop. A run that still runs is exported with the groups that were closed when the export started; one that
-    asks for neither sub-agents nor live sessions, in the format 1.
+    the event loop. A run that still runs is exported with the groups that were closed when the export started,
+    without those that retention deletes meanwhile; one that asks for neither sub-agents nor live sessions, in the
+    format 1.
     """
 
     def __init__(self, runs: RunStore, run_service: RunService) -> None:
@@ -273,7 +273,10 @@ class RunExporter:
         yield _packed(_line(head), packer)
         count = 0
         for number in groups:
-            for sample in await self._runs.exported_samples(run_id, number):
+            samples: Sequence[ExportedSample] = ()
+            with suppress(NotFoundError):  # retention was faster
+                samples = await self._runs.exported_samples(run_id, number)
+            for sample in samples:
                 count += 1
                 yield await anyio.to_thread.run_sync(_packed_sample, sample, packer)
         yield _packed(_line(ExportEnd(samples=count)), packer)

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
 
+from pydantic import JsonValue
+
 from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.rollouts import RolloutRequest, RolloutState
@@ -234,10 +236,10 @@ class RunStore(RunLists, Protocol):
         *,
         state: RunState | None = None,
         version: int | None = None,
-        request: RunRequest | None = None,
+        changes: Mapping[str, JsonValue] | None = None,
         problem: ErrorInfo | None = None,
     ) -> RunRecord:
-        """Change the given fields, and return the run.
+        """Change the given fields, and return the run; `changes` are fields of its request.
 
         A version only grows. Resuming clears the problem, and the counters of groups in a row.
 

@@ -12,6 +12,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from pydantic import JsonValue
+
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import InlineTasks, RunRequest, RunState
@@ -174,7 +176,7 @@ def update(
     *,
     state: RunState | None = None,
     version: int | None = None,
-    request: RunRequest | None = None,
+    changes: Mapping[str, JsonValue] | None = None,
     problem: ErrorInfo | None = None,
 ) -> RunRecord:
     row = row_of(db, run_id)
@@ -183,7 +185,7 @@ def update(
     values = {
         "state": str(rules.next_state(before, state)),
         "version": max(row["version"], row["version"] if version is None else version),
-        "request": row["request"] if request is None else run_codec.encode_request(request),
+        "request": run_codec.encode_request(before.request.model_copy(update=changes)) if changes else row["request"],
         "problem": kept if problem is None else problem.model_dump_json(),
     }
     restarted = rules.restart_counts(before.counters) if state is RunState.RUNNING else {}

@@ -355,6 +355,14 @@ async def test_tasks_are_appended_once(store):
         await store.runs.append("a", TASKS, offset=None, close=False)
 
 
+async def test_a_change_of_the_request_keeps_its_other_fields(store):
+    await create_run(store, weight=2.0)
+    await store.runs.update("a", changes={"priority": 3})
+    request = (await store.runs.update("a", changes={"max_concurrent": 5})).request
+    assert (request.priority, request.max_concurrent, request.weight) == (3, 5, 2.0)
+    assert (await store.runs.get("a")).request == request
+
+
 async def test_a_run_is_closed_without_tasks_once(store):
     await create_run(store, source=InlineTasks(tasks=TASKS[:2], open=True))
     closed = await store.runs.append("a", [], offset=2, close=True)

@@ -21,20 +21,23 @@ from api_schemas.runs import (
     FilterSpec,
     InlineTasks,
     OverlongPenalty,
+    RunPatch,
     RunRequest,
     RunState,
     Surplus,
 )
 from api_schemas.tasks import Task
 from rollout_client.arrays import BatchArrays
-from rollout_service.base.errors import InvalidFieldError, RecordLostError, StoreError
+from rollout_service.base.errors import InvalidFieldError, NotFoundError, RecordLostError, StoreError
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.episodes import Episode, Score
 from rollout_service.runs import Delivery
+from rollout_service.runs.api import RunExporter, RunService
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.planning import RunStoppedError
 from rollout_service.runs.task_files import open_file
+from rollout_service.settings import RetentionSettings
 from rollout_service.store import Lease
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
@@ -594,3 +597,37 @@ def test_rows_are_read_by_position(tmp_path):
     path.write_text('{"n": 0}\n\x0b\n{"n": 1}')
     rows = open_file(FileTasks(path=str(path), environment="calc"), lambda _: None)
     assert [rows.read(position) for position in range(len(rows))] == [{"n": 0}, {"n": 1}]
+
+
+def service_of(it: Bench) -> RunService:
+    async def unused(name: str) -> Environment:
+        raise AssertionError(name)
+
+    return RunService(it.store.runs, lambda _: it.manager, check_environment=unused, check_pool=lambda _: None)
+
+
+async def test_changes_of_a_run_at_the_same_time_all_count():
+    async with bench() as it:
+        await it.create()
+        async with anyio.create_task_group() as tasks:
+            for patch in (RunPatch(priority=3), RunPatch(weight=2.0), RunPatch(max_concurrent=5)):
+                tasks.start_soon(service_of(it).patch, "a", patch)
+        request = (await it.store.runs.get("a")).request
+        assert (request.priority, request.weight, request.max_concurrent) == (3, 2.0, 5)
+
+
+async def test_an_export_goes_on_without_what_retention_deletes_meanwhile():
+    async with bench() as it:
+        await it.create(tasks=4)
+        await it.all()
+        pieces = await RunExporter(it.store.runs, service_of(it)).start("a", compressed=False)
+        await anext(pieces)
+        await it.store.runs.delete_expired(RetentionSettings(settled_group_seconds=0))
+        assert [json.loads(piece)["kind"] async for piece in pieces] == ["end"]
+
+
+async def test_a_batch_that_no_run_can_have_is_unknown():
+    async with bench() as it:
+        await it.create()
+        with pytest.raises(NotFoundError, match="no batch"):
+            await it.delivery.acknowledge("a", f"a.b{10**30}")

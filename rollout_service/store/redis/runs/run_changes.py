@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from pydantic import JsonValue
+
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest
-from api_schemas.runs import RunRequest, RunState
+from api_schemas.runs import RunState
 from api_schemas.tasks import Task
 from rollout_service.groups import DELETED
 from rollout_service.store import rules
@@ -29,7 +31,7 @@ def update(
     *,
     state: RunState | None,
     version: int | None,
-    request: RunRequest | None,
+    changes: Mapping[str, JsonValue] | None,
     problem: ErrorInfo | None,
 ) -> RunRecord:
     run = change.run
@@ -37,8 +39,8 @@ def update(
     run.set(state=rules.next_state(before, state).value)
     if version is not None:
         run.set(version=max(version, before.version))
-    if request is not None:
-        run.set(request=run_codec.encode_request(request))
+    if changes:
+        run.set(request=run_codec.encode_request(before.request.model_copy(update=changes)))
     if problem is not None:
         run.set(problem=problem.model_dump_json())
     elif state is RunState.RUNNING:

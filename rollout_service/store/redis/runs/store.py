@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from pydantic import JsonValue
+
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import InlineTasks, RunRequest, RunState
@@ -124,11 +126,11 @@ class RedisRuns(GroupReader):
         *,
         state: RunState | None = None,
         version: int | None = None,
-        request: RunRequest | None = None,
+        changes: Mapping[str, JsonValue] | None = None,
         problem: ErrorInfo | None = None,
     ) -> RunRecord:
         return await self._database.change(
-            run_id, [], run_changes.update, state=state, version=version, request=request, problem=problem
+            run_id, [], run_changes.update, state=state, version=version, changes=changes, problem=problem
         )
 
     async def append(self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool) -> RunRecord:
