@@ -217,6 +217,14 @@ async def test_a_closure_that_uses_what_was_erased_meanwhile_is_not_taken(bench)
     assert await delivered(bench) == [("deleted", None, False), (None, 1.0, True)]
 
 
+async def test_what_was_erased_takes_no_room(bench):
+    await create_run(bench.store, batch_size=1)
+    await in_an_open_group(bench)
+    await bench.store.runs.erase(["a.0.0", "a.0.1"])
+    await bench.close(0)
+    assert await bench.store.runs.prune("a", seconds=None, max_bytes=0) == 0
+
+
 @pytest.mark.parametrize("reason", [None, "zero_variance"])
 async def test_a_closure_that_masks_what_was_erased_meanwhile_brings_nothing_of_it_back(bench, reason):
     await create_run(bench.store, batch_size=1)

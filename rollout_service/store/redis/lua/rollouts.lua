@@ -235,6 +235,7 @@ end)
 function rollouts.forget(call, id)
     segments.drop(call, redis.call('GET', at(call, 't', id)))
     redis.call('UNLINK', at(call, 't', id))
+    redis.call('HDEL', at(call, 'r', id), 'B')
 end
 
 -- Erase what a rollout that has ended contains; `result` is what is left of its result, '' if it has none.
