@@ -333,7 +333,8 @@ class StoreShard(Store, Protocol):
 async def cancel_unfinished(store: Store, pool: str | None = None) -> list[str]:
     """Cancel the rollouts of a pool, or of all, that have not ended; return their ids."""
     unfinished: dict[str, None] = {}  # ordered; one may come to another state meanwhile
-    for state in (state for state in RolloutState if not state.terminal):
+    states = [state for state in RolloutState if not state.terminal]
+    for state in (*states, RolloutState.QUEUED):  # a failed attempt leads back there
         cursor: str | None = None
         while True:
             page = await store.list(state=state, cursor=cursor, limit=1_000)

@@ -26,6 +26,7 @@ from api_schemas.base import TraceContext
 from api_schemas.rollouts import (
     AgentProgram,
     Rollout,
+    RolloutPage,
     RolloutRequest,
     RolloutState,
     Span,
@@ -41,7 +42,7 @@ from rollout_service.base.errors import ConflictError, InvalidFieldError, StoreE
 from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import Lease, Store
-from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, UnsavedTurn
+from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, UnsavedTurn, cancel_unfinished
 from rollout_service.store.runs_contract import NewGroup
 from tests.support import samples
 from tests.support.clocks import ManualClock
@@ -523,6 +524,21 @@ async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store):
     assert await store.finish(lease, "a", ended(lease, S.CANCELLED, trajectory=trajectory(3)))
     assert await store.cancel_requested("a") == []
     assert await store.trajectory("r1") == trajectory(3)
+
+
+async def test_what_fails_an_attempt_while_everything_is_cancelled_is_cancelled_too(store, monkeypatch):
+    lease = await leased(store, "r1", "a")
+    assert await store.advance(lease, "a", S.INIT)
+    listed = store.list
+
+    async def fail_meanwhile(**which: Any) -> RolloutPage:
+        page = await listed(**which)
+        await store.retry(lease, "a", ENGINE_GONE)
+        return page
+
+    monkeypatch.setattr(store, "list", fail_meanwhile)
+    assert await cancel_unfinished(store) == ["r1"]
+    assert (await known(store)).state is S.CANCELLED
 
 
 async def test_a_request_to_cancel_is_no_change_of_state(store, clock):
