@@ -153,6 +153,9 @@ class RedisConnection(JobThread[_RedisJob]):
         return checks.call_arguments(self.config, name, now, *arguments)
 
     async def _run(self, command: tuple[Any, ...], *, writes: bool) -> Any:
+        for part in command:
+            if isinstance(part, str) and not part.isascii():
+                part.encode()  # half of a surrogate pair fails this call, not the thread with all others
         return await self._submit(_RedisJob(command=command, writes=writes))
 
     # -- the thread --------------------------------------------------------------

@@ -746,6 +746,14 @@ async def test_a_cancelled_caller_leaves_no_lease_behind_unseen(store):
     assert [lease.rollout_id for lease in leases] == ["r1"]
 
 
+async def test_a_text_that_cannot_be_encoded_fails_its_call_alone(store):
+    with pytest.raises(UnicodeEncodeError):
+        await store.cancel("\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        await store.save_steps([EncodedSteps("r\ud800", b"")])
+    assert await store.counts() == {}
+
+
 async def test_a_closed_store_says_so(store):
     await store.submit(order())
     await store.close()
