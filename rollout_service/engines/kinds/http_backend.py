@@ -127,6 +127,11 @@ class HttpBackend(ABC):
             self._open_calls -= 1
             self._call_ended.notify()
 
+    def has_weights(self, version: int) -> None:
+        """Note the version of the weights, whoever has loaded them: KV of others is not found from now on."""
+        if self._info is not None:
+            self._info = replace(self._info, weight_version=version)
+
     async def close(self) -> None:
         self._is_closed = True
         await self._client.close()
@@ -279,10 +284,6 @@ class HttpBackend(ABC):
         if not isinstance(length, int):
             raise BackendProtocolError("/v1/models does not state max_model_len", backend_id=self._id)
         return str(first.get("root") or first.get("id") or ""), length
-
-    def _has_version(self, version: int) -> None:
-        if self._info is not None:
-            self._info = replace(self._info, weight_version=version)
 
     # ---- private
 

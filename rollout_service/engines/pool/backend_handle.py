@@ -31,6 +31,7 @@ from rollout_service.engines.errors import (
     InferenceError,
 )
 from rollout_service.engines.kinds.checks import ExtraKind, unsupported, wanted
+from rollout_service.engines.kinds.http_backend import HttpBackend
 from rollout_service.engines.pool.locality import is_local
 
 
@@ -166,6 +167,8 @@ class BackendHandle:
     def has_weights(self, version: int) -> None:
         self.info = replace(self.info, weight_version=version)
         self.sampled_version = None
+        if isinstance(self.backend, HttpBackend):  # another service, or the trainer, may have loaded them
+            self.backend.has_weights(version)
 
     def sampled_with(self, version: int) -> None:
         """Note the version of the newest tokens; warn once of each that the backend was not given."""
@@ -217,7 +220,8 @@ class BackendHandle:
 
     def bring_back(self, info: ModelInfo, *, is_tried: bool) -> None:
         """Put it into service, with a small share at first; weights that are not tried yet are at the next resume."""
-        self.info, self.sampled_version = info, None
+        self.info = info
+        self.has_weights(info.weight_version)
         self.tried_version = info.weight_version if is_tried else None
         self.state = BackendState.READY
         self.bad_in_a_row, self.last_error = 0, None

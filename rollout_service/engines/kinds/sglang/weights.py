@@ -22,7 +22,7 @@ class SGLangWeights(HttpBackend):
     async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
         body = {"model_path": path} | _about(version, flush_cache=flush_cache)
         await self._load("/update_weights_from_disk", body)
-        self._has_version(version)
+        self.has_weights(version)
 
     async def receive_weights(self, weights: DistributedWeights, version: int, *, flush_cache: bool = True) -> None:
         has_sessions = await self._begin()
@@ -34,7 +34,7 @@ class SGLangWeights(HttpBackend):
         finally:
             if has_sessions:
                 await self._succeed("/end_weight_update", {})
-        self._has_version(version)
+        self.has_weights(version)
 
     async def ranks(self) -> int:
         """Return the ranks that the server takes in a process group, one per accelerator.

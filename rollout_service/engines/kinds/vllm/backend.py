@@ -155,7 +155,7 @@ class VllmBackend(HttpBackend):
         if flush_cache:
             await self._flush()
         await self._order("/update_weight_version", {"new_version": str(version)})
-        self._has_version(version)
+        self.has_weights(version)
         if not was_paused:
             await self.resume()
 

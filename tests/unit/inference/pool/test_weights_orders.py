@@ -31,12 +31,13 @@ from rollout_service.engines.errors import (
 )
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.pool import backend_handle
+from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.weights.outcomes import check_weights_outcome
 from rollout_service.engines.pool.weights.process_groups import ProcessGroups, buckets
 from rollout_service.engines.pool.weights.state import PoolState
 from rollout_service.server.hangs.problems import problem_of_engine
 from rollout_service.testing import Counting, Fault, ScriptedEngine
-from tests.support.engines.pools import answering, is_exact, request, running, states
+from tests.support.engines.pools import OPTIONS, answering, is_exact, request, running, states
 from tests.support.tokens.characters import session
 from tests.support.waiting import collect, until
 
@@ -219,6 +220,20 @@ async def test_an_engine_that_joins_later_has_the_trainers_weights_and_so_has_an
         state = state.model_copy(update={"versions": {node.views()[0].backend_id: 3}})
         node.take_over(state)
         assert (await node.generate(request(2))).versions == [3, 3]
+
+
+async def test_kv_of_older_weights_is_not_found_through_another_node_or_after_the_trainers_word():
+    engine = ScriptedEngine(Counting())
+    async with running(engine) as (_, pool), Pools(OPTIONS) as other:
+        await other.register(engine.url)
+        await pool.update_weights("/w/3", 3, PauseMode.IN_PLACE)
+        other["policy"].take_over(pool.state())
+        for node in (pool, other["policy"]):
+            await node.generate(request(2))
+            assert engine.cache_keys[-1] == "weights-3"
+        await pool.load_weights(external(4))
+        await pool.generate(request(2))
+        assert engine.cache_keys[-1] == "weights-4"
 
 
 # ---- which version
