@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from api_schemas.runs import RunState
 from api_schemas.runs.live import LiveDelivery
 from api_schemas.tasks import Task
-from rollout_service.base.errors import ConflictError
+from rollout_service.base.errors import ConflictError, NotFoundError, StoreError
 from rollout_service.groups.shares import Owner, next_window
 from rollout_service.live.contract import PartRecord, SessionRecord
 from rollout_service.live.sqlite.store import SqliteLiveStore
@@ -91,7 +91,7 @@ class PartDelivery:
         Raises:
             StoreError: A store failed; the next step goes on from there.
         """
-        parts = await self._store.parts(unsubmitted=True)
+        parts = await self._store.parts(unclaimed=True)
         if self.is_idle and not parts and self._clock() < self._look_at:
             return 0
         self._look_at = self._clock() + RUNS_SECONDS
@@ -99,17 +99,26 @@ class PartDelivery:
         await self._protect(bool(runs))
         waiting: dict[str, list[PartRecord]] = {run_id: [] for run_id in runs}
         for part in parts:
-            waiting.setdefault(part.run_id, []).append(part)
-        self.is_idle = not waiting
+            if part.run_id in runs and part.offset is None:
+                waiting[part.run_id].append(part)
+            elif part.run_id not in runs and (part.offset is None or await self._is_past(part.run_id)):
+                await self._store.give_back_part(part.session_id, part.part)
+        self.is_idle = not waiting and not parts
         appended = 0
-        for run_id, parts in waiting.items():
-            if run_id in runs:
-                appended += await self._deliver(runs[run_id], parts)
-            else:
-                for part in parts:
-                    await self._store.give_back_part(part.session_id, part.part)
+        for run_id, unsubmitted in waiting.items():
+            appended += await self._deliver(runs[run_id], unsubmitted)
         self._warned = {run_id: text for run_id, text in self._warned.items() if run_id in runs}
         return appended
+
+    async def _is_past(self, run_id: str) -> bool:
+        """Return whether a run has ended, with no group that may still claim its part."""
+        try:
+            run = await self._runs.get(run_id)
+        except NotFoundError:
+            return True
+        except StoreError:  # its shard is away
+            return False
+        return not _takes_parts(run) and not run.count("open")
 
     async def _protect(self, has_runs: bool) -> None:
         """From the first run of sessions on, let nothing deleted stay in the files of runs."""
@@ -237,11 +246,11 @@ TrainedPool = Callable[[str], str]
 
 async def live_runs(runs: RunStore) -> list[RunRecord]:
     """Return runs that are not over, the oldest first."""
-    return [
-        run
-        for run in await runs.active()
-        if run.request.live is not None and run.state in (RunState.RUNNING, RunState.PAUSED)
-    ]
+    return [run for run in await runs.active() if _takes_parts(run)]
+
+
+def _takes_parts(run: RunRecord) -> bool:
+    return run.request.live is not None and run.state in (RunState.RUNNING, RunState.PAUSED)
 
 
 def run_of(session: SessionRecord, runs: Sequence[RunRecord], trained_pool: TrainedPool) -> RunRecord | None:

@@ -29,6 +29,7 @@ INSERT INTO contents (session, turn, what, padding, data, body)
 VALUES (:session, :turn, :what, zeroblob(:padding), :data, :body)
 """
 _OF_TURN = "SELECT turn, what, data, body FROM contents WHERE session = ? AND turn = ?"
+_REVISIONS = "FROM contents WHERE session = ? AND turn = ? AND what = 'revision'"
 _FROM_TURN = "SELECT turn, what, data, body FROM contents WHERE session = ? AND turn >= ? ORDER BY turn"
 
 
@@ -69,6 +70,14 @@ def mark_of(db: sqlite3.Connection, session: int, turn: int) -> TurnMarkRecord |
         "SELECT data FROM contents WHERE session = ? AND turn = ? AND what = 'mark'", (session, turn)
     ).fetchone()
     return None if row is None else _MARK.validate_json(row["data"])
+
+
+def take_revisions(db: sqlite3.Connection, session: int, turn: int) -> list[TurnMarkRecord]:
+    """Remove the revisions of a turn's mark, and return them in their order."""
+    values = (session, turn)
+    rows = db.execute(f"SELECT data {_REVISIONS} ORDER BY id", values).fetchall()
+    db.execute(f"DELETE {_REVISIONS}", values)
+    return [_MARK.validate_json(row["data"]) for row in rows]
 
 
 def put_metadata(db: sqlite3.Connection, session: int, metadata: Mapping[str, Any]) -> None:

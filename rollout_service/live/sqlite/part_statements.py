@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from rollout_service.live.contract import Deleted, PartRecord, PendingTurn
-from rollout_service.live.sqlite.session_statements import find
+from rollout_service.live.sqlite.contents import take_revisions
+from rollout_service.live.sqlite.session_statements import find, mark
 
 _DECIDE = """
 UPDATE turns SET part = :part, dropped = :dropped
@@ -22,7 +23,7 @@ RETURNING part
 """
 _SELECT = "SELECT parts.*, sessions.session_id FROM parts JOIN sessions ON sessions.seq = parts.session"
 _PARTS = f"""
-{_SELECT} WHERE (:run IS NULL OR run_id = :run) AND (NOT :unsubmitted OR "offset" IS NULL)
+{_SELECT} WHERE (:run IS NULL OR run_id = :run) AND (NOT :unclaimed OR rollout_id IS NULL)
     AND (:id IS NULL OR session_id = :id)
 ORDER BY parts.seq
 """
@@ -35,6 +36,7 @@ ORDER BY session, turn
 _UNDO = """
 UPDATE turns SET part = NULL, dropped = NULL
 WHERE session = (SELECT session FROM parts WHERE seq = :seq) AND part = (SELECT part FROM parts WHERE seq = :seq)
+RETURNING turn
 """
 _SET_OFFSET = """
 UPDATE parts SET "offset" = :offset
@@ -90,12 +92,18 @@ def _fate(row: sqlite3.Row) -> PendingTurn:
 
 
 def give_back(db: sqlite3.Connection, session_id: str, part: int) -> bool:
-    """Undo a part without an offset, so that its turns can go into another; return False if it has one."""
+    """Undo a part that no rollout has, so that its turns can go into another; return False if one has it.
+
+    What users have said of its turns meanwhile is their value now.
+    """
     row = db.execute(_ONE, (session_id, part)).fetchone()
-    if row is None or row["offset"] is not None or row["rollout_id"] is not None:
+    if row is None or row["rollout_id"] is not None:
         return False
-    db.execute(_UNDO, {"seq": row["seq"]})
+    turns = db.execute(_UNDO, {"seq": row["seq"]}).fetchall()
     db.execute("DELETE FROM parts WHERE seq = ?", (row["seq"],))
+    for turn in sorted(each["turn"] for each in turns):
+        for revision in take_revisions(db, row["session"], turn):
+            mark(db, session_id, turn, revision)
     return True
 
 
@@ -103,10 +111,10 @@ def parts(
     db: sqlite3.Connection,
     run_id: str | None = None,
     *,
-    unsubmitted: bool = False,
+    unclaimed: bool = False,
     session_id: str | None = None,
 ) -> list[PartRecord]:
-    rows = db.execute(_PARTS, {"run": run_id, "id": session_id, "unsubmitted": unsubmitted})
+    rows = db.execute(_PARTS, {"run": run_id, "id": session_id, "unclaimed": unclaimed})
     return [_part(row) for row in rows]
 
 

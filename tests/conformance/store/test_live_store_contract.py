@@ -216,6 +216,10 @@ async def test_a_turn_that_a_part_has_keeps_its_value(store):
     assert not await store.mark("s", 0, explicit(-1.0))
     turn = await store.turn("s", 0)
     assert turn.mark == judged(1.0)
+    await store.mark("s", 0, explicit(0.5))
+    assert await store.give_back_part("s", 0)
+    turn = await store.turn("s", 0)
+    assert (turn.mark, turn.part) == (explicit(0.5), None)
 
 
 async def test_each_turn_is_in_one_part_at_most(store):
@@ -231,9 +235,9 @@ async def test_each_turn_is_in_one_part_at_most(store):
     assert [turn.dropped for turn in await store.turns("s")] == [None, MaskReason.ZERO, None, None]
     assert await store.parts("run") == [first, second]
     assert await store.parts("another") == []
-    assert await store.parts(session_id="s", unsubmitted=True) == [first, second]
-    await store.set_offset("s", 0, 17)
-    assert [part.part for part in await store.parts(unsubmitted=True)] == [1]
+    assert await store.parts(session_id="s", unclaimed=True) == [first, second]
+    await store.claim([("s", 0)], "rollout")
+    assert [part.part for part in await store.parts(unclaimed=True)] == [1]
     with pytest.raises(ValueError, match="needs a run"):
         await store.take_part("s", None, [1], {}, 5.0)
 

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -245,6 +246,32 @@ async def test_parts_that_an_ended_run_did_not_get_go_to_the_next():
         await bench.drive()
         assert bench.delivery.warnings() == []
         assert rollouts(await bench.lease("second"))[0].session is not None
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_parts_go_to_the_next_run_though_theirs_ended_while_they_were_appended(is_killed):
+    class Ending:
+        def __getattr__(self, name: str) -> object:
+            return getattr(bench.store.runs, name)
+
+        async def append(self, *args: Any, **values: Any) -> object:
+            await bench.store.runs.update("first", state=RunState.ENDED)
+            if is_killed:
+                raise Killed
+            return await bench.store.runs.append(*args, **values)
+
+    async with live_bench() as bench:
+        await bench.create_run("first")
+        await bench.serve("s", [1.0])
+        bench.restart(runs=cast(Any, Ending()))
+        await bench.closer.step()
+        with pytest.raises(Killed) if is_killed else nullcontext():
+            await bench.delivery.step()
+            await bench.delivery.step()
+        bench.restart()
+        await bench.create_run("second")
+        await bench.drive()
+        assert sessions_in(await bench.lease("second")) == [["s"]]
 
 
 async def test_turns_that_no_run_takes_are_dropped_in_the_end():
