@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from uuid import uuid4
 
 import anyio.to_thread
@@ -130,6 +131,8 @@ class LiveSessions:
             and known.user == self._register.user_of(request.user, request.tenant, known.session_id)
             and (known.group, known.continues) == (request.group, request.continues)
             and dict(known.metadata) == request.metadata
+            and request.train in (None, known.train)
+            and known.retention_seconds <= (request.retention_seconds or inf)
         )
         if not same:
             raise ConflictError(

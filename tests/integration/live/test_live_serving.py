@@ -323,8 +323,9 @@ async def test_the_same_open_request_returns_the_session_without_its_key(tmp_pat
     async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
         assert (await service.open(session_id="s", user="u")).key is not None
         assert (await service.open(session_id="s", user="u")).key is None
-        other = await service.http.post("/v1/sessions", json={"session_id": "s", "user": "v"})
-        assert other.status_code == 409
+        for fields in ({"user": "v"}, {"user": "u", "train": False}, {"user": "u", "retention_seconds": 60}):
+            other = await service.http.post("/v1/sessions", json={"session_id": "s"} | fields)
+            assert other.status_code == 409, fields
         unknown = await service.http.post("/v1/sessions", json={"pool": "none"})
         assert unknown.status_code >= 400
 
