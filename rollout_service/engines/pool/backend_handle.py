@@ -254,6 +254,7 @@ class BackendHandle:
 TRIAL_SECONDS = 10.0
 """Long enough, since weights that cannot be sampled with fail at once."""
 
+_AGAIN_SECONDS = 0.1
 _PROBE_PROMPT = (0,)  # the one id that every vocabulary has
 
 
@@ -308,7 +309,7 @@ async def _sample(backend: Backend, info: ModelInfo) -> frozenset[str]:
         kinds.add(ExtraKind.ROUTED_EXPERTS)
     while True:
         try:
-            await backend.generate(_probe(kinds))
+            answer = await backend.generate(_probe(kinds))
         except ExtraUnsupported as error:
             kinds.remove(ExtraKind(error.context["export"]))
         except BackendRejected:
@@ -316,7 +317,9 @@ async def _sample(backend: Backend, info: ModelInfo) -> frozenset[str]:
                 raise
             kinds.clear()  # it does not know such fields
         else:
-            return frozenset(kind.value for kind in kinds)
+            if answer.output_ids:
+                return frozenset(kind.value for kind in kinds)
+            await anyio.sleep(_AGAIN_SECONDS)  # an abort of all requests, which tells nothing
 
 
 def _probe(kinds: set[ExtraKind]) -> GenerateRequest:

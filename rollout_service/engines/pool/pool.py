@@ -127,21 +127,18 @@ class BackendPool:
             BackendUnreachable: The backend does not answer.
             BackendProtocolError: The backend lacks a required feature; the message names it.
         """
-        if exports is None and self._controller.is_shared:
-            # An engine that hangs must not keep the other services from commands.
-            checked = await check_backend(backend, seconds=self._options.registration_timeout)
-            exports = checked.extras
+        is_checked = exports is not None
+        if exports is None:
+            # First, since an engine that hangs must not keep anybody from commands.
+            exports = (await check_backend(backend, seconds=self._options.registration_timeout)).extras
         async with self._controller.joining():
             known = self._registry.get(backend.id)
             if known is not None:
                 await backend.close()
                 backend = known.backend
-            if exports is not None:
-                info = replace(await backend.model_info(), extras=frozenset(exports))
-            else:
-                info = await check_backend(backend, seconds=self._options.registration_timeout)
+            info = replace(await backend.model_info(), extras=frozenset(exports))
             self._registry.refuse_other_vocabulary(backend.id, info.vocab_size)
-            is_known = exports is not None and known is None
+            is_known = is_checked and known is None
             version = await self._controller.synchronize(
                 backend, info.weight_version, is_known=is_known, tried=info.weight_version
             )

@@ -56,10 +56,6 @@ class PoolController:
 
     # ---- services that share the backends
 
-    @property
-    def is_shared(self) -> bool:
-        return self._exclusive is not None
-
     def external_version(self) -> int | None:
         return self._weights.external_version
 

@@ -436,6 +436,25 @@ async def test_an_engine_that_lacks_something_is_not_registered(fault, message):
         assert pools.views() == []
 
 
+async def test_an_abort_of_all_requests_is_no_sign_of_what_an_engine_returns():
+    faults = [Fault.QUEUE_ABORT, Fault.NO_EXTRAS, Fault.NO_EXTRAS]
+    async with running(ScriptedEngine(SCRIPT, faults=faults)) as (_, pool):
+        assert pool.views()[0].exports == []
+
+
+async def test_an_engine_that_hangs_while_it_is_registered_holds_up_no_command():
+    async with (
+        ScriptedEngine(SCRIPT, faults=[Fault.HANG]) as hanging,
+        running(ScriptedEngine(SCRIPT)) as (pools, pool),
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(pools.register, hanging.url)
+        await until(lambda: hanging.requests)
+        with anyio.fail_after(OPTIONS.registration_timeout / 2):
+            assert (await pool.update_weights("/w/3", 3)).changed
+        tasks.cancel_scope.cancel()
+
+
 async def test_an_engine_with_a_named_version_is_not_registered():
     async with ScriptedEngine(SCRIPT) as engine, Pools(OPTIONS) as pools:
         engine.version = "step-3"
