@@ -124,9 +124,10 @@ class PolicyServing:
             with anyio.move_on_after(min(ends) - time.time() if ends else None):
                 await changed.wait()
             try:
-                for backend in list(self._followed.values()):
-                    if backend.lease_until is not None and backend.lease_until <= time.time():
-                        await self._remove_lapsed(backend.backend_id, backend.spec.pool)
+                for backend_id in list(self._followed):
+                    backend = self._followed.get(backend_id)  # it may have been renewed while another was removed
+                    if backend and backend.lease_until is not None and backend.lease_until <= time.time():
+                        await self._remove_lapsed(backend_id, backend.spec.pool)
             except StoreError as error:
                 log.warning("engines without a lease stay for now", error=str(error), hint=error.hint)
                 await anyio.sleep(RECONNECT_SECONDS)

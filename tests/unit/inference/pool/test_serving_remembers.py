@@ -146,6 +146,24 @@ async def test_engines_go_with_their_lease_and_the_last_one_abandons_its_pool(tm
                 await serving.renew(kept.backend_id)
 
 
+async def test_a_lease_that_is_renewed_while_another_ends_does_not_end(tmp_path: Path) -> None:
+    class Slow(FileBackends):
+        async def remove(self, backend_id: str) -> bool:
+            if backend_id == first.backend_id:
+                await anyio.sleep(1.0)  # meanwhile the second lease would have run out
+                await serving.renew(second.backend_id)
+            return await super().remove(backend_id)
+
+    async with policy_engine() as one, policy_engine() as other, Pools() as pools:
+        serving = PolicyServing(pools, Slow(tmp_path / "backends.json", backend_id_of_spec))
+        async with serving.reconnecting([]):
+            first = await serving.register(leased(one))
+            second = await serving.register(leased(other, seconds=1.5))
+            await gone(serving, 1)
+            await anyio.wait_all_tasks_blocked()
+            assert [view.backend_id for view in serving.views()] == [second.backend_id]
+
+
 async def test_a_renewed_lease_begins_again_and_so_does_one_after_a_restart(tmp_path: Path) -> None:
     async with policy_engine() as engine:
         for _ in range(2):  # the second finds the engine in the file
