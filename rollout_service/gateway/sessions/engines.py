@@ -45,7 +45,8 @@ class PolicyEngines:
     """The engines of one rollout's policy, and how they sample."""
 
     pool: StreamingGenerator
-    affinity: str
+    affinity: str | None
+    """None for calls that have nothing to do with each other."""
     context_length: int
     """Tokens of prompt and answer together."""
     stop_token_ids: Sequence[int]
@@ -83,7 +84,8 @@ class PolicyEngines:
 
     def release(self) -> None:
         """Free the place on the engine; idempotent."""
-        self.pool.release(self.affinity)
+        if self.affinity is not None:
+            self.pool.release(self.affinity)
 
     def _options(self, call: ModelCall, budget: int) -> inference.SamplingOptions:
         run = self.sampling

@@ -101,7 +101,7 @@ class SessionEngines:
         salt = blake2b(tenant.encode(), digest_size=_SALT_BYTES).hexdigest()
         policy = PolicyEngines(
             HeldPool(pool, engines, self.changed, self.settings.hold_seconds, self.live_metrics),
-            affinity=f"live/{tenant}/{session_id}",
+            affinity=f"live/{tenant}/{session_id}" if session_id else None,
             context_length=model.context_length,
             stop_token_ids=model.renderer.stop_token_ids,
             sampling=Sampling(),

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rollout_service.base.signals import ChangeSignal
-from rollout_service.engines.contract import GenerateRequest
+from rollout_service.engines.contract import GenerateRequest, Generation, TokenSink
 from rollout_service.engines.errors import NoBackendError
 from rollout_service.engines.serving.policies import PoolModel
 from rollout_service.engines.shipped import policy_folder
@@ -29,6 +29,16 @@ MODEL = PoolModel(ChatRenderer.load(policy_folder("calc-tuned")), 1_000)
 class OnePool(ManualPool):
     paused = False
     in_service = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.affinities: list[str | None] = []
+
+    async def generate(
+        self, request: GenerateRequest, *, affinity: str | None = None, on_tokens: TokenSink | None = None
+    ) -> Generation:
+        self.affinities.append(affinity)
+        return await super().generate(request, affinity=affinity, on_tokens=on_tokens)
 
 
 class OnePolicy:
@@ -67,13 +77,24 @@ async def engines(*, share_prefixes: bool) -> AsyncIterator[tuple[SessionEngines
             tasks.cancel_scope.cancel()
 
 
+CALL = ModelCall(dialect=Dialect.CHAT, model="p", messages=(ClientMessage("user", "hi"),))
+
+
+async def test_calls_of_no_session_are_not_taken_for_turns_of_the_oldest_rollout():
+    async with engines(share_prefixes=True) as (connected, pool):
+        for session_id in ("", "s"):
+            observer = Unrecorded("no-session")
+            await connected.open("policy", "t", observer, lambda _: None, session_id=session_id).answer(CALL)
+        await anyio.wait_all_tasks_blocked()
+        assert pool.affinities == [None, "live/t/s"]
+
+
 async def requests(*, share_prefixes: bool) -> list[GenerateRequest]:
     """Return what engines are asked for one call of each of two tenants, and another of the first."""
     async with engines(share_prefixes=share_prefixes) as (connected, pool):
         for tenant in ("one", "two", "one"):
             session = connected.open("policy", tenant, Unrecorded("no-session"), lambda _: None)
-            call = ModelCall(dialect=Dialect.CHAT, model="p", messages=(ClientMessage("user", "hi"),))
-            await session.answer(call)
+            await session.answer(CALL)
             await anyio.wait_all_tasks_blocked()
         return [each.request for each in pool.calls]
 
