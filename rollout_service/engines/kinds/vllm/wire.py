@@ -8,6 +8,7 @@ refused.
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ def generate_body(request: GenerateRequest, *, stream: bool = False) -> dict[str
         "logprobs": extras.top_logprobs + 1 if extras.top_logprobs else 0,
     }
     if sampling.seed is not None:
-        parameters["seed"] = sampling.seed
+        parameters["seed"] = seed_at(sampling.seed, len(request.input_ids))
     if sampling.json_schema is not None:
         parameters["structured_outputs"] = {"json": sampling.json_schema}
     if extras.prompt_logprobs_from is not None:
@@ -88,6 +89,15 @@ def generate_body(request: GenerateRequest, *, stream: bool = False) -> dict[str
         "stream": stream,
         **options,
     }
+
+
+def seed_at(seed: int, position: int) -> int:
+    """Return the seed of a request that samples from this position on.
+
+    vLLM draws the same random numbers for each request with the same seed: with one for all, turns, and the parts of an
+    interrupted answer, would not be independent of each other.
+    """
+    return int.from_bytes(blake2b(f"{seed}/{position}".encode(), digest_size=4).digest()) >> 1
 
 
 def is_greedy(sampling: SamplingOptions) -> bool:

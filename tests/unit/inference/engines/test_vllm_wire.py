@@ -68,6 +68,16 @@ def test_an_abort_before_the_first_token_is_whole():
     assert (generation.finish_reason, generation.output_ids) == (FinishReason.ABORT, [])
 
 
+def test_with_a_seed_neither_turns_nor_parts_of_an_answer_draw_the_same_random_numbers():
+    def seed_of(prompt, seed):
+        sampling = SamplingOptions(max_new_tokens=8, seed=seed)
+        return generate_body(GenerateRequest(new_request_id(), prompt, sampling))["sampling_params"].get("seed")
+
+    assert seed_of([1, 2], 7) == seed_of([3, 4], 7)
+    assert len({seed_of([1] * length, seed) for length in (1, 2, 3) for seed in (7, 8)}) == 6
+    assert seed_of([1], None) is None
+
+
 CHOICE = ("choices", 0)
 CONTENT = (*CHOICE, "logprobs", "content")
 CACHED = ("usage", "prompt_tokens_details")
