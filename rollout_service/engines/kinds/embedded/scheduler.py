@@ -334,7 +334,8 @@ class EngineCore:
         if token in job.stop_ids:
             return {"type": "stop", "matched": token}
         if job.stop_texts and self._decode is not None:
-            longest = max(len(text) for text in job.stop_texts)
+            # A token may be a single byte.
+            longest = max(len(text.encode("utf-8", "surrogatepass")) for text in job.stop_texts)
             tail = self._decode(job.output[-longest - 1 :])
             matched = next((text for text in job.stop_texts if text in tail), None)
             if matched is not None:

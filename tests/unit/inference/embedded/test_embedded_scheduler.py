@@ -28,8 +28,8 @@ def make_engine(folder):
     """Yield a function that starts engines; they are stopped after the test."""
     engines = []
 
-    def make(**options):
-        engine = EngineCore(str(folder), EngineOptions(**options))
+    def make(decode=None, **options):
+        engine = EngineCore(str(folder), EngineOptions(**options), decode=decode)
         engine.start()
         engines.append(engine)
         return engine
@@ -43,7 +43,9 @@ def make_engine(folder):
 class Asked:
     """A request whose progress a test can follow; the engine waits at `held_at` tokens for an order."""
 
-    def __init__(self, engine, prompt, *, rid="r", budget=10, seed=1, stop_ids=frozenset(), start=None, held_at=None):
+    def __init__(
+        self, engine, prompt, *, rid="r", budget=10, seed=1, stops=(), stop_ids=frozenset(), start=None, held_at=None
+    ):
         self._changed = threading.Semaphore(0)
         self._held_at = held_at
         self._is_ordered = threading.Event()
@@ -53,6 +55,7 @@ class Asked:
             sampler=SamplerSettings(seed=seed),
             max_new_tokens=budget,
             stop_ids=stop_ids,
+            stop_texts=stops,
             notify=self._notify,
             streams=True,
             reading=None if start is None else PromptReading(list(prompt), start),
@@ -107,6 +110,15 @@ def test_neighbors_limits_and_the_cache_change_no_token(make_engine, asked, max_
         assert each.job.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
     crowd.abort(None).result(SECONDS)
     assert crowd.stats.reserved_tokens == 0
+
+
+def test_a_stop_string_of_characters_that_take_several_tokens_is_found(make_engine):
+    ids = alone(make_engine, [1, 2], budget=12)
+    byte_of = dict(zip(ids, "aa你好吗!".encode(), strict=True))
+    assert len(byte_of) == 12, "each token spells a byte"
+    engine = make_engine(decode=lambda some: bytes(byte_of[id_] for id_ in some).decode(errors="replace"))
+    job = Asked(engine, [1, 2], budget=12, stops=("你好吗",)).result()
+    assert (job.output, job.finish) == (ids[:11], {"type": "stop", "matched": "你好吗"})
 
 
 def test_the_cache_counts_to_the_token(make_engine):
