@@ -160,7 +160,14 @@ class SessionRecorder:
     def note_sent(self, turn: int) -> None:
         if turn not in self.sent:
             self.sent.add(turn)
-            self.parts.later(partial(self.parts.store.deliver, self.session.session_id, turn))
+            self.parts.later(partial(self._deliver, turn))
+
+    async def _deliver(self, turn: int) -> None:
+        try:
+            await self.parts.store.deliver(self.session.session_id, turn)
+        except StoreError:
+            self.sent.discard(turn)  # the client may send it back, which says so again
+            raise
 
 
 @dataclass(slots=True)

@@ -13,12 +13,13 @@ import pytest
 from anyio.abc import SocketStream
 
 from api_schemas.rollouts.sessions import MaskReason
+from rollout_service.base.errors import StoreError
 from rollout_service.live.contract import TurnRecord
 from rollout_service.live.replay import rebuild
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.service import END, POLICY, scripted
-from tests.support.live.service import LiveService, live_service
+from tests.support.live.service import LiveService, delivered, live_service
 from tests.support.processes import service as processes
 from tests.support.waiting import collect, until
 
@@ -36,6 +37,24 @@ def sampled(turns: list[TurnRecord] | Any) -> dict[int, list[int]]:
     """Return the sampled ids of all stored turns by their ids."""
     capture = rebuild(RENDERER, turns)
     return {turn: recorded.turn.output_ids for turn, recorded in capture.turns.items()}
+
+
+async def test_a_delivery_that_the_store_could_not_note_is_noted_when_the_answer_comes_back(tmp_path, monkeypatch):
+    failed = []
+
+    async def fail(_: SqliteLiveStore, session_id: str, turn: int) -> None:
+        failed.append((session_id, turn))
+        raise StoreError("the disk is full", hint="Free some space.")
+
+    async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine]) as service:
+        opened = await service.open()
+        with monkeypatch.context() as full:
+            full.setattr(SqliteLiveStore, "deliver", fail)
+            await service.ask(opened.key, "a")
+            await until(lambda: failed)
+        await service.ask(opened.key, "a", "One.", "b")
+        turns = await delivered(service, opened.session.session_id, 2)
+        assert turns[0].next_state is not None
 
 
 async def test_a_paused_pool_holds_a_request_and_then_refuses_it(tmp_path):
