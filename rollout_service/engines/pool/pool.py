@@ -6,7 +6,7 @@ all.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
 import anyio
@@ -21,7 +21,7 @@ from api_schemas.inference import (
     WeightsGroupRequest,
     WeightsRequest,
 )
-from rollout_service.engines.contract import Backend, BackendLoad, GenerateRequest, Generation, TokenSink
+from rollout_service.engines.contract import Backend, BackendLoad, GenerateRequest, Generation, ModelInfo, TokenSink
 from rollout_service.engines.errors import BackendRejected, InferenceError
 from rollout_service.engines.kinds.registry import SGLANG
 from rollout_service.engines.pool.backend_handle import BackendHandle, VersionWatch, check_backend
@@ -33,6 +33,9 @@ from rollout_service.engines.pool.weights.state import PoolState
 from rollout_service.engines.routing import Observer, Router
 
 log = structlog.get_logger(__name__)
+
+Accept = Callable[[ModelInfo], Awaitable[None]]
+"""Raises if a model cannot be served."""
 
 
 class BackendPool:
@@ -116,27 +119,32 @@ class BackendPool:
         max_in_flight: int | None = None,
         traces: bool = False,
         exports: Collection[str] | None = None,
+        accept: Accept | None = None,
     ) -> BackendView:
         """Check the features of `backend`, give it the pool's weights, and put it into service.
 
         With `traces`, requests carry a `traceparent` header. A backend whose id is known is checked again and brought
         back, whatever its state was; `backend` is then closed and the known one stays. With `exports`, another service
-        has checked it, and it may be paused.
+        has checked it, and it may be paused. `accept` is called before it gets a request, and may refuse it.
 
         Raises:
             BackendUnreachable: The backend does not answer.
             BackendProtocolError: The backend lacks a required feature; the message names it.
         """
         is_checked = exports is not None
+        # First, since an engine that hangs must not keep anybody from commands.
         if exports is None:
-            # First, since an engine that hangs must not keep anybody from commands.
-            exports = (await check_backend(backend, seconds=self._options.registration_timeout)).extras
+            info = await check_backend(backend, seconds=self._options.registration_timeout)
+        else:
+            info = replace(await backend.model_info(), extras=frozenset(exports))
+        if accept is not None:
+            await accept(info)
         async with self._controller.joining():
             known = self._registry.get(backend.id)
             if known is not None:
                 await backend.close()
                 backend = known.backend
-            info = replace(await backend.model_info(), extras=frozenset(exports))
+            info = replace(await backend.model_info(), extras=info.extras)
             self._registry.refuse_other_vocabulary(backend.id, info.vocab_size)
             is_known = is_checked and known is None
             version = await self._controller.synchronize(

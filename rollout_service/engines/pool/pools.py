@@ -14,7 +14,7 @@ from rollout_service.engines.errors import NoBackendError, UnknownBackend
 from rollout_service.engines.kinds.http_backend import location_of, normalize_url
 from rollout_service.engines.kinds.registry import EngineKinds, ask_kind
 from rollout_service.engines.pool.backend_handle import BackendHandle
-from rollout_service.engines.pool.pool import BackendPool
+from rollout_service.engines.pool.pool import Accept, BackendPool
 from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.pool.weights.controller import Exclusive
 from rollout_service.engines.routing import Observer, make_router
@@ -119,11 +119,13 @@ class Pools:
         max_in_flight: int | None = None,
         traces: bool = False,
         exports: Collection[str] | None = None,
+        accept: Accept | None = None,
     ) -> BackendView:
         """Put the engine at `url` into service in a pool.
 
         Registering it again changes only `max_in_flight` and `traces`, and ends a drain. If `kind` is None, the engine
-        is asked for it. `exports` are the extras that another service found when it checked the engine.
+        is asked for it. `exports` are the extras that another service found when it checked the engine. `accept` is
+        called before it gets a request, and may refuse it.
 
         Raises:
             ValueError: The address is malformed.
@@ -139,7 +141,7 @@ class Pools:
         backend = await self._kinds.connect(address, name, kind)
         try:
             return await self._pool(pool).register(
-                backend, kind=kind, max_in_flight=max_in_flight, traces=traces, exports=exports
+                backend, kind=kind, max_in_flight=max_in_flight, traces=traces, exports=exports, accept=accept
             )
         except BaseException:
             with anyio.CancelScope(shield=True):

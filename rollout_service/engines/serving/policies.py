@@ -23,6 +23,7 @@ from api_schemas.inference import BackendSpec, BackendState, BackendView, is_fro
 from api_schemas.rollouts import RolloutRequest
 from rollout_service.base.errors import StoreError, did_you_mean
 from rollout_service.base.signals import ChangeSignal
+from rollout_service.engines.contract import ModelInfo
 from rollout_service.engines.errors import NoBackendError, UnknownBackend, UnknownPool
 from rollout_service.engines.pool.backend_handle import BackendHandle
 from rollout_service.engines.pool.locality import is_loopback, loopback_scope
@@ -192,6 +193,12 @@ class PolicyServing:
             TokenError: The engine's tokenizer or chat format cannot be loaded.
             StoreError: The engine cannot be remembered.
         """
+        loaded: dict[str, ChatRenderer] = {}
+
+        async def load(info: ModelInfo) -> None:
+            path = spec.tokenizer or info.tokenizer_path
+            loaded[path] = await anyio.to_thread.run_sync(ChatRenderer.load, path, spec.renderer)
+
         known = {view.backend_id for view in self._pools.views()}
         view = await self._pools.register(
             str(spec.url),
@@ -200,10 +207,10 @@ class PolicyServing:
             max_in_flight=spec.max_in_flight,
             traces=spec.trace,
             exports=exports,
+            accept=load,
         )
+        [(path, renderer)] = loaded.items()
         try:
-            path = spec.tokenizer or view.tokenizer_path
-            renderer = await anyio.to_thread.run_sync(ChatRenderer.load, path, spec.renderer)
             if remember:
                 await self._share(view, spec, path)
         except BaseException:

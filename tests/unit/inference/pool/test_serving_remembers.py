@@ -1,6 +1,7 @@
 """Every backend is remembered in full, however many are registered at once."""
 
 from pathlib import Path
+from threading import Event
 
 import anyio
 import pytest
@@ -16,6 +17,7 @@ from rollout_service.engines.serving.policies import PolicyServing, backend_id_o
 from rollout_service.store.engines_contract import SharedBackend
 from rollout_service.store.file_backends import FileBackends
 from rollout_service.testing import Counting, ScriptedEngine
+from rollout_service.tokens import ChatRenderer
 from tests.support.engines.pools import POLICY, policy_engine
 from tests.support.waiting import until
 
@@ -95,6 +97,31 @@ async def test_an_engine_that_is_cleared_while_it_is_registered_is_gone(tmp_path
             assert serving.views() == []
             await serving.register(spec)
             assert [view.pool for view in serving.views()] == ["policy"]
+
+
+async def test_an_engine_gets_no_request_before_its_tokenizer_is_loaded(tmp_path: Path, monkeypatch) -> None:
+    is_loading, is_over = Event(), Event()
+
+    def load(*_: object) -> None:
+        is_loading.set()
+        assert is_over.wait(30)
+        raise ValueError("no tokenizer")
+
+    async with policy_engine() as one, policy_engine() as other, Pools() as pools:
+        serving = PolicyServing(pools, FileBackends(tmp_path / "backends.json", backend_id_of_spec))
+        first = await serving.register(BackendSpec(url=HttpUrl(one.url)))
+        monkeypatch.setattr(ChatRenderer, "load", load)
+
+        async def refused() -> None:
+            with pytest.raises(ValueError, match="no tokenizer"):
+                await serving.register(BackendSpec(url=HttpUrl(other.url)))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(refused)
+            await until(is_loading.is_set)
+            seen = [view.backend_id for view in serving.views()]
+            is_over.set()
+        assert seen == [first.backend_id]
 
 
 # ---- leases
