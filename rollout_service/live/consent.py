@@ -8,7 +8,7 @@ if its history is that of stored turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -64,9 +64,13 @@ class ConversationConsent:
     """Its name in the store, for all sessions that go on with it."""
     hashes: MessageHashes
     refused: OptOuts
+    inherited: Callable[[], Awaitable[OptOuts]] | None = None
+    """Returns the opt-outs of conversations that this one continues, which may grow while both go on."""
 
     async def allows(self, planned: PlannedTurn) -> bool:
         """Return whether all of a turn may be stored, as far as earlier turns tell."""
+        if self.inherited is not None:
+            self.refused = self.refused.with_others(await self.inherited())
         if self.refused == OptOuts():
             return True
         new = new_messages(planned)

@@ -166,6 +166,19 @@ class SessionRegister:
         is_incomplete = record is None or record.opted_out > 0
         return OptOuts(is_complete=False) if is_incomplete and found == OptOuts() else found
 
+    async def opt_outs_before(self, record: SessionRecord) -> OptOuts:
+        """Return the opt-outs so far of all sessions that this one continues."""
+        found, seen = OptOuts(), {record.session_id}
+        while record.continues is not None and not record.client and record.continues not in seen:
+            seen.add(record.continues)
+            before = await self._store.session(record.continues)
+            conversation = self._users.of_conversation(record.continues, before.client if before else "")
+            found = found.with_others(await self._store.opt_outs(conversation))
+            if before is None:
+                break
+            record = before
+        return found
+
     async def close(self, session_id: str, because: ClosedBecause) -> None:
         """Note that a session has ended; idempotent."""
         if await self._store.close_session(session_id, because, self._clock()):

@@ -171,6 +171,8 @@ class SessionResolver:
             self._register.conversation_of(record),
             self._recording.hashes,
             await self._register.opt_outs_of(record.session_id),
+            # The sessions of a client's own id are one conversation.
+            partial(self._register.opt_outs_before, record) if record.continues and not record.client else None,
         )
         recorder = SessionRecorder(
             record,

@@ -172,6 +172,20 @@ async def test_a_call_that_is_not_to_be_stored_fails_if_that_cannot_be_noted(tmp
         assert await client.say(FIRST[:1], **NO) == "no; reason=opted-out"
 
 
+async def test_what_is_refused_in_a_session_is_not_stored_by_those_that_had_continued_it_before(tmp_path):
+    async with engine() as running, live_service(tmp_path, [running]) as service:
+        opened = [await service.open(session_id="0")]
+        opened += [await service.open(session_id=str(n), continues=str(n - 1)) for n in (1, 2)]
+        first, *later = [each.key for each in opened]
+        for key in (first, *later):
+            assert (await service.ask(key, "first words")).headers["x-rollout-recorded"] == "yes"
+        await service.ask(first, "first words", "One.", WORDS, headers=NO)
+        for key in later:
+            answer = await service.ask(key, "first words", "One.", WORDS, "Two.", "more")
+            assert answer.headers["x-rollout-recorded"] == "no; reason=opted-out"
+    await nothing_is_kept(tmp_path)
+
+
 @pytest.mark.parametrize("is_removed", [False, True])
 async def test_a_session_that_continues_another_keeps_to_what_was_agreed_there(tmp_path, is_removed):
     async with engine() as running, live_service(tmp_path, [running]) as service:
