@@ -236,7 +236,7 @@ class ApptainerProvider(HostProvider):
         options = self._exec_command(spec, folder, overlay=overlay)
         command = ContainerCommand([*options, shown, BASH, "--norc", "-c", HIDE, "hide", *script], shown)
         kind = self._setups.key(command.arguments, image, folder) if repeats else None
-        if kind is not None and kind not in self._setups:
+        if kind is not None and kind not in self._setups and spec.snapshot is None and spec.saved is None:
             command = command.replaced(HIDE, REPORT + HIDE)
             return _Container(command.arguments, on_ready=partial(self._setups.learn, kind, folder, command))
         if (setup := self._setups.get(kind)) is not None:

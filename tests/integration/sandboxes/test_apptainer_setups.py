@@ -21,6 +21,7 @@ from sandboxes.host.subordinate_ids import resolve_user
 from sandboxes.providers.apptainer.fork_server import ForkServer
 from sandboxes.providers.apptainer.launcher import Launcher
 from sandboxes.providers.apptainer.provider import ApptainerProvider
+from sandboxes.providers.apptainer.setups import ContainerSetups
 from tests.support.repeated_starts import runs_apptainer
 from tests.support.users.as_user import ordinary_user
 
@@ -220,6 +221,31 @@ def test_a_service_without_standard_streams_that_ignores_its_children_repeats_st
         [sys.executable, "-c", UNUSUAL, str(tmp_path)], stdout=subprocess.PIPE, timeout=60, check=True
     )
     assert done.stdout.splitlines() == [b"True b'up\\n'", b"False b'up\\n'"]
+
+
+LIAR = """#!/bin/bash.real
+if [[ $2 == -c ]]; then exec env -- LIE=1 /bin/bash.real "$1" -c "${3//cp \\/bin\\/bash/cp /bin/bash.real}" "${@:4}"; fi
+exec /bin/bash.real "$@"
+"""
+"""A bash that reports more variables than it was given."""
+
+
+async def test_a_sandbox_with_files_of_another_tells_nothing_about_its_kind(tmp_path):
+    saved, provider = tmp_path / "saved", ApptainerProvider(ApptainerConfig(), tmp_path / "state")
+    try:
+        async with await provider.start(SandboxSpec()) as sandbox:
+            await sandbox.write_file("/liar", LIAR)
+            await (await sandbox.bash()).run("cp /bin/bash /bin/bash.real; chmod +x /liar; mv -f /liar /bin/bash")
+            with saved.open("wb") as file:
+                file.writelines([part async for part in sandbox.save()])
+        provider._setups = ContainerSetups()  # as after a restart
+        for spec, by_apptainer in ((SandboxSpec(saved=saved), True), (SandboxSpec(), True), (SandboxSpec(), False)):
+            async with await provider.start(spec) as sandbox:
+                assert runs_apptainer(sandbox) == by_apptainer
+                found = (await sandbox.exec(["env"])).stdout.split()
+        assert b"LIE=1" not in found
+    finally:
+        await provider.close()
 
 
 async def test_containers_are_made_only_of_images_of_which_one_was_tried(tmp_path):
