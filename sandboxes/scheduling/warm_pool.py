@@ -56,7 +56,8 @@ class SilentWarmPoolObserver:
 class _Demand:
     spec: SandboxSpec
     wanted_at: float
-    failures: int = 0
+    delay: float = 0.0
+    """Of the last failure; 0 after a start that succeeded."""
     retry_at: float = 0.0
 
 
@@ -329,7 +330,7 @@ class WarmPool(SandboxProvider):
             self._record_failure(kind, error)
         else:
             if demand := self._demands.get(kind):
-                demand.failures = 0
+                demand.delay = 0.0
             self._warm.append(_Warm(kind, sandbox))
         finally:
             self._refills[kind] -= 1
@@ -352,8 +353,7 @@ class WarmPool(SandboxProvider):
     def _record_failure(self, kind: Kind, error: Exception) -> None:
         self._observer.refill_failed()
         if demand := self._demands.get(kind):
-            delay = min(RETRY_LIMIT, RETRY_SECONDS * 2**demand.failures)
-            demand.failures += 1
+            delay = demand.delay = min(RETRY_LIMIT, 2 * demand.delay or RETRY_SECONDS)
             demand.retry_at = self._clock() + delay
             defect = None if isinstance(error, SandboxError) else error
             log.warning("no sandbox could be started ahead", error=str(error), retry_seconds=delay, exc_info=defect)

@@ -235,6 +235,15 @@ async def test_failures_ahead_are_counted_and_tried_again_later():
         await bench.warmed()
 
 
+async def test_an_image_that_fails_for_days_is_tried_once_a_minute():
+    bench = Bench()
+    await bench.pool._record_demand(SPEC)
+    [(kind, demand)] = bench.pool._demands.items()
+    for _ in range(2000):
+        bench.pool._record_failure(kind, SandboxStartError("broken"))
+    assert demand.retry_at - bench.clock.now == 60.0
+
+
 async def test_a_cancelled_start_takes_nothing():
     bench = Bench()
     async with bench.pool.running():
