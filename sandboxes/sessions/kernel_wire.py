@@ -1,8 +1,8 @@
 """Jupyter's messages on two ZeroMQ sockets, read by the event loop while someone waits for them.
 
-jupyter_client's `Session` writes and reads them; its clients parse each several times and have no bounds. The peer is
-untrusted. A message for another request is dropped before it is decoded, malformed ones are dropped, and `zmtp` bounds
-the rest. Messages are not signed (see `kernel.make_connection_info`).
+jupyter_client's `Session` writes them; what it does to read one has no bounds. The peer is untrusted. A message for
+another request is dropped before it is decoded, malformed ones are dropped, and `zmtp` bounds the rest. Messages are
+not signed (see `kernel.make_connection_info`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from jupyter_client.session import Session
 
 DELIM = b"<IDS|MSG>"
+HEADERS_LIMIT = 16 * 1024
+"""Kernels send some hundred bytes."""
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 
 Sink = Callable[[str, Mapping[str, Any]], None]
@@ -60,7 +62,7 @@ class Wire:
 
     def listen(self, request: str, sink: Sink) -> None:
         def take(frames: Sequence[bytes]) -> None:
-            message = decode(self._session, frames, request)
+            message = decode(frames, request)
             if message is not None:
                 sink(*message)
 
@@ -90,16 +92,16 @@ def make_session() -> Session:
     return session
 
 
-def decode(session: Session, frames: Sequence[bytes], request: str) -> tuple[str, Mapping[str, Any]] | None:
+def decode(frames: Sequence[bytes], request: str) -> tuple[str, Mapping[str, Any]] | None:
     """Return the type and content, or None if the message answers another request or is malformed."""
     try:
-        parts = list(frames[frames.index(DELIM) + 1 :])
-        if request.encode() not in parts[2]:
+        begin = frames.index(DELIM) + 2  # after the signature
+        header, parent, _, content = frames[begin : begin + 4]
+        if request.encode() not in parent or len(header) + len(parent) > HEADERS_LIMIT:
             return None
-        message = session.deserialize(parts, content=False)
-        if message["parent_header"].get("msg_id") != request:
+        if orjson.loads(parent)["msg_id"] != request:
             return None
-        return str(message["msg_type"]), as_mapping(_decode_json(message["content"]))
+        return str(orjson.loads(header)["msg_type"]), as_mapping(_decode_json(content))
     except MALFORMED:
         return None
 

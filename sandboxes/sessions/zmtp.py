@@ -3,12 +3,14 @@
 Guarantees:
 - A message and its frames are bounded together. libzmq bounds each frame but not their number, and holds them all until
   the last has come, so code inside could fill the host's memory.
-- Nothing is read while nobody listens, and a flood is read at a bounded rate.
+- Nothing is read while nobody listens. A flood is read at a bounded rate, and takes a quarter of a processor at most,
+  with what listens.
 - A peer that breaks the protocol or a bound is disconnected for good.
 """
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +21,11 @@ PENDING_LIMIT = 1024 * 1024
 """Nothing more is sent while so many bytes wait for the peer to read them."""
 READ_SIZE = 64 * 1024
 FLOOD_BYTES = 256 * 1024
-"""A reader pauses after so many bytes or `FLOOD_FRAMES`, so a flood takes a small part of a processor."""
+"""A reader pauses after so many bytes or `FLOOD_FRAMES`, and after what took longer than `FLOOD_PAUSE`."""
 FLOOD_FRAMES = 512
 FLOOD_PAUSE = 0.001
+REST = 3
+"""How many times as long as the reading a pause is."""
 
 MORE, LONG, COMMAND = 1, 2, 4
 GREETING_SIZE = 64
@@ -102,14 +106,17 @@ class ZmtpConnection:
             self._read()
 
     def _read(self) -> None:
+        begun, flooded = time.thread_time(), False
         try:
-            if self._read_some() and not self._ended:
-                self._pause()
-                self._resumption = self._loop.call_later(FLOOD_PAUSE, self._resume)
+            flooded = self._read_some()
         except BlockingIOError:
-            return
+            pass
         except (OSError, ValueError):
             self._end()
+        took = time.thread_time() - begun
+        if (flooded or took > FLOOD_PAUSE) and not self._ended:
+            self._pause()
+            self._resumption = self._loop.call_later(max(FLOOD_PAUSE, REST * took), self._resume)
 
     def _read_some(self) -> bool:
         """Accept frames until nobody listens, or as many as the bounds allow; return whether those ended it.

@@ -1,0 +1,58 @@
+"""What code inside sends in place of a kernel takes little of the service's time."""
+
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import anyio
+
+from sandboxes.sessions.kernel_wire import DELIM, decode
+from sandboxes.sessions.zmtp import COMMAND, GREETING, READY, ZmtpConnection, encode_frame
+
+PARENT, HEADER = b'{"msg_id": "abc"}', b'{"msg_type": "stream"}'
+
+
+def message(header: bytes = HEADER, parent: bytes = PARENT, content: bytes = b"{}") -> list[bytes]:
+    return [b"topic", DELIM, b"signature", header, parent, b"not read", content]
+
+
+def test_messages_of_a_request_are_decoded():
+    assert decode(message(content=b'{"text": "x", "big": 1e999}'), "abc") == (
+        "stream",
+        {"text": "x", "big": float("inf")},
+    )
+    assert decode(message(parent=b'{"msg_id": "abcd"}'), "abc") is None
+    for broken in (message()[:-1], message(header=b"[]"), message(parent=b'"abc"'), message(content=b"{")):
+        assert decode(broken, "abc") is None
+
+
+def test_headers_that_would_take_seconds_are_not_decoded():
+    dates = b'{"msg_type": "stream", "x": [' + b",".join([b'"2020-01-01T00:00:00"'] * 190_000) + b"]}"
+    assert decode(message(header=dates), "abc") is None
+    assert decode(message(parent=PARENT[:-1] + b', "x": ' + dates + b"}"), "abc") is None
+
+
+def flood(listening: socket.socket) -> None:
+    """Send tiny messages until the other end closes."""
+    peer, _ = listening.accept()
+    with peer, suppress(OSError):
+        peer.sendall(GREETING + encode_frame(READY, COMMAND))
+        while True:
+            peer.sendall(encode_frame(b"x") * 4096)
+
+
+async def test_a_flood_of_messages_takes_a_part_of_a_processor(folder):
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "s"))
+        listening.listen()
+        sender = threading.Thread(target=flood, args=[listening], daemon=True)
+        sender.start()
+        connection = ZmtpConnection(folder / "s", b"SUB")
+        connection.start(lambda _: sum(range(5000)))
+        begun, worked = time.monotonic(), time.thread_time()
+        await anyio.sleep(0.5)
+        share = (time.thread_time() - worked) / (time.monotonic() - begun)
+        connection.close()
+        sender.join()
+    assert 0.05 < share < 0.5
