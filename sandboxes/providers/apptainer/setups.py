@@ -4,8 +4,8 @@ Two sandboxes are of one kind if Apptainer gets the same arguments for the same 
 folder and id. The first reports, before anything else runs inside, its environment, its mounts, and Apptainer's files
 in /etc. If the launcher would not mount the same, Apptainer starts the others too.
 
-What an image reports falsely changes sandboxes of that image alone, since all rights are given up before. A sandbox that
-begins with files of another reports nothing: its bash may be one that an agent wrote.
+What an image reports falsely changes sandboxes of that image alone, since all rights are given up before. A sandbox
+that begins with files of another reports nothing: its bash may be one that an agent wrote.
 """
 
 from collections import OrderedDict
