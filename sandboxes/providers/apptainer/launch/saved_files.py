@@ -33,6 +33,8 @@ NOTE, ATTRIBUTE = "ROLLOUT.overlay.", "ROLLOUT.attribute."
 digits.
 """
 TIME = "ROLLOUT.mtime"
+DIGITS = 4
+"""Bytes of a value whose digits follow each other: Python before 3.11.10 and 3.12.6 takes the square of the time."""
 
 
 def enter(launcher: int) -> str:
@@ -116,6 +118,7 @@ class Saver:
     def _begin(self, entry: tarfile.TarInfo, content: "BinaryIO | None" = None) -> None:
         self._take(max(PAGE, -(-entry.size // PAGE) * PAGE))
         self._archive.addfile(entry, content)
+        self._archive.members.clear()  # it would keep all entries, and what the sandbox attached to them
 
     def _take(self, size: int) -> None:
         self._left -= size
@@ -131,7 +134,7 @@ class Saver:
             elif attribute.startswith("user.") and not attribute.startswith("user.overlay."):
                 key = ATTRIBUTE + os.fsencode(attribute).hex()
             if key is not None:
-                value = os.getxattr(descriptor, attribute).hex()
+                value = os.getxattr(descriptor, attribute).hex(" ", DIGITS)
                 self._take(len(key) + len(value))
                 entry.pax_headers = {**entry.pax_headers, key: value}
 
@@ -143,7 +146,8 @@ def restore(archive: "BinaryIO", user: int, group: int, prefix: str) -> None:
     """
     folders = []
     with tarfile.open(fileobj=archive, mode="r:") as members:
-        for entry in members:
+        while (entry := members.next()) is not None:
+            members.members.clear()  # as above
             top, _, inner = entry.name.partition("/")
             if top != TOP:
                 continue

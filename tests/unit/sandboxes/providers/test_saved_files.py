@@ -1,8 +1,9 @@
-"""The size of a saved sandbox is bounded, extended attributes of files included."""
+"""What it takes to save a sandbox and to read it is bounded, extended attributes of files included."""
 
 import errno
 import io
 import os
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.providers.apptainer.launch import saved_files
-from sandboxes.providers.apptainer.launch.saved_files import PAGE, Saver
+from sandboxes.providers.apptainer.launch.saved_files import ATTRIBUTE, PAGE, Saver
 from sandboxes.runtime.tree_reader import TOO_LARGE
 
 VALUE = b"x" * 1000
@@ -35,6 +36,7 @@ def save(folder: Path, limit: int) -> list[tarfile.TarInfo]:
     try:
         with tarfile.open(fileobj=written, mode="w|", format=tarfile.PAX_FORMAT) as archive:
             Saver(archive, limit, "user.overlay.").add_folder(handle, "files")
+            assert not archive.members, "they would be kept in memory until the end"
     finally:
         os.close(handle)
     written.seek(0)
@@ -44,7 +46,9 @@ def save(folder: Path, limit: int) -> list[tarfile.TarInfo]:
 def test_attributes_count_as_content(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_files, "stop", lambda code, _: sys.exit(code))  # which ends the process
     _, file = save(folder, 4 * PAGE)
-    assert sum(value == VALUE.hex() for value in file.pax_headers.values()) == 3
+    values = [value for key, value in file.pax_headers.items() if key.startswith(ATTRIBUTE)]
+    assert [bytes.fromhex(value) for value in values] == [VALUE] * 3
+    assert not re.search(r"\d{9}", "|".join(values)), "tarfile searches for numbers before a space"
     with pytest.raises(SystemExit) as ended:
         save(folder, 2 * PAGE)
     assert ended.value.code == TOO_LARGE
