@@ -407,6 +407,8 @@ class ControlledSandbox(SandboxWithFiles):
             with self._freezer:
                 yield
         except SandboxStartError as error:
+            if not self.running:
+                raise self._make_ended_error() from error
             if self._launched.monitor.is_reached("processes"):
                 raise self._launched.monitor.make_error("processes") from error
             raise

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import anyio
 
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, OnOutput, PythonResult, PythonSession
-from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
+from sandboxes.errors import SandboxClosedError, SandboxError, SandboxStartError, SessionDiedError
 from sandboxes.limits.freezer import Freezer
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import ControlShell
@@ -60,7 +60,7 @@ class KernelSession(SerialSession[Kernel], PythonSession):
             child = await self._control.spawn("run", (*self._argv, inside), cwd=self._cwd, env=env)
             self._process = await self._wait_until_ready(Kernel(child, self._paths, token))
         finally:
-            (self._paths.files / f"{token}.json").unlink()
+            (self._paths.files / f"{token}.json").unlink(missing_ok=True)  # the sandbox may have been closed meanwhile
 
     async def _wait_until_ready(self, kernel: Kernel) -> Kernel:
         """Blame code inside if a kernel after the first one does not start."""
@@ -86,13 +86,23 @@ class KernelSession(SerialSession[Kernel], PythonSession):
                 kernel.discard()
 
     def _write_connection(self, token: str) -> str:
-        """Write the program too; return the connection file's path inside."""
+        """Write the program too; return the connection file's path inside.
+
+        Raises:
+            SandboxClosedError: The sandbox has been closed.
+            SandboxStartError: The host has no space left.
+        """
         name = f"{token}.json"
         info = json.dumps(make_connection_info(f"{self._paths.sockets_inside}/{token}"))
         for path, text in ((name, info), (PROGRAM_INSIDE, PROGRAM.read_text())):
             file = self._paths.files / path
-            file.write_text(text)
-            file.chmod(0o644)
+            try:
+                file.write_text(text)
+                file.chmod(0o644)
+            except OSError as error:
+                if not self._control.alive:
+                    raise SandboxClosedError("the sandbox has ended") from error
+                raise SandboxStartError(f"cannot write the files of the Python kernel: {error}") from error
         return f"{self._paths.files_inside}/{name}"
 
     async def execute(

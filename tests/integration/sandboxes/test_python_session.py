@@ -7,7 +7,8 @@ import pytest
 
 from sandboxes import LocalConfig, make_provider
 from sandboxes.contract import PythonResult, PythonSession, Sandbox, SandboxSpec
-from sandboxes.errors import SandboxStartError
+from sandboxes.errors import SandboxClosedError, SandboxStartError
+from sandboxes.limits.token_bucket import TokenBucket
 
 
 @pytest.fixture
@@ -86,6 +87,23 @@ async def test_the_session_is_handed_out_while_a_cell_runs(local_sandbox, python
         with anyio.fail_after(20):
             await (await local_sandbox.python()).interrupt()
     assert (results[0].error.ename, results[0].timed_out) == ("KeyboardInterrupt", False)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first start", "wait for another"])
+async def test_a_sandbox_that_is_closed_before_its_kernel_is_ready_says_so(local_sandbox, again):
+    if again:
+        session = await local_sandbox.python()
+        session.discard()
+        session._restarts = TokenBucket(0, 0.2)
+
+    async def close() -> None:
+        await anyio.sleep(0.05)
+        await local_sandbox.close()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(close)
+        with pytest.raises(SandboxClosedError):
+            await (session.execute("1") if again else local_sandbox.python())
 
 
 async def test_output_in_the_order_it_was_made(python):
