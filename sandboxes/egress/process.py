@@ -4,9 +4,11 @@ It gives up root once it has loaded. It ends when the service's end of its socke
 killed.
 """
 
+import asyncio
 import os
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import anyio
@@ -59,7 +61,12 @@ class ProxySet:
         return found.proxy.counts
 
 
+LOOKUP_THREADS = 256
+"""asyncio's own number, 6 with two processors, would let one slow name server take the network from all sandboxes."""
+
+
 async def serve(channel: socket.socket, user: int, group: int) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(LOOKUP_THREADS, "lookup"))
     await load_everything()
     drop_root(user, group)
     async with anyio.create_task_group() as tasks:

@@ -39,6 +39,8 @@ HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"trailer", b"upgrade")
 )
 ACCEPT_PAUSE = 0.5
+LOOKUPS = 8
+"""Names that are resolved at once. Each takes a thread, of which all sandboxes together have a number."""
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
@@ -120,6 +122,7 @@ class EgressProxy:
         self._logged: set[str] = set()
         self._pace = TokenBucket(BURST, 1 / PER_SECOND)
         self._places = anyio.Semaphore(self._limits.connections)
+        self._lookups = anyio.Semaphore(LOOKUPS)
         self.counts = EgressCounts()
 
     async def serve(self, listening: socket.socket) -> None:
@@ -223,7 +226,8 @@ class EgressProxy:
             return [literal]
         found: Sequence[str] = ()
         with anyio.move_on_after(self._limits.connect_seconds), suppress(OSError, UnicodeError):
-            found = await self._resolve(host, port)
+            async with self._lookups:
+                found = await self._resolve(host, port)
         addresses = [address for text in found if (address := parse_address(text)) is not None]
         if not addresses:
             raise RefusedError(HTTPStatus.BAD_GATEWAY, "unresolved", f"host {host} has no address")

@@ -23,7 +23,7 @@ from sandboxes import (
 )
 from sandboxes.egress.host import EgressHost, ProxyOwner
 from sandboxes.egress.messages import EgressCounts
-from sandboxes.egress.proxy import BURST, CHUNK_BYTES, HEAD_BYTES, PER_SECOND, EgressProxy, ProxyLimits
+from sandboxes.egress.proxy import BURST, CHUNK_BYTES, HEAD_BYTES, LOOKUPS, PER_SECOND, EgressProxy, ProxyLimits
 from sandboxes.egress.rules import AllowList, HostRule, normalize_host, split_port
 from sandboxes.host.processes import kill_processes, sandbox_of
 from tests.support.named_sandboxes import NamedProvider
@@ -318,6 +318,24 @@ async def test_only_allowed_addresses_of_a_name_are_tried():
         async with serving(EgressProxy("a", allowed, resolve=names)) as port:
             answer = await ask(port, f"CONNECT two.example:{server.port} HTTP/1.1\r\nHost: x\r\n\r\nx")
     assert answer.endswith(server.answer)
+
+
+async def test_a_slow_name_server_takes_a_part_of_the_lookups():
+    under_way = 0
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        nonlocal under_way
+        under_way += 1
+        await anyio.sleep_forever()
+
+    proxy = EgressProxy("a", AllowList(["slow.example"]), resolve=resolve)
+    async with serving(proxy) as port, anyio.create_task_group() as tasks:
+        for _ in range(3 * LOOKUPS):
+            tasks.start_soon(ask, port, "CONNECT slow.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+        await until(lambda: proxy.counts.connections == 3 * LOOKUPS and under_way >= LOOKUPS)
+        await anyio.sleep(0.05)
+        assert under_way == LOOKUPS
+        tasks.cancel_scope.cancel()
 
 
 async def test_unresolved_names_and_silent_hosts_are_different_refusals():
