@@ -10,7 +10,7 @@ import anyio
 
 from sandboxes.egress.messages import PACKET_BYTES, EgressCounts, ProxyRequest, decode_counts
 from sandboxes.egress.rules import AllowList
-from sandboxes.errors import SandboxStartError
+from sandboxes.errors import SandboxClosedError, SandboxStartError
 from sandboxes.host.children import LingeringChildren, end_process
 from sandboxes.host.processes import MARKER
 
@@ -71,6 +71,7 @@ class EgressHost:
         self._channel: socket.socket | None = None
         self._ended = EgressCounts()
         self._open: set[str] = set()
+        self._closed = False
 
     async def open(
         self,
@@ -83,11 +84,14 @@ class EgressHost:
         """Serve a sandbox from a socket in its network, which is closed here.
 
         Raises:
+            SandboxClosedError: `aclose` was called.
             SandboxStartError: The process of the proxies does not answer.
         """
         with listening:
             request = ProxyRequest("open", sandbox, allowed.entries, private)
             async with self._lock:
+                if self._closed:  # while this waited
+                    raise SandboxClosedError("the provider has been closed")
                 if self._channel is None:
                     await self._start(owner)
                 if await self._ask(request, [listening.fileno()]) is None:
@@ -117,14 +121,19 @@ class EgressHost:
         return total
 
     async def aclose(self) -> None:
-        """End the process. Idempotent."""
+        """End the process, after a request under way. Idempotent."""
+        self._closed = True
+        async with self._lock:
+            await self._end()
+
+    async def _end(self) -> None:
         self._hang_up()
         process, self.process = self.process, None
         if process is not None and not await end_process(process, grace=GRACE, kill_wait=GRACE):
             self._lingering.keep(process)
 
     async def _start(self, owner: ProxyOwner) -> None:
-        await self.aclose()  # collects a process that ended by itself
+        await self._end()  # collects a process that ended by itself
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
         with theirs:

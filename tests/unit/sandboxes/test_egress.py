@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rollout_service.observability.telemetry.egress import EgressMeter
 from rollout_service.observability.telemetry.metrics import Metrics
 from sandboxes import (
+    SandboxClosedError,
     SandboxConfigError,
     SandboxStartError,
 )
@@ -439,8 +440,14 @@ async def test_the_process_of_the_proxies_serves_counts_and_ends():
         assert (await host.counts()).bytes_in == counts.bytes_in
         with pytest.raises(OSError):
             await anyio.connect_tcp("127.0.0.1", port)
-    await host.aclose()
-    await host.aclose()
+    process = host.process
+    async with anyio.create_task_group() as tasks:
+        for _ in range(2):
+            tasks.start_soon(host.aclose)
+            with pytest.raises(SandboxClosedError):
+                await host.open("b", AllowList([]), False, socket.create_server(("127.0.0.1", 0)), OWNER)
+    assert process.returncode is not None
+    assert host.process is None
 
 
 @pytest.mark.slow
