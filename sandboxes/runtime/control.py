@@ -57,7 +57,7 @@ class ControlShell:
         self._asking = anyio.Lock(fast_acquire=True)
         self._answers = answers
         self._prefix = tuple(prefix)
-        self._other_end = StatusLines(channel.fileno())
+        self._other_end = StatusLines(channel.fileno(), self._end_starts)
         self._replies = StatusLines(answers.fd) if answers else self._other_end
         self._starting: set[StatusLines] = set()
 
@@ -195,12 +195,14 @@ class ControlShell:
             except OSError:
                 self.close()
 
+    def _end_starts(self) -> None:
+        for status in self._starting:  # pipes that nobody will open
+            status.close()
+
     def close(self) -> None:
         """Close the host's end, which ends everything inside. Idempotent."""
         self._other_end.close()
         self._replies.close()
-        for status in self._starting:  # pipes that nobody will open
-            status.close()
         if self._answers is not None:
             self._answers.close()
         self._channel.close()

@@ -186,10 +186,11 @@ class Reader:
 class StatusLines:
     """A line that is too long, a sign of tampering, ends the stream."""
 
-    __slots__ = ("_buffer", "_fd", "_lines", "_loop", "_waiter", "ended")
+    __slots__ = ("_buffer", "_fd", "_lines", "_loop", "_on_end", "_waiter", "ended")
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, on_end: Callable[[], None] = lambda: None) -> None:
         self._fd = fd
+        self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
         self._lines: list[str] = []
@@ -206,6 +207,7 @@ class StatusLines:
         if not self.ended:
             self.ended = True
             self._loop.remove_reader(self._fd)
+            self._on_end()
         self._wake()
 
     async def next(self, until: float | None = None) -> str | None:

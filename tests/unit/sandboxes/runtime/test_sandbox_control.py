@@ -42,7 +42,8 @@ async def ends(tmp_path: Path) -> AsyncIterator[tuple[ControlShell, socket.socke
         shell.close()
 
 
-async def test_a_program_that_starts_as_the_sandbox_is_closed_is_told_so_at_once(ends):
+@pytest.mark.parametrize("by_itself", [False, True], ids=["closed", "ends by itself"])
+async def test_a_program_that_starts_as_the_sandbox_ends_is_told_so_at_once(ends, by_itself):
     shell, theirs = ends
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
@@ -53,7 +54,7 @@ async def test_a_program_that_starts_as_the_sandbox_is_closed_is_told_so_at_once
 
             tasks.start_soon(start)
             await anyio.wait_readable(theirs)  # the message has left, and nobody opens the pipes
-            shell.close()
+            (theirs if by_itself else shell).close()
 
 
 def read_all(end: socket.socket) -> bytes:
