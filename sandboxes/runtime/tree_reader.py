@@ -197,7 +197,13 @@ class Archive:
 
     def add(self, parent: int, name: str, below: "list[str]") -> None:
         """Add everything below the entry too; `below` are the names that lead to its folder."""
-        found = os.lstat(name, dir_fd=parent)
+        try:
+            found = os.lstat(name, dir_fd=parent)
+            target = os.readlink(name, dir_fd=parent) if stat.S_ISLNK(found.st_mode) else ""
+        except OSError:
+            if not below:
+                raise
+            return  # a process inside has removed or replaced it meanwhile
         if found.st_dev in self._kernel:
             return
         entry = Entry("/".join([*below, name]), found, self._now)
@@ -206,7 +212,6 @@ class Archive:
         elif stat.S_ISREG(found.st_mode):
             self._add_file(entry, parent, name, found)
         elif stat.S_ISLNK(found.st_mode):
-            target = os.readlink(name, dir_fd=parent)
             if below and stays_within(target, below, self._top):
                 entry.kind, entry.link = SYMLINK, os.fsencode(target)
                 self._begin(entry)
