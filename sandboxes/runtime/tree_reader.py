@@ -211,10 +211,9 @@ class Archive:
             self._add_folder(entry, parent, name, below)
         elif stat.S_ISREG(found.st_mode):
             self._add_file(entry, parent, name, found)
-        elif stat.S_ISLNK(found.st_mode):
-            if below and stays_within(target, below, self._top):
-                entry.kind, entry.link = SYMLINK, os.fsencode(target)
-                self._begin(entry)
+        elif stat.S_ISLNK(found.st_mode) and below and stays_within(target, below, self._top):
+            entry.kind, entry.link = SYMLINK, os.fsencode(target)
+            self._begin(entry)
 
     def _begin(self, entry: Entry) -> None:
         """Count an entry without content as a page: it takes kernel memory too."""
