@@ -7,6 +7,7 @@ arrives is untrusted, escape sequences included.
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from select import PIPE_BUF
 
 import anyio
 
@@ -15,6 +16,8 @@ from sandboxes.errors import SandboxStartError
 from sandboxes.sessions.terminal_program import FRAME, READY
 
 PROGRAM = Path(__file__).with_name("terminal_program.py")
+KEYS = PIPE_BUF - FRAME.size
+"""Keys of one frame, which a pipe takes whole or not at all: a caller that is cancelled leaves no half of one."""
 
 
 class SandboxTerminal:
@@ -25,15 +28,16 @@ class SandboxTerminal:
 
     async def type(self, keys: bytes) -> bool:
         """Return False if the command takes no more."""
-        return await self._send(0, 0, keys)
+        async with self._lock:  # the keys of two callers must not mix
+            return all([await self._send(0, 0, keys[at : at + KEYS]) for at in range(0, len(keys), KEYS)])
 
     async def resize(self, lines: int, columns: int) -> bool:
         """Return False if the command has ended."""
-        return await self._send(lines, columns, b"")
+        async with self._lock:
+            return await self._send(lines, columns, b"")
 
     async def _send(self, lines: int, columns: int, keys: bytes) -> bool:
-        async with self._lock:  # frames must not mix
-            return await self.program.send(FRAME.pack(lines, columns, len(keys)) + keys)
+        return await self.program.send(FRAME.pack(lines, columns, len(keys)) + keys)
 
     async def receive(self) -> bytes:
         """Return b"" at the end. For one caller at a time."""
