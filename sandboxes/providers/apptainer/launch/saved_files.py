@@ -118,7 +118,8 @@ class Saver:
     def _begin(self, entry: tarfile.TarInfo, content: "BinaryIO | None" = None) -> None:
         self._take(max(PAGE, -(-entry.size // PAGE) * PAGE))
         self._archive.addfile(entry, content)
-        self._archive.members.clear()  # it would keep all entries, and what the sandbox attached to them
+        # It would keep all entries, and what the sandbox attached to them.
+        self._archive.members.clear()  # type: ignore[attr-defined]  # public, and not in typeshed
 
     def _take(self, size: int) -> None:
         self._left -= size
@@ -147,7 +148,7 @@ def restore(archive: "BinaryIO", user: int, group: int, prefix: str) -> None:
     folders = []
     with tarfile.open(fileobj=archive, mode="r:") as members:
         while (entry := members.next()) is not None:
-            members.members.clear()  # as above
+            members.members.clear()  # type: ignore[attr-defined]  # as above
             top, _, inner = entry.name.partition("/")
             if top != TOP:
                 continue

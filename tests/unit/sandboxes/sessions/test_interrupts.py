@@ -283,7 +283,7 @@ def frames(kind: str, content: object, parent: object = None) -> list[bytes]:
 
 
 def test_an_answer_is_decoded():
-    assert decode(make_session(), frames("stream", {"text": "hello"}), "request") == (
+    assert decode(frames("stream", {"text": "hello"}), "request") == (
         "stream",
         {"text": "hello"},
     )
@@ -291,19 +291,19 @@ def test_an_answer_is_decoded():
 
 @pytest.mark.parametrize("parent", [{"msg_id": "another"}, ["request"], "request", 7])
 def test_an_answer_to_another_request_is_dropped(parent):
-    assert decode(make_session(), frames("stream", {}, parent), "request") is None
+    assert decode(frames("stream", {}, parent), "request") is None
 
 
 def test_invalid_utf8_and_json_are_survived():
     message = frames("stream", {})
     message[-1] = b'{"text": "\xff", "number": NaN}'
-    found = decode(make_session(), message, "request")
+    found = decode(message, "request")
     assert found[1]["text"] == "\ufffd"
 
 
 @given(st.lists(st.binary(max_size=8) | st.just(DELIM) | st.just(b"{}"), max_size=8))
 def test_any_frames_are_survived(message):
-    assert decode(make_session(), message, "request") is None
+    assert decode(message, "request") is None
 
 
 PARTS = {
@@ -320,7 +320,7 @@ def test_any_part_is_survived(part):
     for place in (-4, -3, -1):
         message = frames("stream", {})
         message[place] = part
-        found = decode(make_session(), message, "request")
+        found = decode(message, "request")
         assert found is None or found[1] == {} or place == -4
 
 
