@@ -2,8 +2,9 @@
 
 The `renderers` library strips the white space around such values, guesses their types, and ends a value at the first
 text that looks like its end. This module reads them again. No call is added, so no text of a value becomes one; a call
-is well-formed only if the library finds its structure sound, and each value is JSON or may be a string. A value that
-quotes the format's own markup is read as the format would have written it.
+is well-formed only if its structure is sound, and each value is JSON or may be a string. A value that quotes the
+format's own markup is read as the format would have written it. An argument or a call that was begun and not ended is
+never left out: its call is malformed.
 
 It is needed for `renderers` up to at least 0.1.13.dev17: `tests/unit/tokens/test_tokens_arguments.py` fails once the
 library reads a format exactly by itself. That format can then leave the table `SYNTAX`.
@@ -23,6 +24,7 @@ from rollout_service.tokens.tokenizer import ChatTokenizer
 
 _OK, _INVALID = "ok", "invalid_json"
 """The library's statuses of calls whose structure is sound."""
+_BROKEN = "malformed_structure"
 
 
 class ArgumentReader:
@@ -34,9 +36,11 @@ class ArgumentReader:
         self._syntax = SYNTAX_BY_PARSER.get(tool_parser or "") if by_parser else SYNTAX.get(format_name)
         self._decode = tokenizer.decode
         self._marks: list[int] = []
+        self._reserved: frozenset[int] = frozenset()
         if self._syntax is not None and isinstance(self._syntax.argument, MarkerTokens):
             marks = [tokenizer.encode(text) for text in self._syntax.argument.texts]
             self._marks = [ids[0] for ids in marks if len(ids) == 1]
+            self._reserved = frozenset([*self._marks, *tokenizer.encode(self._syntax.argument.call)])
             if len(self._marks) < len(marks):
                 self._syntax = None  # the library finds no argument without these tokens
 
@@ -61,34 +65,48 @@ class ArgumentReader:
             return calls
         if isinstance(syntax.argument, MarkerTokens):
             start, end = first.token_span
-            return [_with_arguments(first, self._in_tokens(ids[start:end]), syntax, tools)]
-        parts = [(first.name, first.raw)] if syntax.call is None else syntax.call.read(first.raw)
+            return [_with_arguments(first, self._in_tokens(ids[start + 1 : end]), syntax, tools)]
+        if syntax.unended is not None and syntax.unended.search(first.raw):
+            return [_broken(first)]
+        parts: Iterable[Part] = [(first.name, first.raw)] if syntax.call is None else syntax.call.read(first.raw)
         return [
-            _with_arguments(replace(first, name=name), syntax.argument.read(text), syntax, tools)
+            _broken(first, name)
+            if text is None
+            else _with_arguments(replace(first, name=name), syntax.argument.read(text), syntax, tools)
             for name, text in parts
         ]
 
-    def _in_tokens(self, ids: Sequence[int]) -> Iterator[tuple[str, str]]:
-        at = 0
-        while True:
-            borders: list[int] = []
-            for mark in self._marks:
-                try:
-                    at = ids.index(mark, at) + 1
-                except ValueError:
-                    return
-                borders.append(at)
-            key, key_end, value, value_end = borders
-            yield self._decode(ids[key : key_end - 1]), self._decode(ids[value : value_end - 1])
+    def _in_tokens(self, ids: Sequence[int]) -> Iterator[Part]:
+        borders: list[int] = []
+        for i, token in enumerate(ids):
+            if token not in self._reserved:
+                continue
+            if token == self._marks[len(borders)]:
+                borders.append(i)
+            elif len(borders) < 3:  # only a value may hold marks
+                yield "", None
+                return
+            if len(borders) == 4:
+                key, key_end, value, value_end = borders
+                yield self._decode(ids[key + 1 : key_end]), self._decode(ids[value + 1 : value_end])
+                borders = []
 
 
-def _with_arguments(
-    call: Any, written: Iterable[tuple[str, str]], syntax: CallSyntax, tools: Sequence[Mapping[str, Any]]
-) -> Any:
+Part = tuple[str, str | None]
+"""A name and a content, which is None if the part was begun and not ended."""
+
+
+def _broken(call: Any, name: str | None = None) -> Any:
+    return replace(call, name=name or call.name, arguments=None, status=_BROKEN)
+
+
+def _with_arguments(call: Any, written: Iterable[Part], syntax: CallSyntax, tools: Sequence[Mapping[str, Any]]) -> Any:
     schema = _parameters(tools, call.name)
     types: dict[str, Types | None] = {}
     arguments: dict[str, Any] = {}
     for name, content in written:
+        if content is None:
+            return _broken(call)
         key, text = name.strip(), content.removeprefix(syntax.wrap).removesuffix(syntax.wrap)
         if key not in types:
             types[key] = types_of(_parameter(schema, key), schema)
@@ -121,6 +139,8 @@ class Tag:
     A close counts only where the format goes on: where another part begins, or the end follows.
     """
 
+    word: str
+    """Begins each opening, and is nowhere else outside a content."""
     opening: re.Pattern[str]
     close: str
     proper_close: re.Pattern[str]
@@ -133,21 +153,27 @@ class Tag:
         """
         begin = re.escape(begins)
         return cls(
+            begins.rstrip('=> "').removesuffix(" name"),
             re.compile(begin + rest, re.DOTALL),
             close,
             re.compile(rf"{re.escape(close)}(?=\s*(?:{begin}|{end}\Z))"),
         )
 
-    def read(self, text: str) -> Iterator[tuple[str, str]]:
+    def read(self, text: str) -> Iterator[Part]:
         closes = (match.start() for match in self.proper_close.finditer(text))
         close: int | None = -1
         at = 0
-        while opening := self.opening.search(text, at):
+        while (begin := text.find(self.word, at)) >= 0:
+            opening = self.opening.match(text, begin)
+            if opening is None:
+                yield "", None
+                return
             while close is not None and close < opening.end():
                 close = next(closes, None)
             # No reason to drop a value that was closed: a policy may write more after its last close.
             end = text.find(self.close, opening.end()) if close is None else close
             if end < 0:
+                yield opening[1], None
                 return
             yield opening[1], text[opening.end() : end]
             at = end + len(self.close)
@@ -159,6 +185,8 @@ class MarkerTokens:
 
     texts: tuple[str, str, str, str]
     """Around the name, then around the value."""
+    call: str
+    """Begins a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,21 +196,31 @@ class CallSyntax:
     argument: Tag | MarkerTokens
     call: Tag | None = None
     """The markup around each call, where one block holds several."""
+    unended: re.Pattern[str] | None = None
+    """Text of a block in which a call begins before the last one has ended."""
     wrap: str = ""
     """Written by the format before and after a value."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Words for values that the format does not write as JSON."""
 
 
-_XML = CallSyntax(Tag.of("<parameter=", r"([^>]+)>", "</parameter>", r"(?:</function>\s*)?"), wrap="\n")
+_XML = CallSyntax(
+    Tag.of("<parameter=", r"([^>]+)>", "</parameter>", r"(?:</function>\s*)?"),
+    unended=re.compile(r"</parameter>\s*(?:</function>\s*)?(?:<tool_call>\s*)?<function="),
+    wrap="\n",
+)
 _XML_OF_PYTHON = replace(_XML, constants={"True": True, "False": False, "None": None})
 """For templates that write every value but lists and objects with Python's `str`."""
 _MINIMAX = CallSyntax(
     Tag.of('<parameter name="', r'([^"]+)">', "</parameter>"),
     call=Tag.of('<invoke name="', r'([^"]+)">', "</invoke>"),
+    unended=re.compile(r'</parameter>\s*<invoke name="'),
 )
-_LAGUNA = CallSyntax(Tag.of("<arg_key>", r"(.*?)</arg_key>\s*<arg_value>", "</arg_value>"))
-_GLM = CallSyntax(MarkerTokens(("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")))
+_LAGUNA = CallSyntax(
+    Tag.of("<arg_key>", r"([^<]*)</arg_key>\s*<arg_value>", "</arg_value>"),
+    unended=re.compile(r"</arg_value>\s*<tool_call>"),
+)
+_GLM = CallSyntax(MarkerTokens(("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), "<tool_call>"))
 _HY3 = CallSyntax(
     MarkerTokens(
         (
@@ -190,7 +228,8 @@ _HY3 = CallSyntax(
             "</arg_key:opensource>",
             "<arg_value:opensource>",
             "</arg_value:opensource>",
-        )
+        ),
+        "<tool_call:opensource>",
     )
 )
 

@@ -64,8 +64,11 @@ def is_ambiguous(renderer, text):
     if any(mark in text for mark in QUOTES.get(renderer.name, ())):
         return True
     syntax = SYNTAX.get(renderer.name)
-    tags = () if syntax is None else (syntax.argument, syntax.call)
-    return any(isinstance(tag, Tag) and tag.proper_close.search(text + "x") for tag in tags)
+    if syntax is None:
+        return False
+    if syntax.unended is not None and syntax.unended.search(text):
+        return True
+    return any(isinstance(tag, Tag) and tag.proper_close.search(text + "x") for tag in (syntax.argument, syntax.call))
 
 
 def read(renderer, prompt, output, tools=(TOOL,)):
@@ -147,6 +150,61 @@ def test_a_value_that_quotes_a_call_is_no_call(chat):
     assert is_ambiguous(chat, arguments["text"]) or found == [("write", exact(arguments), None)]
 
 
+BEGUN = {
+    "qwen3.5": ("<parameter=path>\n/x\n</parameter>\n", "<parameter=count>\n5\n"),
+    "minimax-m2": ('<parameter name="path">/x</parameter>\n', '<parameter name="count">5\n'),
+    "laguna-xs.2": ("<arg_key>path</arg_key>\n<arg_value>/x</arg_value>\n", "<arg_key>count</arg_key>\n"),
+    "glm-4.5": ("<arg_key>path</arg_key>\n<arg_value>/x</arg_value>\n", "<arg_key>count</arg_key>\n5</arg_value>\n"),
+    "hy3": (
+        "<arg_key:opensource>path</arg_key:opensource>\n<arg_value:opensource>/x</arg_value:opensource>\n",
+        "<arg_key:opensource>count</arg_key:opensource>\n5</arg_value:opensource>\n",
+    ),
+}
+"""An argument as its format writes it, and one that is not ended."""
+
+
+@pytest.mark.parametrize("family", sorted(BEGUN))
+@pytest.mark.parametrize("first", [True, False])
+def test_an_argument_that_was_begun_is_never_left_out(root, family, first):
+    renderer = shared(root / family, family)
+    prompt, output = written(renderer, {"path": "/x"})
+    whole, begun = BEGUN[family]
+    turn = renderer.decode(output)
+    assert whole in turn
+    broken = turn.replace(whole, begun + whole if first else whole + begun)
+    [found] = read(renderer, prompt, renderer.encode(broken))
+    assert found == ("write", "null", found[2])
+    assert found[2] in ("malformed_structure", "invalid_json")
+
+
+ENDS_OF_CALLS = {
+    "qwen3.5": ("</tool_call>", "</tool_call>\n<tool_call>\n", "</function>\n</tool_call>\n<tool_call>\n"),
+    "laguna-xs.2": ("</tool_call>",),
+    "glm-4.5": ("</tool_call>",),
+    "hy3": ("</tool_call:opensource>",),
+    "minimax-m2": ("</invoke>",),
+}
+
+
+@pytest.mark.parametrize(("family", "marks"), [(name, marks) for name, ends in ENDS_OF_CALLS.items() for marks in ends])
+def test_a_call_that_begins_in_another_one_is_never_a_part_of_it(root, family, marks):
+    """Its arguments would be added to those of the first call, or to the text of the last argument."""
+    renderer = shared(root / family, family)
+    prompt, output = written(renderer, {"path": "/x"}, {"text": "a"})
+    turn = renderer.decode(output)
+    assert marks in turn
+    found = read(renderer, prompt, renderer.encode(turn.replace(marks, "", 1)))
+    assert found == [("write", "null", "malformed_structure")]
+
+
+def test_a_call_that_was_begun_after_others_is_never_left_out(root):
+    renderer = shared(root / "minimax-m2", "minimax-m2")
+    prompt, output = written(renderer, {"path": "/x"}, {"count": 5})
+    before, _, after = renderer.decode(output).rpartition("</invoke>")
+    found = read(renderer, prompt, renderer.encode(before + after))
+    assert found == [("write", exact({"path": "/x"}), None), ("write", "null", "malformed_structure")]
+
+
 @pytest.mark.parametrize("family", ["qwen3.5", "prime-qwen3", "nemotron-3"])
 def test_words_of_python_are_values_only_where_the_schema_names_their_type(root, family):
     renderer = shared(root / family, family)
@@ -196,8 +254,9 @@ def parts_of(family, text):
         ("<parameter=a>1</parameter> and more", {"a": "1"}),
         ("<parameter=a>1</parameter>\n</function> and more", {"a": "1"}),
         ("<parameter=a>1<parameter=b>2</parameter>", {"a": "1<parameter=b>2"}),
-        ("<parameter=a>1</parameter><parameter=b>2", {"a": "1"}),
-        ("</parameter><parameter=a>", {}),
+        ("<parameter=a>1</parameter><parameter=b>2", {"a": "1", "b": None}),
+        ("<parameter=a>1</parameter>x <parameter name='b'>2", {"a": "1", "": None}),
+        ("</parameter><parameter=a>", {"a": None}),
         ("", {}),
     ],
 )
