@@ -26,6 +26,7 @@ from rollout_service.tokens import template_bridge
 from rollout_service.tokens.arguments import ArgumentReader
 from rollout_service.tokens.errors import RendererMismatchError, RenderError
 from rollout_service.tokens.formats import ends_of_turn, format_config, resolve_format
+from rollout_service.tokens.misread_turns import MisreadTurns, read_fenced_calls_in_full
 from rollout_service.tokens.tokenizer import (
     ChatTokenizer,
     SpecialTokenEscaper,
@@ -104,6 +105,7 @@ class ChatRenderer:
         self._stop = frozenset(self.stop_token_ids)
         tool_parser = backend.config.tool_parser if name == "default" else None
         self._arguments = ArgumentReader(tokenizer, name, tool_parser)
+        self._misread = MisreadTurns(tokenizer, name)
         self._known_begin = lru_cache(_REMEMBERED_ENDS)(self._find_begin)
         escaped = name not in _OWN_ENCODERS
         self._escaper = tokenizer.escaper() if escaped else SpecialTokenEscaper(())
@@ -147,6 +149,8 @@ class ChatRenderer:
         name = resolve_format(path, renderer_name)
         config = format_config(name, options or {})
         tokenizer = load_tokenizer(path, with_template=name == "default")
+        if name == "default":
+            read_fenced_calls_in_full()
         try:
             backend = create_renderer(tokenizer, config)
         except (AssertionError, TypeError, ValueError) as error:
@@ -255,8 +259,10 @@ class ChatRenderer:
         closed = not self._stop.isdisjoint(ids)
         prompt = list(prompt_ids[self._read_from(prompt_ids) :]) if prompt_ids else None
         try:
-            parsed = self._backend.parse_response(ids, tools=list(tools) or None, prompt_ids=prompt)
-            found = self._arguments.read(parsed.tool_calls, ids, tools)
+            framed = self._misread.framed(ids)
+            parsed = self._backend.parse_response(framed, tools=list(tools) or None, prompt_ids=prompt)
+            content, found = self._misread.read(parsed, framed, tools)
+            found = self._arguments.read(found, framed, tools)
         except _LIBRARY_ERRORS:
             raw = self.decode(ids)
             call = ToolCall(id=f"{call_prefix}-0", name=None, arguments=None, raw=raw, error="unparseable")
@@ -265,7 +271,7 @@ class ChatRenderer:
         for i, one in enumerate(found):
             call = _to_call(one, f"{call_prefix}-{i}", calls)
             calls[call.id] = call
-        return ParsedTurn(parsed.content, parsed.reasoning_content, tuple(calls.values()), closed)
+        return ParsedTurn(content, parsed.reasoning_content, tuple(calls.values()), closed)
 
     def begins_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         end = tuple(prompt_ids[self._read_from(prompt_ids) :])
@@ -389,7 +395,7 @@ def _to_call(parsed: Any, default_id: str, taken: Container[str]) -> ToolCall:
     if error is None and name is None:
         error = "missing_name"
     if error is None:
-        error = _argument_error(arguments)
+        error = _argument_error(arguments) or _misplaced_arguments(arguments, parsed.raw)
     # Some formats let the policy choose the ids of its calls, and it may give the same id twice.
     named = _is_text(parsed.id) and parsed.id not in taken
     return ToolCall.model_construct(
@@ -399,6 +405,18 @@ def _to_call(parsed: Any, default_id: str, taken: Container[str]) -> ToolCall:
         raw=parsed.raw,
         error=error,
     )
+
+
+def _misplaced_arguments(arguments: Any, raw: str) -> str | None:
+    """Return an error if a call in JSON has something else than arguments, for which the library reads none."""
+    try:
+        call = json.loads(raw) if arguments == {} else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict):
+        return None
+    others = [value for key, value in call.items() if key not in ("name", "type", "id")]
+    return "misplaced_arguments" if any(value not in ({}, None) for value in others) else None
 
 
 def _is_text(value: Any) -> bool:
