@@ -16,7 +16,7 @@ _SECTIONS = {
     **dict.fromkeys(("kimi-k2", "kimi-k2.5"), "<|tool_calls_section_begin|>"),
     **dict.fromkeys(("deepseek-v3", "deepseek-r1"), "<\uff5ctool\u2581calls\u2581begin\uff5c>"),
 }
-"""What begins the only section of calls that a turn may have; the library reads none after the first."""
+"""The beginning of the only section of calls that a turn may have; the library reads none after the first."""
 _NO_FUNCTION = re.compile(r"(assistant.*?\bto=)(?!functions\.|assistant\b)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 _BARE_CALL = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"')
