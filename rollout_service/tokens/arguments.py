@@ -104,9 +104,12 @@ def _with_arguments(call: Any, written: Iterable[Part], syntax: CallSyntax, tool
     schema = _parameters(tools, call.name)
     types: dict[str, Types | None] = {}
     arguments: dict[str, Any] = {}
+    held: set[str] = set()
     for name, content in written:
         if content is None:
             return _broken(call)
+        if isinstance(syntax.argument, Tag):
+            held.add(syntax.argument.begun_in(content))
         key, text = name.strip(), content.removeprefix(syntax.wrap).removesuffix(syntax.wrap)
         if key not in types:
             types[key] = types_of(_parameter(schema, key), schema)
@@ -114,6 +117,10 @@ def _with_arguments(call: Any, written: Iterable[Part], syntax: CallSyntax, tool
             arguments[key] = read_value(text, types[key], syntax.constants)
         except ValueError:
             return replace(call, arguments=None, status=_INVALID)
+    # A value may quote an argument, but hardly one that the tool takes and the call lacks.
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and not (held & properties.keys()) <= arguments.keys():
+        return _broken(call)
     return replace(call, arguments=arguments, status=_OK)
 
 
@@ -177,6 +184,12 @@ class Tag:
                 return
             yield opening[1], text[opening.end() : end]
             at = end + len(self.close)
+
+    def begun_in(self, content: str) -> str:
+        """Return the name of the last part that begins in a content and does not end there, or nothing."""
+        begin = content.rfind(self.word)
+        opening = self.opening.match(content, begin) if begin >= 0 else None
+        return "" if opening is None or self.close in content[opening.end() :] else opening[1].strip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,21 @@ def test_an_argument_that_was_begun_is_never_left_out(root, family, first):
     assert found[2] in ("malformed_structure", "invalid_json")
 
 
+ENDS = {"qwen3.5": "</parameter>\n", "minimax-m2": "</parameter>\n", "laguna-xs.2": "</arg_value>\n"}
+
+
+@pytest.mark.parametrize("family", sorted(ENDS))
+def test_a_text_holds_no_argument_that_the_call_lacks(root, family):
+    renderer = shared(root / family, family)
+    prompt, output = written(renderer, {"path": "/x", "text": "a"})
+    turn = renderer.decode(output)
+    for end in ("", f"{ENDS[family]}and "):
+        broken = turn.replace(ENDS[family], end, 1)
+        assert read(renderer, prompt, renderer.encode(broken)) == [("write", "null", "malformed_structure")]
+    quoted = {"path": broken[: broken.rindex(ENDS[family])], "text": "a"}
+    assert read(renderer, *written(renderer, quoted)) == [("write", exact(quoted), None)]
+
+
 ENDS_OF_CALLS = {
     "qwen3.5": ("</tool_call>", "</tool_call>\n<tool_call>\n", "</function>\n</tool_call>\n<tool_call>\n"),
     "laguna-xs.2": ("</tool_call>",),
