@@ -18,11 +18,13 @@ from api_schemas.runs import Run
 from api_schemas.trajectories import Trajectory
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.server.lifecycle import Service
 from rollout_service.tokens import check_invariants
 from sandboxes import make_provider
 from sandboxes.config import ApptainerConfig, LocalConfig
 from sandboxes.errors import ImageNotFoundError
 from tests.support.api.server import api_server
+from tests.support.gateway.service import gateway_service, scripted
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,20 @@ def test_a_wait_that_is_over_too_soon_answers_with_the_state_of_now(api):
     assert (posted.status_code, posted.json()["attempt"], read.json()["attempt"]) == (202, 1, 1)
     assert "queued" not in (posted.json()["state"], read.json()["state"])
     api.delete("/v1/rollouts/waits").raise_for_status()
+
+
+async def test_a_rollout_that_ends_as_the_wait_is_over_comes_with_its_trajectory(tmp_path, monkeypatch):
+    wait = Service.wait
+
+    async def end_too_late(service: Service, rollout_id: str, _seconds: float) -> None:
+        await wait(service, rollout_id, 60)
+
+    monkeypatch.setattr(Service, "wait", end_too_late)
+    async with scripted("2") as engine, gateway_service(tmp_path, [engine]) as service, service.http() as http:
+        task = {"environment": "calc", "instance": {"question": "1+1", "answer": "2"}}
+        answer = await http.post("/v1/rollouts", params={"wait": 1}, json={"task": task})
+    assert (answer.status_code, answer.json()["state"]) == (200, "completed")
+    assert answer.json()["trajectory"]["segments"]
 
 
 def test_a_rollout_from_order_to_trajectory(api):

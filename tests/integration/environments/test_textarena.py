@@ -1,5 +1,6 @@
 """With the real library, games give their own rewards, and a seed gives the same game."""
 
+from copy import copy
 from typing import Any
 
 import anyio
@@ -91,7 +92,7 @@ async def test_a_player_sees_what_happened_and_not_its_own_words(sandboxes):
 
 
 async def test_a_limit_ends_a_game_without_a_reward_of_its_own(sandboxes):
-    environment = textarena_games
+    environment = copy(textarena_games)
     limits = environment.spec.limits.model_copy(update={"max_turns": 1})
     environment.spec = environment.spec.model_copy(update={"limits": limits})
     instance: dict[str, JsonValue] = {"game": "TowerOfHanoi-v0", "seed": 1}

@@ -86,7 +86,9 @@ async def submit_rollout(
         with suppress(ShuttingDownError, StoreError):  # the rollout is stored already
             if ended := await cancel_on_disconnect(http.receive, lambda: service.wait(rollout_id, wait)):
                 return as_json(ended)
-            rollout = await service.get(rollout_id)
+            rollout = await service.get(rollout_id, trajectory=True)
+            if rollout.state.terminal:  # just as the time was over
+                return as_json(rollout)
     return as_json(rollout, HTTPStatus.ACCEPTED)
 
 
