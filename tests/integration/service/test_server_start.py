@@ -175,9 +175,10 @@ async def test_the_default_pool_without_an_engine_while_another_pool_has_one(tmp
 
 
 async def test_a_service_is_not_ready_while_it_loads_the_chat_format_of_its_engine(tmp_path, monkeypatch):
-    load, is_loaded = ChatRenderer.load, threading.Event()
+    load, loads, is_loaded = ChatRenderer.load, threading.Event(), threading.Event()
 
     def load_late(path: str, renderer: str | None) -> ChatRenderer:
+        loads.set()
         assert is_loaded.wait(30)
         return load(path, renderer)
 
@@ -185,11 +186,10 @@ async def test_a_service_is_not_ready_while_it_loads_the_chat_format_of_its_engi
     async with scripted("a") as engine, gateway_service(tmp_path, []) as service:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(service.client.add_backend, BackendSpec(url=HttpUrl(engine.url)))
-            with anyio.fail_after(20):
-                while [view.state for view in await service.client.backends()] != ["ready"]:
-                    await anyio.sleep(0.01)
+            assert await anyio.to_thread.run_sync(loads.wait, 20)
             assert not (await service.client.readiness()).ready
             is_loaded.set()
+        assert [view.state for view in await service.client.backends()] == ["ready"]
         assert (await service.client.readiness()).ready
 
 
