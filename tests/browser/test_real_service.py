@@ -10,8 +10,7 @@ from playwright.async_api import Locator, Page, expect
 
 from tests.support.browser.prefix_proxy import prefix_proxy
 from tests.support.browser.watched_page import watched_page
-from tests.support.processes.service import Running, scripted_engine, service
-from tests.support.waiting import until
+from tests.support.processes.service import Running, eventually, scripted_engine, service
 
 pytestmark = pytest.mark.browser
 
@@ -27,6 +26,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def server(engine: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with service(tmp_path_factory.mktemp("service"), engine.url, turns=3) as started:
+        eventually(lambda: httpx.get(f"{started.url}/ready").is_success, started)  # its engine is in service then
         yield started
 
 
@@ -128,10 +128,6 @@ async def test_all_rollouts_are_aborted_at_once(page, server, http):
 
 
 async def test_an_engine_that_hangs_is_named_with_its_rollouts(page, engine, server, http):
-    async def is_ready() -> bool:
-        return (await http.get("/ready")).is_success
-
-    await until(is_ready)
     await page.goto(server.url)
     await expect(page.get_by_text("Live", exact=True)).to_be_visible()
     engine.stop(signal.SIGSTOP)
