@@ -22,7 +22,7 @@ import structlog
 from api_schemas.rollouts.steps import StepKind
 from rollout_service.activity import current_activity, in_lane, waits_for
 from rollout_service.environments.agent_environment import WORKDIR
-from rollout_service.environments.contract import EnvironmentSpec, SandboxSettings
+from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.environments.secrets import HostSecrets
 from rollout_service.episodes import Episode, WorkClock, require_sandbox
 from rollout_service.pipeline.artifacts import Artifacts, DiskBudget
@@ -72,8 +72,7 @@ class SandboxSource:
             SandboxConfigError: It asks for more than the settings allow.
             ImageError: An image cannot be used.
         """
-        for one in (spec, spec.for_grader()):
-            check_size(one.sandbox, self._settings)
+        check_sizes(spec, self._settings)
         for image in dict.fromkeys((spec.image, spec.for_grader().image)):
             if image is not None:
                 await self.provider.identity(SandboxSpec(image=image))
@@ -105,7 +104,7 @@ class SandboxSource:
         """
         if spec.image is None:
             raise ValueError(f"environment {spec.name} has no image to start a sandbox from")
-        check_size(spec.sandbox, self._settings)
+        check_sizes(spec, self._settings)
         return await self.provider.start(
             SandboxSpec(
                 image=spec.image,
@@ -197,22 +196,23 @@ class SandboxSource:
         return self.provider.live()
 
 
-def check_size(wanted: SandboxSettings, allowed: SandboxesSettings) -> None:
+def check_sizes(spec: EnvironmentSpec, allowed: SandboxesSettings) -> None:
     """
     Raises:
-        SandboxConfigError: A sandbox asks for more than the settings allow.
+        SandboxConfigError: A sandbox of the environment asks for more than the settings allow.
     """
-    for key, asked, most in (
-        ("memory_bytes", wanted.memory_bytes, allowed.max_memory_bytes),
-        ("disk_bytes", wanted.disk_bytes or 0, allowed.max_disk_bytes),
-        ("processes", wanted.max_processes, allowed.max_processes),
-    ):
-        if asked > most:
-            what = key.removesuffix("_bytes")
-            raise SandboxConfigError(
-                f"it asks for {what} of {asked:,}, and this service allows {most:,}",
-                hint=f"Raise `[sandboxes] max_{key}` if the host bears it, or ask for less.",
-            )
+    for wanted in filter(None, (spec.sandbox, spec.grader_sandbox)):
+        for key, asked, most in (
+            ("memory_bytes", wanted.memory_bytes, allowed.max_memory_bytes),
+            ("disk_bytes", wanted.disk_bytes or 0, allowed.max_disk_bytes),
+            ("processes", wanted.max_processes, allowed.max_processes),
+        ):
+            if asked > most:
+                what = key.removesuffix("_bytes")
+                raise SandboxConfigError(
+                    f"it asks for {what} of {asked:,}, and this service allows {most:,}",
+                    hint=f"Raise `[sandboxes] max_{key}` if the host bears it, or ask for less.",
+                )
 
 
 async def _end(sandbox: Sandbox, notes: list[str], ended: list[str]) -> bool:

@@ -25,7 +25,7 @@ from rollout_service.environments.harbor.collection import is_harbor_folder
 from rollout_service.environments.harbor.compose import REFERENCE
 from rollout_service.environments.registry import EnvironmentRegistry, explain, load_path, names_python_object
 from rollout_service.environments.secrets import HostSecrets
-from rollout_service.pipeline.sandbox_source import check_size
+from rollout_service.pipeline.sandbox_source import check_sizes
 from rollout_service.settings import Settings, load_settings
 from sandboxes.errors import ImageError, ProviderUnavailableError, SandboxConfigError
 from sandboxes.images.store import ImageStore
@@ -143,16 +143,17 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
     settings = load_settings()
     environment = load_environment(name_or_path)
     dataset = read_dataset(environment)
+    repeated = list(_repeated(dataset))
     secrets = list(HostSecrets(settings.secrets).examine(environment.spec))
     findings = [
         *_find_functions(environment),
         *environment.findings(),
-        *_check_size(environment.spec, settings),
+        *_find_oversized(environment.spec, settings),
         *_check_image(environment, settings),
         *_check_instances(environment, dataset),
         *_check_tasks(environment, dataset, settings),
         *_find_unsplit(dataset),
-        *_find_shared(dataset),
+        *_find_shared(dataset, repeated),
         *(f"{problem} ({problem.hint})" for _, problem in secrets if problem is not None),
     ]
     spec = environment.spec
@@ -164,7 +165,7 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
         len(dataset),
         count_splits(dataset),
         findings,
-        [*environment.warnings(), *_find_literal(environment), *_find_large(dataset), *_find_repeated(dataset)],
+        [*environment.warnings(), *_find_literal(environment), *_find_large(dataset), *_find_repeated(repeated)],
         task_images=spec.image is None and spec.evaluate_in is EvaluateIn.FRESH,
         secrets=[
             {"table": one.table, "key": one.key, "source": str(one.source), "usable": problem is None}
@@ -235,13 +236,11 @@ def instance_name(instance: dict[str, JsonValue]) -> str:
     return name if isinstance(name, str) else json.dumps(instance)
 
 
-def _check_size(spec: EnvironmentSpec, settings: Settings) -> Iterator[str]:
-    for one in (spec, spec.for_grader()):
-        try:
-            check_size(one.sandbox, settings.sandboxes)
-        except SandboxConfigError as error:
-            yield f"sandbox: {error} ({error.hint})"
-            return
+def _find_oversized(spec: EnvironmentSpec, settings: Settings) -> Iterator[str]:
+    try:
+        check_sizes(spec, settings.sandboxes)
+    except SandboxConfigError as error:
+        yield f"sandbox: {error} ({error.hint})"
 
 
 def _check_image(environment: Environment, settings: Settings) -> Iterator[str]:
@@ -269,7 +268,7 @@ def _check_tasks(
         except InvalidFieldError:
             continue  # found already
         if spec is not environment.spec:
-            yield from (f"{instance_name(instance)}: {problem}" for problem in _check_size(spec, settings))
+            yield from (f"{instance_name(instance)}: {problem}" for problem in _find_oversized(spec, settings))
         for image in {spec.image, spec.for_grader().image} - seen - {None}:
             seen.add(image or "")
             try:
@@ -304,16 +303,16 @@ def _find_unsplit(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
         yield f"data set: {count(without, 'instance')} without a split, which no run can use"
 
 
-def _find_shared(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
-    for first, again in _repeated(dataset):
+def _find_shared(dataset: Sequence[dict[str, JsonValue]], repeated: Sequence[tuple[int, int]]) -> Iterator[str]:
+    for first, again in repeated:
         one, other = get_split(dataset[first - 1]), get_split(dataset[again - 1])
         if one != other and one is not None and other is not None:
             yield f"data set: number {again} of the split {other!r} is number {first}, of {one!r}, again"
             return
 
 
-def _find_repeated(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
-    if repeated := list(_repeated(dataset)):
+def _find_repeated(repeated: Sequence[tuple[int, int]]) -> Iterator[str]:
+    if repeated:
         first, again = repeated[0]
         yield (
             f"data set: {count(len(repeated), 'instance')} repeated, by `instance_id` or as a whole; number {again} is "

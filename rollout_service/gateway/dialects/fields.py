@@ -209,7 +209,7 @@ def describe_tools(tools: list[ToolSpec]) -> str:
     return "\n".join(f"<tool>{dump_json(tool['function'])}</tool>" for tool in tools)
 
 
-SCHEMA = "such a turn is not trained on; beside tools, the schema is told and not forced"
+SCHEMA = "such a turn is not trained on; with tools, the model reads the schema and need not follow it"
 FORCES_NOTHING = "the model stays free: tokens that are forced cannot be trained on"
 _MAX_NAMES, _MAX_NAME = 64, 80
 """The ignored parameters that are named, and the characters of each name that are kept."""
