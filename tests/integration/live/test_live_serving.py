@@ -12,6 +12,8 @@ from api_schemas.rollouts.sessions import MaskReason
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import ModelCall
 from rollout_service.live.replay import rebuild
+from rollout_service.live.serving.resolver import ActiveSessions
+from rollout_service.testing.engine_turn import Fault
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
 from tests.support.live.service import delivered, live_service, stored
@@ -213,25 +215,31 @@ async def test_an_ended_session_takes_no_requests(tmp_path):
 
 
 async def test_a_request_that_loads_a_session_as_it_ends_is_cut_off(tmp_path, monkeypatch):
-    async with scripted("One.") as engine, live_service(tmp_path, [engine]) as service:
+    async with scripted("One.", faults=[None, Fault.HANG]) as engine, live_service(tmp_path, [engine]) as service:
         opened = await service.open()
-        loads, ended, read, statuses = anyio.Event(), anyio.Event(), service.store.opt_outs, []
+        loads, ends, statuses = anyio.Event(), anyio.Event(), []
+        read, held = service.store.opt_outs, ActiveSessions.held
 
         async def read_slowly(*arguments):
             loads.set()
-            with anyio.move_on_after(0.5):  # the end waits for this, so its answer does not come
-                await ended.wait()
+            await ends.wait()
             return await read(*arguments)
+
+        def hold(*arguments):
+            ends.set()  # the end waits for the request from here on
+            return held(*arguments)
 
         async def ask() -> None:
             statuses.append((await service.ask(opened.key, "a")).status_code)
 
         monkeypatch.setattr(service.store, "opt_outs", read_slowly)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
-            await loads.wait()
-            await service.http.post(f"/v1/sessions/{opened.session.session_id}/end")
-            ended.set()
+        monkeypatch.setattr(ActiveSessions, "held", hold)
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                await loads.wait()
+                await service.http.post(f"/v1/sessions/{opened.session.session_id}/end")
+                ends.set()
         assert statuses == [410]
 
 
