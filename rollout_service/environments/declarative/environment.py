@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.base.masking import mask_texts
+from rollout_service.base.templates import require_plain
 from rollout_service.environments import lint
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.dataset_files import find_empty, read_files
@@ -275,6 +276,8 @@ def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnviro
     where = f"{image}:{INSIDE}/{FILE_NAME}"
     declaration = read_declaration(text, where=where, image=str(image))
     _require_nothing_of_the_host(declaration, folder, where)
+    for name, source in {"prompt": declaration.prompt, "system": declaration.system or ""}.items():
+        require_plain(source, where=f"{where}: `{name}`")
     named = tomllib.loads(text).get("image")
     ignored = f"image: the key ({named!r}) has no effect: the environment is inside the image {image}"
     return _make(declaration, folder, where, in_image=True, warnings=[] if named is None else [ignored])

@@ -124,6 +124,7 @@ def test_an_image_that_holds_the_folder_hides_it(tmp_path):
         ('[dataset]\npath = "{outside}"\n', "dataset: {outside} is not a file in /environment"),
         ('[dataset.splits]\ntrain = "own.jsonl"\ntest = "../outside.jsonl"\n', "outside.jsonl is not a file"),
         ('[search]\nurl = "http://127.0.0.1:8000/v1/rollouts"\n', "search: an image cannot name addresses"),
+        ("", "`system`, line 1, uses `mul`"),
     ],
 )
 def test_an_environment_in_an_image_names_nothing_of_the_host(tmp_path, text, message):
@@ -131,7 +132,8 @@ def test_an_environment_in_an_image_names_nothing_of_the_host(tmp_path, text, me
     outside.write_text("{}\n")
     (tmp_path / "inside").mkdir()
     text = text.replace("{outside}", str(outside))
-    folder = write(tmp_path / "inside", MINIMAL + text, own__jsonl="{}\n")
+    system = "" if text else "system = \"{{ 'a' * 10 ** 10 }}\"\n"
+    folder = write(tmp_path / "inside", system + MINIMAL + text, own__jsonl="{}\n")
     with pytest.raises(ConfigurationError, match=r"some\.sif:/environment") as caught:
         load_folder(folder, image=tmp_path / "some.sif")
     assert message.replace("{outside}", str(outside)) in str(caught.value)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from time import thread_time
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
-from rollout_service.base.templates import PromptTemplate
+from rollout_service.base.templates import PromptTemplate, require_plain
 from rollout_service.environments.bridges.turns import Consequence, score_turns, take_turns
 from rollout_service.episodes import ContextFullError, Episode
 from rollout_service.testing.scripted_policy import ScriptedTurn, turn
@@ -76,6 +77,65 @@ def test_a_forbidden_template_operation_is_an_error_of_the_field(source):
     with pytest.raises(InvalidFieldError):
         render(source, instance)
     assert instance == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "takes more than 0.25 s"),
+        ("{% for a in range(9999) %}{{ instance.long }}{% endfor %}", "more than 4,194,304 characters"),
+        ("{{ (instance.long * 9999) | upper }}", "more than 4,194,304 characters"),
+        ("{{ [instance.list * 99999] | first | length }}", "more than 100,000 items"),
+    ],
+)
+def test_a_costly_template_is_an_error_of_the_field(source, message):
+    started = thread_time()
+    with pytest.raises(InvalidFieldError, match=message):
+        render(source, {"long": "x" * 1000, "list": [1, 2]})
+    assert thread_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("source", "used"),
+    [
+        ("{{ 'a' * 10 ** 10 }}", "`mul`"),
+        ("{{ 9 ** 9 ** 9 }}", "`pow`"),
+        ("{{ '%9999999999d' % 1 }}", "`mod`"),
+        ("{{ instance.a % 1 }}", "`mod`"),
+        ("{{ instance.a.center(10 ** 10) }}", "`call`"),
+        ("{{ instance.a ~ instance.a }}", "`concat`"),
+        ("{{ instance.a + instance.a }}", "a sum of two fields"),
+        ("{% set a = instance.a %}", "`assign`"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}", "`macro`"),
+        ("{% for x in instance.a recursive %}{{ x }}{% endfor %}", "a recursive loop"),
+        ("{{ [instance.a, instance.a] | join }}", "a list of fields"),
+        ("{{ (instance.a, instance.a) }}", "a list of fields"),
+        ("{{ {'a': instance.a} }}", "`dict`"),
+        ("{{ instance.a | center(9999) }}", "the filter `center`"),
+        ("{{ instance.a | map('center', 9999) }}", "the filter `map`"),
+        ("{{ instance.a | indent(9) }}", "this argument of the filter `indent`"),
+        ("{{ instance.a | join(instance.b) }}", "this argument of the filter `join`"),
+        ("{{ instance.a | tojson(indent=1) }}", "this argument of the filter `tojson`"),
+        ("{{ instance.a | indent(*instance.b) }}", "the filter `indent`"),
+        ("{% filter upper %}a{% endfilter %}", "`filterblock`"),
+        ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "not a valid template"),
+    ],
+)
+def test_a_template_inside_an_image_is_plain(source, used):
+    with pytest.raises(ConfigurationError, match="the prompt") as caught:
+        require_plain(source, where="the prompt")
+    assert used in str(caught.value)
+
+
+def test_a_plain_template_has_fields_conditions_loops_and_filters():
+    source = (
+        "{% if instance.hint is defined and instance.n > -1 %}{{ instance.hint | default('no hint known') }}{% endif %}"
+        "{% for key, item in instance.rows | items %}{{ loop.index + 1 }}. {{ key | upper }}: {{ item | join(', ') }}"
+        "{{ ' (first)' if key in ['a', 'c'] else '' }}\n{% endfor %}{# note #}{% raw %}{{ }}{% endraw %}"
+    )
+    require_plain(source, where="the prompt")
+    rows = {"a": ["x", "y"], "b": ["z"]}
+    assert render(source, {"hint": "Hint. ", "n": 1, "rows": rows}) == "Hint. 2. A: x, y (first)\n3. B: z\n{{ }}"
 
 
 @pytest.mark.parametrize("source", ["{{ instance", "{% for %}", "{{ question }}", "{{ instance.a | nonsense }}"])
