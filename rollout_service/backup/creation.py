@@ -19,7 +19,7 @@ from rollout_service import __version__
 from rollout_service.backup.manifest import STATES, Manifest, Places, copy, copy_shared, describe_all
 from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, StoreError
-from rollout_service.base.private_files import make_private
+from rollout_service.base.private_files import check_whole, make_private
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite.connection import explain
 
@@ -50,6 +50,7 @@ def _check(places: Places, target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"{target} is not empty", hint="Name a new folder for the backup.")
     for state in places.states.values():
+        check_whole(state)
         if not (state / private_files.LIVE_STORE).exists():
             raise ConfigurationError(
                 f"{state} is not the state folder of a service",

@@ -27,7 +27,7 @@ import redis
 
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import make_private
-from rollout_service.store.redis.checks import execute, open_owner
+from rollout_service.store.redis.checks import RESTORING, execute, open_owner
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.problems import explain
 
@@ -41,7 +41,11 @@ ROUNDS = 50
 PAUSE_SECONDS = 5.0
 """The longest time without writes, half of the time that services wait for an answer."""
 _INVALIDATED = "__redis__:invalidate"
-ALWAYS = frozenset({"meta", "segments:mark"})
+_META = "meta"
+"""The key that services look at first."""
+_LOADED = ":loaded"
+"""Ends the name of that key until the end of a restore."""
+ALWAYS = frozenset({_META, "segments:mark"})
 """Keys of a store that nothing was stored in."""
 KINDS = {"r": "rollouts", "run": "runs"}
 """Counted kinds of keys, by the first parts of their names."""
@@ -87,19 +91,36 @@ def _write_parts(dump: _Dump, parts: Iterable[list[bytes]], dumps: Sequence[_Dum
             other.note_changes()
 
 
+def begin_restore(config: RedisConfig) -> None:
+    """Keep services from using what is loaded, until `end_restore`."""
+    with _explained(config), closing(open_owner(config)) as client:
+        _remove(client, config)
+        execute(client, "HSET", f"{config.root}:{_META}", "application", RESTORING)
+
+
+def end_restore(config: RedisConfig) -> None:
+    meta = f"{config.root}:{_META}"
+    with _explained(config), closing(open_owner(config)) as client:
+        if execute(client, "EXISTS", f"{meta}{_LOADED}"):
+            execute(client, "RENAME", f"{meta}{_LOADED}", meta)
+        else:  # no service had begun the store
+            execute(client, "UNLINK", meta)
+
+
 def load(config: RedisConfig, path: Path) -> None:
-    """Write a dump into a Redis that has nothing of the store.
+    """Write a dump into a Redis that has nothing of the store, after `begin_restore`.
 
     Raises:
         ConfigurationError: The Redis is too old for the dump.
     """
     with _explained(config), closing(open_owner(config)) as client:
-        _remove(client, config)
         records = _records(path)
         while some := list(islice(records, AT_ONCE)):
             pipeline = client.pipeline(transaction=False)
             for name, value, ttl in some:
                 key = config.root.encode() + b":" + name
+                if name == _META.encode():
+                    key += _LOADED.encode()
                 if value:
                     execute(pipeline, "RESTORE", key, ttl, value, "REPLACE")
                 else:

@@ -1,19 +1,19 @@
 """Restores a backup to where nothing is yet.
 
 Nothing is written before the whole backup was compared with its manifest and every place was seen to be empty; after an
-error, unfinished files are removed; no service can open a state folder that is being restored.
+error, unfinished files are removed; no service opens a state folder or a Redis before all of the backup is restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rollout_service.backup.manifest import STATES, Manifest, Places, SharedStore, copy, copy_shared, shared_files
 from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, StoreError
-from rollout_service.base.private_files import open_state_folder
+from rollout_service.base.private_files import make_private, open_state_folder
 from rollout_service.store.segments.contract import SegmentFiles
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite.connection import FileClaim
@@ -38,14 +38,16 @@ def restore_backup(backup: Path, places: Places) -> Manifest:
         _check_shared_empty(store)
     try:
         with ExitStack() as undo:
+            _begin(targets.values(), shared, undo)
             for store in shared:
                 _restore_shared(backup, store, undo)
             for name, state in targets.items():
                 _restore_state(backup / STATES / name, state, undo)
+            for name, document in places.documents.items():
+                if name in manifest.files:
+                    copy(backup / name, document)
             undo.pop_all()
-        for name, document in places.documents.items():
-            if name in manifest.files:
-                copy(backup / name, document)
+        _end(targets.values(), shared)
     except OSError as error:
         raise StoreError(
             f"the backup cannot be restored: {error}", hint="What was written is removed. Try again."
@@ -89,7 +91,7 @@ def _check_fit(manifest: Manifest, places: Places) -> None:
 
 
 def _check_empty(state: Path) -> None:
-    kept = [*private_files.DATABASES, *private_files.DOCUMENTS]
+    kept = [*private_files.DATABASES, *private_files.DOCUMENTS, private_files.RESTORING]
     kept += [name + log for name in private_files.DATABASES for log in _LOGS]
     if found := [name for name in kept if (state / name).exists()]:
         raise ConfigurationError(
@@ -106,13 +108,34 @@ def _check_shared_empty(store: SharedStore) -> None:
         raise ConfigurationError(f"{store.files.texts.subject} has files of a store", hint=store.files.texts.unused)
 
 
+def _begin(states: Iterable[Path], shared: Iterable[SharedStore], undo: ExitStack) -> None:
+    """Keep services from what is not all there until `_end`."""
+    for state in states:
+        open_state_folder(state)
+        undo.callback((state / private_files.RESTORING).unlink, missing_ok=True)
+        make_private(state / private_files.RESTORING)
+    for store in shared:
+        from rollout_service.backup import redis_dump  # the package of Redis may be missing
+
+        undo.callback(redis_dump.remove, store.redis)
+        redis_dump.begin_restore(store.redis)
+
+
+def _end(states: Iterable[Path], shared: Iterable[SharedStore]) -> None:
+    for store in shared:
+        from rollout_service.backup import redis_dump  # the package of Redis may be missing
+
+        redis_dump.end_restore(store.redis)
+    for state in states:
+        (state / private_files.RESTORING).unlink()
+
+
 def _restore_shared(backup: Path, store: SharedStore, undo: ExitStack) -> None:
     from rollout_service.backup import redis_dump
 
     if store.files is not None and (backup / store.copied).exists():
         undo.callback(_empty, store.files)
         copy_shared(SharedFiles(backup / store.copied), store.files)
-    undo.callback(redis_dump.remove, store.redis)
     redis_dump.load(store.redis, backup / store.dump)
 
 
@@ -130,7 +153,6 @@ def _empty(files: SegmentFiles) -> None:
 @contextmanager
 def _claimed(state: Path) -> Iterator[None]:
     """Keep services from opening the databases of a folder."""
-    open_state_folder(state)
     claims: list[FileClaim] = []
     try:
         claims += (FileClaim(state / name) for name in private_files.DATABASES)

@@ -19,8 +19,9 @@ def open_state_folder(folder: Path) -> Path:
     """Create the state folder for its owner alone; leave an existing folder as it is.
 
     Raises:
-        ConfigurationError: The folder cannot be created or written.
+        ConfigurationError: The folder cannot be created or written, or has a part of a backup.
     """
+    check_whole(folder)
     hint = "Choose another folder with --state-dir or ROLLOUT_STATE_DIR, or give the service's user write access."
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -29,6 +30,19 @@ def open_state_folder(folder: Path) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigurationError(f"the state folder {folder} is not writable", hint=hint)
     return folder
+
+
+def check_whole(folder: Path) -> None:
+    """
+    Raises:
+        ConfigurationError: A backup is being restored to the folder, or that was cut off.
+    """
+    if (folder / RESTORING).exists():
+        raise ConfigurationError(
+            f"the state folder {folder} has a restore that has not ended",
+            hint="Wait for it. If it was cut off, delete this folder, and what it restored to a shared store, and "
+            "restore the backup again.",
+        )
 
 
 def make_private(path: Path) -> None:
@@ -74,3 +88,5 @@ DATABASES = (STORE, LIVE_STORE)
 """Copied by SQLite, since a plain copy of one that is written is torn."""
 DOCUMENTS = (USERS_SALT, CANARIES, BACKENDS)
 """Replaced as a whole, and so whole at any time."""
+RESTORING = "restore.unfinished"
+"""Is there from before anything of a backup is restored until all of it is."""

@@ -67,6 +67,8 @@ def function_library() -> FunctionLibrary:
 
 
 APPLICATION = "rollout-service"
+RESTORING = "rollout-service restore"
+"""The application of a store to which a backup is being restored."""
 _OLDEST = 7
 """Older versions have no functions."""
 _DURABLE = {"appendonly": "yes", "appendfsync": "always"}
@@ -276,6 +278,10 @@ def _check_schema(client: redis.Redis, config: RedisConfig) -> None:
     part = (config.shard, config.shards, config.home)
     call = call_arguments(config, "schema_open", None, uuid4().hex, *part)
     application, version, supported, *found = execute(client, *call)
+    if _text(application) == RESTORING:
+        why = f"has a restore under the prefix {config.prefix!r} that has not ended"
+        hint = "Wait for it. If it was cut off, delete the keys of this prefix, and restore the backup again."
+        raise _refusal(config, why, hint)
     if _text(application) != APPLICATION:
         why = f"holds something of another program under the prefix {config.prefix!r}"
         raise _refusal(config, why, "Choose another [store] prefix.")

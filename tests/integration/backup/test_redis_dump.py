@@ -13,6 +13,7 @@ import redis
 from rollout_service.backup import redis_dump
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.store.redis import RedisConfig
+from rollout_service.store.redis.checks import StoreIdentity, connect
 from tests.support.redis_server import RedisServer, redis_server
 
 pytestmark = pytest.mark.redis
@@ -183,6 +184,24 @@ def server_dump(server: RedisServer) -> bytes:
         value = client.dump("k")
         assert isinstance(value, bytes)
         return value
+
+
+def test_a_store_that_is_restored_in_part_is_not_used(server, tmp_path):
+    """The kernel may end a restore at any moment, and then nothing is undone."""
+    config, restored = server.config("whole"), server.config("part")
+    connect(config, StoreIdentity()).close()  # begins a store
+    redis_dump.dump([(config, tmp_path / "dump")], lambda: None)
+    redis_dump.begin_restore(restored)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="that has not ended") as caught:
+            connect(restored, StoreIdentity())
+        assert "restore the backup again" in caught.value.hint
+        redis_dump.load(restored, tmp_path / "dump")
+    redis_dump.end_restore(restored)
+    connect(restored, StoreIdentity()).close()
+    with server.client() as client:
+        assert client.hgetall(f"{restored.root}:meta") == client.hgetall(f"{config.root}:meta")
+        assert not client.exists(f"{restored.root}:meta:loaded")
 
 
 def test_a_redis_that_does_not_answer_is_an_error_of_the_store(server, tmp_path):

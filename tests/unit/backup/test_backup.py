@@ -17,6 +17,7 @@ from rollout_service.backup.creation import pinned
 from rollout_service.backup.manifest import MANIFEST, ONLY, REDIS_DUMP, STATES, Manifest, copy, describe_all
 from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, ServiceError, StoreError
+from rollout_service.base.private_files import open_state_folder
 from rollout_service.cli import app
 from rollout_service.live.register import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
@@ -200,6 +201,26 @@ async def test_a_restore_that_is_told_to_end_leaves_nothing(backup, tmp_path, mo
         signal.signal(signal.SIGTERM, before)
     assert ended.exit_code == 128 + signal.SIGTERM
     assert {path.suffix for path in (tmp_path / "new").iterdir()} == {".lock"}
+
+
+async def test_a_state_that_is_restored_in_part_is_neither_opened_nor_backed_up(backup, tmp_path, monkeypatch):
+    """The kernel may end a restore after any of its copies, and then nothing is undone."""
+    new, copied = tmp_path / "new", []
+
+    def copied_and_looked_at(source: Path, target: Path) -> None:
+        copy(source, target)
+        copied.append(target.name)
+        with pytest.raises(ConfigurationError, match="restore that has not ended") as caught:
+            open_state_folder(new)
+        assert "restore the backup again" in caught.value.hint
+        with pytest.raises(ConfigurationError, match="restore that has not ended"):
+            make_backup(Places({ONLY: new}), tmp_path / "of a part")
+
+    monkeypatch.setattr(restore, "copy", copied_and_looked_at)
+    restore_backup(backup, Places({ONLY: new}))
+    assert set(copied) == {*private_files.DATABASES, private_files.USERS_SALT}
+    open_state_folder(new)
+    make_backup(Places({ONLY: new}), tmp_path / "of all")
 
 
 async def test_a_backup_goes_only_into_an_empty_folder(backup, tmp_path):
