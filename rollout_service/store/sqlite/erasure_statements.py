@@ -12,7 +12,7 @@ import json
 import sqlite3
 from collections.abc import Sequence
 
-from rollout_service.base.ids import BatchId
+from rollout_service.base.ids import BatchId, SampleId
 from rollout_service.groups import DELETED
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
@@ -23,7 +23,8 @@ from rollout_service.store.sqlite.run_statements import add_to_counters, announc
 
 _ROLLOUTS = """
 SELECT seq, rollout_id, run, group_number, result FROM rollouts LEFT JOIN results USING (seq)
-WHERE rollout_id = :id OR rollout_id GLOB :id || '.[1-9]*'
+WHERE run = (SELECT seq FROM runs WHERE run_id = :run) AND group_number = :number
+    AND (rollout_id = :id OR rollout_id GLOB :id || '.[1-9]*')
 """
 _ERASE = "UPDATE results SET trajectory = NULL, result = ? WHERE seq = ?"
 _DELETE_TURNS = "DELETE FROM turns WHERE rollout = ?"
@@ -60,7 +61,8 @@ def erase(db: sqlite3.Connection, rollout_ids: Sequence[str], now: float) -> dic
     overwrite_deleted(db)
     batches: dict[str, str] = {}
     for rollout_id in rollout_ids:
-        rows = db.execute(_ROLLOUTS, {"id": rollout_id}).fetchall()
+        sample = SampleId.parse(rollout_id)
+        rows = db.execute(_ROLLOUTS, {"id": rollout_id, "run": sample.run, "number": sample.number}).fetchall()
         for row in rows:
             if row["result"] is not None:
                 db.execute(_ERASE, (rollout_codec.erase_result(row["result"]), row["seq"]))

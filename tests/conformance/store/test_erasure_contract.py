@@ -283,6 +283,16 @@ async def test_those_that_replaced_a_rollout_are_erased_with_it(bench):
     assert await delivered(bench) == [("deleted", None, False), (None, 1.0, True)]
 
 
+async def test_a_callers_rollout_with_a_name_as_that_of_a_sample_is_not_erased(bench):
+    await create_run(bench.store, batch_size=1)
+    await in_an_open_group(bench)
+    await bench.store.submit(RolloutRequest(rollout_id="a.0.0.1", task=TASKS[0]))
+    await bench.end()
+    await bench.store.runs.erase(["a.0.0"])
+    assert not bench.keeps("a.0.0")
+    assert bench.keeps("a.0.0.1")
+
+
 async def delivered(bench: Bench) -> list[tuple[str | None, float | None, bool]]:
     batch = await leased_batch(bench.store)
     assert batch.groups == [0]
