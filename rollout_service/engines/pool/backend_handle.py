@@ -109,7 +109,8 @@ class BackendHandle:
     """The version of its newest tokens, if it was given another."""
     bad_in_a_row: int = 0
     good_in_a_row: int = 0
-    being_checked: bool = False
+    check: anyio.Event | None = None
+    """Set once the check after a failed request has ended; None while there is none."""
     watch: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     _since: float = 0.0
     _calls: dict[anyio.CancelScope, float] = field(default_factory=dict)
@@ -277,6 +278,10 @@ async def check_backend(backend: Backend, *, seconds: float) -> ModelInfo:
     )
 
 
+async def sample_token(backend: Backend) -> None:
+    await backend.generate(_probe(set()))
+
+
 async def try_weights(backend: Backend, version: int, source: str) -> None:
     """Sample one token; a backend that is too busy to answer soon passes.
 
@@ -285,7 +290,7 @@ async def try_weights(backend: Backend, version: int, source: str) -> None:
     """
     try:
         with anyio.move_on_after(TRIAL_SECONDS):
-            await backend.generate(_probe(set()))
+            await sample_token(backend)
     except InferenceError as error:
         where = f" from {source}" if source else ""
         raise type(error)(

@@ -11,7 +11,7 @@ import structlog
 
 from api_schemas.inference import BackendState
 from rollout_service.engines.errors import BackendProtocolError, BackendUnreachable, InferenceError
-from rollout_service.engines.pool.backend_handle import BackendHandle
+from rollout_service.engines.pool.backend_handle import BackendHandle, sample_token
 from rollout_service.engines.pool.registry import BackendRegistry, PoolOptions
 from rollout_service.engines.pool.weights.controller import PoolController
 
@@ -30,17 +30,32 @@ class HealthChecks:
             await self._probe(handle)
 
     async def suspect(self, handle: BackendHandle, error: InferenceError) -> None:
-        """Count a failed request; probe a backend that could not be reached."""
+        """Count a failed request, and take out a backend that is at fault for it."""
         handle.record_failure(error)
-        if handle.bad_in_a_row >= self._options.unhealthy_after:
+        if isinstance(error, BackendUnreachable):
+            await self._check(handle)
+        elif handle.bad_in_a_row >= self._options.unhealthy_after:
             self._registry.take_out(handle)
-        elif isinstance(error, BackendUnreachable) and not handle.being_checked:
-            handle.being_checked = True
-            try:
-                if await self._probe_error(handle) is not None:
-                    self._registry.take_out(handle)
-            finally:
-                handle.being_checked = False
+
+    async def _check(self, handle: BackendHandle) -> None:
+        """Probe a backend, once for all requests that fail meanwhile.
+
+        After several failures in a row, it has to sample a token: otherwise the requests are at fault, and their
+        repetitions must not take the backend from all others.
+        """
+        if handle.check is not None:
+            await handle.check.wait()
+            return
+        handle.check = done = anyio.Event()
+        samples = handle.bad_in_a_row >= self._options.unhealthy_after
+        try:
+            if await self._probe_error(handle, samples=samples) is not None:
+                self._registry.take_out(handle)
+            elif samples:
+                handle.bad_in_a_row = 0
+        finally:
+            done.set()
+            handle.check = None
 
     async def _probe(self, handle: BackendHandle) -> None:
         error = await self._probe_error(handle)
@@ -55,11 +70,13 @@ class HealthChecks:
         if handle.good_in_a_row >= self._options.healthy_after:
             await self._bring_back(handle)
 
-    async def _probe_error(self, handle: BackendHandle) -> InferenceError | None:
-        seconds = self._options.probe_timeout
+    async def _probe_error(self, handle: BackendHandle, *, samples: bool = False) -> InferenceError | None:
+        seconds, is_paused = self._options.probe_timeout, self._registry.paused is not None
         try:
             with anyio.fail_after(seconds):
-                await handle.backend.health(paused=self._registry.paused is not None)
+                await handle.backend.health(paused=is_paused)
+                if samples and not is_paused:
+                    await sample_token(handle.backend)
         except TimeoutError:
             why = f"no answer to a probe in {seconds:g} s: it hangs, or its host is overloaded"
             return BackendUnreachable(why, backend_id=handle.id)

@@ -170,7 +170,8 @@ class PoolOptions:
     probe_timeout: float = 10.0
     """Seconds."""
     unhealthy_after: int = 2
-    """Failed probes or requests in a row that take a backend out of service."""
+    """Failed probes or invalid answers in a row that take a backend out of service, and failed requests after which it
+    has to sample a token to stay."""
     healthy_after: int = 2
     """Successful probes in a row that bring it back."""
     slow_start: float = 10.0

@@ -94,6 +94,39 @@ async def test_a_backend_that_fails_every_request_is_named_in_the_end(kind, faul
         assert pool.views()[0].failures >= OPTIONS.max_failures
 
 
+async def test_a_request_that_fails_at_every_backend_takes_none_from_the_others(monkeypatch):
+    engine = ScriptedEngine(SCRIPT, latency=0.3)
+    async with running(engine) as (_, pool):
+        [handle] = pool._registry
+        sample, prompts = handle.backend.generate, []
+
+        async def fail_one_prompt(asked, on_tokens=None):
+            prompts.append(asked.input_ids)
+            if asked.input_ids == (6, 6, 6):
+                raise BackendUnreachable("/generate answered 500")
+            return await sample(asked, on_tokens)
+
+        monkeypatch.setattr(handle.backend, "generate", fail_one_prompt)
+        answers = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(collect, answers, partial(pool.generate, request()))
+            with pytest.raises(BackendUnreachable, match="answered 500"):
+                await pool.generate(request(prompt=(6, 6, 6)))
+            assert states(pool) == [BackendState.READY]
+        assert is_exact(answers[0])
+        assert prompts.count((1, 2, 3)) == 1, "nobody else's request was repeated"
+        monkeypatch.undo()
+
+
+async def test_a_backend_that_answers_probes_but_fails_every_request_is_taken_out():
+    engine = ScriptedVllm(SCRIPT)  # its probe samples nothing
+    async with running(engine, options=replace(OPTIONS, hold_seconds=1.0)) as (_, pool):
+        engine.inject(Fault.ERROR, count=100)
+        with pytest.raises(NoBackendError):
+            await pool.generate(request())
+        assert states(pool) == [BackendState.FAILED]
+
+
 async def test_a_backend_that_is_back_has_no_error_any_more():
     engine = ScriptedEngine(SCRIPT)
     async with running(engine) as (_, pool):
