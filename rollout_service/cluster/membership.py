@@ -197,10 +197,16 @@ class ClusterNodes:
         await self.cluster.remove(name)
 
 
+_FIGURES = ("rollouts", "places", "live", "in_use", "warm", "waiting", "target")
+_NOTHING: dict[str, object] = dict.fromkeys(_FIGURES, 0) | {"stages": [], "holds": [], "pressure": None}
+"""A dead node does, holds and takes nothing, whatever its last heartbeat said."""
+
+
 def _view(record: NodeRecord, own: NodeReport) -> NodeView:
     report = own if record.report.owner == own.owner else record.report
     view = NodeView.model_validate_json(report.view)
-    return view.model_copy(update={"state": record.state, "silent_seconds": round(max(0.0, record.silent_seconds), 3)})
+    now = {"state": record.state, "silent_seconds": round(max(0.0, record.silent_seconds), 3)}
+    return view.model_copy(update=now | (_NOTHING if record.state is NodeState.DEAD else {}))
 
 
 IMAGE_WAIT_SECONDS = 180.0

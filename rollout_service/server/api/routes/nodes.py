@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1", tags=["nodes"], route_class=StrictRoute)
 async def list_nodes(service: ServiceDep) -> list[NodeView]:
     """List the nodes that share the store, with how many sandboxes each runs and the reasons that hold new ones back.
 
-    A node that died stays in the list until a node of its name joins or it is removed.
+    A node that died stays in the list, with no work, until a node of its name joins or it is removed.
     """
     return await service.nodes.list()
 
