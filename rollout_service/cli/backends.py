@@ -24,17 +24,18 @@ BackendId = Annotated[
 
 def _show(backends: list[BackendView]) -> None:
     common.out().print(
-        render_backends(backends)
-        if backends
-        else "No engines are registered. Add one with `rollout-service backends add URL`."
+        render_backends(backends) if backends else "No engine serves. Add one with `rollout-service backends add URL`."
     )
 
 
 @app.command("list", epilog="Example: rollout-service backends list --json")
 @common.client_command(_show)
 async def list_backends(client: RolloutClient) -> list[BackendView]:
-    """Show the engines, with their state and load."""
-    return await client.backends()
+    """Show the engines, with their state and load; if there are none, say why."""
+    backends = await client.backends()
+    for reason in [] if backends else (await client.readiness()).reasons:
+        common.err().print(reason, soft_wrap=True)
+    return backends
 
 
 @app.command("add", epilog="Example: rollout-service backends add http://gpu-1:30000 --renderer qwen3")
