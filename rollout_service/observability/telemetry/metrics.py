@@ -71,6 +71,9 @@ class Metrics:
             ["outcome"],
             known=("succeeded", "failed"),
         )
+        self._keys_outdated = self._gauge(
+            "rollout_keys_outdated", "1 while the keys file is wrong, and older keys serve"
+        )
         self._requests = self._counter(
             "rollout_http_requests_total", "Requests to the API", ["method", "route", "status"]
         )
@@ -88,6 +91,7 @@ class Metrics:
 
     def count_key_reload(self, succeeded: bool) -> None:
         self._key_reloads.labels("succeeded" if succeeded else "failed").inc()
+        self._keys_outdated.set(not succeeded)
 
     def count_refused_connection(self, reason: str) -> None:
         self._refused_connections.labels(reason).inc()

@@ -140,6 +140,9 @@ def test_stages_sandboxes_and_connections_are_counted(metrics):
         'rollout_http_requests_total{method="GET",route="/ready",status="200"} 1.0',
         'rollout_key_reloads_total{outcome="failed"} 1.0',
         'rollout_http_refused_connections_total{reason="head_timeout"} 1.0',
+        "rollout_keys_outdated 1.0",
     ):
         assert sample in text
+    metrics.count_key_reload(succeeded=True)
+    assert "rollout_keys_outdated 0.0" in metrics.render().decode()
     assert 'rollout_stage_active{stage="init"} 0.0' in metrics.render().decode()
