@@ -27,6 +27,7 @@ WHERE run = (SELECT seq FROM runs WHERE run_id = :run) AND group_number = :numbe
     AND (rollout_id = :id OR rollout_id GLOB :id || '.[1-9]*')
 """
 _ERASE = "UPDATE results SET trajectory = NULL, result = ? WHERE seq = ?"
+_ERASE_REWARD = "UPDATE rollouts SET reward = NULL WHERE seq = ?"
 _DELETE_TURNS = "DELETE FROM turns WHERE rollout = ?"
 _DELETE_STEPS = "DELETE FROM steps WHERE rollout = ?"
 _STORE_NO_STEPS = "INSERT OR REPLACE INTO steps (rollout, number, data) VALUES (?, -1, x'')"
@@ -66,7 +67,7 @@ def erase(db: sqlite3.Connection, rollout_ids: Sequence[str], now: float) -> dic
         for row in rows:
             if row["result"] is not None:
                 db.execute(_ERASE, (rollout_codec.erase_result(row["result"]), row["seq"]))
-            for statement in (_DELETE_TURNS, _DELETE_STEPS, _STORE_NO_STEPS):
+            for statement in (_ERASE_REWARD, _DELETE_TURNS, _DELETE_STEPS, _STORE_NO_STEPS):
                 db.execute(statement, (row["seq"],))
         group = db.execute(_GROUP, (rows[0]["run"], rows[0]["group_number"])).fetchone() if rows else None
         if group is None or group["samples"] is None:

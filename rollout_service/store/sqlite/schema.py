@@ -245,10 +245,6 @@ INSERT INTO counts VALUES
     ('queued', 0), ('init', 0), ('rollout', 0), ('evaluate', 0),
     ('completed', 0), ('failed', 0), ('cancelled', 0);
 
-CREATE TRIGGER terminal_is_final BEFORE UPDATE ON rollouts
-WHEN OLD.state IN ('completed', 'failed', 'cancelled') BEGIN
-    SELECT RAISE(ABORT, 'a terminal rollout never changes');
-END;
 CREATE TRIGGER ended_rollout_needs_no_turns AFTER UPDATE OF state ON rollouts
 WHEN NEW.state IN ('completed', 'failed', 'cancelled') BEGIN
     DELETE FROM turns WHERE rollout = NEW.seq;
@@ -285,6 +281,13 @@ END;
 ADDED = """
 -- Where in an earlier rollout a branch begins, for lists.
 CREATE TABLE IF NOT EXISTS branches (seq INTEGER PRIMARY KEY, branch_of TEXT NOT NULL) STRICT;
+-- Only an erasure changes a rollout that has ended: it deletes the reward.
+DROP TRIGGER IF EXISTS terminal_is_final;
+CREATE TRIGGER IF NOT EXISTS ended_is_final
+BEFORE UPDATE OF state, attempt, token, owner, cancel, stop_reason, code, changed_at ON rollouts
+WHEN OLD.state IN ('completed', 'failed', 'cancelled') BEGIN
+    SELECT RAISE(ABORT, 'a terminal rollout never changes');
+END;
 """
 
 
@@ -298,8 +301,8 @@ class DatabaseSchema:
     """The script that creates the tables, indexes and triggers of a new file."""
     application_id: int
     added: str = ""
-    """The script for tables that a later release added, so files of the same version may lack them. Earlier releases
-    ignore these tables."""
+    """The script for what a later release added, so files of the same version may lack it. Earlier releases ignore
+    it."""
     version: int = 1
     has_events: bool = False
     """Each commit reports the newest id of the table `events`."""

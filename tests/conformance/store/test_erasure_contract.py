@@ -1,7 +1,9 @@
 """Every store erases what a person demands, in whatever state its group is, and delivers nothing of it later."""
 
 import errno
+import sqlite3
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -14,6 +16,7 @@ from api_schemas.rollouts.sessions import NextState, RolloutKind, SessionInfo, T
 from api_schemas.runs import Group, InlineTasks, RunState
 from api_schemas.runs.live import LiveDelivery
 from api_schemas.trajectories import Message
+from api_schemas.views.summaries import SummaryFilter
 from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import is_gone
 from rollout_service.groups import STALE, FilterChain
@@ -176,6 +179,31 @@ async def test_nothing_of_an_erased_sample_is_kept(bench, reach):
         assert [trace for trace in gone if any(trace in data for data in read(SharedFiles(bench.file.parent)))] == []
     assert await bench.store.save_steps([EncodedSteps("a.0.0", b"later")]) == 0
     assert await bench.store.runs.erase(["a.0.0", "a.9.0", "gone.0.0"]) == batches
+
+
+@pytest.mark.parametrize("bench", ["sqlite"], indirect=True)
+async def test_a_file_of_an_earlier_release_lets_rewards_be_erased(bench):
+    await create_run(bench.store, batch_size=1)
+    await in_a_batch(bench)
+    with closing(sqlite3.connect(bench.file)) as db:
+        db.executescript("""
+            DROP TRIGGER ended_is_final;
+            CREATE TRIGGER terminal_is_final BEFORE UPDATE ON rollouts BEGIN SELECT RAISE(ABORT, 'it ended'); END;
+        """)
+    await bench.store.close()
+    async with await SqliteStore.open(bench.file) as store:
+        await store.runs.erase(["a.0.1"])
+
+
+async def test_the_reward_of_an_erased_sample_is_neither_listed_nor_found(bench):
+    await create_run(bench.store, batch_size=1)
+    await in_a_batch(bench)
+    await bench.store.runs.erase(["a.0.1"])
+    await bench.store.runs.erase(["a.0.1"])
+    listed = (await bench.store.summaries(SummaryFilter(), limit=9)).rows
+    assert {row.rollout_id: row.reward for row in listed} == {"a.0.0": 0.0, "a.0.1": None}
+    found = await bench.store.summaries(SummaryFilter(reward_min=0.5), limit=9)
+    assert found.rows == []
 
 
 @pytest.mark.parametrize("bench", PLACES[1:], indirect=True)

@@ -91,6 +91,14 @@ function index.enter_outcome(call, id, code, reward)
     end
 end
 
+-- Remove the reward of a rollout that still has it.
+function index.remove_reward(call, id)
+    local number, reward = unpack(redis.call('HMGET', call:key('r:' .. id), 'n', 'w'))
+    if common.value(reward) then
+        remove(call, 'w', range_of(reward), tonumber(number))
+    end
+end
+
 -- Remove a rollout that is still there.
 function index.remove(call, id)
     local found = redis.call('HMGET', call:key('r:' .. id), 'n', unpack(KINDS))

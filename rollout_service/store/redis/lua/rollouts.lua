@@ -246,6 +246,8 @@ function rollouts.erase(call, id, result)
         redis.call('SET', at(call, 'x', id), result)
     end
     if redis.call('EXISTS', at(call, 'r', id)) == 1 then
+        index.remove_reward(call, id)
+        redis.call('HDEL', at(call, 'r', id), 'w')
         redis.call('HSET', at(call, 'r', id), 'Y', '1')
     end
 end
