@@ -1,6 +1,6 @@
 """The list of rollouts: filters in the address, pages, what is new, and the keyboard."""
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -35,6 +35,8 @@ class Listed:
     def page(self, request: Request) -> SummaryPage:
         query = request.query_params
         rows = [row for row in reversed(self.rows) if row.state == query.get("state", row.state)]
+        if "since" in query:
+            rows = [row for row in rows if row.created_at >= datetime.fromisoformat(query["since"])]
         start = next((at for at, row in enumerate(rows) if row.rollout_id < query.get("cursor", "s")), len(rows))
         shown = rows[start : start + int(query["limit"])]
         more = start + len(shown) < len(rows)
@@ -115,6 +117,20 @@ async def test_the_list_is_current_although_the_service_shares_older_answers(pag
     listed.add(3)
     await expect(page.locator(".summary-row")).to_have_count(4)
     assert ages == ["no-cache", "max-age=2", "max-age=2"]
+
+
+async def test_the_last_quarter_of_an_hour_moves_on_though_nothing_happens(page, fake):
+    listed = Listed(fake, 3)
+    now = datetime.now(UTC)
+    listed.rows = [
+        row.model_copy(update={"created_at": now - timedelta(minutes=13 - n)}) for n, row in enumerate(listed.rows)
+    ]
+    await page.clock.install(time=now)
+    await page.goto(fake.url + "#/rollouts?since=15m")
+    await expect(page.locator(".summary-row")).to_have_count(3)
+    await page.clock.fast_forward("03:30")
+    await expect(page.locator(".summary-row")).to_have_count(1)
+    assert datetime.fromisoformat(asked(fake)["since"][0]) > now - timedelta(minutes=13)
 
 
 async def test_new_rows_appear_above_without_moving_what_is_read(page, fake):

@@ -125,13 +125,16 @@ class News {
 }
 
 // Call `ask` when something happened in the service: at most every two seconds, one call after the other, and only while the
-// tab is visible and `isFree` says so. Return a function that ends this.
-export function whenNew(ask, isFree = () => true) {
+// tab is visible and `isFree` says so. What no event tells of is asked `every` so many seconds as well. Return a function that
+// ends this.
+export function whenNew(ask, {isFree = () => true, every = Infinity} = {}) {
   const news = new News();
-  let busy = false;
+  let busy = false, asked = Date.now();
   const timer = setInterval(async () => {
-    if (document.hidden || busy || !isFree() || !news.due) return;
+    const due = news.due || Date.now() - asked >= every * 1000;
+    if (document.hidden || busy || !isFree() || !due) return;
     news.asked();
+    asked = Date.now();
     busy = true;
     await ask();
     busy = false;

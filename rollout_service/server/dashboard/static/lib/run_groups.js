@@ -117,7 +117,7 @@ function useGroups(runId, state, reason) {
   useEffect(() => {
     const end = new AbortController();
     fetchPage(null, end.signal);
-    const stop = whenNew(() => fetchPage(null, end.signal, AGE), () => !busy.current);
+    const stop = whenNew(() => fetchPage(null, end.signal, AGE), {isFree: () => !busy.current});
     return () => (end.abort(), stop());
   }, [key]);
   // A page may be short, or even empty, although more groups match.

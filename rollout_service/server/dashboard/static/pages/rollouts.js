@@ -7,18 +7,22 @@ import {useOverview} from "../lib/live.js";
 import {go, href, parse, segment} from "../lib/router.js";
 import {VirtualRows} from "../lib/rows.js";
 import {Badge, Problem} from "../lib/widgets.js";
-import {html, useEffect, useLayoutEffect, useMemo, useRef, useState} from "../lib/ui.js";
+import {html, useEffect, useLayoutEffect, useRef, useState} from "../lib/ui.js";
 
 const ROW = 30;
 const STATES = ["queued", "init", "rollout", "evaluate", "completed", "failed", "cancelled"];
 const AGES = {"15m": 900, "1h": 3600, "6h": 21_600, "1d": 86_400, "7d": 604_800};
 const FIELDS = ["state", "run", "group", "environment", "error", "reward_min", "reward_max", "since", "until", "text"];
 
+// How often the time of an age moves on: each time is another question, whose answers tabs do not share.
+const STEP_SECONDS = 10;
+
 // Return what the service is asked for: the filters of the address, with an age such as "1h" as a time.
-export function asked(filters, now = Date.now()) {
+function asked(filters) {
+  const now = Math.floor(Date.now() / 1000 / STEP_SECONDS) * STEP_SECONDS;
   const query = {order: "newest"};
   for (const name of FIELDS) if (filters[name]) query[name] = filters[name];
-  if (AGES[query.since]) query.since = new Date(now - AGES[query.since] * 1000).toISOString();
+  if (AGES[query.since]) query.since = new Date((now - AGES[query.since]) * 1000).toISOString();
   return query;
 }
 
@@ -108,10 +112,9 @@ export function Page({route}) {
   const filters = route.query;
   // From the address as it is now: two fields may have changed since the last drawing.
   const change = (values) => go("/rollouts", {...parse(location.hash).query, ...values}, {replace: true});
-  const query = useMemo(() => asked(filters), [JSON.stringify(filters)]);
   const shown = useRef(0);
   const box = useRef(null);
-  const {list, rows} = useSummaries(query, shown);
+  const {list, rows} = useSummaries(filters, asked, shown, AGES[filters.since] ? STEP_SECONDS : undefined);
   const [chosen, setChosen] = useState(null);
   const [picked, setPicked] = useState([]);
   const anchor = useAnchor(box, rows);

@@ -24,8 +24,9 @@ export function flat(pages) {
 }
 
 export class SummaryList {
-  constructor(query, changed) {
-    this.query = query;
+  // `asked` returns the query of a request that is made now.
+  constructor(asked, changed) {
+    this.asked = asked;
     this.changed = changed;
     this.pages = [];
     this.matching = null;
@@ -43,7 +44,7 @@ export class SummaryList {
   }
 
   async #ask(cursor, age = 0) {
-    const query = new URLSearchParams({...this.query, limit: String(PAGE)});
+    const query = new URLSearchParams({...this.asked(), limit: String(PAGE)});
     if (cursor) query.set("cursor", cursor);
     return get(`v1/summaries?${query}`, {signal: this.end.signal, age});
   }
@@ -106,19 +107,20 @@ export class SummaryList {
   }
 }
 
-// Return {list, rows} for a query; `shown` is a ref to the first row in sight.
-export function useSummaries(query, shown) {
-  const key = JSON.stringify(query);
+// Return {list, rows} for filters, of which `asked` makes a query; `shown` is a ref to the first row in sight. What matches
+// may change by time alone: the list is asked for again `every` so many seconds.
+export function useSummaries(filters, asked, shown, every) {
+  const key = JSON.stringify(filters);
   const [, redraw] = useState(0);
   const latest = useRef(null);
   const list = useMemo(() => {
     latest.current?.close();
-    latest.current = new SummaryList(query, () => redraw((count) => count + 1));
+    latest.current = new SummaryList(() => asked(filters), () => redraw((count) => count + 1));
     return latest.current;
   }, [key]);
   useEffect(() => {
     list.more();
-    const stop = whenNew(() => list.refresh(shown.current));
+    const stop = whenNew(() => list.refresh(shown.current), {every});
     return () => (stop(), list.close());
   }, [list]);
   return {list, rows: flat(list.pages)};
