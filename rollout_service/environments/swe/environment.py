@@ -5,6 +5,7 @@ Guarantees:
 - Only a patch leaves it, without changes of tests and of the configuration of their runner.
 - Before the first patch of a task is judged, its tests must run on the repository as it was. So a run without results
   is the patch's doing, and a task that cannot be judged fails.
+- Tests that time out with a patch, and not without it in the same sandbox before, are the patch's doing too.
 - A report that does not show the failure of the canary (see `scripts`) gives no reward.
 """
 
@@ -34,7 +35,7 @@ from rollout_service.environments.declarative.declaration import (
     load_table,
     spec_from,
 )
-from rollout_service.environments.swe.grading import SweEvaluation
+from rollout_service.environments.swe.grading import SweEvaluation, TestsTimedOutError
 from rollout_service.environments.swe.repository import StartState, apply_patch, make_ready, read_changes
 from rollout_service.environments.swe.tasks import SweFamily, SweTask, read_task
 from rollout_service.episodes import Episode, EpisodeLimits, Score
@@ -68,13 +69,14 @@ class SweEnvironment(AgentEnvironment):
             PromptTemplate(declaration.image, where=f"the image of {declaration.name!r}") if declaration.image else None
         )
         self._proven: set[str] = set()
+        self._timed_out: set[str] = set()
 
     def check(self, instance: dict[str, JsonValue]) -> None:
         self._task_of(instance)
         super().check(instance)
 
     def for_instance(self, instance: dict[str, JsonValue]) -> SweTaskEnvironment:
-        return SweTaskEnvironment(self._declaration, self._task_of(instance), self._proven)
+        return SweTaskEnvironment(self._declaration, self._task_of(instance), self._proven, self._timed_out)
 
     def _task_of(self, instance: dict[str, JsonValue]) -> SweTask:
         return read_task(instance, self._declaration.family, image=self._image_of(instance))
@@ -111,11 +113,12 @@ class SweTaskEnvironment(AgentEnvironment):
     shares_setup = True
     init_leaves_files = True
 
-    def __init__(self, declaration: SweDeclaration, task: SweTask, proven: set[str]) -> None:
-        """`proven` has tasks whose tests are known to run; it grows."""
+    def __init__(self, declaration: SweDeclaration, task: SweTask, proven: set[str], timed_out: set[str]) -> None:
+        """`proven` has tasks whose tests are known to run, `timed_out` those whose tests have timed out; both grow."""
         super().__init__(declaration.spec(task.image))
         self._task = task
         self._proven = proven
+        self._timed_out = timed_out
 
     async def prepare(self, episode: Episode) -> None:
         episode.state[START] = await make_ready(episode.require_sandbox(), self._task)
@@ -149,13 +152,19 @@ class SweTaskEnvironment(AgentEnvironment):
             episode.notes.append(note)
 
     async def evaluate(self, episode: Episode) -> Score:
-        evaluation = SweEvaluation(self._task, episode.require_sandbox(), episode.limits.evaluate_seconds)
+        # The tests may have to run twice, with the changes and without.
+        evaluation = SweEvaluation(self._task, episode.require_sandbox(), episode.limits.evaluate_seconds / 2)
         key = f"{self.spec.image} {self._task.instance_id} {hash(self._task.script)}"
-        outcome = await evaluation.run(
-            episode.state.get(PATCH, b""),
-            is_proven=key in self._proven,
-            checks_task=episode.state.get(SOLVED, False),
-        )
+        try:
+            outcome = await evaluation.run(
+                episode.state.get(PATCH, b""),
+                is_proven=key in self._proven,
+                checks_task=episode.state.get(SOLVED, False),
+                timed_out=key in self._timed_out,
+            )
+        except TestsTimedOutError:
+            self._timed_out.add(key)
+            raise
         if outcome.is_proven:
             self._proven.add(key)
         episode.notes += outcome.notes
@@ -205,7 +214,7 @@ class SweDeclaration(EnvironmentSettings):
         init_seconds=600.0,
         agent_seconds=2_700.0,
         rollout_seconds=3_600.0,
-        evaluate_seconds=1_800.0,
+        evaluate_seconds=3_600.0,
     )
     sandbox: SandboxSettings = SandboxSettings(memory="8G", disk="16G", max_processes=1_024)
     dataset: DatasetTable | None = None

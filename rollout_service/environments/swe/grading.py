@@ -143,6 +143,10 @@ def test_name(node: str) -> str:
 test_name.__test__ = False  # type: ignore[attr-defined]
 
 
+class TestsTimedOutError(EnvironmentFailedError):
+    __test__ = False  # pytest collects classes by their names
+
+
 LOG_BYTES = 16 * 1024 * 1024
 SHOWN_CHARS = 1_500
 SHOWN_PATHS = 5
@@ -169,7 +173,13 @@ class SweEvaluation:
     """For one run of the tests."""
 
     async def run(
-        self, patch: bytes, *, is_proven: bool = False, run_empty: bool = False, checks_task: bool = False
+        self,
+        patch: bytes,
+        *,
+        is_proven: bool = False,
+        run_empty: bool = False,
+        checks_task: bool = False,
+        timed_out: bool = False,
     ) -> SweOutcome:
         """Score a patch in git's format, the agent's changes.
 
@@ -177,9 +187,12 @@ class SweEvaluation:
             is_proven: the task's tests are known to run, which spares a run of the canary alone.
             run_empty: run the tests for an empty patch too; without it, its reward is 0.
             checks_task: run the tests without the patch first, which must not get the reward.
+            timed_out: the tests have timed out before; run them without the patch first. If they end in time then and
+                not with it, its reward is 0.
 
         Raises:
-            EnvironmentFailedError: The task cannot be judged, or its tests did not end in time.
+            TestsTimedOutError: The tests did not end in time, for the first time or without the patch.
+            EnvironmentFailedError: The task cannot be judged; the base class.
         """
         kept, left_out = separate_forbidden(patch, self.task.tests, self.task.gold)
         notes = [_left_out(left_out)] if left_out else []
@@ -187,18 +200,25 @@ class SweEvaluation:
             return SweOutcome(Score(0.0, {"submitted": 0.0}), notes)
         await go_to_start(self.sandbox, self.task)
         planted = plant_canary(self.task.script, self.task.tests, self.task.folder)
-        if checks_task or not is_proven:
+        if checks_task or timed_out or not is_proven:
             tree = await take_snapshot(self.sandbox, self.task)
             await self._prove(planted)
             # The tests' own files would be in the way of the same tests.
             await restore_snapshot(self.sandbox, self.task, tree)
-            if checks_task:
+            if checks_task or timed_out:
                 await self._require_unsolved(planted)
                 await restore_snapshot(self.sandbox, self.task, tree)
         if kept.strip() and (why := await apply_patch(self.sandbox, self.task, kept)):
             notes.append(f"the changes do not apply to the repository as it was: {why}")
             return SweOutcome(Score(0.0, {"submitted": 1.0, "applied": 0.0}), notes, is_proven=True)
-        log = await self._run(planted.text)
+        try:
+            log = await self._run(planted.text)
+        except TestsTimedOutError as error:
+            if not timed_out:
+                error.retryable = True  # the next try finds out whose fault it is
+                raise
+            notes.append(f"the tests do not end within {self.seconds:g} s with the changes, and do without them")
+            return SweOutcome(Score(0.0, {"submitted": 1.0, "applied": 1.0}), notes, is_proven=True)
         verdict = await judge_log(self.task, log, planted.canary)
         return self._outcome(verdict, planted, log, notes)
 
@@ -232,7 +252,7 @@ class SweEvaluation:
             output_limit=LOG_BYTES,
         )
         if result.timed_out:
-            raise EnvironmentFailedError(
+            raise TestsTimedOutError(
                 f"the tests of {self.task.instance_id} did not end within {self.seconds:g} s",
                 hint="Raise `evaluate_seconds`, or leave the task out if its reference repair takes as long.",
             )

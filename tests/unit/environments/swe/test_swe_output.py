@@ -1,4 +1,4 @@
-"""An author sees what the hidden tests of a task of software repair printed."""
+"""What the hidden tests of a task of software repair print, and what it means if they do not end."""
 
 import json
 import subprocess
@@ -6,6 +6,8 @@ import subprocess
 import pytest
 
 from rollout_service.environments.swe.environment import PATCH, SweDeclaration, SweEnvironment
+from rollout_service.environments.swe.grading import TestsTimedOutError
+from rollout_service.episodes import EpisodeLimits
 from sandboxes import SandboxSpec
 from tests.support.episodes import episode_of
 
@@ -43,3 +45,36 @@ async def test_what_the_tests_printed_is_the_graders_output(instance, provider):
         score = await environment.evaluate(episode)
     assert score.reward == 0.0
     assert episode.grader_output.splitlines() == ["2", SUMMARY, "FAILED a.py::test_one - it is too small"]
+
+
+HASTY = SweDeclaration(limits=EpisodeLimits(evaluate_seconds=3.0))
+
+
+async def evaluate(environments, instance, provider):
+    environment = environments.for_instance(instance)
+    episode = episode_of(environment, instance, state={PATCH: CHANGE})
+    async with await provider.start(SandboxSpec()) as episode.sandbox:
+        await episode.sandbox.exec(["git", "checkout", "."], cwd=instance["repo_folder"])  # as in a fresh one
+        return await environment.evaluate(episode), episode.notes
+
+
+async def test_a_patch_with_which_tests_do_not_end_gets_nothing_once_they_are_seen_to_end_without_it(
+    instance, provider
+):
+    instance["eval_script"] = f"[ $(cat x.py) = 1 ] || sleep 600; {instance['eval_script']}"
+    environments = SweEnvironment(HASTY)
+    with pytest.raises(TestsTimedOutError) as caught:
+        await evaluate(environments, instance, provider)
+    assert caught.value.retryable, "the host may have been slow"
+    score, notes = await evaluate(environments, instance, provider)
+    assert (score.reward, dict(score.parts)) == (0.0, {"submitted": 1.0, "applied": 1.0})
+    assert notes == ["the tests do not end within 1.5 s with the changes, and do without them"]
+
+
+async def test_tests_that_do_not_end_without_a_patch_either_are_a_failure_that_is_not_repeated(instance, provider):
+    instance["eval_script"] = "sleep 600"
+    environments = SweEnvironment(HASTY)
+    for _ in range(2):
+        with pytest.raises(TestsTimedOutError) as caught:
+            await evaluate(environments, instance, provider)
+        assert not caught.value.retryable
