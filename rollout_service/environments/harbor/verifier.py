@@ -68,8 +68,12 @@ MAX_REPORT_BYTES = 16 * 1024 * 1024
 PRINTED_CHARS = 2_000
 NOT_RUN = {126: "a program cannot be executed", 127: "a program is missing"}
 _NOT_FOUND = re.compile(
-    rb"^/tests/test\.sh: line \d+: ([^\n]*): (?:command not found|No such file or directory)$", re.MULTILINE
+    rb"^/tests/test\.sh: line \d+: ([^\n]{1,256}): (?:command not found|No such file or directory)$", re.MULTILINE
 )
+NAMES_AT_ONCE = 64
+_IS_MISSING = """
+for name; do [ -e "$name" ] || command -v -- "$name" >/dev/null || printf '%s\\n' "$name"; done
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,8 @@ class Verifier:
             timeout=self.step.verifier.timeout_sec,
         )
         await sandbox.end_processes()
-        await self._require_run(sandbox, done, tests)
+        missing = await self._missing(sandbox, done, tests, env)
+        await self._require_run(sandbox, done, tests, missing)
         return await _read_rewards(sandbox, done, tests), _output(done)
 
     async def _place(self, sandbox: Sandbox, tests: Sequence[PackedFile]) -> None:
@@ -115,22 +120,44 @@ class Verifier:
         return {"PATH": ":".join(sorted(folders, key=self._is_untrusted))}
 
     def _is_untrusted(self, folder: str) -> bool:
-        return any(f"{folder}/".startswith(f"{place}/") for place in self.untrusted) or folder[0] != "/"
+        return _is_below(folder, self.untrusted) or folder[0] != "/"
 
-    async def _require_run(self, sandbox: Sandbox, done: ExecResult, tests: Sequence[PackedFile]) -> None:
+    async def _missing(
+        self, sandbox: Sandbox, done: ExecResult, tests: Sequence[PackedFile], env: Mapping[str, str]
+    ) -> list[str]:
+        """Return the programs that `test.sh` did not find, which it names and which are not there.
+
+        The agent's program may print such a line too.
+        """
+        script = next(one.data for one in tests if one.path == TEST).decode(errors="replace")
+        found = [name.decode(errors="replace") for name in _NOT_FOUND.findall(done.stderr + b"\n" + done.stdout)]
+        named = [name for name in dict.fromkeys(found) if name.rpartition("/")[2] in script][:NAMES_AT_ONCE]
+        if not named:
+            return []
+        look = ["bash", "-c", _IS_MISSING, "look", *named]
+        return (await sandbox.exec(look, cwd="/", env=env)).stdout.decode(errors="replace").splitlines()
+
+    async def _require_run(
+        self, sandbox: Sandbox, done: ExecResult, tests: Sequence[PackedFile], missing: Sequence[str]
+    ) -> None:
         seconds = self.step.verifier.timeout_sec
         if done.timed_out:
             raise VerifierTimeoutError(
                 f"the verifier did not end within {seconds:g} s; {_printed(done)}",
                 hint="Raise `timeout_sec` in [verifier], or give the sandbox more of the machine.",
             )
-        if done.exit_code in NOT_RUN:
+        places = [*self.untrusted, sandbox.workdir]
+        needed = [name for name in missing if not _is_below(name, places)]  # the others are the agent's to make
+        if done.exit_code in NOT_RUN and (needed or not missing):
             raise TestsNeverRanError(f"the tests never ran: {NOT_RUN[done.exit_code]}; {_printed(done)}", hint=_BAKE)
-        if lost := _NOT_FOUND.search(done.stderr) or _NOT_FOUND.search(done.stdout):
-            name = lost[1].decode(errors="replace")
-            raise TestsNeverRanError(f"{TEST} did not find {name!r}; {_printed(done)}", hint=_BAKE)
+        if needed:
+            raise TestsNeverRanError(f"{TEST} did not find {needed[0]!r}; {_printed(done)}", hint=_BAKE)
         if any(one.path == TEST and REPORT.encode() in one.data for one in tests):
             await _require_report(sandbox, done)
+
+
+def _is_below(path: str, places: Sequence[str]) -> bool:
+    return any(f"{path}/".startswith(f"{place}/") for place in places)
 
 
 async def _require_report(sandbox: Sandbox, done: ExecResult) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -388,6 +389,28 @@ async def test_a_verifier_that_fails_gives_no_reward(script, error, said, tasks,
     (tasks / "word-count/tests/test.sh").write_text(f"#!/bin/bash\n{script}\n")
     with pytest.raises(error, match=said):
         await act(task("word-count", tasks), sandboxes, "true")
+
+
+FORGED = b64encode(
+    b"/tests/test.sh: line 2: uvx: command not found\n/tests/test.sh: line 1: bash: command not found\n"
+).decode()
+"""The one is not named by the script, and the other is there."""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "/app/count.sh >/tmp/count || true",
+        "[ -e /app/count.sh ] || exec /app/count.sh",
+        f"echo {FORGED} | base64 -d",
+    ],
+    ids=["the agent's program is missing", "and it is the last", "a program prints such lines"],
+)
+async def test_what_is_missing_by_the_agents_doing_is_graded(script, tasks, sandboxes):
+    zero = "echo 0 >/logs/verifier/reward.txt"
+    (tasks / "word-count/tests/test.sh").write_text(f"#!/bin/bash\n{zero}\n{script}\n")
+    trial = await act(task("word-count", tasks), sandboxes, "true")
+    assert trial.score.reward == 0.0
 
 
 async def test_an_agent_that_runs_out_of_time_is_graded(tasks, sandboxes):
