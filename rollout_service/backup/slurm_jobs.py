@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 from rollout_service.backup.manifest import ONLY, Places, SharedStore
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.cluster.slurm.folder import JobFolder
-from rollout_service.cluster.slurm.redis_server import GRACE_SECONDS, START_SECONDS, redis_address, redis_program
+from rollout_service.cluster.slurm.redis_server import (
+    GRACE_SECONDS,
+    START_SECONDS,
+    claim_files,
+    redis_address,
+    redis_program,
+)
 from rollout_service.cluster.slurm.spec import JobSpec
 from rollout_service.store.segments.files import SharedFiles
 from sandboxes.host.kernel_calls import end_with_parent
@@ -34,7 +40,7 @@ def job_places(folder: JobFolder, *, is_running: bool) -> Iterator[Places]:
 
     Raises:
         ConfigurationError: The folder is not a job's, or its Redis cannot be started here.
-        StoreError: Its Redis does not answer.
+        StoreError: Its Redis does not answer, or has been started meanwhile.
     """
     spec = folder.load().spec
     keys = {"job/key": folder.key_file, "job/keys.toml": folder.keys_file}
@@ -55,7 +61,7 @@ def _redis(folder: JobFolder, spec: JobSpec, *, is_running: bool) -> Iterator[Re
     from rollout_service.store.redis import RedisConfig
 
     if spec.starts_a_redis and not is_running:
-        with _started(folder, spec) as config:
+        with _claimed(folder), _started(folder, spec) as config:
             yield config
         return
     url = redis_address(folder, spec)
@@ -65,6 +71,22 @@ def _redis(folder: JobFolder, spec: JobSpec, *, is_running: bool) -> Iterator[Re
         )
     password = spec.redis_password_file if spec.redis_url is not None else folder.path / "redis" / "password"
     yield RedisConfig(url, prefix=spec.name, password_file=password)
+
+
+@contextmanager
+def _claimed(folder: JobFolder) -> Iterator[None]:
+    """Let a job that begins meanwhile wait with its own Redis."""
+    try:
+        claim = claim_files(folder)
+    except StoreError as error:
+        raise StoreError(
+            f"another Redis has the files of the job: {error}",
+            hint="If the job has started meanwhile, run the command again. Otherwise wait for the other backup.",
+        ) from error
+    try:
+        yield
+    finally:
+        claim.release()
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The Redis of a job that was given none.
 
 Every write is on disk before it is acknowledged; its append-only file is in the job's folder, so it survives the job's
-end and is read again when the job is requeued; only holders of the password, a file of mode 0600, reach it.
+end and is read again when the job is requeued; no backup's Redis has these files at the same time; only holders of the
+password, a file of mode 0600, reach it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import secrets
 import shutil
 
 import anyio
+import structlog
 
-from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import write_private
 from rollout_service.cluster.slurm.children import KeptProcess
 from rollout_service.cluster.slurm.folder import JobFolder, own_address
 from rollout_service.cluster.slurm.spec import JobSpec
+from rollout_service.store.sqlite.connection import FileClaim
 from sandboxes.host.ports import free_port
+
+log = structlog.get_logger(__name__)
 
 GRACE_SECONDS = 30.0
 LOOK_SECONDS = 0.5
@@ -32,6 +37,30 @@ save ""
 maxmemory-policy noeviction
 daemonize no
 """
+
+
+def claim_files(folder: JobFolder) -> FileClaim:
+    """Keep others from running a Redis on the job's files, on whatever host.
+
+    Raises:
+        StoreError: Another process has claimed them.
+    """
+    return FileClaim(folder.path / "redis" / "files")
+
+
+async def wait_for_files(folder: JobFolder, stopping: anyio.Event) -> FileClaim | None:
+    """Claim the files as soon as nobody else does; return None if `stopping` is set before."""
+    is_logged = False
+    while not stopping.is_set():
+        try:
+            return claim_files(folder)
+        except StoreError as error:
+            if not is_logged:
+                log.warning("another Redis has the job's files: waiting for the end of a backup", why=str(error))
+                is_logged = True
+        with anyio.move_on_after(LOOK_SECONDS):
+            await stopping.wait()
+    return None
 
 
 def redis_child(folder: JobFolder, spec: JobSpec) -> KeptProcess:

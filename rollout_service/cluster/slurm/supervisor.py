@@ -26,7 +26,7 @@ from rollout_service.base.private_files import write_private
 from rollout_service.cluster.slurm import commands
 from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, ENGINE_GIVEN_UP, KeptProcess
 from rollout_service.cluster.slurm.folder import JobFolder, Submitted, node_name
-from rollout_service.cluster.slurm.redis_server import redis_child
+from rollout_service.cluster.slurm.redis_server import redis_child, wait_for_files
 from rollout_service.cluster.slurm.spec import JobSpec
 from sandboxes.host.children import start_process
 
@@ -113,17 +113,28 @@ class Supervisor:
         await self._build_images()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_signals)
-            redis = redis_child(self.folder, self.spec) if self.spec.starts_a_redis else None
-            if redis is not None:
-                tasks.start_soon(redis.keep_running)
-            nodes = await commands.host_names(os.environ["SLURM_JOB_NODELIST"])
-            await self._run_parts(self._services(nodes), self._engines(nodes))
-            if redis is not None:
-                redis.stopping.set()
+            async with self._redis():
+                nodes = await commands.host_names(os.environ["SLURM_JOB_NODELIST"])
+                await self._run_parts(self._services(nodes), self._engines(nodes))
             tasks.cancel_scope.cancel()
         if self.requeue:
             await self._requeue()
         return self.exit_code
+
+    @asynccontextmanager
+    async def _redis(self) -> AsyncIterator[None]:
+        claim = await wait_for_files(self.folder, self.stopping) if self.spec.starts_a_redis else None
+        if claim is None:
+            yield
+            return
+        try:
+            redis = redis_child(self.folder, self.spec)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(redis.keep_running)
+                yield
+                redis.stopping.set()
+        finally:
+            claim.release()
 
     async def _run_parts(self, services: list[KeptProcess], engines: list[KeptProcess]) -> None:
         """Run everything but Redis until the job is to stop, and end it in order."""

@@ -2,19 +2,24 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import anyio
 import psutil
 import pytest
+import structlog
 
 from api_schemas.rollouts import RolloutState
 from rollout_service.backup import make_backup, restore_backup
-from rollout_service.backup.slurm_jobs import job_places
+from rollout_service.backup.slurm_jobs import _claimed, job_places
 from rollout_service.base import private_files
-from rollout_service.base.errors import ConfigurationError
+from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import write_private
 from rollout_service.cluster.identity import is_gone
+from rollout_service.cluster.slurm import redis_server as redis_server_of_jobs
 from rollout_service.cluster.slurm.folder import JobFolder, Submitted
+from rollout_service.cluster.slurm.redis_server import wait_for_files
 from rollout_service.cluster.slurm.spec import JobSpec, Resources
 from rollout_service.live.register import UserHashes
 from rollout_service.live.sqlite.store import SqliteLiveStore
@@ -23,6 +28,7 @@ from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.redis_server import program, redis_server
 from tests.support.store.rollouts import TRAJECTORY, completed, order
+from tests.support.waiting import collect, until
 
 
 def job(folder: Path, *, nodes: int = 1, redis_server: str = "redis-server") -> JobFolder:
@@ -104,6 +110,29 @@ with job_places(job(Path({str(tmp_path / "job")!r}), nodes=2, redis_server=progr
         [redis] = killed.children()
         killed.kill()
     redis.wait(10)
+
+
+async def test_a_job_that_begins_during_a_backup_waits_with_its_redis(tmp_path, monkeypatch):
+    monkeypatch.setattr(redis_server_of_jobs, "LOOK_SECONDS", 0.01)
+    made, claims = job(tmp_path / "job", nodes=2), []
+    with structlog.testing.capture_logs() as logs:
+        async with anyio.create_task_group() as tasks:
+            with _claimed(made):
+                tasks.start_soon(collect, claims, partial(wait_for_files, made, anyio.Event()))
+                await until(lambda: logs)
+                assert claims == []
+    [claim] = claims
+    with pytest.raises(StoreError, match="another Redis has the files") as caught, job_places(made, is_running=False):
+        raise AssertionError("it began")
+    assert "run the command again" in caught.value.hint
+    claim.release()
+
+
+async def test_a_job_that_is_to_end_waits_for_no_backup(tmp_path):
+    made, stopping = job(tmp_path / "job", nodes=2), anyio.Event()
+    stopping.set()
+    with _claimed(made):
+        assert await wait_for_files(made, stopping) is None
 
 
 @pytest.mark.redis
