@@ -22,9 +22,11 @@ NOT_RUN = Path(".cache") / "tests-not-run.txt"
 """Lists the tests of the last run for which there was no time, one in a line."""
 RECENT_COMMITS = 30
 
-_UNIT_TESTS = Path(__file__).parents[2] / "unit"
+_ROOT = Path(__file__).parents[3]
+_UNIT_TESTS = _ROOT / "tests" / "unit"
 _NOT_QUICK = frozenset({"slow", "torch", "extended", *(part.name for part in PARTS)})
 _MODULE_MARKS = re.compile(r"^pytestmark = (?:\[[^]]*]|.*)", re.MULTILINE)
+_SUPPORT_IMPORT = re.compile(r"^ *from (tests\.support\.[\w.]+) import ", re.MULTILINE)
 _SECOND = {part.name: part for part in PARTS if part.tier == 2}
 _NOT_RUN = pytest.StashKey[list[str]]()
 
@@ -53,9 +55,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if wanted == 0:
         of_module = _MODULE_MARKS.search(path.read_text())
         return bool(of_module and _NOT_QUICK & _named(of_module[0])) or None
-    shared = path.with_name("conftest.py")
-    marked = _named(path.read_text()) | (_named(shared.read_text()) if shared.exists() else set())
+    marked = _marks_in(path) | _marks_in(path.with_name("conftest.py"))
     return not marked & {"extended", *_SECOND} or None
+
+
+def _marks_in(path: Path) -> set[str]:
+    """Return the marks that a module names, or a support module that it imports, such as those of parameters."""
+    if not path.exists():
+        return set()
+    text = path.read_text()
+    imported = (_ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in _SUPPORT_IMPORT.findall(text))
+    return _named(text).union(*(_named(module.read_text()) for module in imported if module.exists()))
 
 
 def _named(text: str) -> set[str]:

@@ -94,6 +94,23 @@ def test_a_tier_leaves_the_other_out(suite, tier, names):
     assert len(ran) == 2 * len(names)
 
 
+IMPORTING = """
+import pytest
+from tests.support.store.servers import PLACES
+
+@pytest.mark.parametrize("place", PLACES)
+def test_place(place): pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tier", "count"), [("1", 2), ("2", 1)])
+def test_a_module_whose_parameters_are_marked_elsewhere_is_in_both_tiers(tmp_path, tier, count):
+    (tmp_path / "test_places.py").write_text(IMPORTING)
+    _, said = run(tmp_path, "--tier", tier)
+    assert f" {count} passed" in said
+
+
 STUBBORN = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('ready', flush=True); time.sleep(99)"
 
 
