@@ -54,12 +54,14 @@ end_installs() {
     kill -- "-$installer" 2>/dev/null || true
 }
 
-# await_parts PART...: return as soon as these parts of `start_installs` are there, or the time `give_up_at` has come.
+# await_parts PART...: return as soon as these parts of `start_installs` are there, or the time `give_up_at` has come. A part
+# that could not be installed is a failure at any time.
 await_parts() {
     local part
     for part in "$@"; do
-        until [[ -e $installs/$part.done ]] || ((${give_up_at:-EPOCHSECONDS + 1} <= EPOCHSECONDS)); do
+        until [[ -e $installs/$part.done ]]; do
             kill -0 "$installer" 2>/dev/null || [[ -e $installs/$part.done ]] || exit 1 # it has said why
+            ((${give_up_at:-EPOCHSECONDS + 1} > EPOCHSECONDS)) || return 0
             sleep 0.1
         done
     done

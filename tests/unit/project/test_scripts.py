@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -196,6 +197,43 @@ def test_a_part_that_fails_shows_the_end_of_its_output_and_ends_the_others(tmp_p
     while Path("/proc", (tmp_path / "first").read_text().strip()).exists():
         time.sleep(0.01)  # the signal has been sent, not yet received
     assert not (tmp_path / "order").exists()
+
+
+def test_a_part_that_fails_is_a_failure_however_late_it_is(tmp_path):
+    code = SIDE_BY_SIDE.replace("await_parts first;", "while kill -0 $installer; do sleep 0.01; done 2>/dev/null;")
+    result = bash(f"give_up_at=1\n{code}", tmp_path, SECOND="false")
+    assert (result.returncode, "failed" in result.stderr) == (1, True)
+
+
+INSTALLED = """
+lock() { :; }
+unlock() { :; }
+start_installs() { installer=$$; }
+await_parts() { :; }
+renice() { :; }
+"""
+DEFECT = """#!/bin/sh
+echo "$*" >>log
+case "$*" in
+    *"--tier 1 tests/unit"*) mkdir -p .pytest_cache/v/cache
+        echo '{"tests/unit/test_a.py::test_a": true}' >.pytest_cache/v/cache/lastfailed
+        exit 1 ;;
+    *"-n 0 --hypothesis-profile=deep"*) exit 1 ;;
+esac
+"""
+
+
+def test_a_failure_of_a_thorough_run_is_tried_again_as_thoroughly(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    for name in ("test", "lib.sh", "parts.sh"):
+        shutil.copy(SCRIPTS / name, tmp_path / "scripts")
+    with (tmp_path / "scripts" / "lib.sh").open("a") as lib:
+        lib.write(INSTALLED)
+    write_script(tmp_path / ".venv" / "bin" / "pytest", DEFECT, interpreter="")
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    done = subprocess.run([tmp_path / "scripts" / "test", "--all", "--retry"], capture_output=True, check=False)
+    assert "--tier 2" in (tmp_path / "log").read_text()
+    assert (done.returncode, b"flaky" in done.stdout) == (1, False), done.stderr
 
 
 FAILING = """
