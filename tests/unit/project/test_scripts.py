@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -118,6 +119,85 @@ def test_an_existing_base_image_is_not_built_again_by_another_checkout(tmp_path)
     assert (result.returncode, result.stdout) == (0, "ready\n"), result.stderr
 
 
+def test_the_first_step_in_a_new_clone_makes_the_folder_of_its_log(tmp_path):
+    result = bash("cache=$cache/new setup_log=$cache/setup.log; step 'do it' echo noise", tmp_path)
+    assert (result.returncode, (tmp_path / "new" / "setup.log").read_text()) == (0, "noise\n"), result.stderr
+
+
+@pytest.mark.parametrize("part", ["openenv", "valkey"])
+def test_an_install_that_fails_on_the_way_fails_and_begins_anew(tmp_path, part):
+    uv = write_script(tmp_path / "uv", 'mkdir -p "$made"; [ "$1" != pip ]\n')
+    code = f"export made=$cache/{part}; ensure_uv() {{ uv={uv} python=python3; }}; ensure_{part}"
+    result = bash(code, tmp_path)
+    assert result.returncode == 1, result.stderr
+    assert not (tmp_path / part / ".installed").exists()
+
+
+@pytest.mark.parametrize(
+    ("activate", "python", "is_made"),
+    [("{venv}", sys.executable, False), ("/another/.venv", sys.executable, True), ("{venv}", "/gone/python", True)],
+    ids=["here", "copied", "without-python"],
+)
+def test_an_environment_that_was_copied_or_has_lost_its_python_is_made_anew(tmp_path, activate, python, is_made):
+    venv = tmp_path / "of me" / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(python)
+    (venv / "bin" / "activate").write_text(f"VIRTUAL_ENV='{activate.format(venv=venv)}'\n")
+    uv = write_script(tmp_path / "uv", f'echo "$1 $3" >>{tmp_path}/log\n')
+    result = bash(f"venv='{venv}'; ensure_uv() {{ uv={uv} python=python3; }}; ensure_venv", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert ("venv --clear" in (tmp_path / "log").read_text()) == is_made
+
+
+def test_a_service_without_a_home_finds_the_images_of_its_user(tmp_path):
+    code = f"env -u HOME bash -c 'set -eu; source {SCRIPTS}/lib.sh; images_folder'"
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    assert bash(code, tmp_path).stdout == f"{home}/.cache/rollout-service/images\n"
+
+
+def test_uv_is_installed_once_however_many_scripts_begin(tmp_path):
+    python = write_script(
+        tmp_path / "python",
+        f"""echo "$2" >>{tmp_path}/log
+[ "$2" != venv ] || {{ sleep 0.3; mkdir -p {tmp_path}/bootstrap/bin; }}
+[ "$2" != pip ] || cp "$0" {tmp_path}/bootstrap/bin/uv
+""",
+    )
+    prelude = f"set -euo pipefail; source {SCRIPTS / 'lib.sh'}; cache={tmp_path} setup_log={tmp_path}/$i.log\n"
+    code = f"{prelude}find_python() {{ echo {python}; }}; has_pip() {{ :; }}; ensure_bootstrap"
+    running = [
+        subprocess.Popen(["bash", "-c", code], stderr=subprocess.DEVNULL, env=os.environ | {"i": str(number)})
+        for number in range(3)
+    ]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert (tmp_path / "log").read_text().split() == ["venv", "pip"]
+
+
+def test_apts_lists_are_fetched_before_the_first_package_on_ubuntu(tmp_path):
+    for name in ("apt-get", "add-apt-repository"):
+        write_script(tmp_path / "bin" / name, f'echo "{name} $*" >>{tmp_path}/log\n')
+    functions = "/^apt_install()/,/^}/p;/^install_with_ppa()/,/^}/p"
+    code = f"source <(sed -n '{functions}' {SCRIPTS}/install-apptainer); debian_tools=(); install_with_ppa"
+    assert bash(code, tmp_path, PATH=f"{tmp_path}/bin:/usr/bin:/bin").returncode == 0
+    assert (tmp_path / "log").read_text().splitlines()[0].endswith("update")
+
+
+def test_redis_is_unpacked_into_a_folder_of_any_name(tmp_path):
+    redis = "#!/bin/sh\necho Redis server v=7.0.15"
+    write_script(tmp_path / "bin" / "apt-get", "touch one.deb\n")
+    write_script(
+        tmp_path / "bin" / "dpkg",
+        f'mkdir -p "$3/usr/bin"; printf \'%s\n\' "{redis}" >"$3/usr/bin/redis-server"; chmod +x "$3"/usr/bin/*\n',
+    )
+    path = f"{tmp_path}/bin:/usr/bin:/bin"
+    folder = tmp_path / "o'brien's" / "redis"
+    done = subprocess.run(
+        [SCRIPTS / "install-redis", folder], env={"PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"{folder}/bin/redis-server\n"), done.stderr
+    assert {one.name for one in folder.parent.iterdir()} == {"redis", "redis.lock"}
+
+
 def test_a_step_says_how_long_it_took_and_keeps_its_output_to_itself(tmp_path):
     result = bash("step 'do it' echo noise", tmp_path)
     assert result.returncode == 0
@@ -137,6 +217,13 @@ def test_the_python_that_has_pip_is_found_again_after_uv(tmp_path):
     result = bash(code, tmp_path, PATH=os.environ["PATH"])
     first, second = result.stdout.split()
     assert first == second != str(programs / "python3"), result.stderr
+
+
+def test_pips_settings_are_found_from_an_activated_environment_without_pip(tmp_path):
+    base = write_script(tmp_path / "base", '[ "$2" != pip ] || echo "global.index-url=\'https://one.test\'"\n')
+    python = write_script(tmp_path / "python", f'case "$*" in *_base_executable*) echo {base};; *pip*) exit 1;; esac\n')
+    code = f"ensure_bootstrap() {{ python={python} uv=; }}; ensure_uv; echo $pip_python $UV_DEFAULT_INDEX"
+    assert bash(code, tmp_path).stdout.split() == [str(base), "https://one.test"]
 
 
 def test_pips_settings_reach_uv(tmp_path):
