@@ -68,9 +68,11 @@ apt_install() {
         --no-install-recommends "$@"
 }
 
-# with_apt COMMAND...: run a command that uses apt, which neither installs twice at once nor reads lists while it gets them.
+# with_apt COMMAND...: run a command that uses apt, which neither installs twice at once nor reads lists while it gets them. It
+# goes on when this script is ended: packages that are installed by half keep apt from installing anything.
 with_apt() {
     (
+        trap '' HUP INT TERM
         flock 8
         "$@" 8>&-
     ) 8>"$cache/apt.lock"

@@ -1,5 +1,6 @@
 """The scripts explain themselves, say how to install whatever is missing, and pass pip's settings to uv."""
 
+import fcntl
 import importlib.util
 import os
 import pwd
@@ -198,6 +199,20 @@ def test_redis_is_unpacked_into_a_folder_of_any_name(tmp_path):
     assert {one.name for one in folder.parent.iterdir()} == {"redis", "redis.lock"}
 
 
+def test_a_trial_of_slurm_is_set_up_in_a_checkout_of_any_name(tmp_path):
+    root = tmp_path / "of me"
+    (root / "scripts").mkdir(parents=True)
+    for name in ("trial-slurm", "lib.sh", "parts.sh"):
+        shutil.copy(SCRIPTS / name, root / "scripts")
+    write_script(root / ".venv" / "bin" / "rollout-service", "")
+    write_script(root / "scripts" / "install-slurm", 'mkdir -p "$1/usr/lib/x/slurm-wlm"\n')
+    write_script(tmp_path / "bin" / "unshare", 'cat "$SLURM_CONF"\n')
+    environ = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    done = subprocess.run([root / "scripts" / "trial-slurm"], env=environ, capture_output=True, text=True, check=True)
+    [plugins] = re.findall("^PluginDir=(.*)$", done.stdout, re.MULTILINE)
+    assert " " not in plugins
+
+
 def test_a_step_says_how_long_it_took_and_keeps_its_output_to_itself(tmp_path):
     result = bash("step 'do it' echo noise", tmp_path)
     assert result.returncode == 0
@@ -286,6 +301,18 @@ def test_a_part_that_fails_shows_the_end_of_its_output_and_ends_the_others(tmp_p
     assert not (tmp_path / "order").exists()
 
 
+def test_what_apt_installs_is_whole_even_if_another_part_fails(tmp_path):
+    packages = "echo begun >begun; until [ -e go ]; do sleep 0.01; done; echo whole >packages"
+    code = SIDE_BY_SIDE.replace("sleep 0.4", f"with_apt sh -c '{packages}'", 1)
+    second = write_script(tmp_path / "second", "until [ -e begun ]; do sleep 0.01; done; exit 3\n")
+    result = bash(f"exec >out 2>&1\n{code}", tmp_path, SECOND=str(second))  # a pipe would stay open until apt has ended
+    assert result.returncode == 1
+    (tmp_path / "go").touch()
+    with (tmp_path / "apt.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until apt has ended
+    assert (tmp_path / "packages").exists()
+
+
 def test_a_part_that_fails_is_a_failure_however_late_it_is(tmp_path):
     code = SIDE_BY_SIDE.replace("await_parts first;", "while kill -0 $installer; do sleep 0.01; done 2>/dev/null;")
     result = bash(f"give_up_at=1\n{code}", tmp_path, SECOND="false")
@@ -299,7 +326,7 @@ start_installs() { installer=$$; }
 await_parts() { :; }
 renice() { :; }
 """
-DEFECT = """#!/bin/sh
+DEFECT = """
 echo "$*" >>log
 case "$*" in
     *"--tier 1 tests/unit"*) mkdir -p .pytest_cache/v/cache
@@ -310,16 +337,32 @@ esac
 """
 
 
-def test_a_failure_of_a_thorough_run_is_tried_again_as_thoroughly(tmp_path):
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return a checkout that installs nothing, whose pytest is still to be written."""
     (tmp_path / "scripts").mkdir()
     for name in ("test", "lib.sh", "parts.sh"):
         shutil.copy(SCRIPTS / name, tmp_path / "scripts")
     with (tmp_path / "scripts" / "lib.sh").open("a") as lib:
         lib.write(INSTALLED)
-    write_script(tmp_path / ".venv" / "bin" / "pytest", DEFECT, interpreter="")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    done = subprocess.run([tmp_path / "scripts" / "test", "--all", "--retry"], capture_output=True, check=False)
-    assert "--tier 2" in (tmp_path / "log").read_text()
+    return tmp_path
+
+
+def test_nothing_is_installed_for_a_test_that_does_not_exist(checkout):
+    pytest_here = 'echo "$*" >>log; echo "file not found" >&2; exit 4\n'
+    write_script(checkout / ".venv" / "bin" / "pytest", pytest_here)
+    command = [checkout / "scripts" / "test", "tests/unit/typo.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "file not found" in done.stderr) == (4, True)
+    assert (checkout / "log").read_text() == "--collect-only --quiet tests/unit/typo.py\n"
+
+
+def test_a_failure_of_a_thorough_run_is_tried_again_as_thoroughly(checkout):
+    write_script(checkout / ".venv" / "bin" / "pytest", DEFECT)
+    done = subprocess.run([checkout / "scripts" / "test", "--all", "--retry"], capture_output=True, check=False)
+    assert "--tier 2" in (checkout / "log").read_text()
     assert (done.returncode, b"flaky" in done.stdout) == (1, False), done.stderr
 
 
