@@ -15,6 +15,7 @@ import http.server
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import yaml
@@ -26,6 +27,9 @@ from docs_site.reference import write_reference
 ROOT = Path(__file__).resolve().parents[2]
 GITHUB_ANCHORS = {"object": "pymdownx.slugs.slugify", "kwds": {"case": "lower"}}
 """Headings get the anchors that GitHub gives them, since the pages link to those."""
+
+OF_A_SITE = "objects.inv"
+"""A file of every site, and of few other folders."""
 
 
 def configuration(staged: Path) -> dict[str, object]:
@@ -83,12 +87,13 @@ def configuration(staged: Path) -> dict[str, object]:
 
 
 def build(output: Path, work: Path) -> None:
-    """Build the site into `output`; `work` is a folder for the staged pages, which is emptied.
+    """Build the site into `output`, in place of an earlier one; `work` is an empty folder for the staged pages.
 
     Raises:
-        SystemExit: A page has a link that leads nowhere, or the generator fails.
+        SystemExit: A page has a link that leads nowhere, the generator fails, or `output` holds something else.
     """
-    shutil.rmtree(work, ignore_errors=True)
+    if output.exists() and any(output.iterdir()) and not (output / OF_A_SITE).exists():
+        raise SystemExit(f"{output} holds other files: name a new folder, an empty one, or that of an earlier site")
     stage_pages(ROOT, work / "docs")
     write_reference(ROOT, work / "docs" / "reference")
     settings = configuration(work)
@@ -124,9 +129,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build the site of the documentation.")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "site", help="folder of the site")
     parser.add_argument("--serve", type=int, metavar="PORT", help="then serve it on the loopback")
-    parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "docs-site", help="folder to work in")
     arguments = parser.parse_args()
-    build(arguments.output, arguments.work)
+    with tempfile.TemporaryDirectory() as work:
+        build(arguments.output, Path(work))
     sys.stderr.write(f"the site is in {arguments.output}\n")
     if arguments.serve is not None:
         serve(arguments.output, arguments.serve)

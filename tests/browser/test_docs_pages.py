@@ -26,7 +26,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Build the site, and yield the address where it is served."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "docs_site", "-o", str(folder), "--work", str(folder.parent / "work")]
+    command = [sys.executable, "-m", "docs_site", "-o", str(folder)]
     paths = f"{ROOT}:{ROOT / 'packaging'}"
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": paths})
     assert done.returncode == 0, done.stdout + done.stderr

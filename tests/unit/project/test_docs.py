@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from docs_site.__main__ import build
 from docs_site.navigation import make_navigation
 from docs_site.pages import stage_pages
 
@@ -238,6 +239,13 @@ def test_a_page_that_the_index_does_not_list_fails_the_build(checkout, tmp_path)
     stage_pages(checkout, tmp_path / "site")
     with pytest.raises(SystemExit, match=r"how-to/rest\.md"):
         make_navigation(tmp_path / "site")
+
+
+def test_a_folder_of_other_files_is_not_replaced_by_the_site(tmp_path):
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(SystemExit, match="holds other files"):
+        build(tmp_path, tmp_path / "work")
+    assert (tmp_path / "thesis.txt").exists()
 
 
 def test_the_pages_of_this_checkout_can_be_staged(tmp_path):
