@@ -81,8 +81,9 @@ with_apt() {
 # --- Python -------------------------------------------------------------------------------------------------
 
 find_python() {
-    local candidate
-    for candidate in ${ROLLOUT_PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+    local candidate candidates=(python3 python3.14 python3.13 python3.12 python3.11)
+    [[ -z ${ROLLOUT_PYTHON:-} ]] || candidates=("$ROLLOUT_PYTHON")
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             command -v "$candidate"
             return

@@ -50,8 +50,9 @@ start_installs() {
     trap end_installs EXIT
 }
 
+# Once the installs have ended, their number may be that of any other process.
 end_installs() {
-    kill -- "-$installer" 2>/dev/null || true
+    [[ $'\n'$(jobs -pr)$'\n' != *$'\n'"$installer"$'\n'* ]] || kill -- "-$installer" 2>/dev/null || true
 }
 
 # await_parts PART...: return as soon as these parts of `start_installs` are there, or the time `give_up_at` has come. A part

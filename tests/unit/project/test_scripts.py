@@ -213,6 +213,19 @@ def test_a_trial_of_slurm_is_set_up_in_a_checkout_of_any_name(tmp_path):
     assert " " not in plugins
 
 
+def test_an_image_that_is_missing_is_named_with_its_command(tmp_path):
+    environ = os.environ | {"ROLLOUT_IMAGES_DIR": str(tmp_path / "none")}
+    done = subprocess.run([SCRIPTS / "docker-image"], env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, "rollout-service image build base" in done.stderr) == (1, True)
+
+
+def test_a_python_is_named_by_any_path(tmp_path):
+    python = tmp_path / "of me" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    assert bash("find_python", tmp_path, ROLLOUT_PYTHON=str(python)).stdout == f"{python}\n"
+
+
 def test_a_step_says_how_long_it_took_and_keeps_its_output_to_itself(tmp_path):
     result = bash("step 'do it' echo noise", tmp_path)
     assert result.returncode == 0
@@ -311,6 +324,12 @@ def test_what_apt_installs_is_whole_even_if_another_part_fails(tmp_path):
     with (tmp_path / "apt.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until apt has ended
     assert (tmp_path / "packages").exists()
+
+
+def test_another_process_with_the_number_of_ended_installs_is_not_ended(tmp_path):
+    code = f"{SIDE_BY_SIDE}wait $installer; installer=12345; kill() {{ echo $* >>killed; }}"
+    assert bash(code, tmp_path).returncode == 0
+    assert not (tmp_path / "killed").exists()
 
 
 def test_a_part_that_fails_is_a_failure_however_late_it_is(tmp_path):
