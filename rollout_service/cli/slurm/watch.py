@@ -63,8 +63,12 @@ def _show(folder: JobFolder, state: JobState, ready: str | None) -> None:
         place = shlex.quote(str(folder.path))
         common.print_line(f"    rollout-service slurm logs {place} --part engine-{failure.name}")
     if ready is not None:
-        key = shlex.quote(str(folder.key_file))
-        common.print_line(f"export ROLLOUT_URL={ready} ROLLOUT_KEY=$(cat {key})")
+        _show_export(folder, ready)
+
+
+def _show_export(folder: JobFolder, url: str) -> None:
+    key = shlex.quote(str(folder.key_file))
+    common.print_line(f"export ROLLOUT_URL={url} ROLLOUT_KEY=$(cat {key})")
 
 
 async def _ready_url(folder: JobFolder) -> tuple[str | None, list[str]]:
@@ -119,8 +123,7 @@ async def tunnel(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(relay, found, port, listening)
         await listening.wait()
-        key = found.key_file
-        common.print_line(f"export ROLLOUT_URL=http://127.0.0.1:{port} ROLLOUT_KEY=$(cat {key})")
+        _show_export(found, f"http://127.0.0.1:{port}")
 
 
 @common.command

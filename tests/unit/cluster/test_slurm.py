@@ -13,8 +13,10 @@ from pathlib import Path
 import anyio
 import pytest
 from aiohttp import web
+from typer.testing import CliRunner
 
 from rollout_service.base.errors import ConfigurationError
+from rollout_service.cli import app
 from rollout_service.cluster.slurm import commands, supervisor
 from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, EndRequests, KeptProcess
 from rollout_service.cluster.slurm.commands import PartitionNode, QueuedJob, _partition_node
@@ -391,3 +393,16 @@ async def test_an_engine_that_the_service_refuses_keeps_no_other_from_it(tmp_pat
     async with answering(answer) as server:
         await supervisor.Registrar(folder)._register(server.url)
     assert asked == urls
+
+
+def test_the_line_of_a_tunnel_is_for_a_shell_whatever_the_folder_is_called(tmp_path, monkeypatch):
+    async def relay_nothing(folder: JobFolder, port: int, listening: anyio.Event) -> None:
+        listening.set()
+
+    monkeypatch.setattr("rollout_service.cluster.slurm.relay.relay", relay_nothing)
+    folder = JobFolder(tmp_path / "of me")
+    folder.create("the-key")
+    (folder.path / "job.json").touch()
+    line = CliRunner().invoke(app, ["slurm", "tunnel", str(folder.path)]).stdout
+    shell = subprocess.run(["bash", "-c", f"{line}echo $ROLLOUT_KEY"], capture_output=True, text=True, check=True)
+    assert shell.stdout == "the-key\n"
