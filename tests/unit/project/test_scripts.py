@@ -5,6 +5,7 @@ import importlib.util
 import os
 import pwd
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,11 +19,12 @@ from tests.support.scripts import write_script
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
+LIB = shlex.quote(str(SCRIPTS / "lib.sh"))
 
 
 def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run code after `lib.sh`, with its log in the given folder."""
-    prelude = f"set -euo pipefail; source {SCRIPTS / 'lib.sh'}; cache={folder}; setup_log={folder}/setup.log\n"
+    prelude = f"set -euo pipefail; source {LIB}; cache={folder}; setup_log={folder}/setup.log\n"
     variables = {"PATH": "/usr/bin:/bin", "HOME": str(folder)} | environ
     return subprocess.run(
         ["bash", "-c", prelude + code], capture_output=True, text=True, env=variables, cwd=folder, check=False
@@ -151,7 +153,8 @@ def test_an_environment_that_was_copied_or_has_lost_its_python_is_made_anew(tmp_
 
 
 def test_a_service_without_a_home_finds_the_images_of_its_user(tmp_path):
-    code = f"env -u HOME bash -c 'set -eu; source {SCRIPTS}/lib.sh; images_folder'"
+    inside = f"set -eu; source {LIB}; images_folder"
+    code = f"env -u HOME bash -c {shlex.quote(inside)}"
     home = pwd.getpwuid(os.getuid()).pw_dir
     assert bash(code, tmp_path).stdout == f"{home}/.cache/rollout-service/images\n"
 
@@ -164,7 +167,7 @@ def test_uv_is_installed_once_however_many_scripts_begin(tmp_path):
 [ "$2" != pip ] || cp "$0" {tmp_path}/bootstrap/bin/uv
 """,
     )
-    prelude = f"set -euo pipefail; source {SCRIPTS / 'lib.sh'}; cache={tmp_path} setup_log={tmp_path}/$i.log\n"
+    prelude = f"set -euo pipefail; source {LIB}; cache={tmp_path} setup_log={tmp_path}/$i.log\n"
     code = f"{prelude}find_python() {{ echo {python}; }}; has_pip() {{ :; }}; ensure_bootstrap"
     running = [
         subprocess.Popen(["bash", "-c", code], stderr=subprocess.DEVNULL, env=os.environ | {"i": str(number)})
@@ -178,7 +181,8 @@ def test_apts_lists_are_fetched_before_the_first_package_on_ubuntu(tmp_path):
     for name in ("apt-get", "add-apt-repository"):
         write_script(tmp_path / "bin" / name, f'echo "{name} $*" >>{tmp_path}/log\n')
     functions = "/^apt_install()/,/^}/p;/^install_with_ppa()/,/^}/p"
-    code = f"source <(sed -n '{functions}' {SCRIPTS}/install-apptainer); debian_tools=(); install_with_ppa"
+    script = shlex.quote(str(SCRIPTS / "install-apptainer"))
+    code = f"source <(sed -n '{functions}' {script}); debian_tools=(); install_with_ppa"
     assert bash(code, tmp_path, PATH=f"{tmp_path}/bin:/usr/bin:/bin").returncode == 0
     assert (tmp_path / "log").read_text().splitlines()[0].endswith("update")
 
@@ -275,7 +279,7 @@ def test_pips_settings_reach_uv(tmp_path):
 
 def test_two_setups_at_once_wait_for_each_other(tmp_path):
     code = "lock; echo begin >>log; sleep 0.3; echo end >>log; unlock"
-    prelude = f"set -euo pipefail; source {SCRIPTS / 'lib.sh'}; cache={tmp_path}; cd {tmp_path}\n"
+    prelude = f"set -euo pipefail; source {LIB}; cache={tmp_path}; cd {tmp_path}\n"
     running = [subprocess.Popen(["bash", "-c", prelude + code], stderr=subprocess.DEVNULL) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
     assert (tmp_path / "log").read_text().split() == ["begin", "end"] * 3
