@@ -323,8 +323,8 @@ def test_what_apt_installs_is_whole_even_if_another_part_fails(tmp_path):
     code = SIDE_BY_SIDE.replace("sleep 0.4", f"with_apt sh -c '{packages}'", 1)
     second = write_script(tmp_path / "second", "until [ -e begun ]; do sleep 0.01; done; exit 3\n")
     result = bash(f"exec >out 2>&1\n{code}", tmp_path, SECOND=str(second))  # a pipe would stay open until apt has ended
-    assert result.returncode == 1
     (tmp_path / "go").touch()
+    assert result.returncode == 1
     with (tmp_path / "apt.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until apt has ended
     assert (tmp_path / "packages").exists()
