@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rollout_service.gateway.contract import Dialect
 
 _KEYED = re.compile(r"^/s/([^/]+)(/.*)?$")
-_VERSIONS = re.compile(r"^(?:/v\d+(?:alpha|beta)?\d*)+(?=/|$)")
+_VERSIONS = re.compile(r"^(?:/v\d+(?:(?:alpha|beta)\d*)?)+(?=/|$)")
+"""Each digit has one place to be, so that a long path takes no longer than its length: it is read before its key."""
 _KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")
 
 

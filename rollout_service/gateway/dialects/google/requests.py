@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs
 
 from api_schemas.errors import FieldError
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
@@ -90,9 +89,6 @@ def read_signature(signature: str) -> tuple[str, str | None]:
     return turn_key, call_id or None
 
 
-_METHOD = re.compile(r"/models/(?P<model>[^?]+):(?P<method>\w+)$")
-
-
 def read_call(body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:
     """Read a request for an answer, or one to count tokens."""
     model, method, server_sent_events = _read_path(path)
@@ -134,10 +130,9 @@ def read_call(body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:
 
 def _read_path(path: str) -> tuple[str, str, bool]:
     """Return model, method, and whether a stream has server-sent events."""
-    parts = urlsplit(path)
-    found = _METHOD.search(unquote(parts.path))
-    sse = parse_qs(parts.query).get("alt") == ["sse"]
-    return (found["model"], found["method"], sse) if found else ("", "", sse)
+    called, _, query = path.partition("?")
+    model, _, method = called.partition("/models/")[2].rpartition(":")
+    return model, method, parse_qs(query).get("alt") == ["sse"]
 
 
 def _read_fields(body: bytes) -> Fields:
