@@ -87,7 +87,8 @@ class PlannedTurn:
         """Names the answer in the client's echo."""
         self._fed = 0
         prefix = f"call_{self.turn_key}"
-        self.splitter = Splitter(renderer, prompt.ids, call.tools, call_prefix=prefix, stop=call.stop)
+        tools = (*call.tools, *call.deferred_tools)
+        self.splitter = Splitter(renderer, prompt.ids, tools, call_prefix=prefix, stop=call.stop)
         self._finished = False
 
     @property

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from rollout_service.gateway.capture import TurnCapture
 from rollout_service.gateway.capture.splitter import Splitter
-from rollout_service.gateway.contract import AnswerEvent, Dialect, ModelCall
+from rollout_service.gateway.contract import AnswerBegin, AnswerEvent, Dialect, ModelCall
 from tests.support.gateway import answers
+from tests.support.samples import generation
 from tests.support.tokens.calls import PARAMETERS, TOOL, written
 from tests.support.tokens.chat_formats import load
 
@@ -100,4 +102,14 @@ def test_arguments_reach_the_program_as_they_were_sampled(sampled, dialect, stre
         if stream
         else whole_arguments(dialect, answers.whole(call, answer))
     )
+    assert json.dumps(found) == json.dumps(ARGUMENTS)
+
+
+def test_a_tool_that_was_made_known_later_is_called_by_its_schema(sampled):
+    renderer, _, output = sampled
+    tool = {"input_schema": PARAMETERS, "defer_loading": True, **FUNCTION}
+    call = answers.read(Dialect.ANTHROPIC, {"messages": [USER], "tools": [tool]})
+    events = TurnCapture(renderer).plan(call).finish(generation(output))
+    begin = AnswerBegin(answers.KEY, 1)
+    found = whole_arguments(Dialect.ANTHROPIC, answers.whole(call, [begin, *events]))
     assert json.dumps(found) == json.dumps(ARGUMENTS)
