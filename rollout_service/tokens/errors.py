@@ -41,6 +41,7 @@ class RenderError(TokenError):
     """The messages cannot be put into the chat format."""
 
     code = "render_failed"
+    status = HTTPStatus.UNPROCESSABLE_ENTITY
 
 
 class ConversationStateError(TokenError):

@@ -206,7 +206,7 @@ class ChatRenderer:
         except ValueError as error:
             roles = ", ".join(message.role for message in messages) or "none"
             raise RenderError(
-                f"the chat format {self.name!r} cannot render these messages ({roles}): {error}",
+                f"the chat format {self.name!r} cannot render these messages ({roles:.200}): {error}",
                 hint="Begin with a system or user message, and answer every tool call.",
             ) from error
 

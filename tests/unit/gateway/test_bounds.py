@@ -105,3 +105,20 @@ async def test_a_bad_stop_string_is_the_programs_fault_and_the_rollout_goes_on(r
         answer = await b.post(PATHS[Dialect.CHAT], {"messages": [USER], "stop": ["END"]})
         assert answer.status_code == 200
         assert b.session.usage.turns == 1
+
+
+NOTHING: dict[Dialect, dict[str, Any]] = {
+    Dialect.RESPONSES: {"input": [{"type": "of_another_service"}]},
+    Dialect.ANTHROPIC: {"messages": [{"role": "user", "content": []}]},
+    Dialect.GOOGLE: {"contents": [{"parts": []}]},
+}
+"""Messages of which nothing is left that a chat format has a place for."""
+
+
+@pytest.mark.parametrize("dialect", NOTHING)
+async def test_messages_that_cannot_be_rendered_are_the_programs_fault(renderer, dialect):
+    async with gateway_bench(renderer) as b:
+        for path in (PATHS[dialect], COUNTS[dialect]):
+            answer = await b.post(path, NOTHING[dialect])
+            assert answer.status_code == 400, answer.text
+            assert "cannot render" in answer.json()["error"]["message"]
