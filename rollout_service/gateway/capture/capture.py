@@ -75,8 +75,10 @@ class PlannedTurn:
         """`compacts` tells whether the answer of the turn that it follows replaces its history; `key` is that of a turn
         which is captured again.
         """
-        # Without what is large, since every turn keeps it.
-        self.call = replace(call, messages=(), tools=(), deferred_tools=(), declared_tools={})
+        # Without what is large, since every turn keeps it: of a schema, only that there is one.
+        schema = None if call.json_schema is None else {}
+        light = replace(call, messages=(), tools=(), deferred_tools=(), declared_tools={})
+        self.call = replace(light, json_schema=schema, answer_format=None)
         self.prompt = prompt
         self.head = head
         self.match = match

@@ -359,9 +359,9 @@ def quotes(text: str, answer: str) -> bool:
     return bool(lines) and sum([line in text for line in lines]) * 2 >= len(lines)
 
 
-_SPOKEN_CHARS = 32
-"""Characters of an agent's own answers for each token of the context. Many chat formats leave out reasoning, so answers
-are not counted; no prompt has as many."""
+_UNSEEN_CHARS = 32
+"""Characters, for each token of the context, that a chat format may leave out, as many leave out reasoning, and a turn
+keeps all the same. Nobody has as many to say."""
 
 
 def check_length(
@@ -371,9 +371,8 @@ def check_length(
     match: Match,
     context_length: int,
 ) -> None:
-    """Refuse a prompt that is surely longer than the context, since rendering takes 36 bytes for each token.
-
-    One that is not refused may still be too long: the rendered ids tell exactly.
+    """Refuse a prompt that is surely longer than the context, since rendering takes 36 bytes for each token, or whose
+    turn would keep too much. One that is not refused may still be too long: the rendered ids tell exactly.
 
     Raises:
         ContextOverflowError: It is; its count of tokens is an estimate.
@@ -383,14 +382,19 @@ def check_length(
     texts = [message.text for message in new if message.role != "assistant"]
     if match.turn is None and call.tools:
         texts.append(orjson.dumps([dict(tool) for tool in call.tools]).decode())
-    spoken = sum([_spoken_chars(message) for message in new if message.role == "assistant"])
     tokens = renderer.count_if_over(texts, room)
-    if tokens is None and spoken > _SPOKEN_CHARS * room:
-        tokens = spoken // _SPOKEN_CHARS
+    unseen = sum(map(_unseen_chars, new))
+    longest = max(map(_unseen_chars, messages), default=0)
+    if unseen > _UNSEEN_CHARS * room or longest > _UNSEEN_CHARS * context_length:
+        tokens = tokens or max(unseen, longest) // _UNSEEN_CHARS
     if tokens is not None:
         raise ContextOverflowError(known + tokens, context_length)
 
 
-def _spoken_chars(message: ClientMessage) -> int:
-    calls = sum([len(call.arguments) for call in message.calls])
-    return len(message.text) + len(message.reasoning or "") + calls
+def _unseen_chars(message: ClientMessage) -> int:
+    ids = (message.call_id, message.tool_name, message.turn_key, *(call.id for call in message.calls))
+    unseen = sum([len(each) for each in ids if each])
+    if message.role != "assistant":
+        return unseen + len(message.text) - len(message.text.strip())
+    calls = sum([len(call.name) + len(call.arguments) for call in message.calls])
+    return unseen + len(message.text) + len(message.reasoning or "") + calls

@@ -58,6 +58,11 @@ TOO_LONG = {
     "an answer": call(USER, ClientMessage("assistant", LONG), USER),
     "a thought": call(USER, ClientMessage("assistant", "", LONG), USER),
     "a call": call(USER, ClientMessage("assistant", calls=(CALL,)), ClientMessage("tool", "x", call_id="c")),
+    "the id of a call": call(USER, ClientMessage("assistant", calls=(replace(CALL, id=LONG, arguments="{}"),)), USER),
+    "the id of a result": call(USER, ClientMessage("tool", "x", call_id=LONG)),
+    "the name of a result": call(USER, ClientMessage("tool", "x", tool_name=LONG)),
+    "a signature": call(USER, ClientMessage("assistant", "x", turn_key=LONG), USER),
+    "white space": call(ClientMessage("user", "x" + " " * len(LONG))),
 }
 
 
@@ -83,7 +88,7 @@ def test_the_estimate_is_near_what_rendering_tells(renderer):
     "message",
     [
         ClientMessage("user", LONG[:CONTEXT]),
-        ClientMessage("user", "x" + "\n" * 64 * CONTEXT),
+        ClientMessage("user", "x" + "\n" * 16 * CONTEXT),
         ClientMessage("assistant", "x", "thought " * CONTEXT),
     ],
 )
@@ -107,3 +112,23 @@ def test_only_what_a_call_adds_to_a_turn_is_compared_with_what_the_context_has_l
     with pytest.raises(ContextOverflowError) as told:
         capture.plan(longer, known + CONTEXT)
     assert told.value.prompt_tokens > known + 4 * CONTEXT
+
+
+def test_no_answer_in_a_known_history_is_longer_than_the_context(renderer):
+    capture = TurnCapture(renderer)
+    planned = capture.plan(call(USER))
+    ids = [*renderer.encode("Yes."), renderer.stop_token_ids[0]]
+    capture.record(planned, generation(ids), delivered=True)
+    for thought in ("hm", LONG):
+        echo = ClientMessage("assistant", planned.splitter.sent.text, thought)
+        again = call(USER, echo, USER)
+        assert capture.plan(again).known, "a changed thought does not end a segment"
+        if thought == LONG:
+            with pytest.raises(ContextOverflowError):
+                capture.plan(again, CONTEXT)
+
+
+def test_a_turn_keeps_of_a_schema_only_that_there_is_one(renderer):
+    asked = call(USER, json_schema={"enum": [LONG]}, answer_format={"schema": {"enum": [LONG]}})
+    kept = TurnCapture(renderer).plan(asked).call
+    assert (kept.json_schema, kept.answer_format) == ({}, None)
