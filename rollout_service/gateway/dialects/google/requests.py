@@ -184,8 +184,9 @@ _TYPES = frozenset({"STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT",
 _OF_SCHEMAS = frozenset({"properties", "$defs", "defs", "patternProperties"})
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _SINGLE = frozenset({"items", "additionalProperties", "not"})
-_RENAMED = {"any_of": "anyOf", "min_items": "minItems", "max_items": "maxItems"}
-_WITHOUT_MEANING = frozenset({"propertyOrdering", "property_ordering", "nullable"})
+_COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
+"""64-bit integers, of up to 19 digits, which Google's JSON writes as strings."""
+_WITHOUT_MEANING = frozenset({"propertyOrdering", "nullable"})
 
 
 def to_json_schema(schema: Any) -> Any:
@@ -194,8 +195,7 @@ def to_json_schema(schema: Any) -> Any:
         return schema
     translated: dict[str, Any] = {}
     for spelling, value in schema.items():
-        if spelling not in _WITHOUT_MEANING:
-            name: str = _RENAMED.get(spelling) or spelling
+        if (name := _camel(spelling)) not in _WITHOUT_MEANING:
             translated[name] = _translate(name, value)
     kind = translated.get("type")
     if schema.get("nullable") is True and isinstance(kind, str):
@@ -206,6 +206,8 @@ def to_json_schema(schema: Any) -> Any:
 def _translate(name: str, value: Any) -> Any:
     if name == "type" and isinstance(value, str):
         return value.lower() if value in _TYPES else value
+    if name in _COUNTS and isinstance(value, str) and value.isdecimal() and len(value) <= 19:
+        return int(value)
     if name in _OF_SCHEMAS and isinstance(value, Mapping):
         return {key: to_json_schema(inner) for key, inner in value.items()}
     if name in _LISTS and isinstance(value, list):

@@ -126,6 +126,25 @@ def test_a_response_with_more_than_a_text_is_read_as_json():
     assert message.text == '{"output":"a","code":1}'
 
 
+def test_a_schema_may_have_its_counts_as_texts_and_underscores_in_its_keywords():
+    texts = {"type": "STRING", "min_length": "1", "maxLength": 9, "default": {"min_length": "1"}}
+    schema = {
+        "type": "ARRAY",
+        "items": texts,
+        "minItems": "2",
+        "maxItems": "many",
+        "min_properties": "9" * 5_000,
+        "property_ordering": ["a"],
+    }
+    assert read(generationConfig={"responseSchema": schema}).json_schema == {
+        "type": "array",
+        "items": {"type": "string", "minLength": 1, "maxLength": 9, "default": {"min_length": "1"}},
+        "minItems": 2,
+        "maxItems": "many",
+        "minProperties": "9" * 5_000,
+    }
+
+
 def test_parameters_reach_the_call_in_either_spelling():
     schema = {
         "type": "OBJECT",
