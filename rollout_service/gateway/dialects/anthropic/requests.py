@@ -155,6 +155,8 @@ def _session(fields: Fields) -> str:
 
 
 _MEDIA = {"image": "an image", "audio": "audio", "video": "a video"}
+_TEXTS_OF_DOCUMENTS = {"text": "data", "content": "content"}
+"""The fields of their sources that are read, by the types of these."""
 _MAX_REFERENCED = 4 * 1024 * 1024
 """Characters that references to tools may stand for; a reference is short, and its tool may be long."""
 
@@ -252,10 +254,10 @@ class MessageReader:
         return text
 
     def _document(self, block: Fields) -> str:
-        source = block.object("source")
-        if source is None or source.text("type") != "text":
-            unsupported(block.path, "a file")
-        return source.text("data") or ""
+        source = block.object("source") or Fields({})
+        field = _TEXTS_OF_DOCUMENTS.get(source.text("type") or "") or unsupported(block.path, "a file")
+        text = join_content(source, field, self._text, BETWEEN_PARTS)
+        return "\n".join(filter(None, [block.text("title"), block.text("context"), text]))
 
     def _skip(self, block: Fields, form: str) -> None:
         if form in _MEDIA:

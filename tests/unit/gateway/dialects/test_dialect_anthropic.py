@@ -95,6 +95,20 @@ def test_a_search_result_is_told_with_its_title_and_source():
     assert [each.text for each in read(messages=[message]).messages] == ["A\nhttp://a\nb"]
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"type": "text", "media_type": "text/plain", "data": "a\n\nb"},
+        {"type": "content", "content": "a\n\nb"},
+        {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ],
+)
+def test_a_document_of_text_is_told_with_its_title_and_context(source):
+    document = {"type": "document", "source": source}
+    texts = [document, document | {"title": "T", "context": "from c"}]
+    assert read(messages=[{"role": "user", "content": texts}]).messages[0].text == "a\n\nb\n\nT\nfrom c\na\n\nb"
+
+
 def test_tools_of_the_server_are_left_out_and_named():
     call = read(tools=[{"type": "web_search_20250305", "name": "web_search"}])
     assert call.tools == ()
