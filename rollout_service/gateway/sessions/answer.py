@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from math import inf
 
 import anyio
+import anyio.lowlevel
 
 from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import FinishReason
@@ -28,6 +29,9 @@ from rollout_service.gateway.contract import (
     TextDelta,
     TurnObserver,
 )
+
+EVENTS_AT_ONCE = 256
+"""Events that are written to a client before others are served; an answer may have a hundred thousand."""
 
 
 class LiveAnswer:
@@ -182,12 +186,17 @@ class LiveAnswer:
             self.scope.cancel()
 
     async def after(self, seen: int, seconds: float) -> list[AnswerEvent]:
-        """Return the events behind the first `seen`; none if none came in time, or `error` says why."""
-        if len(self.events) == seen and self.error is None:
+        """Return events behind the first `seen`; none if none came in time, or `error` says why.
+
+        Of many they are only some, and others may work before them: a whole answer takes long to write.
+        """
+        if len(self.events) > seen or self.error is not None:
+            await anyio.lowlevel.checkpoint()
+        else:
             with anyio.move_on_after(seconds):
                 while len(self.events) == seen and self.error is None:
                     await self._changed.wait()
-        return self.events[seen:]
+        return self.events[seen : seen + EVENTS_AT_ONCE]
 
     async def until_whole(self) -> None:
         while not self.ended and self.error is None:
