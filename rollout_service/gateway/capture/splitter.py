@@ -8,8 +8,9 @@ finds in all of them:
 - each malformed call as text, after the text of the answer and as the chat format would render it; one that turns out
   to be malformed after its name was sent ends with its error.
 
-Where the tokens do not prove what comes next, events wait for the end. Unlike the parser's result, the text ends at a
-stop string of the client, and an answer that the parser cannot read at all keeps the part that was sent.
+Where the tokens do not prove what comes next, events wait for the end. Unlike the parser's result, an answer ends at a
+stop string of the client in its reasoning or text, and one that the parser cannot read at all keeps the part that was
+sent.
 """
 
 from __future__ import annotations
@@ -260,18 +261,16 @@ class Splitter:
         if self._in_call and calls:
             self._send_call(calls[0])
             calls = calls[1:]
-        self._rest(self.sent.reasoning, (parsed.reasoning or "").strip(), self.sent.add_reasoning)
+        reasoning = _before_stop((parsed.reasoning or "").strip(), self._stops[0])
+        self._rest(self.sent.reasoning, reasoning, self.sent.add_reasoning)
         self._send_text(parsed.content.strip())
-        for call in calls:
+        for call in calls if self.stopped_by is None else ():
             self._send_call(call)
         self._send_text("\n".join(filter(None, [parsed.content.strip(), *self._broken])))
 
     def _send_text(self, whole: str) -> None:
-        stops = [(at, stop) for stop in self._stops[1].stops if (at := whole.find(stop)) >= 0]
-        if stops:
-            at, self._stops[1].found = min(stops)
-            whole = whole[:at].rstrip()
-        self._rest(self.sent.text, whole, self.sent.add_text)
+        if self.stopped_by is None:
+            self._rest(self.sent.text, _before_stop(whole, self._stops[1]), self.sent.add_text)
 
     def _held_text(self, raw: str) -> str:
         """For an answer that cannot be parsed, return the part that was sent, and the rest if it is known."""
@@ -284,6 +283,14 @@ class Splitter:
             send(whole[len(sent) :])
         else:
             self.disagreed = True
+
+
+def _before_stop(whole: str, stops: StopFilter) -> str:
+    found = [(at, stop) for stop in stops.stops if (at := whole.find(stop)) >= 0]
+    if not found:
+        return whole
+    at, stops.found = min(found)
+    return whole[:at].rstrip()
 
 
 _JSON = frozenset({"qwen3", "qwen3-vl"})

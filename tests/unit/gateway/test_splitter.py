@@ -197,6 +197,25 @@ def test_a_call_that_breaks_after_its_name_ends_with_its_error(formats):
     assert splitter.malformed == 1
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reasoning_ends_before_a_stop_string_too(formats, family):
+    renderer = formats[family]
+    prompt = renderer.render([QUESTION], [TOOL])
+    events, splitter = split(renderer, renderer.encode("I look. End: more"), [], prompt, stop=("End:",))
+    assert [event.text for event in events] == ["I look."]
+    assert splitter.stopped_by == "End:"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_follows_a_stop_string(formats, family):
+    renderer = formats[family]
+    for prompt, output, _ in filter(None, (as_written(renderer, turn) for turn in TURNS.values())):
+        thinks = renderer.begins_in_reasoning(prompt)
+        ids = [*renderer.encode("End:" if not thinks else "</think>End:"), *output]
+        splitter = split(renderer, ids, [], prompt, stop=("End:",))[1]
+        assert splitter.stopped_by is None or not splitter.sent.calls
+
+
 @given(
     text=st.text("ab \n", max_size=12),
     stops=st.lists(st.text("ab \n", min_size=1, max_size=3), min_size=1, max_size=3),
