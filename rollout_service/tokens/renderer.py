@@ -22,6 +22,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from api_schemas.trajectories import Message, ToolCall
+from rollout_service.base.strict_json import MAX_DEPTH, measure_depth
 from rollout_service.tokens import template_bridge
 from rollout_service.tokens.arguments import ArgumentReader
 from rollout_service.tokens.errors import RendererMismatchError, RenderError
@@ -428,6 +429,8 @@ def _argument_error(arguments: Any) -> str | None:
     """Return why a tool cannot take these arguments: not an object, a NaN, a lone surrogate, or nesting too deep."""
     if not isinstance(arguments, dict):
         return "arguments_not_an_object"
+    if measure_depth(arguments) > MAX_DEPTH:
+        return "arguments_not_json"
     try:
         _STRICT.encode(arguments).encode()
     except (ValueError, RecursionError):

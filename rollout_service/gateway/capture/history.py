@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from api_schemas.trajectories import Message, ToolCall
+from rollout_service.base import strict_json
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall
 from rollout_service.tokens import ToolSpec
 
@@ -134,15 +135,20 @@ def _as_result(message: ClientMessage, calls: Mapping[str, ToolCall], open_calls
 
 def _as_call(number: int, call: ClientToolCall, calls: Mapping[str, ToolCall]) -> ToolCall:
     known = calls.get(call.id or "")
-    try:
-        arguments = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        arguments = None
-    is_object = isinstance(arguments, dict)
+    arguments = _storable(call.arguments)
     return ToolCall.model_construct(
         id=known.id if known is not None else call.id or f"call-{number}",
         name=call.name,
-        arguments=arguments if is_object else None,
+        arguments=arguments,
         raw=call.arguments,
-        error=None if is_object else "arguments_not_an_object",
+        error="arguments_not_an_object" if arguments is None else None,
     )
+
+
+def _storable(arguments: str) -> dict[str, Any] | None:
+    """Return None for what cannot be stored, since a trajectory with it could not be either."""
+    try:
+        value = strict_json.parse(bytes(strict_json.without_half_pairs(arguments.encode("utf-8", "replace"))))
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
