@@ -76,9 +76,8 @@ class PlannedTurn:
         which is captured again.
         """
         # Without what is large, since every turn keeps it: of a schema, only that there is one.
-        schema = None if call.json_schema is None else {}
-        light = replace(call, messages=(), tools=(), deferred_tools=(), declared_tools={})
-        self.call = replace(light, json_schema=schema, answer_format=None)
+        light = replace(call, messages=(), tools=(), deferred_tools=(), declared_tools={}, answer_format=None)
+        self.call = light if call.json_schema is None else replace(light, json_schema={})
         self.prompt = prompt
         self.head = head
         self.match = match

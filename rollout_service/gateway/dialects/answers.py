@@ -119,11 +119,13 @@ class WholeAnswer:
 def _merged(events: Iterable[AnswerEvent]) -> Iterator[AnswerEvent]:
     """Join deltas that follow each other: adding them one by one takes time by the square of their text's length."""
     for _, run in groupby(events, type):
-        first, *more = run
+        same = list(run)
+        first = same[0]
+        texts = [each.text for each in same if isinstance(each, ReasoningDelta | TextDelta | CallArguments)]
         if isinstance(first, ReasoningDelta | TextDelta | CallArguments):
-            yield replace(first, text="".join([first.text, *(each.text for each in more)]))
+            yield replace(first, text="".join(texts))
         else:
-            yield from (first, *more)
+            yield from same
 
 
 def summed_usage(answers: Sequence[WholeAnswer]) -> AnswerUsage:
