@@ -39,7 +39,6 @@ MOST_WAITING = 4 * 1024 * 1024
 WAIT_SECONDS = 0.01
 MOST_INCOMPLETE = 1024 * 1024
 """Bounds a line or a frame."""
-MOST_CONNECTIONS = 64
 TRUSTED = "trusted"
 """A program of this mode keeps the relay's rights."""
 MOST_AHEAD = relay.WINDOW + 8 * relay.READ_SIZE
@@ -297,7 +296,7 @@ class Link(relay.Carrier):
 
     def _call_owner(self, number: int) -> None:
         inside = [one for one in self.channels if one >= relay.INSIDE_FIRST]
-        if not self.owner or len(inside) >= MOST_CONNECTIONS:
+        if not self.owner or len(inside) >= relay.MOST_CONNECTIONS:
             self.send(relay.CLOSE, number)
             return
         if number < relay.INSIDE_FIRST or number in inside:

@@ -54,6 +54,8 @@ IN, OUT, ERR, STATUS = range(4)
 NAMES = ("in", "out", "err", "st")
 CONTROL = 0
 INSIDE_FIRST = 1 << 31
+MOST_CONNECTIONS = 64
+"""To the owner, at once; others wait."""
 WINDOW = 256 * 1024
 READ_SIZE = 64 * 1024
 LINE_SIZE = 256 * 1024
@@ -269,13 +271,13 @@ class Relay(Carrier):
             os.makedirs(workdir)
             os.chown(workdir, *ids)
         os.chown(self.sockets, *ids)
-        self.handles = {0: self.read_frames}  # type: dict[int, Callable[[int], object]]
+        self.listener = None  # type: socket.socket | None
+        self.has_input = True
         if port:
             self.listener = socket.socket()
             self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.listener.bind(("127.0.0.1", port))
-            self.listener.listen(64)
-            self.handles[self.listener.fileno()] = self.accept
+            self.listener.listen(MOST_CONNECTIONS)
         self.put("control.sh", control)
         ours, theirs = socket.socketpair()
         self.shell = self.start_shell(theirs, workdir, home)
@@ -301,14 +303,17 @@ class Relay(Carrier):
 
     def run(self) -> None:
         """Carry until standard input or the control shell ends."""
-        while self.handles and CONTROL in self.channels:
+        while self.has_input and CONTROL in self.channels:
             self.reap()
+            handles = {0: self.read_frames}  # type: dict[int, Callable[[int], object]]
+            if self.listener and sum(number >= INSIDE_FIRST for number in self.channels) < MOST_CONNECTIONS:
+                handles[self.listener.fileno()] = self.accept
             while self.outgoing:
                 line = base64.b64encode(self.outgoing[:LINE_SIZE]) + b"\n"
                 del self.outgoing[:LINE_SIZE]
                 while line:
                     line = line[os.write(1, line) :]
-            self.wait(self.handles, POLL_SECONDS)
+            self.wait(handles, POLL_SECONDS)
 
     def reap(self) -> None:
         with suppress(ChildProcessError):
@@ -319,8 +324,7 @@ class Relay(Carrier):
         """Obey frames; the end of standard input ends everything."""
         data = os.read(0, LINE_SIZE)
         self.feed(data)
-        if not data:
-            self.handles = {}
+        self.has_input = bool(data)
 
     def accept(self, _: int) -> None:
         self.channels[self.next] = connected(self.next, self.listener.accept()[0], OUT, IN)
@@ -337,6 +341,7 @@ class Relay(Carrier):
             self.open(number, content.decode())
         elif kind == CONNECT:
             connection, path = socket.socket(socket.AF_UNIX), self.sockets + "/" + content.decode()
+            connection.setblocking(False)  # code inside may let nobody accept
             if os.path.islink(path) or connection.connect_ex(path):
                 self.send(CLOSE, number)
             else:

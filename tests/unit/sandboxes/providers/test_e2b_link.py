@@ -3,9 +3,13 @@
 import base64
 import json
 import os
+import select
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
@@ -28,6 +32,7 @@ from sandboxes.providers.e2b.relay_program import (
     IN,
     INSIDE_FIRST,
     MARK,
+    MOST_CONNECTIONS,
     NUMBER,
     OPEN,
     OUT,
@@ -279,6 +284,86 @@ async def test_a_question_is_answered_even_if_the_link_ends(folder):
         lost.result(0)
     with pytest.raises(SandboxClosedError):
         far.link.end_processes()
+
+
+class Near:
+    """A real relay, and a host that speaks frames to it."""
+
+    def __init__(self, tmp_path: Path, port: int = 0) -> None:
+        self.inside = tmp_path / "inside"
+        sizes = str(len(PROGRAM)), str(len(CONTROL_SHELL))
+        command = [sys.executable, "-I", "-S", "-c", BOOT, *sizes, str(self.inside), str(tmp_path), "root", str(port)]
+        limited = ["bash", "-c", 'ulimit -n 256; exec "$@"', "limited", *command]
+        self.relay = subprocess.Popen(limited, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._found: deque[Frame] = deque()
+        self.say(PROGRAM + CONTROL_SHELL)
+        while (line := self.relay.stdout.readline()) != f"{MARK}\n".encode():
+            assert line
+        self.hear(HELLO)
+
+    def say(self, data: bytes) -> None:
+        self.relay.stdin.write(data)
+
+    def hear(self, kind: bytes) -> Frame:
+        """Return the next frame of a kind."""
+        while True:
+            while self._found:
+                if (found := self._found.popleft())[0] == kind:
+                    return found
+            assert select.select([self.relay.stdout], [], [], 10)[0], "the relay says nothing"
+            self._found += frames(base64.b64decode(self.relay.stdout.readline()))
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> Iterator[Callable[..., Near]]:
+    made = []
+
+    def make(port: int = 0) -> Near:
+        made.append(Near(tmp_path, port))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.relay.stdin.close()
+        try:
+            one.relay.wait(10)
+        except subprocess.TimeoutExpired:
+            one.relay.kill()
+        one.relay.stdout.close()
+        one.relay.wait()
+
+
+def test_a_socket_inside_that_nobody_accepts_from_does_not_hold_up_the_relay(near):
+    relay = near()
+    with ExitStack() as opened:
+        listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(relay.inside / "sockets" / "full"))
+        listener.listen(0)
+        code = 0
+        while code == 0:
+            client = opened.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            code = client.connect_ex(listener.getsockname())
+        relay.say(frame(CONNECT, 5, b"full"))
+        assert relay.hear(CLOSE)[1] == 5
+
+
+def test_many_connections_to_the_owner_wait_for_each_other(near):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    relay = near(port)
+    with ExitStack() as opened:
+        for _ in range(200):
+            client = opened.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        for number in range(MOST_CONNECTIONS):
+            assert relay.hear(CONNECT)[1] == INSIDE_FIRST + number
+        for number in range(200):  # it has had its time to accept the rest, for which it has no descriptors
+            relay.say(frame(ASK, number))
+            assert relay.hear(ASK)[1] == number
+        relay.say(frame(CLOSE, INSIDE_FIRST))
+        assert relay.hear(CONNECT)[1] == INSIDE_FIRST + MOST_CONNECTIONS
 
 
 async def test_a_real_relay_carries_programs_and_leaves_nothing(folder, tmp_path):
