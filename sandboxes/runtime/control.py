@@ -257,10 +257,14 @@ class Child:
             line = await self.status.next()
         if line is None and not self._control.alive:
             raise SandboxClosedError("the sandbox has ended")
-        if line is None or line[:1] != "+" or not line[1:].isdigit():
+        self._note_start(line)
+        if not self.group:
             raise NoProcessError("cannot start a process in the sandbox")
-        self.group = int(line[1:])
         self.pipes.mark_opened()
+
+    def _note_start(self, line: str | None) -> None:
+        if line is not None and line[:1] == "+" and line[1:].isdigit():
+            self.group = int(line[1:])
 
     async def wait_for_exit(self) -> int | None:
         """Return the exit code of mode "run", or None if the process's parent was killed too."""
@@ -287,6 +291,8 @@ class Child:
 
     def discard(self) -> None:
         """Kill the group and close the pipes, without waiting. Idempotent."""
+        if not self.group:  # it may have started since its caller left
+            self._note_start(self.status.next_now())
         if self.group and not self.status.ended:
             self._control.send_now("signal", str(self.group), "KILL")
         self.release()

@@ -30,7 +30,7 @@ spawn() {
   shift 4
   (
     exec 0<"$pipe.in" 1>"$pipe.out" 2>"$pipe.err" 7>&- 9>"$pipe.st" || exit 126
-    printf '+%s\n' "$BASHPID" >&9
+    printf '+%s\n' "$BASHPID" >&9 || exit 126 # its caller has left
     cd -- "$cwd" || { printf '126\n' >&9; exit 126; }
     if [[ $mode == session ]]; then limit; become "$count" "$@" 8>&1 1<>/dev/null 2>&1; fi
     (limit; become "$count" "$@" 9>&-) # limited after the fork, so programs still start at the limit

@@ -229,6 +229,12 @@ class StatusLines:
                     timer.cancel()
         return self._lines.pop(0)
 
+    def next_now(self) -> str | None:
+        """Return a line that has arrived, without waiting."""
+        if not self.ended:
+            self._ready()
+        return self._lines.pop(0) if self._lines else None
+
     def expire(self) -> None:
         """Make a waiting caller raise TimeoutError now."""
         if self._waiter is not None:

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,23 @@ async def test_a_program_that_starts_as_the_sandbox_ends_is_told_so_at_once(ends
             tasks.start_soon(start)
             await anyio.wait_readable(theirs)  # the message has left, and nobody opens the pipes
             (theirs if by_itself else shell).close()
+
+
+async def test_a_program_whose_start_is_cancelled_ends_even_if_it_runs_already(local_sandbox, monkeypatch):
+    shell = local_sandbox._launched.control
+    note = Path(local_sandbox.workdir) / "pid"
+    async with anyio.create_task_group() as tasks:
+        monkeypatch.setattr(StatusLines, "_ready", lambda _: None)  # the host is late
+        argv = ["bash", "-c", 'echo $$ >"$1.part"; mv "$1.part" "$1"; exec sleep 1000', "-", str(note)]
+        tasks.start_soon(partial(shell.spawn, "run", argv, cwd="/", env={}))
+        with anyio.fail_after(5):
+            while not note.exists():
+                await anyio.sleep(0.01)
+        monkeypatch.undo()
+        tasks.cancel_scope.cancel()
+    with anyio.fail_after(5):
+        while os.path.exists(f"/proc/{note.read_text().strip()}"):  # noqa: ASYNC240, PTH110
+            await anyio.sleep(0.01)
 
 
 def read_all(end: socket.socket) -> bytes:
