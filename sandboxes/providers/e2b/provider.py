@@ -46,7 +46,7 @@ from sandboxes.providers.sandbox import ControlledSandbox, LaunchedSandbox
 from sandboxes.reclaim.host_resources import LauncherResources, LeftoverProcesses
 from sandboxes.reclaim.reaper import NAME, is_dead
 from sandboxes.reclaim.run_folders import RunFolder, run_bases
-from sandboxes.runtime import export
+from sandboxes.runtime import export, tree_reader
 from sandboxes.runtime.control import ControlShell
 from sandboxes.runtime.execution import ProgramFailedError, stream_out
 
@@ -61,6 +61,7 @@ OWNER_FILE = "e2b-owner"
 RELEASE_SECONDS = 5.0
 """`close` waits so long for the server; then the client goes on alone."""
 READER = export.SCRIPT.read_text()
+END_BYTES = tree_reader.END_BLOCKS * tree_reader.BLOCK
 # Run from a link of another name: what the relay is made of is nothing that code inside needs to know.
 START = 'at=$(mktemp -d) && ln -s "$(command -v python3)" "$at/relay" && exec "$at/relay" -I -S -c "$@"'
 SEEN = "a sandbox may see an interface, whose traffic the server refuses"
@@ -97,7 +98,8 @@ class E2BSandbox(ControlledSandbox):
 
     async def _export(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
         program = ["python3", "-I", "-S", "-c", READER, path, str(limit)]
-        stream = stream_out(self._launched.control, program, env={}, limit=None, mode=TRUSTED)
+        most = 2 * limit + END_BYTES  # of an honest reader
+        stream = stream_out(self._launched.control, program, env={}, limit=most, mode=TRUSTED)
         try:
             async with aclosing(stream):
                 async for part in stream:

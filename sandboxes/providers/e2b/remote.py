@@ -134,6 +134,7 @@ class Client:
             except Exception as error:  # noqa: BLE001  whatever it is, the next try may succeed
                 failure = error
             else:
+                failure = None
                 break
         else:
             hint = f"the server ends it within {self.config.ttl_seconds} s; the next start tries again"
