@@ -41,8 +41,9 @@ MOST_INCOMPLETE = 1024 * 1024
 """Bounds a line or a frame."""
 TRUSTED = "trusted"
 """A program of this mode keeps the relay's rights."""
-MOST_AHEAD = relay.WINDOW + 8 * relay.READ_SIZE
+MOST_AHEAD = relay.WINDOW + 2 * relay.MOST_PIPE + 8 * relay.READ_SIZE
 """How much of a channel may wait here: a status comes after all that the pipes had."""
+LATE_START = bytes([relay.STATUS]) + b"+"
 WATCH_SECONDS = 5.0
 """Between two looks of the thread at whether the process is about to exit."""
 ENV_AT = 5
@@ -76,7 +77,8 @@ class Link(relay.Carrier):
         self._shift = 0
         """Ticks by which the clock inside is ahead."""
         self._arrived: deque[Callable[[], None]] = deque()
-        self._waiting = 0
+        self._given = self._taken = 0
+        """Characters of the relay's output: each number is of one thread."""
         self._ends = False
         self._woken, self._wake = os.pipe2(relay.FLAGS)
         self._lock = threading.Lock()
@@ -124,9 +126,9 @@ class Link(relay.Carrier):
 
     async def receive(self, text: str) -> None:
         """Pass on the relay's output as fast as the thread takes it."""
-        while self._waiting > MOST_WAITING:  # noqa: ASYNC110  a thread counts it down
+        while self._given - self._taken > MOST_WAITING:  # noqa: ASYNC110  a thread takes it
             await anyio.sleep(WAIT_SECONDS)
-        self._waiting += len(text)
+        self._given += len(text)
         self._call(partial(self._take_text, text))
 
     @property
@@ -196,7 +198,7 @@ class Link(relay.Carrier):
             self._arrived.popleft()()
 
     def _take_text(self, text: str) -> None:
-        self._waiting -= len(text)
+        self._taken += len(text)
         *lines, self._line = (self._line + text).split("\n")
         if not self._is_marked and relay.MARK in lines:
             del lines[: lines.index(relay.MARK) + 1]
@@ -219,8 +221,15 @@ class Link(relay.Carrier):
         else:
             super().obey(kind, number, content)
             channel = self.channels.get(number)
-            if channel is not None and max(channel.ahead, len(channel.pending)) > MOST_AHEAD:
-                raise ValueError("more than may be sent ahead")
+            if channel is None:
+                self._end_late_start(kind, content)
+            elif max(channel.ahead, len(channel.pending)) > MOST_AHEAD or channel.room > relay.WINDOW:
+                raise ValueError("more than may be sent ahead, or was sent")
+
+    def _end_late_start(self, kind: bytes, content: bytes) -> None:
+        """End a program whose caller left before it could learn of its start, as at a timeout."""
+        if kind == relay.DATA and content[:2] == LATE_START and content[2:].strip().isdigit():
+            self._tell_shell("signal", content[2:].strip().decode(), "KILL")
 
     def close_channel(self, channel: relay.LinkChannel) -> None:
         """Close a channel, which ends its program's pipes."""
@@ -239,13 +248,15 @@ class Link(relay.Carrier):
         *fields, rest = (self._messages + data).split(b"\0")
         while fields and len(fields) > int(fields[0]):
             count = int(fields[0]) + 1
-            message = self._translate([os.fsdecode(field) for field in fields[1:count]])
-            if message:
-                text = "".join(f"{field}\0" for field in (str(len(message)), *message))
-                self.channels[relay.CONTROL].room -= len(text)
-                self.send(relay.DATA, relay.CONTROL, bytes([relay.IN]) + os.fsencode(text))
+            if message := self._translate([os.fsdecode(field) for field in fields[1:count]]):
+                self._tell_shell(*message)
             del fields[:count]
         self._messages = b"".join(field + b"\0" for field in fields) + rest
+
+    def _tell_shell(self, *message: str) -> None:
+        data = os.fsencode("".join(f"{field}\0" for field in (str(len(message)), *message)))
+        self.channels[relay.CONTROL].room -= len(data)
+        self.send(relay.DATA, relay.CONTROL, bytes([relay.IN]) + data)
 
     def _translate(self, fields: list[str]) -> list[str]:
         """Return no fields if the sender has gone."""
@@ -275,8 +286,9 @@ class Link(relay.Carrier):
     def _send_files(self, number: int, argv: Sequence[str]) -> None:
         for argument in argv:
             name = argument.removeprefix(f"{self._inside}/pipes/")
-            if name != argument and "/" not in name:
-                self.send(relay.FILE, 0, name.encode() + b"\0" + (self._folder.pipes / name).read_bytes())
+            file = self._folder.pipes / name
+            if name != argument and "/" not in name and file.is_file():
+                self.send(relay.FILE, 0, name.encode() + b"\0" + file.read_bytes())
                 for channel in HOST_CHANNELS if name.endswith(".json") else ():
                     listener = socket.socket(socket.AF_UNIX)
                     self._listeners.setdefault(number, []).append(listener)

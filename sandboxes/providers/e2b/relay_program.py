@@ -57,6 +57,8 @@ INSIDE_FIRST = 1 << 31
 MOST_CONNECTIONS = 64
 """To the owner, at once; others wait."""
 WINDOW = 256 * 1024
+MOST_PIPE = 1024 * 1024
+"""A pipe holds no more, unless root inside allows it."""
 READ_SIZE = 64 * 1024
 LINE_SIZE = 256 * 1024
 END_SECONDS = 10.0
@@ -81,7 +83,7 @@ class LinkChannel:
         self.writes = writes
         self.is_program = paths is not None
         self.paths = paths or []
-        self.pending = deque()  # type: deque[tuple[int, bytes | None]]
+        self.pending = deque()  # type: deque[tuple[int, bytearray | None]]
         self.ahead = 0
         self.room = WINDOW
 
@@ -208,7 +210,7 @@ class Carrier:
             except OSError:
                 taken = 0
                 channel.end(stream)
-            channel.pending[0] = stream, data[taken:]
+            del data[:taken]
             self.take(channel, taken)
         self.settle(channel)
 
@@ -248,7 +250,11 @@ class Carrier:
             return
         if kind == DATA:
             channel.ahead += len(content) - 1
-            channel.pending.append((content[0], content[1:]))
+            last, data = channel.pending[-1] if channel.pending else (content[0], None)
+            if data is None or last != content[0]:
+                channel.pending.append((content[0], bytearray(content[1:])))
+            else:  # small pieces would take a hundred times their size each
+                data += content[1:]
         elif kind == END:
             channel.pending.append((content[0], None))
         elif kind == TAKEN:

@@ -33,6 +33,7 @@ from sandboxes.providers.e2b.relay_program import (
     INSIDE_FIRST,
     MARK,
     MOST_CONNECTIONS,
+    MOST_PIPE,
     NUMBER,
     OPEN,
     OUT,
@@ -49,6 +50,12 @@ from sandboxes.runtime.control import ControlShell
 from sandboxes.runtime.execution import running
 
 Frame = tuple[bytes, int, bytes]
+ENLARGE = f"""
+import fcntl, os
+for pipe in (1, 2):
+    fcntl.fcntl(pipe, 1031, {MOST_PIPE})  # F_SETPIPE_SZ
+    os.write(pipe, bytes({MOST_PIPE}))
+"""
 
 
 def frames(data: bytes) -> list[Frame]:
@@ -151,6 +158,14 @@ def test_input_that_nobody_reads_any_more_is_dropped(carrier):
         os.close(end)
 
 
+def test_a_stream_in_small_pieces_takes_no_more_memory_than_in_large_ones(carrier):
+    ends = program(carrier)
+    carrier.feed(frame(DATA, 1, bytes([IN]) + b"x") * READ_SIZE + frame(END, 1, bytes([IN])))
+    assert len(carrier.channels[1].pending) == 2
+    for end in ends.values():
+        os.close(end)
+
+
 def test_a_connection_may_end_in_one_direction_first(carrier):
     ours, theirs = socket.socketpair()
     with theirs:
@@ -190,12 +205,12 @@ class Far:
         self.said = True
         await self.link.receive("".join(base64.b64encode(one).decode() + "\n" for one in said))
 
-    async def arrived(self, kind: bytes) -> Frame:
+    async def arrived(self, kind: bytes, words: bytes = b"") -> Frame:
         with anyio.fail_after(5):
             while True:
                 body = self.data[len(PROGRAM + CONTROL_SHELL) :]
                 for found in frames(body):
-                    if found[0] == kind:
+                    if found[0] == kind and words in found[2]:
                         return found
                 await anyio.sleep(0.01)
 
@@ -227,9 +242,50 @@ async def test_the_relay_gets_its_program_and_a_message_in_the_words_of_the_insi
     far.close()
 
 
-async def spawn_and_fail(far: Far) -> None:
+async def spawn_and_fail(far: Far, *argv: str) -> None:
     with pytest.raises(Exception, match="cannot start a process"):
-        await far.control.spawn("run", ["echo", "x"], cwd="/", env={})
+        await far.control.spawn("run", argv or ["echo", "x"], cwd="/", env={})
+
+
+async def test_a_program_may_be_given_any_path_of_the_relays_folder(folder):
+    far = Far(folder)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(far.link.serve, far.take)
+        await far.say(HELLO_FRAME)
+        tasks.start_soon(spawn_and_fail, far, "cat", "/tmp/inside/pipes/control.sh", "/tmp/inside/pipes/..", "ü")
+        _, number, _ = await far.arrived(OPEN)
+        _, _, message = await far.arrived(DATA)
+        assert message.split(b"\0")[-5:] == [
+            b"cat",
+            b"/tmp/inside/pipes/control.sh",
+            b"/tmp/inside/pipes/..",
+            "ü".encode(),
+            b"",
+        ]
+        await far.say(
+            frame(TAKEN, CONTROL, NUMBER.pack(len(message) - 1)) + frame(DATA, number, bytes([STATUS]) + b"no\n")
+        )
+        assert (await far.arrived(CLOSE))[1] == number
+        assert far.link.channels[CONTROL].room == WINDOW
+        far.control.close()
+    far.close()
+
+
+async def test_a_program_whose_caller_left_before_its_start_was_known_is_ended(folder):
+    far = Far(folder)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(far.link.serve, far.take)
+        await far.say(HELLO_FRAME)
+        async with anyio.create_task_group() as starting:
+            starting.start_soon(spawn_and_fail, far)
+            _, number, _ = await far.arrived(OPEN)
+            starting.cancel_scope.cancel()
+        await far.arrived(CLOSE)
+        await far.say(frame(DATA, number, bytes([STATUS]) + b"+77\n"))
+        _, _, message = await far.arrived(DATA, b"signal")
+        assert message == bytes([IN]) + b"3\0signal\x0077\0KILL\0"
+        far.control.close()
+    far.close()
 
 
 @pytest.mark.parametrize(
@@ -238,9 +294,10 @@ async def spawn_and_fail(far: Far) -> None:
         frame(HELLO, 0, b"{}"),
         frame(ASK, 7, b"true"),
         frame(DATA, CONTROL),
-        frame(DATA, CONTROL, bytes([OUT]) + b"x" * READ_SIZE) * 40,
+        frame(DATA, CONTROL, bytes([OUT]) + b"x" * READ_SIZE) * 80,
+        frame(TAKEN, CONTROL, NUMBER.pack(1)),
     ],
-    ids=["hello", "answer", "empty", "flood"],
+    ids=["hello", "answer", "empty", "flood", "taken"],
 )
 async def test_a_relay_that_sends_what_it_may_not_ends_the_link(folder, frames):
     far = Far(folder)
@@ -299,7 +356,7 @@ class Near:
         self.say(PROGRAM + CONTROL_SHELL)
         while (line := self.relay.stdout.readline()) != f"{MARK}\n".encode():
             assert line
-        self.hear(HELLO)
+        assert self.hear(DATA)[2] == bytes([OUT]) + b"ready\n"
 
     def say(self, data: bytes) -> None:
         self.relay.stdin.write(data)
@@ -311,7 +368,9 @@ class Near:
                 if (found := self._found.popleft())[0] == kind:
                     return found
             assert select.select([self.relay.stdout], [], [], 10)[0], "the relay says nothing"
-            self._found += frames(base64.b64decode(self.relay.stdout.readline()))
+            line = self.relay.stdout.readline()
+            assert line, "the relay has ended"
+            self._found += frames(base64.b64decode(line))
 
 
 @pytest.fixture
@@ -389,6 +448,9 @@ async def test_a_real_relay_carries_programs_and_leaves_nothing(folder, tmp_path
                     assert await receive_all(program) == data
                     assert await program.wait() == 3
                     assert program.errors() == "done\n"
+                async with running(far.control, [sys.executable, "-c", ENLARGE], cwd="/", env={}) as program:
+                    assert await receive_all(program) == bytes(MOST_PIPE)
+                    assert await program.wait() == 0
                 stray = "setsid sleep 1000 & sleep 1000"
                 async with running(far.control, ["bash", "-c", stray], cwd="/", env={}) as program:
                     assert await anyio.to_thread.run_sync(far.link.end_processes().result, 10) is True
