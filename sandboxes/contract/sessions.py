@@ -49,7 +49,7 @@ class BashSession(ABC):
 
     @abstractmethod
     async def restart(self) -> None:
-        """End the shell and everything it started, then start a new one."""
+        """End the shell and everything it started, also a running command, then start a new one."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -87,7 +87,7 @@ class PythonSession(ABC):
 
     @abstractmethod
     async def restart(self) -> None:
-        """End the kernel and everything it started, then start a new one.
+        """End the kernel and everything it started, also a running cell, then start a new one.
 
         Raises:
             SandboxStartError: The new kernel did not start.

@@ -105,6 +105,7 @@ class SerialSession(ABC, Generic[P]):
 
     async def restart(self) -> None:
         with self._freezer:
+            self.discard()  # what runs now ends, and leaves the lock
             async with self._lock:
                 self.discard()
                 await self.open()

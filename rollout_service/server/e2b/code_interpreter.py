@@ -235,9 +235,8 @@ async def _remove(request: Request) -> Response:
 
 
 async def _restart(request: Request) -> Response:
-    context = _context(request.path_params["id"])
-    async with context.lock:
-        await (await context.open(CURRENT_BOX.get())).restart()
+    session = await _context(request.path_params["id"]).open(CURRENT_BOX.get())
+    await session.restart()
     return JSONResponse(None)
 
 
