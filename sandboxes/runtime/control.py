@@ -5,11 +5,13 @@ signal or confuse anything through it. When the host's end closes, even by the s
 everything inside with it.
 """
 
+import asyncio
 import os
 import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -57,7 +59,10 @@ class ControlShell:
         self._asking = anyio.Lock(fast_acquire=True)
         self._answers = answers
         self._prefix = tuple(prefix)
-        self._other_end = StatusLines(channel.fileno(), self._end_starts)
+        self._loop = asyncio.get_running_loop()
+        self._short = bytearray()
+        """Short messages that wait for room, perhaps without the beginning of the first."""
+        self._other_end = StatusLines(channel.fileno(), self._end)
         self._replies = StatusLines(answers.fd) if answers else self._other_end
         self._starting: set[StatusLines] = set()
 
@@ -166,17 +171,25 @@ class ControlShell:
             ValueError: A field contains a NUL character.
         """
         message = _encode(fields)
-        async with self._lock:
-            view = memoryview(message)
-            while view:
-                if not self.alive:
-                    raise SandboxClosedError("the sandbox has ended")
-                try:
-                    view = view[self._channel.send(view) :]
-                except BlockingIOError:
-                    await self._wait_for_room(begun=len(view) < len(message))
-                except OSError as error:
-                    raise SandboxClosedError("the sandbox has ended") from error
+        try:
+            async with self._lock:
+                view = memoryview(message)
+                while view:
+                    if not self.alive:
+                        raise SandboxClosedError("the sandbox has ended")
+                    try:
+                        if len(view) == len(message):
+                            self._send_short()
+                        view = view[self._channel.send(view) :]
+                    except BlockingIOError:
+                        await self._wait_for_room(begun=len(view) < len(message))
+                    except OSError as error:
+                        raise SandboxClosedError("the sandbox has ended") from error
+        finally:
+            if self._short:
+                self._flush()
+            if not self.alive:
+                self.close()
 
     async def _wait_for_room(self, *, begun: bool) -> None:
         """Wait for room. The rest of a begun message must follow, or the next would be read as part of it."""
@@ -187,15 +200,28 @@ class ControlShell:
             raise SandboxClosedError("the sandbox accepted no more messages and was ended")
 
     def send_now(self, *fields: str) -> None:
-        """Send a short message without waiting; it is lost if the sandbox has ended."""
-        message = _encode(fields)
+        """Send a short message as soon as there is room, without waiting; it is lost if the sandbox has ended."""
+        self._short += _encode(fields)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send short messages, unless another message is being sent: its sender calls this again."""
         if self.alive and not self._lock.locked():
+            self._loop.remove_writer(self._channel)
             try:
-                self._channel.send(message)
+                self._send_short()
+            except BlockingIOError:
+                self._loop.add_writer(self._channel, self._flush)
             except OSError:
                 self.close()
 
-    def _end_starts(self) -> None:
+    def _send_short(self) -> None:
+        while self._short:
+            del self._short[: self._channel.send(self._short)]
+
+    def _end(self) -> None:
+        if not self._lock.locked():
+            self._loop.remove_writer(self._channel)
         for status in self._starting:  # pipes that nobody will open
             status.close()
 
@@ -205,7 +231,11 @@ class ControlShell:
         self._replies.close()
         if self._answers is not None:
             self._answers.close()
-        self._channel.close()
+        if self._lock.locked():  # the event loop watches it for a sender, who closes it
+            with suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)
+        else:
+            self._channel.close()
 
 
 def _encode(fields: Sequence[str]) -> bytes:

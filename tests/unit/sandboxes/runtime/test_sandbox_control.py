@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -96,6 +97,49 @@ async def test_a_cancelled_sender_sends_the_rest_of_what_it_began(ends):
     await shell.send("end")
     read += read_all(theirs)
     assert read == b"2\0spawn\0" + LARGE.encode() + b"\0" + b"1\0end\0"
+
+
+async def test_a_short_message_waits_for_the_end_of_a_long_one(ends):
+    shell, theirs = ends
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(shell.send, "spawn", LARGE)
+        await anyio.wait_all_tasks_blocked()
+        shell.send_now("signal", "1", "KILL")
+        read = await anyio.to_thread.run_sync(read_all, theirs)
+    assert read == b"2\0spawn\0" + LARGE.encode() + b"\0" + b"3\0signal\x001\0KILL\0"
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_short_message_waits_for_room_and_is_sent_first(ends, is_cancelled):
+    shell, theirs = ends
+    with suppress(BlockingIOError):
+        while True:
+            shell._channel.send(b"x" * 4096)
+    shell.send_now("signal", "1", "KILL")
+    assert shell.alive
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(shell.send, "end")
+        await anyio.wait_all_tasks_blocked()
+        if is_cancelled:
+            tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            read = await anyio.to_thread.run_sync(read_all, theirs)
+    assert read.lstrip(b"x") == b"3\0signal\x001\0KILL\0" + (b"" if is_cancelled else b"1\0end\0")
+
+
+async def test_a_sender_learns_at_once_that_its_sandbox_was_closed(ends):
+    shell, _ = ends
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+
+            async def send() -> None:
+                with pytest.raises(SandboxClosedError):
+                    await shell.send("spawn", LARGE)
+
+            tasks.start_soon(send)
+            await anyio.wait_all_tasks_blocked()
+            shell.close()
+    assert shell._channel.fileno() < 0
 
 
 async def test_a_shell_that_accepts_nothing_is_given_up(ends, monkeypatch):
