@@ -3,6 +3,7 @@
 import os
 import stat
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sandboxes import LocalConfig, SandboxSpec, make_provider
+from sandboxes import FileEntry, LocalConfig, SandboxSpec, make_provider
 from sandboxes.errors import FileMissingError, FileTooLargeError, SandboxFileError
+from sandboxes.runtime import files
 
 pytestmark = pytest.mark.slow
 
@@ -181,7 +183,7 @@ async def test_kernel_files_without_a_size_are_read(local_sandbox):
 GIBIBYTE = """
 import resource, sys, anyio
 from pathlib import Path
-from sandboxes import LocalConfig, SandboxSpec, make_provider
+from sandboxes import FileEntry, LocalConfig, SandboxSpec, make_provider
 
 SIZE, PIECE = 1 << 30, bytes(range(256)) * 4096
 
@@ -217,3 +219,17 @@ anyio.run(main)
 async def test_a_gibibyte_goes_through_a_few_mebibytes(tmp_path):
     done = await anyio.run_process([sys.executable, "-c", GIBIBYTE, str(tmp_path)], check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+async def test_a_listing_of_many_files_does_not_hold_up_the_event_loop(local_sandbox, monkeypatch):
+    await local_sandbox.write_file("a", "")
+    seen, parse = [], files._parse_entry
+
+    def note(path: str, part: bytes) -> FileEntry:
+        seen.append(threading.current_thread())
+        return parse(path, part)
+
+    monkeypatch.setattr(files, "_parse_entry", note)
+    assert [entry.name for entry in await local_sandbox.list()] == ["a"]
+    assert seen
+    assert threading.main_thread() not in seen
