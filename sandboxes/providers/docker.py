@@ -2,8 +2,9 @@
 
 A container has its own processes, mounts and IPC, a network with only a loopback, Docker's system call filter, no
 capabilities or way to gain any, and no socket of the daemon. The image is read-only; where code, an ordinary user, may
-write there are memory file systems, each within the disk limit and together within the memory limit. It shares the
-kernel, and the user ids unless the daemon remaps them.
+write there are memory file systems, each within the disk limit and together within the memory limit. The folder of the
+kernels' sockets alone is the host's, without a limit. It shares the kernel, and the user ids unless the daemon remaps
+them.
 
 The container lives as long as its `docker run`, whose standard input belongs to the service. When that closes, even by
 the service's death, process 1 ends and the daemon removes the container. Containers left anyway carry labels with the
