@@ -76,7 +76,8 @@ class Containers:
 
     async def ask(self, *arguments: str) -> tuple[int, str]:
         """Return exit code and output. A client that hangs is killed."""
-        return await anyio.to_thread.run_sync(self._ask, arguments)
+        alone = anyio.CapacityLimiter(1)  # if the daemon hangs, the threads that others share stay free
+        return await anyio.to_thread.run_sync(self._ask, arguments, limiter=alone)
 
     def _ask(self, arguments: tuple[str, ...]) -> tuple[int, str]:
         try:
