@@ -41,8 +41,8 @@ MOST_INCOMPLETE = 1024 * 1024
 """Bounds a line or a frame."""
 TRUSTED = "trusted"
 """A program of this mode keeps the relay's rights."""
-MOST_AHEAD = relay.WINDOW + 2 * relay.MOST_PIPE + 8 * relay.READ_SIZE
-"""How much of a channel may wait here: a status comes after all that the pipes had."""
+MOST_AHEAD = relay.WINDOW + 8 * relay.READ_SIZE
+"""How much of a channel may wait here, besides what a program's pipes had before its status."""
 LATE_START = bytes([relay.STATUS]) + b"+"
 WATCH_SECONDS = 5.0
 """Between two looks of the thread at whether the process is about to exit."""
@@ -223,7 +223,9 @@ class Link(relay.Carrier):
             channel = self.channels.get(number)
             if channel is None:
                 self._end_late_start(kind, content)
-            elif max(channel.ahead, len(channel.pending)) > MOST_AHEAD or channel.room > relay.WINDOW:
+                return
+            most = MOST_AHEAD + 2 * relay.MOST_PIPE * channel.is_program
+            if max(channel.ahead, len(channel.pending)) > most or channel.room > relay.WINDOW:
                 raise ValueError("more than may be sent ahead, or was sent")
 
     def _end_late_start(self, kind: bytes, content: bytes) -> None:
