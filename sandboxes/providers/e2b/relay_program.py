@@ -313,7 +313,7 @@ class Relay(Carrier):
             self.reap()
             handles = {0: self.read_frames}  # type: dict[int, Callable[[int], object]]
             if self.listener and sum(number >= INSIDE_FIRST for number in self.channels) < MOST_CONNECTIONS:
-                handles[self.listener.fileno()] = self.accept
+                handles[self.listener.fileno()] = partial(self.accept, self.listener)
             while self.outgoing:
                 line = base64.b64encode(self.outgoing[:LINE_SIZE]) + b"\n"
                 del self.outgoing[:LINE_SIZE]
@@ -332,8 +332,8 @@ class Relay(Carrier):
         self.feed(data)
         self.has_input = bool(data)
 
-    def accept(self, _: int) -> None:
-        self.channels[self.next] = connected(self.next, self.listener.accept()[0], OUT, IN)
+    def accept(self, listener: socket.socket, _: int) -> None:
+        self.channels[self.next] = connected(self.next, listener.accept()[0], OUT, IN)
         self.send(CONNECT, self.next)
         self.next += 1
 
