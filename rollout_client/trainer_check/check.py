@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
@@ -239,7 +240,7 @@ def run(make: MakeTrainer, submitter: RolloutSubmitter, plan: Plan, say: Callabl
     report = Report(trainer.package, _version(trainer.package), steps, failure, evaluation)
     report.problems += [problem for step in steps for problem in _problems(step)]
     expected = statistics.fmean(one.reward for one in recorder.given if one.reward is not None)
-    if abs(evaluation - expected) > ADVANTAGE_TOLERANCE:
+    if _differ(evaluation, expected) > ADVANTAGE_TOLERANCE:
         report.problems.append(f"the evaluation gave {evaluation:.4f}, but the mean reward is {expected:.4f}")
     return report
 
@@ -321,13 +322,13 @@ def _compare(number: int, trainer: Trainer, recorder: Recorder, rows: Sequence[R
     diffs, wrong_rows, wrong_advantages = [0.0], 0, 0
     for row, ours in zip(rows, logprobs, strict=True):
         sampled = [position for position, mask in enumerate(row.mask) if mask]
-        diffs += [abs(float(ours[position]) - row.logprobs[position]) for position in sampled]
+        diffs += [_differ(float(ours[position]), row.logprobs[position]) for position in sampled]
         same = [sample for sample in samples[tuple(row.token_ids)] if _is_equal(row, sample)]
         if not same:
             wrong_rows += 1
             continue
-        right = advantages[same[0].rollout_id]
-        wrong_advantages += any(abs(row.advantages[position] - right) > ADVANTAGE_TOLERANCE for position in sampled)
+        right = advantages.get(same[0].rollout_id, math.nan)  # none without a reward, so nothing is right
+        wrong_advantages += any(_differ(row.advantages[position], right) > ADVANTAGE_TOLERANCE for position in sampled)
     scored = [one for one in recorder.given if one.reward is not None]
     return Step(
         step=number,
@@ -340,6 +341,12 @@ def _compare(number: int, trainer: Trainer, recorder: Recorder, rows: Sequence[R
         wrong_advantages=wrong_advantages,
         versions=sorted({one for each in samples.values() for sample in each for one in sample.versions if one >= 0}),
     )
+
+
+def _differ(one: float, other: float) -> float:
+    """Return by how much two numbers differ; NaN, which no comparison finds, differs from all by infinity."""
+    found = abs(one - other)
+    return math.inf if math.isnan(found) else found
 
 
 def _is_equal(row: Row, sample: Sample) -> bool:

@@ -1,5 +1,6 @@
 """The check of a trainer finds each kind of disagreement, and none where there is none."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -86,6 +87,7 @@ def with_row(rows: list[Row], number: int, **changes: Any) -> list[Row]:
     ("changes", "problem"),
     [
         ({"advantages": [0.0, 0.0]}, "1 of 3 rows have wrong advantages"),
+        ({"advantages": [0.0, math.nan]}, "1 of 3 rows have wrong advantages"),
         ({"mask": [1, 1]}, "1 of 3 rows are not those of a rollout"),
         ({"token_ids": [1, 8]}, "1 of 3 rows are not those of a rollout"),
         ({"logprobs": [0.0, -2.5]}, "1 of 3 rows are not those of a rollout"),
@@ -98,11 +100,21 @@ def test_a_row_that_is_not_right_is_found(changes, problem):
     assert problem in found
 
 
-def test_weights_that_differ_from_the_engines_are_found():
+def test_a_row_of_a_rollout_without_a_reward_has_no_right_advantage():
+    given = rollouts()
+    failed = rollout(segment([1, 8], [0, 1]), reward=None, rollout_id="failed")
+    rows = rows_of(given)
+    trained = Row([1, 8], [0, 1], [0.0, -0.8], [0.0, 0.0])
+    (found,) = check._problems(compare([*given, failed], [*rows, trained]))
+    assert "1 of 4 rows have wrong advantages" in found
+
+
+@pytest.mark.parametrize(("theirs", "difference"), [(-0.701, "0.001"), (math.nan, "inf")])
+def test_weights_that_differ_from_the_engines_are_found(theirs, difference):
     given = rollouts()
     rows = rows_of(given)
-    (found,) = check._problems(compare(given, rows, with_row(rows, 0, logprobs=[0.0, -0.701])))
-    assert "differ by 0.001" in found
+    (found,) = check._problems(compare(given, rows, with_row(rows, 0, logprobs=[0.0, theirs])))
+    assert f"differ by {difference}" in found
 
 
 def test_tokens_of_another_version_are_found():
