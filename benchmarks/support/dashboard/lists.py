@@ -1,7 +1,5 @@
 """Measure the lists of a store with a million rollouts, over HTTP, from a real service that nothing else uses.
 
-Run: python benchmarks/support/dashboard/lists.py [--rollouts N] [--store sqlite|redis]
-
 The store is filled through its schema, with its triggers, but without a flush per rollout: a million take one minute.
 Each figure is the median of the time for a page of 100, from the request to the whole answer: `list_ms_p50` of the
 newest rollouts, `list_worst_ms_p50` of the slowest search, and one for each search.
@@ -9,21 +7,20 @@ newest rollouts, `list_worst_ms_p50` of the slowest search, and one for each sea
 
 from __future__ import annotations
 
-import argparse
 import json
 import sqlite3
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager, closing
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, closing
 from datetime import UTC, datetime
 from pathlib import Path
 
 import anyio
 import httpx
-from common import percentile
+from common import child, percentile
 from support.dashboard.layout import (
     GROUP_SIZE,
     RARE,
@@ -40,18 +37,14 @@ from support.dashboard.redis_lists import SETTINGS, delete_expired, filled_redis
 from support.redis_usage import NOTED_SECONDS
 
 from api_schemas.runs import InlineTasks, RunRequest
-from rollout_service.cli.server_child import stop
 from rollout_service.groups.statistics import PHASES, GroupFigures
 from rollout_service.store.codec.runs import encode_record, encode_request, encode_samples, encode_summary
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure
 from rollout_service.store.sqlite.connection import Database
 from rollout_service.store.sqlite.history import RECORDS_IN_ROW
-from sandboxes.host.children import start_process
 
-ROLLOUTS = 1_000_000
 REQUESTS = 11
 """How often each search is made; the first one, which reads the file, does not count."""
-START_SECONDS = 120.0
 AT_ONCE = 20_000
 
 SEARCHES: Mapping[str, str] = {
@@ -147,23 +140,12 @@ async def _median(client: httpx.AsyncClient, path: str) -> float:
     return statistics.median(times[1:])
 
 
-@asynccontextmanager
-async def _serving(state_dir: Path, *more: str) -> AsyncIterator[str]:
+def _serving(state_dir: Path, *more: str) -> AbstractAsyncContextManager[str]:
     """Serve a state folder without engines, so that nothing but the requests works."""
-    address, log = anyio.Path(state_dir / "address"), state_dir / "server.log"
-    flags = ["--engine", "none", "--sandbox", "local", "--port", "0", "--port-file", str(address), *more]
-    command = [sys.executable, "-m", "rollout_service.cli", "serve", "--state-dir", str(state_dir), *flags]
-    with log.open("wb") as output:
-        process = await start_process(command, stdout=output, stderr=output, new_session=True)
-    try:
-        with anyio.fail_after(START_SECONDS):
-            while not await address.exists() or "startup complete" not in log.read_text():
-                if process.returncode is not None:
-                    raise RuntimeError(f"the service ended: {log.read_text()[-2_000:]}")
-                await anyio.sleep(0.05)
-        yield (await address.read_text()).strip()
-    finally:
-        await stop(process)
+    address = state_dir / "address"
+    serve = ["-m", "rollout_service.cli", "serve", "--state-dir", str(state_dir), "--engine", "none"]
+    serve += ["--sandbox", "local", "--port", "0", "--port-file", str(address), *more]
+    return child(serve, address)
 
 
 # -- the store ------------------------------------------------------------------
@@ -277,16 +259,3 @@ VALUES (x'00', 'policy', 1{", ?" * len(_COLUMNS)})
 
 STORES = {"sqlite": measure, "redis": measure_redis}
 """What measures the lists, by the kind of the store."""
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the lists of a large store.")
-    parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
-    parser.add_argument("--store", choices=list(STORES), default="sqlite")
-    given = parser.parse_args()
-    for name, value in anyio.run(STORES[given.store], given.rollouts).items():
-        print(f"{name:32} {value:12,.1f}")
-
-
-if __name__ == "__main__":
-    _main()

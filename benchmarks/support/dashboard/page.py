@@ -1,7 +1,5 @@
 """Measure how fast a trajectory of 100,000 tokens is on the screen, and how smoothly it scrolls.
 
-Run: python benchmarks/support/dashboard/page.py [--tokens N]
-
 A real service in a process of its own serves the page, and the trajectory from its store; a real headless Chromium with
 software rendering looks at it, at 1280x800. The text is that of pages of the documentation, by a byte-level tokenizer
 with 512 entries, so a line holds several times as many tokens as with a usual vocabulary.
@@ -21,17 +19,14 @@ the disk.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -43,18 +38,16 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReas
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_client.client import RolloutClient
-from rollout_service.cli.server_child import stop
+from rollout_service.cli.server_child import running_server
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.tokens.tokenizer import load_tokenizer
-from sandboxes.host.children import start_process
 from tests.support.browser.watched_page import chromium
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 TURNS = 100
 ALL_THERE = re.compile(r"^[\d,]+ tokens$")
 LOAD_MS = 60_000
-START_SECONDS = 120.0
 VIEW = ViewportSize(width=1280, height=800)
 ROLLOUT_ID = "long"
 
@@ -159,31 +152,11 @@ async def fill(path: Path, tokens: int) -> None:
         assert await store.finish(lease, "w", rollout)
 
 
-@asynccontextmanager
-async def served(state_dir: Path) -> AsyncIterator[str]:
-    """Serve the state folder, with the embedded engine's tokenizer, from a process of its own; yield the address."""
-    address, log = state_dir / "address", state_dir / "log"
-    flags = ["--engine", "embedded", "--sandbox", "local", "--port", "0", "--port-file", str(address)]
-    command = [sys.executable, "-m", "rollout_service.cli", "serve", "--state-dir", str(state_dir), *flags]
-    with log.open("wb") as output:
-        process = await start_process(command, stdout=output, stderr=output, new_session=True)
-    try:
-        with anyio.fail_after(START_SECONDS):
-            while not address.exists() or "startup complete" not in log.read_text():
-                if process.returncode is not None:
-                    raise RuntimeError(f"the service ended: {log.read_text()[-2_000:]}")
-                await anyio.sleep(0.05)
-        yield address.read_text().strip().rstrip("/")
-    finally:
-        await stop(process)
-
-
-async def save(address: str, file: Path) -> float:
+async def save(client: RolloutClient, file: Path) -> float:
     """Save the trajectory's page, and return the milliseconds until it was there."""
-    async with RolloutClient(address) as client:
-        began = time.perf_counter()
-        content = await client.saved_page(ROLLOUT_ID)
-        seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    content = await client.saved_page(ROLLOUT_ID)
+    seconds = time.perf_counter() - began
     await anyio.Path(file).write_bytes(content)
     return 1000 * seconds
 
@@ -224,11 +197,13 @@ async def measure(plan: Plan) -> dict[str, float]:
         state_dir = Path(name)
         await fill(state_dir / "rollouts.sqlite3", plan.tokens)
         file = state_dir / "saved.html"
-        async with served(state_dir) as address, chromium() as browser:
-            await visit(browser, f"{address}/")  # the first page starts the browser's processes
-            visits = [await visit(browser, f"{address}/") for _ in range(plan.visits)]
-            gaps, longest = await scroll(browser, f"{address}/", plan.frames)
-            made = [await save(address, file) for _ in range(plan.visits)]
+        flags = ["--engine", "embedded", "--sandbox", "local"]  # the engine for its tokenizer
+        async with running_server(state_dir, flags) as client, chromium() as browser:
+            address = f"{client.base_url}/"
+            await visit(browser, address)  # the first page starts the browser's processes
+            visits = [await visit(browser, address) for _ in range(plan.visits)]
+            gaps, longest = await scroll(browser, address, plan.frames)
+            made = [await save(client, file) for _ in range(plan.visits)]
             saved = [await visit(browser, file.as_uri()) for _ in range(plan.visits)]
             size = file.stat().st_size
     slowest = sorted(gaps, reverse=True)[: len(gaps) // 20]
@@ -243,10 +218,3 @@ async def measure(plan: Plan) -> dict[str, float]:
         "saved_paint_ms": round(statistics.median(one["shown"] for one in saved), 1),
         "saved_loaded_ms": round(statistics.median(one["loaded"] for one in saved), 1),
     }
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Measure the page of a long trajectory.")
-    parser.add_argument("--tokens", type=int, default=FULL.tokens)
-    chosen = replace(FULL, tokens=parser.parse_args().tokens)
-    print(json.dumps(anyio.run(measure, chosen), indent=2))

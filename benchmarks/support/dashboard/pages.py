@@ -1,14 +1,11 @@
 """How fast the dashboard's page opens and follows a large service, in a real headless Chromium.
 
-    python -m benchmarks.support.dashboard.pages
-
 The service behind it has canned answers, so the figures are the browser's alone. `slow` is a processor four times as
 slow, as the browser emulates it. The large service has 128 engines, 200 nodes and 5,000 workers in each stage.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import anyio
@@ -94,7 +91,3 @@ async def _followed(browser: Browser, fake: FakeService, address: str, updates: 
             await anyio.sleep(0.3)
         longest: float = await page.evaluate("measured.longest")
         return longest
-
-
-if __name__ == "__main__":
-    print(json.dumps(anyio.run(measure), indent=2))

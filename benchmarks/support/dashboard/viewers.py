@@ -1,7 +1,5 @@
 """What ten people who watch the dashboard cost a service that works.
 
-    python -m benchmarks.support.dashboard.viewers
-
 A service in a process of its own runs rollouts of many turns, one at a time, against an engine that answers after a
 fixed time: rollouts beside each other wait for each other, which hides what viewers cost. Spells without viewers and
 with ten of them take turns, so the machine's noise reaches both alike. A viewer looks at the list of rollouts: it
@@ -229,8 +227,3 @@ def _beyond(spell: Spell, cost: float) -> float:
 
 def _error(differences: list[float]) -> float:
     return float(statistics.stdev(differences) / len(differences) ** 0.5)
-
-
-if __name__ == "__main__":
-    for figure, value in anyio.run(measure, FULL).items():
-        print(f"{figure} {value:g}")
