@@ -12,9 +12,7 @@ in a start of its own, because Python takes longer when it notes its imports.
 from __future__ import annotations
 
 import re
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -26,6 +24,7 @@ import anyio
 import httpx
 import psutil
 from common import HERE, START_SECONDS, Options, child, report, run
+from support.accounting import run_measured
 
 POLL_SECONDS = 0.02
 AIMS = {"version_cpu_s": "<= 0.3"}
@@ -53,7 +52,7 @@ async def main(given: Options) -> None:
         seconds = defaultdict[str, list[float]](list)
         for _ in range(starts):
             for key, arguments in COMMANDS.items():
-                seconds[key].append(command_seconds(arguments))
+                seconds[key].append(run_measured([sys.executable, *arguments]).cpu_seconds)
             for key, arguments in servers.items():
                 async with started(folder, arguments) as process:
                     seconds[key].append(server_seconds(process))
@@ -64,14 +63,6 @@ async def main(given: Options) -> None:
 def _serve(folder: Path) -> list[str]:
     command = ["serve", "--port", "0", "--port-file", str(folder / "address")]
     return [*command, "--state-dir", str(folder / "state"), "--engine", "none", "--sandbox", "local"]
-
-
-def command_seconds(arguments: Sequence[str]) -> float:
-    """Return the CPU time of a Python program that ends."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def server_seconds(process: psutil.Process) -> float:

@@ -19,9 +19,7 @@ sandbox for each, and in each turn a call of one of 8 engines and a tool. A serv
 from __future__ import annotations
 
 import random
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 from common import HERE, Options, child, report, run, service
+from support.accounting import Run, run_measured
 
 sys.path.insert(0, str(HERE.parent))  # the tests' browser
 sys.path.insert(0, str(HERE.parent / "packaging"))  # Perfetto's page
@@ -139,15 +138,9 @@ async def fill(database: Path, rollouts: int) -> float:
     return size / (groups * SAMPLES)
 
 
-def traced(url: str, file: Path) -> tuple[float, float, float]:
-    """Write the trace with the command; return its seconds, its CPU time, and the peak memory of all so far in MB."""
-    command = [sys.executable, "-m", "rollout_service.cli", "trace", RUN_ID, "-o", str(file), "--url", url]
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
-    seconds = time.perf_counter() - started
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, cpu, after.ru_maxrss * 1024 / 1e6
+def traced(url: str, file: Path) -> Run:
+    """Write the trace with the command."""
+    return run_measured([sys.executable, "-m", "rollout_service.cli", "trace", RUN_ID, "-o", str(file), "--url", url])
 
 
 async def opening_seconds(file: Path, turns: int) -> float | None:
@@ -206,18 +199,17 @@ async def main(given: Options) -> None:
             child(engine, address) as url,
             service(folder, url, workers=1, environment=ENVIRONMENT) as server,
         ):
-            # The children of this process that have ended by now are none, so the peak is that of the command.
             before = server.cpu_seconds
-            seconds, cpu, memory = await anyio.to_thread.run_sync(traced, server.client.base_url, file)
+            plain = await anyio.to_thread.run_sync(traced, server.client.base_url, file)
             served = server.cpu_seconds - before
-            packed_seconds, _, _ = await anyio.to_thread.run_sync(traced, server.client.base_url, packed)
+            compressed = await anyio.to_thread.run_sync(traced, server.client.base_url, packed)
         figures: dict[str, float | int | None] = {
-            "trace_seconds": seconds,
-            "trace_cpu_seconds": cpu,
+            "trace_seconds": plain.seconds,
+            "trace_cpu_seconds": plain.cpu_seconds,
             "server_cpu_seconds": served,
             "trace_mb": file.stat().st_size / 1e6,
-            "trace_rss_mb": memory,
-            "trace_gz_seconds": packed_seconds,
+            "trace_rss_mb": plain.peak_mb,
+            "trace_gz_seconds": compressed.seconds,
             "trace_gz_mb": packed.stat().st_size / 1e6,
             "perfetto_seconds": await opening_seconds(packed, rollouts * TURNS),
             "record_ms_per_turn": recording * 1e3,

@@ -8,10 +8,13 @@ process has ended; `host_cpu_seconds` does, together with everything else that r
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +26,36 @@ CGROUPS = Path("/sys/fs/cgroup")
 LEAVE_SECONDS = 5.0
 KERNEL_MEMORY = ("Slab", "KernelStack", "PageTables", "Percpu", "Shmem")
 """The fields of /proc/meminfo that sandboxes take on top of their processes' memory; Shmem is memory file systems."""
+
+
+_MEASURE = """
+import json, resource, subprocess, sys, time
+begun = time.perf_counter()
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)
+seconds, used = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run of a command that has ended."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_mb: float
+
+
+def run_measured(command: Sequence[str]) -> Run:
+    """Run a command to its end.
+
+    A small process in between starts it, since the peak memory of a process counts that of the one which started it.
+
+    Raises:
+        CalledProcessError: The command fails.
+    """
+    done = subprocess.run([sys.executable, "-c", _MEASURE, *command], stdout=subprocess.PIPE, check=True)
+    return Run(*json.loads(done.stdout))
 
 
 @dataclass(frozen=True, slots=True)
