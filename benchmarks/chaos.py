@@ -14,7 +14,7 @@ It happens at a random moment after observed progress, and the next round begins
 
 - `lost`: groups and rollouts that were never delivered; `failed`: those that ended in another way than they should;
 - `duplicated`: groups and rollouts in two acknowledged batches, or that came again after their acknowledgment; rollouts
-  that ended twice, and results that differ when they are read again from another node;
+  that did not end exactly once, and results that differ when they are read again from another node;
 - `leftovers`: processes, mounts, networks and sandbox folders that outlive the services, and, once a node keeps nothing
   that has ended, keys of rollouts or runs in the Redis and segment files;
 - `turns_kept`: of the turns that the engines had answered when their node was killed, the share that was not sampled
@@ -219,7 +219,7 @@ async def delivered(cluster: Cluster, trainer: Trainer) -> dict[str, float | int
     duplicated = {
         "in_batches": int(batches["duplicated"] or 0),
         "given_twice": sum((given - Counter(set(given))).values()),
-        "ended_twice": sum(ends[one] - 1 for one in given),
+        "not_ended_once": sum(ends[one] != 1 for one in given),
         "read_differently": await read_differently(cluster, results),
     }
     sys.stderr.write(f"duplicated: {duplicated}\n")

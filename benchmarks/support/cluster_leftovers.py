@@ -19,19 +19,12 @@ RETENTION_SECONDS = 90.0
 END_SECONDS = 5.0
 """How long sandboxes have to end after their service."""
 KEEP_NOTHING = {"ended_run_seconds": 0, "settled_group_seconds": 0, "rollout_seconds": 0}
-_OF_WORK = ("r", "q", "x", "t", "h", "u", "run", "ready", "held", "cancelling", "state")
-"""Keys of rollouts and runs begin with one of these and a colon."""
-_OF_ALL = (
-    "leases",
-    "delayed",
-    "ended",
-    "runs",
-    "runs:active",
-    "segments:live",
-    "segments:owners",
-    "segments:garbage",
+_OF_NODES = (
+    *("meta", "events", "members", "places", "heartbeats", "tombstones", "holders", "roles", "leader", "node"),
+    *("nodes", "nodes_alive", "owners_dead", "pools", "pool", "backends", "claims", "idle", "woken", "wakes"),
+    *("segments:mark", "rollouts:last", "runs:last", "runs:revision"),
 )
-"""Keys that list rollouts, runs or files; Redis deletes empty lists."""
+"""The keys that a store without work has, by their names or what these begin with before a colon."""
 
 
 async def on_machines(cluster: Cluster) -> list[str]:
@@ -70,13 +63,17 @@ async def stored(cluster: Cluster) -> list[str]:
     for url in cluster.redis_urls:
         async with redis.asyncio.Redis.from_url(url) as client:
             names += [key.decode() async for key in client.scan_iter(count=1_000)]
-    keys = [name.partition(":")[2] for name in names]
-    found = [f"key {key}" for key in keys if key in _OF_ALL or (key.partition(":")[0] in _OF_WORK and ":" in key)]
+    found = [f"key {key}" for name in names if is_of_work(key := name.partition(":")[2])]
     if cluster.needs_objects:
         files: Iterable[str] = await anyio.to_thread.run_sync(cluster.objects.objects, cluster.objects_address)
     else:
         files = (path.name for path in (cluster.folder / "shared").rglob("*"))
     return found + [f"file {name}" for name in files if FILE_NAME.search(name)]
+
+
+def is_of_work(key: str) -> bool:
+    """Whether a key is of rollouts or runs, as every key is that is not known to be of nodes and engines."""
+    return key not in _OF_NODES and key.partition(":")[0] not in _OF_NODES
 
 
 async def after_all(cluster: Cluster) -> list[str]:
