@@ -32,6 +32,8 @@ from sandboxes.host.children import start_process
 
 HERE = Path(__file__).parent
 START_SECONDS = 60.0
+SHOWN = 2_000
+"""How many characters are shown of the log of a program that did not start."""
 
 Main = Callable[["Options"], Awaitable[None]]
 PlanT = TypeVar("PlanT")
@@ -192,13 +194,15 @@ async def service(
 @asynccontextmanager
 async def child(arguments: Sequence[str], address: Path) -> AsyncIterator[str]:
     """Run a Python program that writes its URL to a file once it listens; it ends with the block."""
-    with address.with_suffix(".log").open("wb") as log:
-        process = await start_process([sys.executable, *arguments], stdout=log, stderr=log, new_session=True)
+    log = address.with_suffix(".log")
+    with log.open("wb") as file:
+        process = await start_process([sys.executable, *arguments], stdout=file, stderr=file, new_session=True)
     try:
         with anyio.fail_after(START_SECONDS):
             while not await anyio.Path(address).exists():
                 if process.returncode is not None:
-                    raise RuntimeError(f"{arguments[0]} ended with exit code {process.returncode}")
+                    said = log.read_text(errors="replace")[-SHOWN:]
+                    raise RuntimeError(f"{arguments[0]} ended with exit code {process.returncode}: {said}")
                 await anyio.sleep(0.05)
         yield (await anyio.Path(address).read_text()).strip()
     finally:

@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing.engine_turn import EngineTurn
 from rollout_service.testing.script import Replies, Reply
+from rollout_service.testing.serving import serve
 from rollout_service.testing.sglang_engine import ScriptedEngine
 
 MODEL = policy_folder("calc-tuned")
@@ -93,10 +94,7 @@ class TimedEngine(ScriptedEngine):
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
-        super().__init__(
-            OneTurn(command), latency=latency, vocab_size=vocab_size, model_path=MODEL, host=host, port=port
-        )
+        super().__init__(OneTurn(command), latency=latency, model_path=MODEL, host=host, port=port)
         self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     async def _take_time(self, turn: EngineTurn) -> None:
@@ -152,11 +150,7 @@ async def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="port to listen at; 0 takes a free one")
     given = parser.parse_args()
     timed = TimedEngine(given.record, latency=given.delay, command=given.command, host=given.host, port=given.port)
-    async with timed as engine:
-        draft = given.address.with_suffix(".draft")
-        draft.write_text(engine.url)
-        draft.replace(given.address)
-        await engine.died.wait()
+    await serve(timed, address=given.address)
 
 
 if __name__ == "__main__":

@@ -112,14 +112,17 @@ async def probes(provider: SandboxProvider) -> AsyncIterator[Probes]:
         tasks.cancel_scope.cancel()
 
 
+def in_shell(command: str) -> Callable[[Sandbox], Awaitable[object]]:
+    """Return an attack that runs a command in the sandbox's bash."""
+
+    async def attack(sandbox: Sandbox) -> object:
+        return await (await sandbox.bash()).run(command, timeout=ATTACK_SECONDS)
+
+    return attack
+
+
 def attacks() -> dict[str, Callable[[Sandbox], Awaitable[object]]]:
     """Return the attacks by name; each runs once per call."""
-
-    def in_shell(command: str) -> Callable[[Sandbox], Awaitable[object]]:
-        async def attack(sandbox: Sandbox) -> object:
-            return await (await sandbox.bash()).run(command, timeout=ATTACK_SECONDS)
-
-        return attack
 
     def in_kernel(code: str) -> Callable[[Sandbox], Awaitable[object]]:
         async def attack(sandbox: Sandbox) -> object:

@@ -79,7 +79,8 @@ async def bench(folder: Path, *, latency: float, hold: float, slots: int, worker
         f"rollout_queue = 64\nrollout_workers = {workers}\nevaluate_workers = 64\nsubagent_slots = {slots}\n"
         "[sandboxes.pressure]\nenabled = false\n"
     )
-    os.environ["PYTHONPATH"] = str(HERE / "environments" / "delegation")  # the service is a child of this process
+    plug_in, path = str(HERE / "environments" / "delegation"), os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{plug_in}{os.pathsep}{path}"  # the service is a child of this process
     script = [str(HERE / "programs" / "delegation_engines.py"), "--address", str(address)]
     script += ["--latency", str(latency), "--hold", str(hold)]
     flags = ["--config", str(config), "--engine", "none", "--log-level", "warning"]

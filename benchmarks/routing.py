@@ -24,7 +24,7 @@ import re
 import statistics
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -120,14 +120,19 @@ async def simulated(setting: Setting) -> AsyncIterator[list[str]]:
 
 
 @asynccontextmanager
-async def real(setting: Setting) -> AsyncIterator[list[str]]:
-    """Start real SGLang servers on the CPU."""
-    servers = [SGLangCpuServer(MODEL, kv_tokens=setting.kv_tokens) for _ in range(setting.engines)]
+async def servers_of(model: Path, count: int, kv_tokens: int) -> AsyncIterator[list[str]]:
+    """Start real SGLang servers on the CPU at once."""
+    servers = [SGLangCpuServer(model, kv_tokens=kv_tokens) for _ in range(count)]
     async with AsyncExitStack() as stack:
         async with anyio.create_task_group() as starts:
             for server in servers:
                 starts.start_soon(stack.enter_async_context, server)
         yield [server.url for server in servers]
+
+
+def real(setting: Setting) -> AbstractAsyncContextManager[list[str]]:
+    """Start the real engines of a setting."""
+    return servers_of(MODEL, setting.engines, setting.kv_tokens)
 
 
 async def measure(setting: Setting, urls: Sequence[str], policy: str, seed: int) -> Outcome:

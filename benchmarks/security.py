@@ -26,7 +26,7 @@ import anyio.to_thread
 from common import HERE, Options, report, run
 
 sys.path.insert(0, str(HERE.parent))  # the attacks are the tests' own
-from neighbors import ATTACK_SECONDS, LIMITS, ROUNDS, SHELL, probes, ratios
+from neighbors import LIMITS, ROUNDS, SHELL, in_shell, probes, ratios
 
 from rollout_service.authoring.attacks import SCRIPTS, Attack, AttackVerdict, attack_environment
 from rollout_service.cli.env.check import load_environment
@@ -272,19 +272,12 @@ def resource_attacks() -> dict[str, Callable[[Sandbox], Awaitable[object]]]:
     def of_program(code: str) -> Callable[[Sandbox], Awaitable[object]]:
         async def attack(sandbox: Sandbox) -> object:
             await sandbox.write_file("/tmp/attack.py", AGAIN + code)
-            again = "for i in 1 2 3 4; do python3 /tmp/attack.py & done; wait"
-            return await (await sandbox.bash()).run(again, timeout=ATTACK_SECONDS)
-
-        return attack
-
-    def of_command(command: str) -> Callable[[Sandbox], Awaitable[object]]:
-        async def attack(sandbox: Sandbox) -> object:
-            return await (await sandbox.bash()).run(command, timeout=ATTACK_SECONDS)
+            return await in_shell("for i in 1 2 3 4; do python3 /tmp/attack.py & done; wait")(sandbox)
 
         return attack
 
     return {name: of_program(code) for name, code in PROGRAMS.items()} | {
-        name: of_command(SHELL[command]) for name, command in COMMANDS.items()
+        name: in_shell(SHELL[command]) for name, command in COMMANDS.items()
     }
 
 

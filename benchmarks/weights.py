@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from typing import Any
 
 import anyio
 from common import HERE, Options, report, run
+from routing import servers_of
 
 from api_schemas.inference import PauseMode, PoolOutcome
 from rollout_service.engines.contract import (
@@ -46,7 +47,7 @@ from rollout_service.engines.contract import (
 )
 from rollout_service.engines.kinds.registry import Connect, EngineKinds
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
-from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT, SGLangCpuServer
+from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
@@ -55,6 +56,7 @@ from rollout_service.testing import write_random_checkpoint
 RECOMPUTE = HERE.parent / "tests" / "support" / "engines" / "recompute_logprobs.py"
 BASE_ID_LENGTH = 32  # the part of a request id that its attempts share
 VOCABULARY = range(3, 250)
+KV_TOKENS = 40_000
 AIMS = {
     "lost_tokens": "0",
     "duplicated_tokens": "0",
@@ -275,11 +277,6 @@ async def rolling(urls: Sequence[str], rollouts: int, record: Record) -> AsyncIt
             tasks.cancel_scope.cancel()
 
 
-def p50(values: Sequence[float]) -> float:
-    """Return the median."""
-    return statistics.median(values)
-
-
 def figures_of(updates: Sequence[Update], record: Record, prefix: str = "") -> dict[str, float | int | None]:
     """Return the figures of one phase."""
     lost, duplicated = account(record)
@@ -291,26 +288,15 @@ def figures_of(updates: Sequence[Update], record: Record, prefix: str = "") -> d
         "turns": len(record.turns),
         "turns_of_several_versions": split,
         "tokens": sum(len(answer.output_ids) for _, answer in record.turns),
-        "held_requests_p50": p50([update.outcome.held for update in updates]),
-        "held_ms_p50": p50([update.held_ms for update in updates]),
-        "stall_ms_p50": p50([update.stall_ms for update in updates]),
+        "held_requests_p50": statistics.median([update.outcome.held for update in updates]),
+        "held_ms_p50": statistics.median([update.held_ms for update in updates]),
+        "stall_ms_p50": statistics.median([update.stall_ms for update in updates]),
         "stall_ms_max": max(update.stall_ms for update in updates),
-        "engine_ms_p50": p50([update.engine_ms for update in updates]),
+        "engine_ms_p50": statistics.median([update.engine_ms for update in updates]),
     }
     for step in ("pause", "load", "resume"):
-        figures[f"{step}_ms_p50"] = p50([update.step_ms(step) for update in updates])
+        figures[f"{step}_ms_p50"] = statistics.median([update.step_ms(step) for update in updates])
     return {prefix + name: value for name, value in figures.items()}
-
-
-@asynccontextmanager
-async def engines(model: Path, count: int) -> AsyncIterator[list[str]]:
-    """Start the engines concurrently."""
-    servers = [SGLangCpuServer(model, kv_tokens=40_000) for _ in range(count)]
-    async with AsyncExitStack() as stack:
-        async with anyio.create_task_group() as tasks:
-            for server in servers:
-                tasks.start_soon(stack.enter_async_context, server)
-        yield [server.url for server in servers]
 
 
 async def main(options: Options) -> None:
@@ -321,7 +307,7 @@ async def main(options: Options) -> None:
         count = 1 + setting.updates + setting.in_place
         models = [write_random_checkpoint(Path(folder, str(seed)), seed=seed) for seed in range(count)]
         versions = dict(enumerate(models))
-        async with engines(models[0], setting.engines) as urls:
+        async with servers_of(models[0], setting.engines, KV_TOKENS) as urls:
             async with rolling(urls, setting.rollouts, exact) as pool:
                 wanted = {version: versions[version] for version in range(1, 1 + setting.updates)}
                 updates = await update_often(pool, exact, wanted, PauseMode.ABORT, setting.interval)

@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import anyio
@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 
 from rollout_service.agents.parallel.tools import ASSIGN, CREATE, created_text
 from rollout_service.engines.shipped import policy_folder
-from rollout_service.testing import Reply, Script, ScriptedEngine
+from rollout_service.testing import Reply, ScriptedEngine
+from rollout_service.testing.serving import serve
 
 MODEL = policy_folder("calc-tuned")
 CONTEXT_LENGTH = 1_000_000
@@ -73,14 +74,6 @@ def _call(tool: str, /, **arguments: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
 
 
-def engine(script: Script, latency: float) -> ScriptedEngine:
-    """Return an engine that answers by a script."""
-    vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
-    return ScriptedEngine(
-        script, latency=latency, vocab_size=vocab_size, model_path=MODEL, context_length=CONTEXT_LENGTH
-    )
-
-
 async def main() -> None:
     """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description="Run the engines of agents and of their sub-agents.")
@@ -89,14 +82,12 @@ async def main() -> None:
     parser.add_argument("--hold", type=float, required=True, help="the same for tasks that keep slots busy")
     given = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    async with (
-        engine(Delegating(tokenizer), 0.0) as policy,
-        engine(Working(tokenizer, given.hold), given.latency) as frozen,
-    ):
-        draft = given.address.with_suffix(".draft")
-        draft.write_text(f"{policy.url}\n{frozen.url}\n")
-        draft.replace(given.address)
-        await policy.died.wait()
+    engine = partial(ScriptedEngine, model_path=MODEL, context_length=CONTEXT_LENGTH)
+    await serve(
+        engine(Delegating(tokenizer), latency=0.0),
+        engine(Working(tokenizer, given.hold), latency=given.latency),
+        address=given.address,
+    )
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from rollout_service.testing.engine_turn import (
     Fault,
     ScriptedRequest,
 )
+from rollout_service.testing.serving import serve
 from rollout_service.testing.sglang_engine import json_answer
 
 MODEL = policy_folder("calc-tuned")
@@ -75,14 +76,7 @@ class RecordingEngine(ScriptedEngine):
 
     def __init__(self, record: Path, latency: float) -> None:
         self._numbered = NumberedCalls()
-        vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
-        super().__init__(
-            self._numbered,
-            latency=latency,
-            vocab_size=vocab_size,
-            model_path=MODEL,
-            context_length=CONTEXT_LENGTH,
-        )
+        super().__init__(self._numbered, latency=latency, model_path=MODEL, context_length=CONTEXT_LENGTH)
         self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._calls = 0
 
@@ -137,11 +131,7 @@ async def main() -> None:
     parser.add_argument("--record", type=Path, required=True, help="append the sampled ids to this file")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds per turn")
     given = parser.parse_args()
-    async with RecordingEngine(given.record, given.latency) as engine:
-        draft = given.address.with_suffix(".draft")
-        draft.write_text(engine.url)
-        draft.replace(given.address)
-        await engine.died.wait()
+    await serve(RecordingEngine(given.record, given.latency), address=given.address)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import anyio
 from aiohttp import web
 
 from rollout_service.testing import Counting, Hardware, Reply, ScriptedEngine
+from rollout_service.testing.serving import serve
 
 
 class Counted:
@@ -59,11 +60,7 @@ async def main() -> None:
         prefill_seconds=usual.prefill_seconds * given.time_scale,
         decode_seconds=usual.decode_seconds * given.time_scale,
     )
-    async with MeteredEngine(hardware, given.vocab_size) as engine:
-        draft = given.address.with_suffix(".draft")
-        draft.write_text(engine.url)
-        draft.replace(given.address)
-        await engine.died.wait()
+    await serve(MeteredEngine(hardware, given.vocab_size), address=given.address)
 
 
 if __name__ == "__main__":

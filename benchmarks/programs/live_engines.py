@@ -9,17 +9,18 @@ Run: python benchmarks/programs/live_engines.py --address FILE --latency SECONDS
 from __future__ import annotations
 
 import argparse
-import json
 import zlib
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio
 from tokenizers import Tokenizer
 
 from rollout_service.engines.shipped import policy_folder
-from rollout_service.testing import Reply, Script, ScriptedEngine
+from rollout_service.testing import Reply, ScriptedEngine
+from rollout_service.testing.serving import serve
 
 MODEL = policy_folder("calc-tuned")
 CONTEXT_LENGTH = 1_000_000
@@ -63,14 +64,6 @@ class Verdicts:
         return Reply(self._votes[zlib.crc32(array("i", input_ids).tobytes()) % 2])
 
 
-def engine(script: Script, latency: float) -> ScriptedEngine:
-    """Return an engine that answers by a script."""
-    vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
-    return ScriptedEngine(
-        script, latency=latency, vocab_size=vocab_size, model_path=MODEL, context_length=CONTEXT_LENGTH
-    )
-
-
 async def main() -> None:
     """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description="Run the engines of a policy and of its judge.")
@@ -79,14 +72,12 @@ async def main() -> None:
     parser.add_argument("--judge-latency", type=float, required=True, help="seconds per vote")
     given = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    async with (
-        engine(Answers(tokenizer), given.latency) as policy,
-        engine(Verdicts(tokenizer), given.judge_latency) as judge,
-    ):
-        draft = given.address.with_suffix(".draft")
-        draft.write_text(f"{policy.url}\n{judge.url}\n")
-        draft.replace(given.address)
-        await policy.died.wait()
+    engine = partial(ScriptedEngine, model_path=MODEL, context_length=CONTEXT_LENGTH)
+    await serve(
+        engine(Answers(tokenizer), latency=given.latency),
+        engine(Verdicts(tokenizer), latency=given.judge_latency),
+        address=given.address,
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ two turns is a rest, which is long enough to save the turn before: with a real e
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
@@ -39,8 +38,7 @@ class HeldEngine(ScriptedEngine):
     """Holds each answer back until it is released, and measures the time from the answer to the next request."""
 
     def __init__(self) -> None:
-        vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
-        super().__init__(OneTurn(), vocab_size=vocab_size, model_path=MODEL)
+        super().__init__(OneTurn(), model_path=MODEL)
         self.is_holding = False
         """Whether answers are held back yet: a service first checks its engine."""
         self._asked = anyio.Event()

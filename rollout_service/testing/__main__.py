@@ -1,6 +1,7 @@
 """Runs a scripted engine as a process: `python -m rollout_service.testing`."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing.script import Replies
+from rollout_service.testing.serving import serve
 from rollout_service.testing.sglang_engine import ScriptedEngine
 
 _SHIPPED_POLICY = policy_folder("calc-tuned")
@@ -41,17 +43,7 @@ def main(
         port=port,
     )
     engine.spread = spread
-    anyio.run(_serve, engine, address, port_file, backend_options={"use_uvloop": True})
-
-
-async def _serve(engine: ScriptedEngine, address: Path | None, port_file: Path | None) -> None:
-    async with engine:
-        for file, text in ((address, engine.url), (port_file, engine.url.rpartition(":")[2])):
-            if file is not None:
-                partial = anyio.Path(file).with_name(f"{file.name}.partial")
-                await partial.write_text(text)
-                await partial.replace(file)
-        await engine.died.wait()
+    anyio.run(partial(serve, engine, address=address, port_file=port_file), backend_options={"use_uvloop": True})
 
 
 if __name__ == "__main__":
