@@ -90,11 +90,6 @@ class Trainer:
         return [str(one) for line in self._lines(BATCHES, "acknowledged") for one in line["rollouts"]]
 
     @property
-    def masked(self) -> int:
-        """How many of them do not count."""
-        return sum(line["masked"] for line in self._lines(BATCHES, "acknowledged"))
-
-    @property
     def submitted(self) -> list[str]:
         """The rollouts that it submitted."""
         return [str(line["submitted"]) for line in self._lines(RESULTS, "submitted")]
@@ -225,7 +220,7 @@ async def delivered(cluster: Cluster, trainer: Trainer) -> dict[str, float | int
     sys.stderr.write(f"duplicated: {duplicated}\n")
     return {
         "lost": int(batches["lost"] or 0) + len(set(trainer.submitted) - set(given)),
-        "failed": len(wrong) + trainer.masked,
+        "failed": len(wrong) + int(batches["failed"] or 0),
         "duplicated": sum(duplicated.values()),
         "rollouts": len(results),
         "rollouts_of_groups": len(set(of_groups)),

@@ -10,6 +10,7 @@ disk. After the last kill, the run is ended and drained. Then the ids on both si
 
 - `lost`: tasks that the cursor has passed but that were neither acknowledged nor cancelled when the run was ended, and
   batches that the trainer saw acknowledged but the service does not record as such;
+- `failed`: rollouts in acknowledged batches that do not count, since they failed;
 - `duplicated`: groups that came again after the trainer saw them acknowledged, or were acknowledged in two batches.
 """
 
@@ -61,6 +62,8 @@ class Ledger:
     acknowledged: dict[str, list[int]] = field(default_factory=dict)
     came_again: int = 0
     """Groups that came after the trainer saw them acknowledged."""
+    masked: int = 0
+    """Rollouts in acknowledged batches that do not count."""
     delivered_again: int = 0
     """Batches that came more than once, as they should when they were not acknowledged."""
 
@@ -80,6 +83,7 @@ class Ledger:
         groups = [int(str(number)) for number in entry["groups"]] if isinstance(entry["groups"], list) else []
         if "acknowledged" in entry:
             self.acknowledged[str(entry["acknowledged"])] = groups
+            self.masked += int(str(entry["masked"]))
             return
         settled = {number for numbers in self.acknowledged.values() for number in numbers}
         self.came_again += len(settled & set(groups))
@@ -206,7 +210,7 @@ async def main(given: Options) -> None:
         given,
         {"seed": seed, "store": kind},
         figures,
-        {"lost": "0", "duplicated": "0"},
+        dict.fromkeys(("lost", "failed", "duplicated"), "0"),
     )
 
 
@@ -234,6 +238,7 @@ async def compare(ledger: Ledger, store: Store) -> dict[str, float | int | None]
     by_trainer = Counter(number for numbers in ledger.acknowledged.values() for number in numbers)
     return {
         "lost": len(skipped) + len(set(by_trainer) - by_service),
+        "failed": ledger.masked,
         "duplicated": ledger.came_again + sum(count - 1 for count in by_trainer.values()),
         "groups_acknowledged": len(by_service),
         "batches_delivered_again": ledger.delivered_again,

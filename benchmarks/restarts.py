@@ -6,6 +6,7 @@ Run: python benchmarks/restarts.py [--json FILE] [--quick | --smoke]
 is stopped with SIGTERM and started again on the same port, over and over. Finally the ids on all sides are compared:
 
 - `lost`: rollouts for which `submit` has no result, and groups that neither the trainer nor the service has settled;
+- `failed`: rollouts that ended in another way than they should;
 - `duplicated`: results that `submit` wrote twice, and groups that came again after they were acknowledged;
 - `client_failures`: clients that did not end with success.
 
@@ -49,7 +50,7 @@ LONGEST_SECONDS = 2.0
 PROGRESS_SECONDS = 120.0
 END_SECONDS = 600.0
 SHOWN = 4_000
-"""The number of characters shown of a failed client's log."""
+"""The number of characters shown of a failed client's log, and of a traceback of the service."""
 CONFIG = f"""
 [pipeline]
 init_workers = 16
@@ -168,7 +169,7 @@ async def main(given: Options) -> None:
             failures = await attached.failures()
         figures = await count(attached, failures)
     settings = {"seed": seed, "in_flight": IN_FLIGHT, "drain_seconds": DRAIN_SECONDS}
-    aims = dict.fromkeys(("lost", "duplicated", "client_failures", "tracebacks"), "0")
+    aims = dict.fromkeys(("lost", "failed", "duplicated", "client_failures", "tracebacks"), "0")
     aims["shutdown_seconds_max"] = f"<= {DRAIN_SECONDS + LAST_SECONDS:g}"
     report("SIGTERM at random moments", given, settings, figures, aims)
 
@@ -185,14 +186,20 @@ async def count(attached: Attached, failures: int) -> dict[str, float | int | No
     async with await SqliteStore.open(attached.path("state") / "rollouts.sqlite3") as store:
         batches = await compare(Ledger.read(attached.path("ledger.jsonl")), store)
     lines = attached.path("results.jsonl").read_text().splitlines()
-    results = Counter(json.loads(line)["rollout_id"] for line in lines)
+    rollouts = [json.loads(line) for line in lines]
+    results = Counter(rollout["rollout_id"] for rollout in rollouts)
+    failed = sum(rollout["state"] != "completed" for rollout in rollouts)
     ordered = attached.rounds * ORDERS_PER_ROUND
+    log = attached.path("service.log").read_text()
+    if (begin := log.find("Traceback")) >= 0:
+        sys.stderr.write(f"service: {log[begin : begin + SHOWN]}\n")
     return {
         "restarts": len(attached.stops),
         "lost": int(batches["lost"] or 0) + ordered - len(results),
+        "failed": int(batches["failed"] or 0) + failed,
         "duplicated": int(batches["duplicated"] or 0) + len(lines) - len(results),
         "client_failures": failures,
-        "tracebacks": attached.path("service.log").read_text().count("Traceback"),
+        "tracebacks": log.count("Traceback"),
         "shutdown_seconds_median": statistics.median(attached.stops),
         "shutdown_seconds_max": max(attached.stops),
         "results": len(results),

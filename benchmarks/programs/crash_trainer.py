@@ -28,7 +28,8 @@ def main(url: str, run_id: str, ledger: Path) -> None:
             write(file, {"got": batch.batch_id, "groups": groups, "delivery": batch.batch.delivery})
             time.sleep(random.uniform(0, STEP_SECONDS))
             batch.ack()
-            write(file, {"acknowledged": batch.batch_id, "groups": groups})
+            masked = sum(not sample.usable for group in batch.groups for sample in group.samples)
+            write(file, {"acknowledged": batch.batch_id, "groups": groups, "masked": masked})
 
 
 def write(file: TextIO, entry: dict[str, object]) -> None:

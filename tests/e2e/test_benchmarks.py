@@ -106,7 +106,7 @@ KILLED = (
     zero("lost", "failed", "torn", "duplicated", "left_on_frozen", "sandboxes_left"),
     positive("in_wave_min", "begun_again"),
 )
-CRASHED = (zero("lost", "duplicated"), positive("groups_acknowledged"))
+CRASHED = (zero("lost", "failed", "duplicated"), positive("groups_acknowledged"))
 
 UNBROKEN = (
     zero("lost", "failed", "duplicated", "leftovers"),
@@ -149,7 +149,7 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case(
             (),
             (
-                zero("lost", "duplicated", "client_failures", "tracebacks"),
+                zero("lost", "failed", "duplicated", "client_failures", "tracebacks"),
                 positive("groups_acknowledged"),
                 stops_in_time,
             ),
