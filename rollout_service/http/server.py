@@ -187,6 +187,8 @@ class Server(uvicorn.Server):
                 await self._connect(connection, lambda: protocol)
         except OSError as error:  # a failed handshake, or a peer that is gone
             log.debug("connection failed while opening", peer=address, error=str(error))
+        if scope.cancel_called and protocol.opened:
+            protocol.transport.abort()
         if not protocol.opened:
             self._observe("handshake_failed")
             slot.release()
@@ -199,7 +201,8 @@ class Server(uvicorn.Server):
         for option, value in KEEP_ALIVE:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         if (context := self.config.ssl) is None:
-            await loop.connect_accepted_socket(factory, connection)
+            with anyio.CancelScope(shield=True):  # it takes no time, and uvloop would not tell the protocol of its end
+                await loop.connect_accepted_socket(factory, connection)
             return
         limit = self._limits.head_seconds
         await loop.connect_accepted_socket(
