@@ -19,7 +19,7 @@ from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.figures import RunParallel
 from api_schemas.runs import RunRequest, RunState
 from api_schemas.tasks import Task
-from rollout_service.base.errors import StoreError, describe
+from rollout_service.base.errors import ConflictError, StoreError, describe
 from rollout_service.groups import FairScheduler, FilterChain, FilterRegistry, parallel_figures, require_outcome_filters
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs.dataset import Reopen, RunTasks
@@ -250,7 +250,10 @@ class RunManager:
     async def _pause(self, run: RunRecord, error: Exception) -> RunRecord:
         info = describe(error)
         state = RunState.PAUSED if run.state is RunState.RUNNING else None
-        stopped = await self._runs.update(run.run_id, state=state, problem=info)
+        try:
+            stopped = await self._runs.update(run.run_id, state=state, problem=info)
+        except ConflictError:  # it has ended meanwhile, so the next step settles it in that state
+            return run
         self._tasks.pop(run.run_id, None)
         self._metrics.count_stopped_run(info)
         log.error(

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
+import anyio.from_thread
 import pytest
 from pydantic import JsonValue
 from structlog.testing import capture_logs
@@ -32,7 +33,7 @@ from rollout_service.base.errors import InvalidFieldError, NotFoundError, Record
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.episodes import Episode, Score
-from rollout_service.runs import Delivery
+from rollout_service.runs import Delivery, RunOverError
 from rollout_service.runs.api import RunExporter, RunService
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.planning import RunStoppedError
@@ -385,6 +386,29 @@ async def test_tasks_of_a_split_of_the_environments_own_data_set():
         groups = [group for batch in await it.all() for group in batch.groups]
         assert {group.task.environment for group in groups} == {"numbers"}
         assert sorted(group.task.instance["n"] for group in groups) == [9, 9, 19, 19, 29, 29, 39, 39]
+
+
+async def test_a_run_that_ends_while_its_changed_source_is_read_stops_no_other():
+    async with bench(by_sample) as it:
+
+        class EndsItsRun(Numbers):
+            def dataset(self) -> list[dict[str, JsonValue]]:
+                anyio.from_thread.run(end)
+                return []
+
+        async def end() -> None:
+            await it.store.runs.update("a", state=RunState.ENDED)
+
+        it.environments["numbers"] = Numbers()
+        source = DatasetTasks(environment="numbers", split="train")
+        tasks = open_dataset(source, it.environments["numbers"])
+        it.environments["numbers"] = EndsItsRun()
+        request = RunRequest(run_id="a", source=source, batch_size=2)
+        await it.store.runs.create(request, tasks=len(tasks), digest=tasks.digest, version=0)
+        with pytest.raises(RunOverError):
+            await it.lease()
+        await it.create("b")
+        assert await it.next("b")
 
 
 @pytest.mark.slow
