@@ -28,7 +28,7 @@ async def follow_events(
 ) -> AsyncGenerator[Event]:
     """Yield events, from `after` on if it is given; without end, or up to the newest one.
 
-    A lost connection is resumed after the last event seen or, before the first, where the server began.
+    A lost connection is resumed where the stream had come to, with or without an event.
     """
     last, patience = None if after is None else str(after), connection.patience()
     query = dict(query) if follow else {**query, "follow": ["false"]}
@@ -40,7 +40,7 @@ async def follow_events(
                 for number, event in events:
                     last = number
                     yield event
-                last = reached if last is None else last
+                last = reached or last
             if not follow:
                 return
             raise httpx.RemoteProtocolError("the server ended the stream")

@@ -218,8 +218,7 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
         """Yield events as they happen, without end; from `after` on when it is given, each once and in order.
 
         `kinds` and `subjects` choose among them. Without `follow`, it ends after those that there are by now. A lost
-        connection is resumed after the last event seen or, before the first, where the server began. Close it with
-        `contextlib.aclosing`.
+        connection is resumed where the stream had come to. Close it with `contextlib.aclosing`.
 
         Raises:
             InvalidRequestError: There is no such kind.

@@ -487,6 +487,17 @@ async def test_events_resume_where_the_stream_began_before_the_first_one():
     assert [sent.headers.get("last-event-id") for sent in seen] == [None, "41", "41"]
 
 
+async def test_events_resume_where_the_stream_has_come_to_without_events():
+    client, seen = answering(
+        httpx.Response(200, stream=Cut(event(4) + b"id: 9\n\n")),
+        httpx.Response(200, stream=Cut(b"id: 9\n\n" + event(10) + b"id: 7\n\n")),  # the store has lost events
+        httpx.Response(200, content=b"id: 7\n\n" + event(8)),
+    )
+    async with client, aclosing(client.events(after=3, subjects=["r-1"])) as events:
+        assert [(await anext(events)).event_id for _ in range(3)] == [4, 10, 8]
+    assert [sent.headers.get("last-event-id") for sent in seen] == ["3", "9", "7"]
+
+
 class Quiet(Cut):
     """An event stream with long pauses that breaks off."""
 
