@@ -168,8 +168,8 @@ class Service:
             )
         return tree
 
-    async def wait(self, rollout_id: str, seconds: float) -> Rollout | None:
-        """Return the whole result; None if the rollout does not end in time.
+    async def wait(self, rollout_id: str, seconds: float, *, trajectory: bool = True) -> Rollout | None:
+        """Return the result; None if the rollout does not end in time.
 
         Raises:
             ShuttingDownError: The shutdown began first.
@@ -177,7 +177,7 @@ class Service:
 
         async def ended() -> Rollout:
             await self.store.wait_for_result(rollout_id)
-            return await self.get(rollout_id, trajectory=True)
+            return await self.get(rollout_id, trajectory=trajectory)
 
         with anyio.move_on_after(seconds):
             return await self.shutdown.until_begun(ended)

@@ -138,10 +138,8 @@ async def get_rollout(
             return elsewhere
         rollout = await service.get(rollout_id)
     elif wait and not rollout.state.terminal:
-        ended = await cancel_on_disconnect(http.receive, lambda: service.wait(rollout_id, wait))
+        ended = await cancel_on_disconnect(http.receive, lambda: service.wait(rollout_id, wait, trajectory=trajectory))
         rollout = ended or await service.get(rollout_id, trajectory=trajectory)
-        if not trajectory:
-            rollout = rollout.model_copy(update={"trajectory": None})
     if rollout.access is not None and not role_of(http).allows(Role.SUBMIT):
         rollout = rollout.model_copy(update={"access": None})
     return as_json(rollout)
