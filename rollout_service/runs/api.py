@@ -126,11 +126,10 @@ class RunService:
 
     async def _check_tasks(self, tasks: list[Task], field: str) -> None:
         environments: dict[str, Environment] = {}
-        for number, task in enumerate(tasks):
-            with prefix_field_paths(f"{field}.{number}"):
-                if task.environment not in environments:
-                    environments[task.environment] = await self._find(task.environment)
-                environments[task.environment].check(task.instance)
+        for name, path in _environments_of(tasks, field).items():
+            with prefix_field_paths(path.removesuffix(".environment")):
+                environments[name] = await self._find(name)
+        await anyio.to_thread.run_sync(_check_instances, tasks, environments, field)
 
     async def _check_fit(self, request: RunRequest, environments: Mapping[str, str]) -> None:
         """Refuse environments that cannot do what the run asks for; `environments` has their paths by name."""
@@ -217,6 +216,13 @@ class RunService:
             created_at=run.created_at,
             ended_at=run.changed_at if over else None,
         )
+
+
+def _check_instances(tasks: Sequence[Task], environments: Mapping[str, Environment], field: str) -> None:
+    """Check all instances; call it in a thread, since tens of thousands take seconds."""
+    for number, task in enumerate(tasks):
+        with prefix_field_paths(f"{field}.{number}"):
+            environments[task.environment].check(task.instance)
 
 
 def _why_no_subagents(environment: Environment) -> str | None:

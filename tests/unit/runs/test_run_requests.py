@@ -1,0 +1,70 @@
+"""Requests about runs, as callers send them."""
+
+import threading
+
+import pytest
+from pydantic import JsonValue
+
+from api_schemas.runs import AppendTasks, InlineTasks, RunRequest
+from api_schemas.tasks import Task
+from rollout_service.base.errors import InvalidFieldError
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.episodes import Episode, Score
+from rollout_service.http.keyring import Role
+from rollout_service.runs.api import RunService
+from tests.support.run_bench import Bench, bench
+
+
+class Positive(AgentEnvironment):
+    """An environment that takes positive numbers, and notes where it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(EnvironmentSpec(name="numbers", prompt="{{ instance.n }}"))
+        self.asked_in: set[threading.Thread] = set()
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        self.asked_in.add(threading.current_thread())
+        if instance["n"] <= 0:
+            raise InvalidFieldError.at("instance.n", "it is not positive")
+
+    async def evaluate(self, episode: Episode) -> Score:
+        raise NotImplementedError
+
+
+def service(it: Bench, environment: Positive) -> RunService:
+    async def find(name: str) -> Positive:
+        if name != environment.spec.name:
+            raise InvalidFieldError.at("environment", "there is none")
+        return environment
+
+    return RunService(it.store.runs, lambda _: it.manager, check_environment=find, check_pool=lambda _: None)
+
+
+def task(n: int, environment: str = "numbers") -> Task:
+    return Task(environment=environment, instance={"n": n})
+
+
+@pytest.mark.parametrize(
+    ("tasks", "path"),
+    [([task(1), task(2), task(0)], "2.instance.n"), ([task(1), task(2, "letters")], "1.environment")],
+)
+async def test_a_task_at_fault_is_named_by_its_place(tasks, path):
+    async with bench() as it:
+        runs = service(it, Positive())
+        with pytest.raises(InvalidFieldError, match=rf"^body\.source\.tasks\.{path}: "):
+            await runs.create(RunRequest(run_id="a", source=InlineTasks(tasks=tasks), batch_size=1), Role.ADMIN)
+        await it.create(source=InlineTasks(open=True))
+        with pytest.raises(InvalidFieldError, match=rf"^body\.tasks\.{path}: "):
+            await runs.append("a", AppendTasks(tasks=tasks))
+
+
+async def test_the_tasks_of_a_request_are_checked_in_a_thread():
+    async with bench() as it:
+        environment = Positive()
+        runs = service(it, environment)
+        source = InlineTasks(tasks=[task(1)], open=True)
+        await runs.create(RunRequest(run_id="a", source=source, batch_size=1), Role.ADMIN)
+        await runs.append("a", AppendTasks(tasks=[task(2)]))
+    assert environment.asked_in
+    assert threading.main_thread() not in environment.asked_in
