@@ -83,6 +83,8 @@ class RunService:
             NoBackendError: The pool has no backend.
             ConflictError: The id is taken by a different request.
         """
+        if (known := await self._known(request)) is not None:
+            return known, False
         self._manager_of(request.run_id or "").chain(request)
         check_trained_pool(request.pool)
         check_sampling(request.sampling)
@@ -103,6 +105,15 @@ class RunService:
             for warning in view.warnings:
                 log.warning("a run may not do what it is meant to do", run=record.run_id, warning=warning)
         return view, new
+
+    async def _known(self, request: RunRequest) -> Run | None:
+        """Return the run that the same request has created, whatever became of its file or its pool since."""
+        try:
+            run = await self._runs.get(request.run_id or "")
+        except NotFoundError:
+            return None
+        run, _ = await self._runs.create(request, tasks=run.tasks, digest=run.digest, version=request.version)
+        return self.view(run)
 
     async def _find(self, name: str) -> Environment:
         """Return an environment whose image and whose sub-agents' pool can be used."""

@@ -5,9 +5,9 @@ import threading
 import pytest
 from pydantic import JsonValue
 
-from api_schemas.runs import AppendTasks, InlineTasks, RunRequest
+from api_schemas.runs import AppendTasks, FileTasks, InlineTasks, RunRequest
 from api_schemas.tasks import Task
-from rollout_service.base.errors import InvalidFieldError
+from rollout_service.base.errors import ConflictError, InvalidFieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Episode, Score
@@ -68,3 +68,17 @@ async def test_the_tasks_of_a_request_are_checked_in_a_thread():
         await runs.append("a", AppendTasks(tasks=[task(2)]))
     assert environment.asked_in
     assert threading.main_thread() not in environment.asked_in
+
+
+async def test_a_run_is_there_for_whoever_creates_it_again_whatever_became_of_its_file(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"n": 1}\n')
+    async with bench() as it:
+        runs = service(it, Positive())
+        request = RunRequest(run_id="a", source=FileTasks(path=str(file), environment="numbers"), batch_size=1)
+        created, is_new = await runs.create(request, Role.ADMIN)
+        file.unlink()
+        again, is_new_again = await runs.create(request, Role.ADMIN)
+        assert (created.run_id, is_new, again.tasks, is_new_again) == ("a", True, 1, False)
+        with pytest.raises(ConflictError):
+            await runs.create(request.model_copy(update={"group_size": 2}), Role.ADMIN)
