@@ -20,6 +20,7 @@ from rollout_service.base.errors import (
     ConflictError,
     InvalidFieldError,
     NotFoundError,
+    ServiceError,
     StoreError,
     prefix_field_paths,
 )
@@ -92,7 +93,7 @@ class Service:
     shutdown: Shutdown
 
     async def submit(self, request: RolloutRequest) -> Rollout:
-        """Check and store a request durably.
+        """Store a request durably, whose `rollout_id` must be set; check it first, unless it is stored already.
 
         Raises:
             InvalidFieldError: A field cannot be used.
@@ -100,6 +101,15 @@ class Service:
             ConflictError: Another request has the same id.
             StoreError: The store cannot be written.
         """
+        try:
+            await self._check(request)
+        except ServiceError:  # what it needs may be gone since it was submitted
+            if await self.store.get(request.rollout_id or "") is None:
+                raise
+        rollout, _ = await self.store.submit(request)
+        return rollout
+
+    async def _check(self, request: RolloutRequest) -> None:
         check_sampling(request.sampling)
         with prefix_field_paths("body.task"):
             environment = await self._check_task(request.task)
@@ -108,14 +118,10 @@ class Service:
         self.serving.check(request.pool)
         if request.branch_of is not None:
             await self._check_branch(request, request.branch_of, environment)
-        rollout, _ = await self.store.submit(request)
-        return rollout
 
     async def _check_branch(
         self, request: RolloutRequest, branch: BranchPoint, environment: Environment | None
     ) -> None:
-        if request.rollout_id is not None and await self.store.get(request.rollout_id) is not None:
-            return  # it was submitted before, and the earlier rollout may be gone since
         try:
             if environment is not None:
                 check_branch(request, environment)
