@@ -7,7 +7,7 @@ program's failure. The report is about this attempt: if the service has begun an
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, TypedDict
 
 import anyio
@@ -128,23 +128,21 @@ async def wait_for_end(connection: Connection, rollout_id: str) -> wire.Rollout:
 async def open_external(connection: Connection, request: wire.RolloutRequest) -> AsyncGenerator[ExternalRollout]:
     """Submit a rollout, wait until its program may begin, and report its end when the block is left.
 
+    A wait that is given up cancels the rollout; the request must have its id.
+
     Raises:
         RolloutOverError: The rollout ended before.
     """
-    request = request.model_copy(update={"agent": wire.AgentKind.EXTERNAL})
-    body = request.model_dump(mode="json", exclude_defaults=True)
-    rollout = await connection.call(wire.Rollout, "POST", "/v1/rollouts", body)
-    while rollout.access is None:
-        if rollout.state.terminal:
-            raise RolloutOverError(rollout)
-        rollout = await connection.call(
-            wire.Rollout,
-            "GET",
-            f"/v1/rollouts/{rollout.rollout_id}",
-            params={"until": "access"},
-            wait_seconds=LONG_POLL_SECONDS,
-        )
-    external = ExternalRollout(connection, rollout.rollout_id, rollout.task, rollout.access)
+    try:
+        rollout, access = await _begun(connection, request.model_copy(update={"agent": wire.AgentKind.EXTERNAL}))
+    except ClientError:
+        raise
+    except BaseException:
+        # Nobody will drive it, and it would hold a worker until its deadline.
+        with anyio.move_on_after(END_SECONDS, shield=True), suppress(ClientError):
+            await connection.call(None, "DELETE", f"/v1/rollouts/{request.rollout_id}")
+        raise
+    external = ExternalRollout(connection, rollout.rollout_id, rollout.task, access)
     try:
         yield external
     except BaseException as failure:
@@ -153,6 +151,18 @@ async def open_external(connection: Connection, request: wire.RolloutRequest) ->
         raise
     if not external.ended:
         await external.end()
+
+
+async def _begun(connection: Connection, request: wire.RolloutRequest) -> tuple[wire.Rollout, wire.RolloutAccess]:
+    """Submit a rollout, and wait until its program may begin."""
+    body = request.model_dump(mode="json", exclude_defaults=True)
+    rollout = await connection.call(wire.Rollout, "POST", "/v1/rollouts", body)
+    path, params = f"/v1/rollouts/{rollout.rollout_id}", {"until": "access"}
+    while rollout.access is None:
+        if rollout.state.terminal:
+            raise RolloutOverError(rollout)
+        rollout = await connection.call(wire.Rollout, "GET", path, params=params, wait_seconds=LONG_POLL_SECONDS)
+    return rollout, rollout.access
 
 
 async def _report_failure(external: ExternalRollout, failure: BaseException) -> None:

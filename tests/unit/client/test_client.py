@@ -205,6 +205,35 @@ async def test_a_program_that_fails_at_a_files_name_reports_its_failure():
     assert orjson.loads(seen[1].content)["error"] == "FileNotFoundError: ?.txt"
 
 
+@pytest.mark.parametrize("method", ["POST", "GET"])
+async def test_a_program_that_stops_waiting_leaves_no_rollout_without_a_program(method):
+    seen: list[tuple[str, str]] = []
+
+    async def handle(http_request: httpx.Request) -> httpx.Response:
+        seen.append((http_request.method, http_request.url.path))
+        if http_request.method == method:
+            scope.cancel()
+            await anyio.sleep_forever()
+        return (
+            ok(rollout("r-1", RolloutState.QUEUED)) if http_request.method == "POST" else httpx.Response(202, json={})
+        )
+
+    async with RolloutClient(URL, transport=httpx.MockTransport(handle)) as client:
+        with anyio.CancelScope() as scope:
+            async with client.external_rollout(request()):
+                raise AssertionError("it may not begin")
+    assert seen[-2:] == [(method, seen[-2][1]), ("DELETE", "/v1/rollouts/r-1")]
+
+
+async def test_a_program_that_is_refused_cancels_no_rollout_of_another():
+    client, seen = answering(problem(409))
+    async with client:
+        with pytest.raises(ConflictError):
+            async with client.external_rollout(request()):
+                raise AssertionError("it may not begin")
+    assert len(seen) == 1
+
+
 async def test_an_answer_of_another_program_is_a_protocol_error():
     client, _ = answering(httpx.Response(200, html="<p>hello</p>"), httpx.Response(418, text="teapot"))
     async with client:
