@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Iterator
 from math import isfinite
 
 from pydantic import JsonValue
@@ -89,17 +90,24 @@ def _count(document: bytes, marks: bytes, begin: int, end: int) -> int:
 
 
 def is_finite(value: JsonValue) -> bool:
-    """Return whether all numbers are finite, without recursion."""
+    return all(isfinite(inner) for inner in _all_values(value) if isinstance(inner, float))
+
+
+def has_larger_object(value: JsonValue, most: int) -> bool:
+    """Return whether an object in a document has more than `most` members."""
+    return any(len(inner) > most for inner in _all_values(value) if isinstance(inner, dict))
+
+
+def _all_values(value: JsonValue) -> Iterator[JsonValue]:
+    """Yield a value and all that it contains, without recursion."""
     left = [value]
     while left:
         inner = left.pop()
+        yield inner
         if isinstance(inner, dict):
             left.extend(inner.values())
         elif isinstance(inner, list):
             left.extend(inner)
-        elif isinstance(inner, float) and not isfinite(inner):
-            return False
-    return True
 
 
 def measure_depth(value: JsonValue) -> int:

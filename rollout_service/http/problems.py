@@ -32,6 +32,8 @@ from sandboxes.errors import SandboxError
 log = structlog.get_logger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
+MAX_ERRORS = 100
+"""The most invalid fields that a problem names."""
 
 
 def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
@@ -83,9 +85,9 @@ async def _defect(request: Request, error: Exception) -> Response:
 async def _validation_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
-    known = _known_fields(request)
-    fields = [FieldError(path=_path(item, error.body), message=_message(item, known)) for item in error.errors()]
-    malformed = any(item["type"] == "json_invalid" for item in error.errors())
+    known, errors = _known_fields(request), error.errors()[:MAX_ERRORS]
+    fields = [FieldError(path=_path(item, error.body), message=_message(item, known)) for item in errors]
+    malformed = any(item["type"] == "json_invalid" for item in errors)
     return problem_response(
         Problem(
             title="The body is not valid JSON" if malformed else "The request has invalid fields",

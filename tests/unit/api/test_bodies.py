@@ -1,5 +1,6 @@
 """Bodies of requests and answers are bounded and whole, and nothing in between changes them."""
 
+import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -12,9 +13,10 @@ from starlette.types import Message
 from structlog.testing import capture_logs
 
 from rollout_service.base.errors import TooManyBytesError
+from rollout_service.http.problems import MAX_ERRORS
 from rollout_service.http.requests import BodiesInFlight, HeldBytes
 from rollout_service.server.api.app import create_app
-from rollout_service.server.api.routes.support.route import MAX_CONTAINERS
+from rollout_service.server.api.routes.support.route import MAX_CONTAINERS, MAX_MEMBERS
 from rollout_service.server.api.routes.support.shared_answers import MAX_BUFFERED_CHUNKS, BufferedResponse
 from rollout_service.settings import load_settings
 from tests.support.waiting import until
@@ -85,14 +87,41 @@ async def test_a_body_of_the_api_is_told_to_come_back(monkeypatch):
         assert (await http.post("/v1/rollouts", content=b" " * 1_000, headers=headers)).status_code == 400
 
 
-@pytest.mark.parametrize("item", ["{}", "[]"])
-async def test_a_body_that_would_take_many_times_its_size_is_refused(item):
+@pytest.mark.parametrize(
+    "values",
+    [[{}] * (MAX_CONTAINERS + 1), [[]] * (MAX_CONTAINERS + 1), dict.fromkeys(map(str, range(MAX_MEMBERS + 1)))],
+    ids=["objects", "lists", "members"],
+)
+async def test_a_body_that_would_take_many_times_its_size_is_refused(values):
     app = create_app(load_settings())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
-        body = f'{{"metadata": {{"x": [{",".join([item] * (MAX_CONTAINERS + 1))}]}}}}'
+        body = json.dumps({"metadata": {"x": values}})
         headers = {"content-type": "application/json"}
         refused = await http.post("/v1/rollouts", content=body, headers=headers)
         assert (refused.status_code, refused.json()["code"]) == (413, "request_entity_too_large")
+
+
+@pytest.mark.parametrize(
+    ("body", "errors"),
+    [
+        ({"tasks": [1] * 1_000}, 1),
+        ({"tasks": [{"environment": "calc", "instance": 1}] * 1_000}, 1),
+        ({"tasks": []} | dict.fromkeys(map("f{}".format, range(1_000)), 1), MAX_ERRORS),
+    ],
+)
+async def test_a_body_of_errors_is_refused_with_few_of_them(body, errors):
+    app = create_app(load_settings())
+    app.state.service = None  # which the body does not reach
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+        refused = await http.post("/v1/runs/a/tasks", json=body)
+        assert (refused.status_code, len(refused.json()["errors"])) == (422, errors)
+
+
+async def test_a_query_of_unknown_parameters_is_refused_with_few_of_them():
+    app = create_app(load_settings())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+        refused = await http.get("/v1/runs", params=dict.fromkeys(map("f{}".format, range(1_000)), 1))
+        assert (refused.status_code, len(refused.json()["errors"])) == (422, MAX_ERRORS)
 
 
 PIECES = [bytes([number]) * 10 for number in range(12)]

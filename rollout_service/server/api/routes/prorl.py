@@ -16,7 +16,7 @@ import anyio
 import structlog
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, HttpUrl, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, HttpUrl, JsonValue, ValidationError
 
 from api_schemas.base import MAX_INT32, Count, Flag, Name, Number, RolloutId, Signed
 from api_schemas.inference import BackendSpec
@@ -53,7 +53,7 @@ class ProcessSampling(BaseModel):
     top_k: Annotated[int, Number] = Field(-1, ge=-1, le=MAX_INT32)
     min_p: Annotated[float, Number] = Field(0.0, ge=0.0, le=1.0)
     seed: Signed | None = None
-    stop: list[str] = []
+    stop: Annotated[list[str], FailFast()] = []
     max_iterations: Annotated[int, Number] = Field(2, ge=1, le=10_000)
     """The most turns."""
     max_output_tokens: Count | None = None

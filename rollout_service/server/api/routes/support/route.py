@@ -26,12 +26,14 @@ from api_schemas.errors import FieldError
 from rollout_service.base import strict_json
 from rollout_service.base.errors import InvalidFieldError, ServiceError, TooLargeError, did_you_mean
 from rollout_service.http.keyring import Role
-from rollout_service.http.problems import MEDIA_TYPE
+from rollout_service.http.problems import MAX_ERRORS, MEDIA_TYPE
 from rollout_service.server.lifecycle import Service
 
 INLINE_BYTES = 64 * 1024
 MAX_CONTAINERS = 250_000
 """The most lists and objects in a body; each takes up to a hundred times its two brackets."""
+MAX_MEMBERS = 50_000
+"""The most members of an object in a body: of those that are unknown, each is an error."""
 PROBLEM_SCHEMA = "#/components/schemas/Problem"
 BINARY = {"type": "string", "format": "binary"}
 
@@ -71,17 +73,23 @@ def trace_of(request: Request) -> TraceContext | None:
 class StrictRequest(Request):
     async def json(self) -> JsonValue:
         body = await self.body()
-        if strict_json.has_more(body, b"{[", MAX_CONTAINERS):
-            error = TooLargeError(
-                f"the body has more than {MAX_CONTAINERS} lists and objects", hint="Send less at once."
-            )
-            raise HTTPException(error.status) from error
         try:
             if len(body) <= INLINE_BYTES:
                 return strict_json.parse(body)
-            return await anyio.to_thread.run_sync(strict_json.parse, body)
+            return await anyio.to_thread.run_sync(_parse_large, body)
+        except TooLargeError as error:
+            raise HTTPException(error.status) from error
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def _parse_large(body: bytes) -> JsonValue:
+    if strict_json.has_more(body, b"{[", MAX_CONTAINERS):
+        raise TooLargeError(f"the body has more than {MAX_CONTAINERS} lists and objects", hint="Send less at once.")
+    value = strict_json.parse(body)
+    if strict_json.has_larger_object(value, MAX_MEMBERS):
+        raise TooLargeError(f"an object in the body has more than {MAX_MEMBERS} members", hint="Send less at once.")
+    return value
 
 
 class StrictRoute(APIRoute):
@@ -114,7 +122,7 @@ def _refuse_unknown(request: Request, known: set[str]) -> None:
         raise InvalidFieldError(
             [
                 FieldError(path=f"query.{name}", message=f"unknown query parameter{did_you_mean(name, known)}")
-                for name in unknown
+                for name in unknown[:MAX_ERRORS]
             ]
         )
 
