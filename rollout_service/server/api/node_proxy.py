@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from api_schemas.nodes import NodeState
+from api_schemas.rollouts import RolloutState
 from rollout_service.base.errors import NotFoundError, UnavailableError
 from rollout_service.server.lifecycle import Service
 
@@ -38,6 +39,8 @@ async def wait_for_access(service: Service, http: Request, rollout_id: str, seco
         rollout = await service.wait_for_access(rollout_id, min(left, LOOK_SECONDS))
         if rollout.access is not None or rollout.state.terminal:
             return None
+        if rollout.state is RolloutState.QUEUED:
+            continue  # no node has its program yet, and who holds it is a question for each of them
         query = {**http.query_params, "wait": f"{max(0.0, deadline - time.monotonic()):.3f}"}
         passed = await pass_on(service, http, rollout_id, query=query)
         if passed is not None:
