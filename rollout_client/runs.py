@@ -333,14 +333,17 @@ class ClientRun:
                 async for piece in response.aiter_bytes():
                     await file.write(piece)
 
-        await self._connection.send(
-            "GET",
-            f"{self._path}/export",
-            params={"compression": compression},
-            seconds=ANSWER_SECONDS,
-            receive=receive,
-        )
-        await anyio.to_thread.run_sync(partial.replace, path)
+        try:
+            await self._connection.send(
+                "GET",
+                f"{self._path}/export",
+                params={"compression": compression},
+                seconds=ANSWER_SECONDS,
+                receive=receive,
+            )
+            await anyio.to_thread.run_sync(partial.replace, path)
+        finally:
+            partial.unlink(missing_ok=True)
         return (await anyio.Path(path).stat()).st_size
 
     async def rescore(

@@ -527,6 +527,15 @@ async def test_events_resume_where_the_stream_has_come_to_without_events():
     assert [sent.headers.get("last-event-id") for sent in seen] == ["3", "9", "7"]
 
 
+async def test_an_export_that_fails_leaves_no_file(tmp_path):
+    client, _ = answering(httpx.Response(200, stream=Cut(b"line\n")))
+    client.patience_seconds = 0
+    async with client:
+        with pytest.raises(UnreachableError):
+            await client.open_run("a").export(tmp_path / "a.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
 class Quiet(Cut):
     """An event stream with long pauses that breaks off."""
 
