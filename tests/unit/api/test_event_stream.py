@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import anyio
 import anyio.lowlevel
+import pytest
 
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.base.shutdown import Shutdown
-from rollout_service.server.api.routes.events import _newest
+from rollout_service.server.api.routes.events import _newest, stream_events
 
 
 class Shard:
@@ -28,3 +30,11 @@ async def test_a_shard_that_always_answers_first_keeps_no_other_out():
     shards = [Shard(begun, first), Shard(first, last)]
     service = SimpleNamespace(store=SimpleNamespace(shards=shards), shutdown=Shutdown(0))
     assert await _newest(service, [5, 7]) == {0: 6, 1: 8}
+
+
+@pytest.mark.parametrize(("last", "after", "field"), [("5", "5.6", "header.last-event-id"), (None, "5", "query.after")])
+async def test_a_position_in_another_number_of_shards_is_named_by_where_it_was_sent(last, after, field):
+    service = SimpleNamespace(store=SimpleNamespace(shards=[None, None]), shutdown=Shutdown(0))
+    with pytest.raises(InvalidFieldError) as refused:
+        await stream_events(service, last_event_id=last, after=after)
+    assert [one.path for one in refused.value.fields] == [field]

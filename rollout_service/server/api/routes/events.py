@@ -85,8 +85,10 @@ async def stream_events(
     """
     service.shutdown.refuse()
     wanted = EventSelection.of(kind or [], subject or [])
-    start = last_event_id if last_event_id is not None else after
-    seen = await _newest_of_all(service) if start is None else _parse(service, start)
+    if last_event_id is not None:
+        seen = _parse(service, last_event_id, "header.last-event-id")
+    else:
+        seen = await _newest_of_all(service) if after is None else _parse(service, after, "query.after")
     events = _events(service, wanted, seen) if follow else _past_events(service, wanted, seen)
     return StreamingResponse(events, media_type=EVENT_STREAM, headers=STREAM_HEADERS)
 
@@ -151,12 +153,12 @@ def _text(seen: Sequence[int]) -> bytes:
     return b".".join(b"-" if each == UNKNOWN else b"%d" % each for each in seen)
 
 
-def _parse(service: Service, position: str) -> list[int]:
+def _parse(service: Service, position: str, field: str) -> list[int]:
     seen = [UNKNOWN if each == "-" else int(each) for each in position.split(".")]
     shards = len(service.store.shards)
     if len(seen) != shards:
         raise InvalidFieldError.at(
-            "query.after",
+            field,
             f"{position!r} is no position in {shards} logs of events",
             hint="Pass the last `id` of the stream, or leave it out.",
         )
