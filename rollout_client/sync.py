@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar
 
 from rollout_client import _wire as wire
 from rollout_client.arrays import BatchArrays
-from rollout_client.client import RolloutClient
+from rollout_client.client import RolloutClient, with_id
 from rollout_client.external import AnthropicOptions, ExternalRollout, GoogleOptions, OpenAIOptions
 from rollout_client.runs import LEASE_SECONDS, ClientRun, LeasedBatch
 
@@ -338,9 +338,15 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     @contextmanager
     def external_rollout(self, request: wire.RolloutRequest) -> Iterator[SyncExternalRollout]:
         """Begin a rollout whose agent is the program in the block; see `RolloutClient.external_rollout`."""
-        opened = self._wrapped.external_rollout(request)
-        with self._portal.wrap_async_context_manager(opened) as rollout:
-            yield SyncExternalRollout(rollout, self._portal)
+        request, is_begun = with_id(request), False
+        try:
+            with self._portal.wrap_async_context_manager(self._wrapped.external_rollout(request)) as rollout:
+                is_begun = True
+                yield SyncExternalRollout(rollout, self._portal)
+        except KeyboardInterrupt:
+            if not is_begun:  # the event loop's thread, which was not interrupted, still waits
+                self.cancel(str(request.rollout_id))
+            raise
 
     def create_run(self, request: wire.RunRequest) -> SyncRun:
         """Create a run, or open the one with this id. It is durable when this returns."""

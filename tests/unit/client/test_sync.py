@@ -4,12 +4,16 @@ import inspect
 import multiprocessing
 import threading
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import anyio
 import httpx
 import pytest
+from anyio.from_thread import BlockingPortal
 
+from api_schemas.rollouts import RolloutRequest
+from api_schemas.tasks import Task
 from rollout_client.calls.engines import EngineCalls
 from rollout_client.calls.lists import ListCalls, ViewCalls
 from rollout_client.calls.rollouts import RolloutCalls
@@ -113,6 +117,31 @@ def test_a_loop_that_is_left_early_leaves_no_thread():
         assert next(endless).event_id == 1
     assert threading.active_count() == before
     endless.close()  # the client is closed, so the loop has already ended
+
+
+class Interrupted(AbstractContextManager[None]):
+    """A wait that Ctrl-C ends."""
+
+    def __enter__(self) -> None:
+        raise KeyboardInterrupt
+
+    def __exit__(self, *_: object) -> None:
+        raise AssertionError("it did not begin")
+
+
+def test_a_program_that_is_interrupted_before_it_begins_cancels_its_rollout(monkeypatch):
+    seen: list[tuple[str, str]] = []
+
+    def cancelled(sent: httpx.Request) -> httpx.Response:
+        seen.append((sent.method, sent.url.path))
+        return httpx.Response(202, json={})
+
+    request = RolloutRequest(rollout_id="a", task=Task(environment="calc"))
+    with SyncRolloutClient("http://service", transport=httpx.MockTransport(cancelled)) as blocking:
+        monkeypatch.setattr(BlockingPortal, "wrap_async_context_manager", lambda *_: Interrupted())
+        with pytest.raises(KeyboardInterrupt), blocking.external_rollout(request):
+            raise AssertionError("it may not begin")
+    assert seen == [("DELETE", "/v1/rollouts/a")]
 
 
 def test_a_client_that_is_not_open_says_so():
