@@ -8,7 +8,8 @@ import pytest
 
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.base.shutdown import Shutdown
-from rollout_service.server.api.routes.events import _newest, stream_events
+from rollout_service.server.api.routes.events import _newest, _past_events, stream_events
+from rollout_service.server.events import EventSelection, SentEvent
 
 
 class Shard:
@@ -38,3 +39,20 @@ async def test_a_position_in_another_number_of_shards_is_named_by_where_it_was_s
     with pytest.raises(InvalidFieldError) as refused:
         await stream_events(service, last_event_id=last, after=after)
     assert [one.path for one in refused.value.fields] == [field]
+
+
+async def test_past_events_end_though_the_store_has_lost_the_newest_meanwhile():
+    class Lost:
+        asked = 0
+
+        async def last_event(self) -> int:
+            return 9
+
+        async def after(self, seen: int, newest: int) -> list[SentEvent]:
+            assert (newest, self.asked) == (9, 0), "it asks for events that nobody has"
+            self.asked += 1
+            return []
+
+    lost = Lost()
+    service = SimpleNamespace(store=SimpleNamespace(shards=[lost], failing={}), event_tails=[lost])
+    assert [piece async for piece in _past_events(service, EventSelection.of([], []), [5])] == [b"id: 5\n\n"] * 2

@@ -98,8 +98,12 @@ async def _past_events(service: Service, wanted: EventSelection, seen: list[int]
     newest = await _newest_of_all(service)
     seen = [end if there == UNKNOWN else there for there, end in zip(seen, newest, strict=True)]
     while ahead := {number: end for number, end in enumerate(newest) if seen[number] < end}:
+        before = list(seen)
         if frames := await _frames(service, wanted, seen, ahead):
             yield frames
+        if seen == before:  # the store has lost the others meanwhile
+            yield _position(seen)
+            return
     yield _position([there if end == UNKNOWN else end for there, end in zip(seen, newest, strict=True)])
 
 
