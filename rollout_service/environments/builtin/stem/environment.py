@@ -22,7 +22,7 @@ from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.math.environment import last_boxed
 from rollout_service.environments.builtin.math.verifier import MathVerifier, require_math_verify
 from rollout_service.environments.builtin.math.worker import MathVerdict
-from rollout_service.environments.builtin.stem.quantities import Quantity, read_quantity
+from rollout_service.environments.builtin.stem.quantities import Quantity, plain, read_quantity
 from rollout_service.environments.builtin.stem.units import Unit, read_unit
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
 from rollout_service.environments.dataset_files import InstanceFields, field_errors, read_instances
@@ -212,7 +212,7 @@ environment = Stem()
 TOLERANCE: Final = 0.01
 """Relative, unless a task has its own; integers without a unit must be exact."""
 _EXACT: Final = 1e-9
-_LETTER = re.compile(r"(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Za-z])[).:}]*(?:\s+(\S.*))?$", re.DOTALL)
+_LETTER = re.compile(r"(?:(?:option|choice)\s+)?\(?([a-z])(?:[).:]+\s*|\s+|$)(\S.*)?", re.IGNORECASE | re.DOTALL)
 _WORD = re.compile(r"\\(?:text|mathrm|textbf)\b|[\W_]+")
 _SIGN = re.compile(r"""\d|(?![\s.,;:?"“”()\[\]{}$\\]|(?<=[^\W\d_])['\u2019](?=[^\W\d_]))\W""")
 """Digits, and what is neither a letter nor the punctuation of words: it carries meaning, as in `Fe2+` or `x ≤ y`."""
@@ -226,14 +226,19 @@ class RuleVerdict(StrEnum):
 
 
 def compare_choice(gold: str, answer: str, choices: Mapping[str, str]) -> RuleVerdict:
-    """Compare an answer that is a letter or a text."""
-    letters = {letter for letter, text in choices.items() if same_words(text, answer)} or {
-        letter for letter, text in choices.items() if same_words(text.casefold(), answer.casefold())
-    }
-    if not letters and (found := _LETTER.match(answer.strip())) is not None:
-        letter, text = found[1].upper(), found[2]
-        if text is None or same_words(choices.get(letter, "").casefold(), text.casefold()):
-            letters = {letter}
+    """Compare an answer that is a letter, a text, or both.
+
+    A letter alone is a choice, even if it is the text of another, because the question asks for letters.
+    """
+    texts, given = {letter: plain(text) for letter, text in choices.items()}, plain(answer)
+    found = _LETTER.fullmatch(given)
+    letter, text = (found[1].upper(), found[2]) if found else ("", None)
+    if letter in texts and (text is None or same_words(texts[letter].casefold(), text.casefold())):
+        letters = {letter}
+    else:
+        letters = {letter for letter, text in texts.items() if same_words(text, given)} or {
+            letter for letter, text in texts.items() if same_words(text.casefold(), given.casefold())
+        }
     return RuleVerdict.RIGHT if letters == {gold.upper()} else RuleVerdict.WRONG
 
 

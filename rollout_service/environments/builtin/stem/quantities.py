@@ -13,7 +13,9 @@ from typing import Final
 from rollout_service.environments.builtin.stem.units import ONE, Unit, read_unit
 
 MAX_CHARS: Final = 200
-_WORDS = re.compile(r"\\(?:mathrm|text|rm|textrm|mathit|operatorname|unit|si|mbox)\b\s*")
+_WRAPPERS = re.compile(
+    r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|boldsymbol|rm|bf|operatorname|unit|si|mbox|left|right)\b\s*"
+)
 _SIGNS: Final = {
     r"\times": "*",
     r"\cdot": "*",
@@ -25,8 +27,6 @@ _SIGNS: Final = {
     r"^{\circ}": "°",
     r"\circ": "°",
     r"\%": "%",
-    r"\left": "",
-    r"\right": "",
     r"\approx": "=",
     "μ": "µ",
     "\u2212": "-",
@@ -43,7 +43,7 @@ _SPACES = re.compile(r"\\[,;:! ]|~|\\quad")
 _MICRO = re.compile(r"\\mu\s*")
 _BRACES = re.compile(r"[{}$]")
 _NUMBER = re.compile(
-    r"\s*([+-]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d*)?)(?:[eE]([+-]?\d{1,3})|\s*\*\s*10\s*\^?\s*\(?([+-]?\d{1,3})\)?)?"
+    r"\s*([+-]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d*)?)(?:[eE]([+-]?\d{1,3})|\s*\*\s*10\s*\^\s*\(?([+-]?\d{1,3})\)?)?"
 )
 _LISTED = re.compile(r"\d.*(?:\bor\b|\band\b|[,;])", re.IGNORECASE)
 _ROUNDED: Final = 0.02
@@ -64,13 +64,13 @@ class Quantity:
         """Compare within a relative tolerance; None if the quantities cannot be compared.
 
         A bare number can only be the same as one with a percent sign or an angle, such as 0.25 and 25 %; otherwise it
-        may have been meant in that unit.
+        may have been meant in that unit, whichever of the two is bare.
         """
         if self.unit.powers != given.unit.powers:
             return None
         value = (given.value * given.unit.factor + given.unit.offset - self.unit.offset) / self.unit.factor
         is_same = isclose(value, self.value, rel_tol=tolerance, abs_tol=tolerance if self.value == 0 else 0.0)
-        return is_same or (None if given.is_bare and not self.is_bare else False)
+        return is_same or (None if given.is_bare is not self.is_bare else False)
 
     def in_unit(self, unit: Unit) -> Quantity:
         return Quantity(self.value, unit, is_bare=unit is ONE, is_integer=self.is_integer)
@@ -80,7 +80,7 @@ def read_quantity(text: str) -> Quantity | None:
     """Read a quantity, possibly after `x =`."""
     if len(text) > MAX_CHARS:
         return None
-    *before, text = (side.strip() for side in _plain(text).split("="))
+    *before, text = (side.strip() for side in plain(text).split("="))
     quantity = _read_side(text.rstrip("."))
     if quantity is None or any(_says_otherwise(side, quantity) for side in before):
         return None
@@ -113,9 +113,9 @@ def _read_side(text: str) -> Quantity | None:
     return Quantity(value, unit, is_bare=not rest.strip(), is_integer=is_integer)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Return LaTeX as plain text, where only notation differs."""
-    text = _WORDS.sub("", text)
+    text = _WRAPPERS.sub("", text)
     text = _MICRO.sub("µ", _SPACES.sub(" ", text))
     for sign, plain in _SIGNS.items():
         text = text.replace(sign, plain)

@@ -121,10 +121,10 @@ PREFIXES: Final = {
     "f": 1e-15,
     "P": 1e15,
 }
-_TOKEN = re.compile(r"\s*(?:([*/()])|([A-Za-zµΩÅ°%]+))(?:\^?\(?([+-]?\d{1,3})\)?)?")
+_TOKEN = re.compile(r"\s*([*/])?\s*(?:([()])|([A-Za-zµΩÅ°%]+)(?:\^?(\()?([+-]?\d{1,3})(?(4)\)))?)")
 
-_Token = tuple[str | None, str | None, str | None]
-"""A sign, or a symbol, and the power of its group or unit."""
+_Token = tuple[str | None, str | None, str | None, str | None]
+"""A sign, and then a parenthesis, or a symbol and its power."""
 
 
 def read_unit(text: str) -> Unit | None:
@@ -140,26 +140,23 @@ def read_unit(text: str) -> Unit | None:
         token = _TOKEN.match(text, at)
         if token is None:
             return None
-        tokens.append((token[1], token[2], token[3]))
+        tokens.append((token[1], token[2], token[3], token[5]))
         at = token.end()
     return _product(tokens)
 
 
 def _product(tokens: deque[_Token], *, is_nested: bool = False) -> Unit | None:
     """Read up to the closing parenthesis, or to the end."""
-    unit, sign = ONE, 1
+    unit = ONE
     while tokens:
-        mark, symbol, power = tokens.popleft()
-        if mark == ")":
-            return unit if is_nested and power is None else None
-        if mark in ("*", "/"):
-            sign = -1 if mark == "/" else sign
-            continue
+        sign, parenthesis, symbol, power = tokens.popleft()
+        if parenthesis == ")":
+            return unit if is_nested and sign is None else None
         factor = _symbol(symbol) if symbol else _product(tokens, is_nested=True)
-        exponent = int(power or 1)
+        exponent = int(power or 1) * (-1 if sign == "/" else 1)
         if factor is None or factor.offset or abs(exponent) > MAX_POWER:
             return None
-        unit, sign = unit.times(factor, exponent * sign), 1
+        unit = unit.times(factor, exponent)
     return None if is_nested else unit
 
 

@@ -94,6 +94,15 @@ def score(tmp_path: Path) -> Callable[..., Any]:
         ("46", "46.0", RIGHT),
         ("46", "46.2", WRONG),
         ("46", "46 chromosomes", UNDECIDED),
+        ("46", r"46\%", UNDECIDED),
+        ("46", r"46^\circ", UNDECIDED),
+        ("46", "46/2", UNDECIDED),
+        ("46", "46 * 2", UNDECIDED),
+        ("46", "46 /", UNDECIDED),
+        ("3 m", "3 m/2", UNDECIDED),
+        ("3 m", "3 m(2)", UNDECIDED),
+        ("2", r"2 \times 1000", UNDECIDED),
+        ("3 W/(m^2 K)", "3 W/(K m^2)", RIGHT),
         ("1.5", "1.51", RIGHT),
         ("1e-4 mol/L", "10^{-4} M", RIGHT),
         ("0 J", "0.0 J", RIGHT),
@@ -126,6 +135,11 @@ def test_the_question_may_ask_for_a_unit_and_a_tolerance():
     assert compare_quantity(gold, "4.2 kg", unit=light_year) is UNDECIDED
 
 
+@pytest.mark.parametrize("text", ["1/2", "3 * 108", r"2 \times 1000 m", "1/2 m", "5 m //s"])
+def test_arithmetic_is_not_a_quantity(text):
+    assert read_quantity(text) is None
+
+
 CHOICES = {"A": "mass", "B": "the momentum", "C": "energy"}
 
 
@@ -137,7 +151,14 @@ CHOICES = {"A": "mass", "B": "the momentum", "C": "energy"}
         ("(B)", RIGHT),
         ("B. the momentum", RIGHT),
         (r"\text{B}", RIGHT),
+        ("$B$", RIGHT),
+        (r"\mathbf{B}", RIGHT),
+        (r"\textbf{(B)}\ \text{the momentum}", RIGHT),
+        (r"\textbf{(B) the momentum}", RIGHT),
+        (r"\text{Option B}", RIGHT),
         ("The Momentum.", RIGHT),
+        (r"\text{the momentum}", RIGHT),
+        (r"\textbf{(B) energy}", WRONG),
         ("A", WRONG),
         ("B and C", WRONG),
         ("B. the energy", WRONG),
@@ -151,10 +172,23 @@ def test_a_choice_is_its_letter_or_its_text(answer, verdict):
 
 
 def test_a_choice_is_told_from_others_by_signs_and_case():
-    for choices in (["AA", "Aa", "aa"], ["A → B", "A ← B", "A"], ["5 MW", "5 mW", "5 W"], ["n!", "n", "√n"]):
+    for choices in (
+        ["AA", "Aa", "aa"],
+        ["A → B", "A ← B", "A B"],
+        [r"a \to b", r"a \leftarrow b", r"a \rightarrow b"],
+        ["5 MW", "5 mW", "5 W"],
+        ["n!", "n", "√n"],
+    ):
         for letter, text in zip("ABC", choices, strict=True):
             assert compare_choice(letter, text, dict(zip("ABC", choices, strict=True))) is RIGHT
     assert compare_choice("A", "10 KM", {"A": "10 km", "B": "10 m"}) is RIGHT
+
+
+def test_a_letter_alone_is_a_choice_and_not_the_text_of_another():
+    blood = {"A": "O", "B": "A", "C": "B", "D": "AB"}
+    assert [compare_choice(letter, letter, blood) for letter in blood] == [RIGHT] * 4
+    assert compare_choice("C", "B", blood) is WRONG
+    assert compare_choice("A", "O", blood) is RIGHT
 
 
 @pytest.mark.parametrize(
