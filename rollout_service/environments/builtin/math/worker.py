@@ -114,7 +114,7 @@ def judge(send: Callable[[str], None], gold: str, answer: str) -> None:
         send("it could not be read")
         return
     send(GOLD_READ)
-    if _equates_different_numbers(answer):
+    if _equates_different_numbers(f"{gold}={answer}"):
         send(MathVerdict.DIFFERENT)
         return
     try:
@@ -129,7 +129,8 @@ def judge(send: Callable[[str], None], gold: str, answer: str) -> None:
 def _equates_different_numbers(answer: str) -> bool:
     """Recognize an equation of numbers that differ, such as `41 = 42`.
 
-    math-verify compares only its last side. Rounded numbers are the same here, as in `0.333 = 0.33`.
+    math-verify compares only its last side, and only six decimal places, at which small numbers are all 0. Rounded
+    numbers are the same here, as in `0.333 = 0.33`.
     """
     sides = answer.replace("$", " ").split("=")
     numbers = [float(side) for side in sides if _NUMERAL.fullmatch(side)]

@@ -31,6 +31,8 @@ async def test_one_verifier_judges_them_all(tmp_path):
         ("3", "$2=x=3$", MathVerdict.DIFFERENT),
         ("3", "x = -3 = 3", MathVerdict.DIFFERENT),
         (r"\frac12", "0.4", MathVerdict.DIFFERENT),
+        ("0.0000001", "0.0000002", MathVerdict.DIFFERENT),
+        ("0.0000001", "x = 0.00000010", MathVerdict.EQUAL),
         ("3", "3$ and $4", MathVerdict.DIFFERENT),
         ("3", f"__import__('os').system('touch {pwned}')", MathVerdict.DIFFERENT),
         ("3", "", MathVerdict.UNREADABLE),
