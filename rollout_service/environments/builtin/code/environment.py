@@ -207,7 +207,7 @@ environment = Code(SPEC)
 MAX_VALUE_CHARS: Final = 256 * 1024
 
 HARNESS: Final = """
-import json, sys
+import json, sys, types
 
 def plain(value):
     if value is None or isinstance(value, (bool, float, str)):
@@ -228,11 +228,11 @@ def plain(value):
     raise TypeError("a value of type " + type(value).__name__ + " cannot be compared")
 
 asked = json.load(sys.stdin)
-with open("solution.py", encoding="utf-8") as file:
+with open("solution.py", "rb") as file:  # Python itself reads its encoding
     code = compile(file.read(), "solution.py", "exec")
-names = {"__name__": "solution"}
-exec(code, names)
-value = plain(eval(asked["expression"], names))
+module = sys.modules["solution"] = types.ModuleType("solution")  # dataclasses look it up
+exec(code, vars(module))
+value = plain(eval(asked["expression"], vars(module)))
 sys.stdout.write("\\n" + asked["marker"] + json.dumps(value) + "\\n")
 """
 """Evaluates an expression in the sandbox with the submission's names, and holds no secret."""

@@ -62,6 +62,16 @@ async def test_values_of_other_types_count_as_in_python(sandboxes):
     assert (await submit(sandboxes, program, task(*wrong))).parts["tests_passed"] == 0.0
 
 
+async def test_a_program_with_dataclasses_or_a_byte_order_mark_is_run_as_by_python(sandboxes):
+    program = (
+        "\ufefffrom __future__ import annotations\nimport pickle\nfrom dataclasses import dataclass\n"
+        "from typing import ClassVar\n\n"
+        "@dataclass\nclass Pair:\n    one: ClassVar[int] = 1\n    two: int = 2\n\n"
+        "def f(x):\n    return pickle.loads(pickle.dumps(Pair(two=x))).two\n"
+    )
+    assert (await submit(sandboxes, program, task("assert f(3) == 3"))).reward == 1.0
+
+
 async def test_a_missing_program_gets_no_reward(sandboxes):
     trial = await play(environment, task("assert f(2) == 4"), ScriptedPolicy(["f is easy"]), sandboxes)
     assert (trial.score.reward, trial.score.parts["submitted"]) == (0.0, 0.0)
