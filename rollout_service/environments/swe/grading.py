@@ -29,7 +29,7 @@ from rollout_service.environments.swe.repository import (
     take_snapshot,
 )
 from rollout_service.environments.swe.scripts import PlantedScript, plant_canary
-from rollout_service.environments.swe.tasks import SweTask
+from rollout_service.environments.swe.tasks import SweTask, without_colors
 from rollout_service.episodes import Score
 from sandboxes import Sandbox
 
@@ -38,9 +38,7 @@ FOLDER = Path(__file__).parent
 SWEBENCH = Library("swe", FOLDER / "requirements.lock")
 PROGRAM = FOLDER / "swebench_program.py"
 
-_COLORS = re.compile(r"\x1b\[[0-9;]*m")
-_SUMMARY = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S.*)$", re.MULTILINE)
-PASSING = frozenset({"PASSED", "XFAIL"})
+_SUMMARY = re.compile(r"^(PASSED|FAILED|ERROR) (\S.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ def _share(tests: dict[str, list[str]] | None, named: tuple[str, ...]) -> float:
 
 
 def _compare(expected: Mapping[str, str], log: str, canary: str) -> TestVerdict:
-    """Require, as R2E-Gym does, that every test has its expected status, and that there are no others."""
+    """Require, as R2E-Gym does, that every test has its expected status, and that no other passed or failed."""
     named = {test_name(name): status for name, status in _summary(log)}
     statuses = {name: status for name, status in named.items() if not canary or canary not in name}
     right = sum(statuses.get(name) == status for name, status in expected.items())
@@ -130,14 +128,13 @@ def _compare(expected: Mapping[str, str], log: str, canary: str) -> TestVerdict:
 
 
 def _summary(log: str) -> list[tuple[str, str]]:
-    _, header, summary = _COLORS.sub("", log).rpartition("short test summary info")
+    _, header, summary = without_colors(log).rpartition("short test summary info")
     return [(found[2], found[1]) for found in _SUMMARY.finditer(summary)] if header else []
 
 
 def test_name(node: str) -> str:
-    """Name a test as R2E-Gym does: pytest's id without the file, joined by dots."""
-    name = node.split(" - ")[0]
-    return ".".join(name.split("::")[1:]) or name
+    """Name a test as R2E-Gym does: pytest's id without the file, joined by dots; "" for all files with errors."""
+    return ".".join(node.split(" - ")[0].split("::")[1:])
 
 
 test_name.__test__ = False  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ from rollout_service.environments.swe.scripts import make_script
 from sandboxes.errors import ImagePathError
 from sandboxes.image_names import read_image_name
 
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _TEST_MODULE = re.compile(r"^tests?[_.]|[_.](tests?|spec)\.\w+$")
 _IMAGES = ("image", "docker_image", "image_name")
 COMMIT = r"^[0-9a-f]{7,64}$"
@@ -75,6 +76,10 @@ class SweTask:
     """Paths that the agent must not see."""
     expected: Mapping[str, str] | None = None
     """By test, where all statuses are compared."""
+
+
+def without_colors(text: str) -> str:
+    return _COLORS.sub("", text)
 
 
 def _from_json(value: Any) -> Any:
@@ -222,7 +227,8 @@ def _r2e_gym(read: _SweInstance) -> SweTask:
         read,
         {"docker_image": read.docker_image or read.image, "expected_output_json": read.expected_output_json},
     )
-    expected = {name.split(" - ")[0]: status for name, status in (read.expected_output_json or {}).items()}
+    noted = (read.expected_output_json or {}).items()  # with the colors of the log that it was made from
+    expected = {without_colors(name).split(" - ")[0]: status for name, status in noted}
     name = read.instance_id or f"{read.repo_name or read.repo}-{read.commit_hash}"
     return SweTask(
         instance_id=name,

@@ -207,10 +207,25 @@ async def test_all_statuses_must_be_as_expected():
 
 
 @pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("SKIPPED [1] r2e_tests/test_1.py:20: needs a display", EXPECTED),
+        ("XFAIL r2e_tests/test_1.py::test_d - known", EXPECTED),
+        ("XPASS r2e_tests/test_1.py::test_d", EXPECTED),
+        ("ERROR r2e_tests/test_3.py - ImportError", EXPECTED | {"": "ERROR"}),
+        ("PASSED r2e_tests/test_1.py::\x1b[1mtest_d\x1b[0m", EXPECTED | {"\x1b[1mtest_d\x1b[0m": "PASSED"}),
+    ],
+)
+async def test_statuses_are_those_that_r2e_gym_notes(more, expected):
+    assert (await judge_log(task(expected), f"{LOG}{more}\n", "abc123")).resolved
+
+
+@pytest.mark.parametrize(
     ("log", "share"),
     [
         (LOG.replace("FAILED r2e_tests/test_2", "PASSED r2e_tests/test_2"), 0.5),
         (LOG + "PASSED r2e_tests/test_3.py::test_more\n", 1.0),
+        (LOG + "ERROR r2e_tests/test_3.py - ImportError\n", 1.0),
         (LOG.replace("FAILED r2e_tests/test_2.py", "x"), 0.5),
         ("PASSED r2e_tests/test_1.py::TestA::test_b\n", 0.0),
         ("", 0.0),
