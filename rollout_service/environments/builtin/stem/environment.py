@@ -146,7 +146,9 @@ class Stem(AgentEnvironment):
             return RuleVerdict.RIGHT
         if (gold := task.quantity) is not None:
             verdict = compare_quantity(gold, boxed, task.tolerance, task.asked_unit)
-            if verdict is not RuleVerdict.UNDECIDED or not gold.is_bare:
+            # math-verify ignores units, so it may not see a wrong one.
+            has_unit = not gold.is_bare or (task.unit is not None and read_quantity(boxed) is not None)
+            if verdict is not RuleVerdict.UNDECIDED or has_unit:
                 return verdict
         if not task.is_expression:
             return RuleVerdict.UNDECIDED

@@ -257,6 +257,14 @@ async def test_expressions_are_compared_by_math_verify_and_the_judge_has_the_las
     assert (await score({**task, "judge": False}, r"\boxed{C V^2}")).reward == 0.0
 
 
+async def test_a_unit_of_another_kind_than_the_question_asks_for_goes_to_the_judge(score):
+    task = {"question": "How far?", "answer": "4.2", "unit": "ly"}
+    judge = ScriptedJudge(0.0)
+    assert (await score(task, r"\boxed{4.2 kg}", judge)).reward == 0.0
+    assert [answer for answer, _ in judge.asked] == ["4.2 kg"]
+    assert (await score(task, r"\boxed{\frac{42}{10}}", judge)).reward == 1.0
+
+
 async def test_words_go_to_the_judge_unless_they_are_the_same(score):
     task = {"question": "Which gas?", "answer": "hydrogen gas"}
     assert (await score(task, r"\boxed{Hydrogen  gas.}")).reward == 1.0
