@@ -7,6 +7,7 @@ used does not hide the others, and naming it says why.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,11 +120,10 @@ def _load_task(folder: Path, task: str, collection: str, settings: HarborSetting
 
 def join(collections: Sequence[HarborEnvironment]) -> HarborEnvironment:
     """Return the tasks of all collections; a name that several have is given with its collection's."""
-    names = [name for one in collections for name in (*one.tasks, *one.problems)]
-    twice = {name for name in names if names.count(name) > 1}
+    counts = Counter(name for one in collections for name in (*one.tasks, *one.problems))
 
     def full(one: HarborEnvironment, name: str) -> str:
-        return f"{one.spec.name}/{name}" if name in twice else name
+        return f"{one.spec.name}/{name}" if counts[name] > 1 else name
 
     return HarborEnvironment(
         ALL,

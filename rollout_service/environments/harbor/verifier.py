@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import posixpath
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -68,8 +69,9 @@ MAX_REPORT_BYTES = 16 * 1024 * 1024
 PRINTED_CHARS = 2_000
 NOT_RUN = {126: "a program cannot be executed", 127: "a program is missing"}
 _NOT_FOUND = re.compile(
-    rb"^/tests/test\.sh: line \d+: ([^\n]{1,256}): (?:command not found|No such file or directory)$", re.MULTILINE
+    rb"^/tests/test\.sh: line \d+: ([^\n]{1,256}): (command not found|No such file or directory)$", re.MULTILINE
 )
+_NO_COMMAND = b"command not found"
 NAMES_AT_ONCE = 64
 _IS_MISSING = """
 for name; do [ -e "$name" ] || command -v -- "$name" >/dev/null || printf '%s\\n' "$name"; done
@@ -130,7 +132,10 @@ class Verifier:
         The agent's program may print such a line too.
         """
         script = next(one.data for one in tests if one.path == TEST).decode(errors="replace")
-        found = [name.decode(errors="replace") for name in _NOT_FOUND.findall(done.stderr + b"\n" + done.stdout)]
+        found = [
+            posixpath.join("" if why == _NO_COMMAND else sandbox.workdir, name.decode(errors="replace"))
+            for name, why in _NOT_FOUND.findall(done.stderr + b"\n" + done.stdout)
+        ]
         named = [name for name in dict.fromkeys(found) if name.rpartition("/")[2] in script][:NAMES_AT_ONCE]
         if not named:
             return []

@@ -3,17 +3,22 @@
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
+from rollout_service.environments.declarative.files import PackedFile
 from rollout_service.environments.harbor.collection import load_harbor
 from rollout_service.environments.harbor.verifier import (
     RewardEmptyError,
     RewardInvalidError,
+    TestsNeverRanError,
+    Verifier,
     combine,
     is_below,
     main_reward,
@@ -22,6 +27,7 @@ from rollout_service.environments.harbor.verifier import (
 )
 from rollout_service.environments.registry import EnvironmentRegistry, load_path
 from rollout_service.settings.pipeline import HarborSettings
+from sandboxes import ExecResult
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "harbor"
 TOML = '[environment]\ndocker_image = "base"\n'
@@ -263,6 +269,33 @@ def test_the_examples_are_whole():
     assert environment.findings() == environment.warnings() == []
     assert [one["task"] for one in environment.dataset()] == ["counter-service", "ledger", "word-count"]
     assert all(environment.for_instance(one).has_solution for one in environment.dataset())
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "lost"),
+    [
+        ("uvx", "command not found", True),
+        ("/root/.local/bin/env", "No such file or directory", True),
+        ("/tests/run.py", "No such file or directory", True),
+        ("/app/answer.txt", "No such file or directory", False),
+        ("/data/answer.txt", "No such file or directory", False),
+        ("answer.txt", "No such file or directory", False),
+        ("./run.sh", "No such file or directory", False),
+        ("", "No such file or directory", False),
+    ],
+)
+async def test_a_file_that_the_agent_did_not_leave_is_no_failure_of_the_tests(tmp_path, name, why, lost):
+    async def exec(command, **_):
+        return ExecResult(0, "\n".join(command[4:]).encode(), b"", timed_out=False, truncated=False)
+
+    [step] = load_harbor(make(tmp_path / "one"), HarborSettings()).tasks["one"].task.steps
+    printed = f"one\n/tests/test.sh: line 3: {name}: {why}\ntwo\n".encode()
+    done = ExecResult(0, b"", printed, timed_out=False, truncated=False)
+    verifier, bare = Verifier(step, {}, ["/data"]), SimpleNamespace(workdir="/app", exec=exec)
+    tests = [PackedFile("test.sh", f"#!/bin/bash\n{name}\n".encode())]
+    missing = await verifier._missing(bare, done, tests, {})
+    with pytest.raises(TestsNeverRanError) if lost else nullcontext():
+        await verifier._require_run(bare, done, tests, missing)
 
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e6, max_value=1e6)
