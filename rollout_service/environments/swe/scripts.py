@@ -43,14 +43,15 @@ def make_script(
     base: str = "",
     test_patch: str = "",
     restore: bool = False,
+    before: str = "",
 ) -> str:
     """Put the tests in place, run them, and take them away again.
 
     `files` are the arguments of `command`. The `test_patch` changes the tests of the commit `base`; with `restore`, the
-    tests are those of the repository's last commit that has them.
+    tests are those of the repository's last commit that has them. The command `before` runs first of all.
     """
     place = shlex.quote(folder)
-    lines = ["#!/bin/bash", "set -uxo pipefail", ACTIVATE.format(folder=place)]
+    lines = ["#!/bin/bash", "set -uxo pipefail", ACTIVATE.format(folder=place), before]
     changed = [min(change.paths) for change in split_patch(test_patch.encode()) if not change.adds]
     back = f"git checkout {base} {shlex.join(changed)}" if changed else ""
     if test_patch:
@@ -146,6 +147,9 @@ def _append(line: str, argument: str) -> str:
 
 
 def _without(line: str, tests: Collection[str]) -> str:
+    """Leave out the tests that a command names."""
+    if _FOLDER_OF_R2E.search(line):
+        return line  # it names none, and runs all of a folder
     words = line.split(" ")
     if _DJANGO.search(line):
         while len(words) > 1 and re.fullmatch(r"[A-Za-z_][\w.]*", words[-1]):

@@ -31,6 +31,8 @@ from sandboxes.image_names import read_image_name
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _TEST_MODULE = re.compile(r"^tests?[_.]|[_.](tests?|spec)\.\w+$")
 _IMAGES = ("image", "docker_image", "image_name")
+_LINK_TESTS = "[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests"
+"""R2E-Gym's images have the tests at the root; its script wants them in the repository."""
 COMMIT = r"^[0-9a-f]{7,64}$"
 
 
@@ -240,7 +242,8 @@ def _r2e_gym(read: _SweInstance) -> SweTask:
         gold=read.patch.encode(errors="surrogateescape"),
         tests=frozenset({"run_tests.sh", "r2e_tests"}),
         hidden=("/r2e_tests", f"{read.repo_folder}/r2e_tests", f"{read.repo_folder}/run_tests.sh"),
-        script=read.eval_script or make_script(read.repo_folder, read.test_cmd or "bash run_tests.sh", []),
+        script=read.eval_script
+        or make_script(read.repo_folder, read.test_cmd or "bash run_tests.sh", [], before=_LINK_TESTS),
         eval_type=read.eval_type,
         expected=expected,
     )

@@ -185,6 +185,21 @@ def test_each_task_has_its_own_image():
     assert "It fails." in specific.messages(VERIFIED)[-1].content
 
 
+def test_tests_of_r2e_gym_are_linked_into_the_repository_before_the_canary_is_there():
+    r2e = task({"test_a": "PASSED"})
+    lines = plant_canary(r2e.script, r2e.tests, r2e.folder).text.splitlines()
+    linked = lines.index("[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests")
+    [planted] = [number for number, line in enumerate(lines) if line.startswith("mkdir -p /testbed/r2e_tests")]
+    assert lines.index("cd /testbed") < linked < planted < lines.index("bash run_tests.sh")
+
+
+def test_the_script_of_r2e_gym_runs_its_canary_with_the_tests():
+    r2e = task({"test_a": "PASSED"})
+    made = plant_canary(r2e.script, r2e.tests, r2e.folder)
+    assert made.text == made.control
+    assert f"/testbed/r2e_tests/test_{made.canary}.py" in made.text
+
+
 EXPECTED = {"TestA.test_b": "PASSED", "test_c[x - y]": "FAILED"}
 LOG = """\
 PASSED earlier/than.py::the_summary
