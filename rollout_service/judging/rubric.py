@@ -151,7 +151,9 @@ def cut_middle(text: str, max_chars: int) -> str:
     return text[:head] + CUT.format(len(text) - head - tail) + text[len(text) - tail :]
 
 
-_MARK = re.compile(r"\bVERDICT\b[*_` \t]*[:=][*_`\s]*|\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\s*", re.IGNORECASE)
+_MARK = re.compile(
+    r"(?<![^\W_])VERDICT[*_` \t]*[:=\uff1a][*_`\s]*|\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\s*", re.IGNORECASE
+)
 _BOX = re.compile(r"\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?([^\n{}]*)(\}?)")
 _MARKED = re.compile(r"[^\n}]*")
 _WRAPPING = " \t\r\n.,;:!*_`'\"()[]{}"
