@@ -3,6 +3,7 @@
 import pytest
 
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
+from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.builtin.code.environment import (
     BadAssertionError,
     Question,
@@ -191,6 +192,21 @@ def test_a_bad_instance_is_refused_with_the_path(instance, path):
     with pytest.raises(InvalidFieldError) as caught:
         environment.check(instance)
     assert caught.value.fields[0].path == path
+
+
+def test_few_assertions_are_parsed_before_a_task_is_accepted(monkeypatch):
+    parsed = []
+    monkeypatch.setattr(code, "parse_assertion", parsed.append)
+    tests = [f"assert f({number}) == [{'1, ' * 5_000}]" for number in range(20)]
+    environment.check(task(*tests))
+    assert parsed == tests[:2]
+
+
+async def test_an_assertion_of_a_long_task_that_is_wrong_fails_its_rollout(sandboxes):
+    tests = [f"assert f({number}) == [{'1, ' * 5_000}]" for number in range(3)]
+    with pytest.raises(InvalidFieldError) as caught:
+        await submit(sandboxes, "def f(x): return [1] * 5_000", task(*tests, "assert f(1) > 2"))
+    assert caught.value.fields[0].path == "instance.tests.3"
 
 
 @pytest.mark.parametrize(
