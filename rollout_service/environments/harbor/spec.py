@@ -14,6 +14,7 @@ from rollout_service.environments.harbor import FILE_NAME, compose
 from rollout_service.environments.harbor.task_folder import HarborTask, artifact_paths
 from rollout_service.environments.harbor.task_toml import (
     EnvironmentTable,
+    HealthcheckTable,
     McpServerTable,
     NetworkKeys,
 )
@@ -89,17 +90,24 @@ def _artifacts(task: HarborTask, settings: HarborSettings) -> list[str]:
 def _limits(task: HarborTask) -> EpisodeLimits:
     seconds = [step.agent.timeout_sec or DEFAULT_AGENT_SECONDS for step in task.steps]
     verifying = [step.verifier.timeout_sec for step in task.steps]
-    health = task.toml.environment.healthcheck
-    starting = (
-        0.0 if health is None else health.start_period_sec + health.retries * (health.timeout_sec + health.interval_sec)
-    )
+    first, *later = [step.healthcheck for step in task.steps]
     return EpisodeLimits(
         max_turns=MAX_TURNS,
         max_tokens=MAX_TOKENS,
         agent_seconds=max(seconds),
-        init_seconds=GRACE_SECONDS + starting + (task.compose.seconds if task.compose is not None else 0.0),
-        rollout_seconds=sum(seconds) + GRACE_SECONDS * len(seconds),
+        init_seconds=GRACE_SECONDS
+        + _waits(task.toml.environment.healthcheck, first)
+        + (task.compose.seconds if task.compose is not None else 0.0),
+        rollout_seconds=sum(seconds) + GRACE_SECONDS * len(seconds) + _waits(*later),
         evaluate_seconds=sum(verifying) + GRACE_SECONDS * len(verifying),
+    )
+
+
+def _waits(*checks: HealthcheckTable | None) -> float:
+    return sum(
+        check.start_period_sec + check.retries * (check.timeout_sec + check.interval_sec)
+        for check in checks
+        if check is not None
     )
 
 

@@ -150,6 +150,14 @@ def test_servers_of_a_task_become_those_of_its_agent(tmp_path):
         load_path(steps)
 
 
+def test_health_checks_of_steps_have_their_time(tmp_path):
+    check = '[steps.healthcheck]\ncommand = "true"\nretries = 10\ntimeout_sec = 30\ninterval_sec = 10\n'
+    toml = TOML + "".join(f'[[steps]]\nname = "{name}"\n{check}' for name in ("one", "two"))
+    limits = spec(make(tmp_path / "task", toml, steps=("one", "two"))).limits
+    assert limits.init_seconds == 120 + 400
+    assert limits.rollout_seconds == 2 * (900 + 120) + 400
+
+
 def test_steps_have_limits_of_their_own(tmp_path):
     toml = '[agent]\ntimeout_sec = 50\n[[steps]]\nname = "a"\n[steps.agent]\ntimeout_sec = 9\n[[steps]]\nname = "b"\n'
     folder = make(tmp_path / "t", toml + TOML, steps=("a", "b"))
