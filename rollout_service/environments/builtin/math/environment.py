@@ -218,7 +218,7 @@ MAKERS: Final[tuple[Callable[[random.Random], tuple[str, str]], ...]] = (
 )
 
 
-_TOKEN = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
+_TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str | None) -> str | None:
@@ -236,6 +236,6 @@ def last_boxed(text: str | None) -> str | None:
                 begin = open_braces.pop() if open_braces else None
                 if begin is not None:
                     found = (text or "")[begin : token.start()].strip()
-            case r"\boxed{":
+            case box if box.startswith(r"\boxed"):
                 open_braces.append(token.end())
     return found

@@ -30,6 +30,8 @@ from tests.support.episodes import episode_of
         (r"\boxed{ open {4} \boxed{5}", "5"),
         (r"} \boxed{6}", "6"),
         (r"\boxed 7", None),
+        (r"\boxed {7}", "7"),
+        (r"\boxedx{7}", None),
         (r"\\boxed{8}", None),
         ("", None),
         (None, None),
@@ -48,7 +50,8 @@ def test_any_text_can_be_searched(text):
 
 def test_a_hostile_text_takes_no_longer():
     started = time.process_time()
-    assert last_boxed(r"\boxed{" * 100_000) is None
+    for hostile in (r"\boxed{", r"\boxed ", "\\boxed" + " " * 100):
+        assert last_boxed(hostile * 100_000) is None
     assert time.process_time() - started < 2.0
 
 
