@@ -22,7 +22,7 @@ from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.math.environment import last_boxed
 from rollout_service.environments.builtin.math.verifier import MathVerifier, require_math_verify
 from rollout_service.environments.builtin.math.worker import MathVerdict
-from rollout_service.environments.builtin.stem.quantities import Quantity, plain, read_quantity
+from rollout_service.environments.builtin.stem.quantities import SPACES, Quantity, read_quantity
 from rollout_service.environments.builtin.stem.units import Unit, read_unit
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
 from rollout_service.environments.dataset_files import InstanceFields, field_errors, read_instances
@@ -164,7 +164,8 @@ class Stem(AgentEnvironment):
             return RuleVerdict.UNDECIDED
         if verdict is MathVerdict.TOO_COSTLY:
             return RuleVerdict.WRONG
-        return RuleVerdict.RIGHT if verdict is MathVerdict.EQUAL else RuleVerdict.UNDECIDED
+        equal = verdict is MathVerdict.EQUAL and not differ_in_case(task.answer, boxed)
+        return RuleVerdict.RIGHT if equal else RuleVerdict.UNDECIDED
 
     def dataset(self) -> list[dict[str, JsonValue]]:
         return [dict(instance) for instance in _shipped()]
@@ -215,9 +216,15 @@ TOLERANCE: Final = 0.01
 """Relative, unless a task has its own; integers without a unit must be exact."""
 _EXACT: Final = 1e-9
 _LETTER = re.compile(r"(?:(?:option|choice)\s+)?\(?([a-z])(?:[).:]+\s*|\s+|$)(\S.*)?", re.IGNORECASE | re.DOTALL)
-_WORD = re.compile(r"\\(?:text|mathrm|textbf)\b|[\W_]+")
-_SIGN = re.compile(r"""\d|(?![\s.,;:?"“”()\[\]{}$\\]|(?<=[^\W\d_])['\u2019](?=[^\W\d_]))\W""")
-"""Digits, and what is neither a letter nor the punctuation of words: it carries meaning, as in `Fe2+` or `x ≤ y`."""
+_WRAPPER = re.compile(
+    r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|boldsymbol|operatorname|mbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
+_NESTED: Final = 3
+"""Wrappers in each other that are looked through."""
+_MATH = re.compile(r"[\d\\{}_^]")
+_SIGN = re.compile(r"""(?![\s.,;:?"“”()]|(?<=[^\W\d_])['\u2019](?=[^\W\d_]))\W""")
+"""Signs that are neither letters nor the punctuation of words: they carry meaning, as in `x ≤ y`."""
+_SYMBOL = re.compile(r"\\[A-Za-z]+|[^\W\d_]")
 _GENOTYPE = re.compile(r"(?:(\w)\1)+", re.IGNORECASE)
 
 
@@ -232,14 +239,13 @@ def compare_choice(gold: str, answer: str, choices: Mapping[str, str]) -> RuleVe
 
     A letter alone is a choice, even if it is the text of another, because the question asks for letters.
     """
-    texts, given = {letter: plain(text) for letter, text in choices.items()}, plain(answer)
-    found = _LETTER.fullmatch(given)
+    found = _LETTER.fullmatch(_unwrapped(answer))
     letter, text = (found[1].upper(), found[2]) if found else ("", None)
-    if letter in texts and (text is None or same_words(texts[letter].casefold(), text.casefold())):
+    if letter in choices and (text is None or same_words(choices[letter].casefold(), text.casefold())):
         letters = {letter}
     else:
-        letters = {letter for letter, text in texts.items() if same_words(text, given)} or {
-            letter for letter, text in texts.items() if same_words(text.casefold(), given.casefold())
+        letters = {letter for letter, text in choices.items() if same_words(text, answer)} or {
+            letter for letter, text in choices.items() if same_words(text.casefold(), answer.casefold())
         }
     return RuleVerdict.RIGHT if letters == {gold.upper()} else RuleVerdict.WRONG
 
@@ -262,16 +268,32 @@ def compare_quantity(
     return RuleVerdict.RIGHT if equal else RuleVerdict.WRONG
 
 
+def differ_in_case(gold: str, answer: str) -> bool:
+    """Look for a letter that only the answer has, and in the other case only the gold; math-verify ignores case."""
+    one, other = (set(_SYMBOL.findall(text)) for text in (gold, answer.rpartition("=")[2]))
+    return not {symbol.casefold() for symbol in one - other}.isdisjoint(symbol.casefold() for symbol in other - one)
+
+
 def same_words(one: str, other: str) -> bool:
-    """Ignore spaces, punctuation around words, and case where it has no meaning."""
+    """Ignore spaces, the look of letters in LaTeX, and case and punctuation of words; mathematics must be the same."""
     words = _words(one)
     return bool(words) and words == _words(other)
 
 
 def _words(text: str) -> list[str]:
+    text = _unwrapped(text)
+    if _MATH.search(text) is not None:
+        return text.split()
     if _SIGN.search(text) is None:
-        return list(map(_without_case, _WORD.sub(" ", text).split()))
-    return text.split() if re.search(r"\d", text) else list(map(_without_case, text.split()))
+        text = re.sub(r"\W+", " ", text)
+    return list(map(_without_case, text.split()))
+
+
+def _unwrapped(text: str) -> str:
+    """Return LaTeX without what only changes the look of letters."""
+    for _ in range(_NESTED):
+        text = _WRAPPER.sub(r"\1", text)
+    return SPACES.sub(" ", text).replace("$", "").strip().rstrip(".")
 
 
 def _without_case(word: str) -> str:

@@ -39,7 +39,7 @@ _SIGNS: Final = {
     "⁻¹": "^-1",
     "⁻²": "^-2",
 }
-_SPACES = re.compile(r"\\[,;:! ]|~|\\quad")
+SPACES = re.compile(r"\\[,;:! ]|~|\\quad")
 _MICRO = re.compile(r"\\mu\s*")
 _BRACES = re.compile(r"[{}$]")
 _NUMBER = re.compile(
@@ -80,7 +80,7 @@ def read_quantity(text: str) -> Quantity | None:
     """Read a quantity, possibly after `x =`."""
     if len(text) > MAX_CHARS:
         return None
-    *before, text = (side.strip() for side in plain(text).split("="))
+    *before, text = (side.strip() for side in _plain(text).split("="))
     quantity = _read_side(text.rstrip("."))
     if quantity is None or any(_says_otherwise(side, quantity) for side in before):
         return None
@@ -113,10 +113,10 @@ def _read_side(text: str) -> Quantity | None:
     return Quantity(value, unit, is_bare=not rest.strip(), is_integer=is_integer)
 
 
-def plain(text: str) -> str:
+def _plain(text: str) -> str:
     """Return LaTeX as plain text, where only notation differs."""
     text = _WRAPPERS.sub("", text)
-    text = _MICRO.sub("µ", _SPACES.sub(" ", text))
+    text = _MICRO.sub("µ", SPACES.sub(" ", text))
     for sign, plain in _SIGNS.items():
         text = text.replace(sign, plain)
     return _BRACES.sub("", text).strip()

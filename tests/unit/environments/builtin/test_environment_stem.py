@@ -18,6 +18,7 @@ from rollout_service.environments.builtin.stem.environment import (
     Stem,
     compare_choice,
     compare_quantity,
+    differ_in_case,
     read_task,
     same_words,
 )
@@ -201,6 +202,14 @@ def test_a_letter_alone_is_a_choice_and_not_the_text_of_another():
         ("5 MW", "5 mW", False),
         ("A → B", "A ← B", False),
         ("n!", "n", False),
+        ("(a, b)", "a, b", True),
+        (r"\text{the \textbf{momentum}}", "The momentum.", True),
+        (r"5\,\text{MW}", "5 MW", True),
+        (r"\sqrt{g h}", r"\sqrt{g}  h", False),
+        (r"\frac{q B}{m}", r"\frac{q}{B m}", False),
+        (r"\Delta E", r"\delta E", False),
+        ("v_x", "v x", False),
+        ("(a, b)", "[a, b]", False),
         ("f'", "f", False),
         ("AaBb", "aabb", False),
         ("CO", "Co", False),
@@ -209,6 +218,21 @@ def test_a_letter_alone_is_a_choice_and_not_the_text_of_another():
 )
 def test_words_are_the_same_without_case_and_punctuation_that_mean_nothing(one, other, same):
     assert same_words(one, other) is same
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "differ"),
+    [
+        (r"\frac{G M}{R}", r"\frac{G m}{R}", True),
+        (r"\Delta E", r"\delta E", True),
+        ("M - m", "m", False),
+        (r"\frac{G M}{R}", r"\dfrac{GM}{R}", False),
+        ("e^x", r"E = e^x", False),
+        ("42", "x = 42", False),
+    ],
+)
+def test_letters_of_another_case_are_other_letters(gold, answer, differ):
+    assert differ_in_case(gold, answer) is differ
 
 
 NUMBERS = st.text(alphabet="0123456789.eE+-*^/() mkgsJµ%°{}\\", max_size=40)
@@ -255,6 +279,7 @@ async def test_expressions_are_compared_by_math_verify_and_the_judge_has_the_las
     assert "What is the energy?" in prompt
     assert r"\frac{1}{2} C V^2" in prompt
     assert (await score({**task, "judge": False}, r"\boxed{C V^2}")).reward == 0.0
+    assert (await score({**task, "judge": False}, r"\boxed{c V^2 / 2}")).reward == 0.0
 
 
 async def test_a_unit_of_another_kind_than_the_question_asks_for_goes_to_the_judge(score):
