@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle
+from math import ceil
 from typing import Annotated, Any, Final, Literal
 
 import anyio
@@ -198,7 +199,7 @@ def _holds(assertion: Assertion, question: Question, stdout: bytes) -> bool:
 
 
 def _limited(argv: list[str], seconds: float) -> list[str]:
-    return ["bash", "-c", LIMITED, "bash", str(MEMORY_KILOBYTES), str(max(1, round(seconds))), *argv]
+    return ["bash", "-c", LIMITED, "bash", str(MEMORY_KILOBYTES), str(ceil(seconds)), *argv]
 
 
 environment = Code(SPEC)

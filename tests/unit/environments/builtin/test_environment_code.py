@@ -119,6 +119,11 @@ async def test_time_and_memory_are_limited(sandboxes):
     assert score.parts["tests_passed"] == 0.0
 
 
+@pytest.mark.parametrize(("limit", "whole"), [(0.2, "1"), (1.2, "2"), (2.5, "3"), (5.0, "5")])
+def test_a_limit_of_parts_of_a_second_cuts_off_no_program_within_it(limit, whole):
+    assert code._limited(["python3"], limit)[5] == whole
+
+
 async def test_the_agent_finds_no_tests(sandboxes):
     look = "ls -A; grep -rs 9801 . ; env | grep 9801; cat /proc/self/environ | tr '\\0' '\\n' | grep 9801"
     policy = ScriptedPolicy([turn("", call("bash", command=look)), "Done."])
