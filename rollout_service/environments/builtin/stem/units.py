@@ -14,7 +14,8 @@ from typing import Final
 MAX_POWER: Final = 12
 MAX_CHARS: Final = 80
 
-BASES: Final = ("m", "kg", "s", "A", "K", "mol", "cd")
+BASES: Final = ("m", "kg", "s", "A", "K", "mol", "cd", "turn")
+"""A turn is no unit of SI; with it, 60 rpm are neither 1 rad/s nor wrong for 6.28 rad/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ PLAIN: Final = {
     "deg": Unit(pi / 180),
     "degrees": Unit(pi / 180),
     "%": Unit(0.01),
-    "rpm": _unit(1 / 60, s=-1),
+    "rpm": _unit(1 / 60, turn=1, s=-1),
     "°C": Unit(1.0, _unit(1, K=1).powers, 273.15),
     "°F": Unit(5 / 9, _unit(1, K=1).powers, 459.67 * 5 / 9),
 }
