@@ -12,7 +12,6 @@ Not covered: tests that run the agent's program in their own sandbox, as is Harb
 
 from __future__ import annotations
 
-import json
 import math
 import posixpath
 import re
@@ -68,6 +67,7 @@ MAX_REWARD_BYTES = 64 * 1024
 MAX_REPORT_BYTES = 16 * 1024 * 1024
 PRINTED_CHARS = 2_000
 NOT_RUN = {126: "a program cannot be executed", 127: "a program is missing"}
+_NAMES_A_TEST = re.compile(rb'"tests"\s*:\s*\[\s*\{')
 _NOT_FOUND = re.compile(
     rb"^/tests/test\.sh: line \d+: ([^\n]{1,256}): (command not found|No such file or directory)$", re.MULTILINE
 )
@@ -166,14 +166,12 @@ def _is_below(path: str, places: Sequence[str]) -> bool:
 
 
 async def _require_report(sandbox: Sandbox, done: ExecResult) -> None:
+    """Search the report instead of parsing it, which can take a second and twenty times its size."""
     try:
-        report = json.loads(await exported_file(sandbox, f"{LOGS}/{REPORT}", MAX_REPORT_BYTES))
+        report = await exported_file(sandbox, f"{LOGS}/{REPORT}", MAX_REPORT_BYTES)
     except FileMissingError as error:
         raise TestsNeverRanError(f"the tests left no {REPORT}; {_printed(done)}", hint=_BAKE) from error
-    except (ValueError, RecursionError) as error:
-        raise TestsNeverRanError(f"{REPORT} is not JSON: {error}; {_printed(done)}", hint=_BAKE) from error
-    results = report.get("results") if isinstance(report, dict) else None
-    if not (isinstance(results, dict) and results.get("tests")):
+    if _NAMES_A_TEST.search(report) is None:
         raise TestsNeverRanError(f"{REPORT} names no test; {_printed(done)}", hint=_BAKE)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import tracemalloc
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from rollout_service.environments.declarative.files import PackedFile
+from rollout_service.environments.harbor import verifier
 from rollout_service.environments.harbor.collection import load_harbor
 from rollout_service.environments.harbor.verifier import (
     RewardEmptyError,
@@ -293,17 +295,42 @@ def test_the_examples_are_whole():
     ],
 )
 async def test_a_file_that_the_agent_did_not_leave_is_no_failure_of_the_tests(tmp_path, name, why, lost):
-    async def exec(command, **_):
+    async def echo(command, **_):
         return ExecResult(0, "\n".join(command[4:]).encode(), b"", timed_out=False, truncated=False)
 
     [step] = load_harbor(make(tmp_path / "one"), HarborSettings()).tasks["one"].task.steps
     printed = f"one\n/tests/test.sh: line 3: {name}: {why}\ntwo\n".encode()
     done = ExecResult(0, b"", printed, timed_out=False, truncated=False)
-    verifier, bare = Verifier(step, {}, ["/data"]), SimpleNamespace(workdir="/app", exec=exec)
+    own, bare = Verifier(step, {}, ["/data"]), SimpleNamespace(workdir="/app", exec=echo)
     tests = [PackedFile("test.sh", f"#!/bin/bash\n{name}\n".encode())]
-    missing = await verifier._missing(bare, done, tests, {})
+    missing = await own._missing(bare, done, tests, {})
     with pytest.raises(TestsNeverRanError) if lost else nullcontext():
-        await verifier._require_run(bare, done, tests, missing)
+        await own._require_run(bare, done, tests, missing)
+
+
+@pytest.mark.parametrize(
+    ("report", "ran"),
+    [
+        (b'{"results": {"summary": {"tests": 1}, "tests": [ {"name": "a"}]}}', True),
+        pytest.param(b'{"results": {"tests": [' + b"{}," * 5_000_000 + b"{}]}}", True, id="long"),
+        (b'{"results": {"summary": {"tests": 0}, "tests": []}}', False),
+        (b'{"results": {"message": "\\"tests\\": [{"}}', False),
+        pytest.param(b"[" * 1_000_000, False, id="deep"),
+        (b"{}", False),
+        (b"\xff", False),
+    ],
+)
+async def test_a_report_shows_that_tests_ran_and_takes_no_memory(monkeypatch, report, ran):
+    async def exported(*_):
+        return report
+
+    monkeypatch.setattr(verifier, "exported_file", exported)
+    tracemalloc.start()
+    with nullcontext() if ran else pytest.raises(TestsNeverRanError, match="names no test"):
+        await verifier._require_report(None, ExecResult(0, b"", b"", timed_out=False, truncated=False))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1024 * 1024
 
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e6, max_value=1e6)
