@@ -123,6 +123,11 @@ class JobFolder:
     def withdraw(self, kind: str, name: str) -> None:
         (self.path / kind / f"{name}.json").unlink(missing_ok=True)
 
+    def forget(self, kind: str) -> None:
+        """Withdraw all parts, of whichever job."""
+        for file in (self.path / kind).glob("*.json"):
+            file.unlink(missing_ok=True)
+
     def published(self, kind: str) -> list[Published]:
         """Return the listed parts by name."""
         return [Published.model_validate(record) for record in self._records(kind)]

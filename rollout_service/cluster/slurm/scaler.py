@@ -167,8 +167,7 @@ class Scaler:
         for slot, spec in specs.items():
             folder = self.folder(slot)
             folder.create(self.home.key)
-            for part in folder.published("nodes"):  # left by an earlier job, which was killed
-                folder.withdraw("nodes", part.name)
+            folder.forget("nodes")  # left by an earlier job, which was killed
             folder.save(Submitted(job="", spec=spec))
         self.home.more_script.write_text(render(self.spec, self.home.path.parent / self.spec.name, slots=slots))
         try:

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import anyio
@@ -49,17 +49,25 @@ class Registrar:
     async def run(self) -> None:
         file = self.folder.path / "engines.registered"
         self.ours = set(json.loads(file.read_text())) if file.exists() else set()
+        saved = set(self.ours)
         while True:
-            before = set(self.ours)
-            for node in self.folder.published("nodes"):
-                try:
-                    await self._register(node.url)
-                    break
-                except ClientError as error:
-                    log.debug("engines are not registered yet", node=node.name, reason=str(error))
-            if before != self.ours:
-                write_private(file, json.dumps(sorted(self.ours)).encode())
+            try:
+                await self._register_at_one()
+                if saved != self.ours:
+                    write_private(file, json.dumps(sorted(self.ours)).encode())
+                    saved = set(self.ours)
+            except OSError as error:  # a shared file system may fail for a moment
+                log.warning("the job's folder cannot be used; it is tried again", error=str(error))
             await anyio.sleep(REGISTER_SECONDS)
+
+    async def _register_at_one(self) -> None:
+        for node in self.folder.published("nodes"):
+            try:
+                await self._register(node.url)
+            except ClientError as error:
+                log.debug("engines are not registered yet", node=node.name, reason=str(error))
+            else:
+                return
 
     async def _register(self, url: str) -> None:
         wanted = {engine.url for engine in self.folder.published("engines")}
@@ -173,10 +181,11 @@ class Supervisor:
     async def _log_failures(self) -> None:
         known: set[tuple[str, int]] = set()
         while True:
-            failures = {(failure.name, failure.starts): failure for failure in self.folder.failures()}
-            for key in failures.keys() - known:
-                log.warning("engine does not start", **failures[key].model_dump())
-            known = set(failures)
+            with suppress(OSError):  # the registrar says so
+                failures = {(failure.name, failure.starts): failure for failure in self.folder.failures()}
+                for key in failures.keys() - known:
+                    log.warning("engine does not start", **failures[key].model_dump())
+                known = set(failures)
             await anyio.sleep(FAILURES_SECONDS)
 
     def _services(self, nodes: list[str]) -> list[KeptProcess]:
@@ -291,18 +300,9 @@ async def run_job(folder: JobFolder) -> int:
     """
     if "SLURM_JOB_NODELIST" not in os.environ:
         raise ConfigurationError("this is not a job of Slurm", hint="Submit it: rollout-service slurm submit --help.")
-    for kind in ("nodes", "engines"):
-        _forget_dead(folder, kind)
-    for failure in folder.failures():
-        folder.withdraw("failures", failure.name)
+    for kind in ("nodes", "engines", "failures"):  # left by an earlier run, or an earlier job, that was killed
+        folder.forget(kind)
     (folder.path / "redis" / "address").unlink(missing_ok=True)
     spec = folder.load().spec
     folder.save(Submitted(job=os.environ.get("SLURM_HET_JOB_ID_0") or os.environ["SLURM_JOB_ID"], spec=spec))
     return await Supervisor(folder, spec).run()
-
-
-def _forget_dead(folder: JobFolder, kind: str) -> None:
-    """Remove the entries that an earlier run of the same job has left listed."""
-    for part in folder.published(kind):
-        if part.job == os.environ.get("SLURM_JOB_ID"):
-            folder.withdraw(kind, part.name)

@@ -1,5 +1,6 @@
 """Jobs of Slurm: times and limits are read as Slurm writes them, children and tunnels live as long as they should."""
 
+import errno
 import shlex
 import signal
 import socket
@@ -20,7 +21,7 @@ from rollout_service.cli import app
 from rollout_service.cluster.slurm import commands, supervisor
 from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, EndRequests, KeptProcess
 from rollout_service.cluster.slurm.commands import PartitionNode, QueuedJob, _partition_node
-from rollout_service.cluster.slurm.folder import JobFolder, Published, Submitted
+from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFailure, Submitted
 from rollout_service.cluster.slurm.limits import check_fits
 from rollout_service.cluster.slurm.node import JobNode
 from rollout_service.cluster.slurm.relay import relay
@@ -359,6 +360,26 @@ def test_a_folder_is_private_and_keeps_its_key(tmp_path):
     assert folder.path.stat().st_mode & 0o077 == folder.key_file.stat().st_mode & 0o077 == 0
 
 
+async def test_a_job_lists_no_part_that_an_earlier_job_of_its_folder_has_left(tmp_path, monkeypatch):
+    folder, listed = JobFolder(tmp_path), []
+    folder.create()
+    folder.save(Submitted(job="", spec=JobSpec(name="job")))
+    for number in ("6", "7"):  # the earlier job may have been this one, before it was requeued
+        for kind in ("nodes", "engines"):
+            folder.publish(kind, Published(name=f"n{number}", url="http://n:30000", job=number))
+        folder.fail(StartFailure(name=f"n{number}-0", starts=3, exit_code=1, reason="no GPU"))
+
+    async def run(self):
+        listed.extend([*folder.published("nodes"), *folder.published("engines"), *folder.failures()])
+        return 0
+
+    monkeypatch.setattr(supervisor.Supervisor, "run", run)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n7")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert (await supervisor.run_job(folder), listed) == (0, [])
+    assert folder.load().job == "7"
+
+
 async def test_a_trainer_that_does_not_end_keeps_no_job_from_the_queue(tmp_path, monkeypatch):
     folder, started = JobFolder(tmp_path), tmp_path / "started"
     folder.create()
@@ -374,6 +395,35 @@ async def test_a_trainer_that_does_not_end_keeps_no_job_from_the_queue(tmp_path,
         tasks.start_soon(job._train)
         await until(started.exists)
         tasks.cancel_scope.cancel()
+
+
+async def test_a_folder_that_fails_for_a_moment_ends_no_job(tmp_path, monkeypatch):
+    folder, readings = JobFolder(tmp_path), iter([OSError(errno.ESTALE, "Stale file handle")] * 2)
+    folder.create()
+    registered, failed = anyio.Event(), anyio.Event()
+
+    def records(self, kind):
+        for error in readings:
+            raise error
+        return [{"name": "n1", "url": "http://n1", "starts": 1, "exit_code": 1, "reason": "no GPU"}]
+
+    async def register(self, url):
+        self.ours = {url}
+        registered.set()
+
+    monkeypatch.setattr(JobFolder, "_records", records)
+    monkeypatch.setattr(supervisor.Registrar, "_register", register)
+    monkeypatch.setattr(supervisor.log, "warning", lambda event, **_: event == "engine does not start" and failed.set())
+    for name in ("REGISTER_SECONDS", "FAILURES_SECONDS"):
+        monkeypatch.setattr(supervisor, name, 0.0)
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(supervisor.Registrar(folder).run)
+            tasks.start_soon(supervisor.Supervisor(folder, JobSpec(name="job"))._log_failures)
+            await registered.wait()
+            await failed.wait()
+            await until((folder.path / "engines.registered").exists)
+            tasks.cancel_scope.cancel()
 
 
 async def test_an_engine_that_the_service_refuses_keeps_no_other_from_it(tmp_path):
