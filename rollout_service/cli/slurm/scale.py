@@ -88,12 +88,14 @@ async def _scale(home: Path, given: dict[str, Any]) -> None:
 def _spec(home: Path, given: dict[str, Any]) -> JobSpec:
     from rollout_service.cluster.slurm.folder import JobFolder
     from rollout_service.cluster.slurm.scaler import spec_of_more
+    from rollout_service.cluster.slurm.spec import JobSpec
 
     resources = {key: given[key] for key in ("partition", "cpus", "memory")}
     resources["directives"] = given["directive"] or []
     limits = {key: given[key] for key in ("time", "account", "qos")}
     with explaining("scale"):
         spec = spec_of_more(JobFolder(home), resources, limits)
+        JobSpec.model_validate({"name": f"{spec.name}-{given['most']}"})  # the longest name of its jobs
     for slot in range(1, given["most"] + 1):
         folder = JobFolder(home.parent / f"{spec.name}-{slot}")
         if (folder.path / "job.json").exists() and folder.load().spec.join != home:

@@ -20,6 +20,8 @@ from rollout_service.base.private_files import write_private
 from rollout_service.cluster.slurm.spec import JobSpec
 
 KEY_BYTES = 32
+MAX_NAME_CHARS = 64
+"""Of a node's name in the settings, and of a job's."""
 
 
 class Published(BaseModel):
@@ -168,3 +170,8 @@ def own_address() -> str:
 
 def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
+def joined_name(node: str, job: str) -> str:
+    """Return the name that a node of a job has in the cluster that it joined: the end of both, if they are too long."""
+    return f"{node}-{job}"[-MAX_NAME_CHARS:].lstrip("._-")

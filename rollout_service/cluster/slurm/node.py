@@ -21,7 +21,7 @@ import structlog
 
 from rollout_client.client import ClientError, RolloutClient
 from rollout_service.cluster.slurm.children import EndRequests, KeptProcess
-from rollout_service.cluster.slurm.folder import JobFolder, Published, node_name, own_address
+from rollout_service.cluster.slurm.folder import JobFolder, Published, joined_name, node_name, own_address
 from rollout_service.cluster.slurm.redis_server import redis_address, wait_for_redis
 from rollout_service.cluster.slurm.spec import JobSpec
 
@@ -123,7 +123,7 @@ class JobNode:
     @property
     def cluster_name(self) -> str:
         """The node's name among those that share the Redis; two jobs may have parts of one machine."""
-        return f"{self.name}-{self.spec.name}" if self.spec.join is not None else self.name
+        return joined_name(self.name, self.spec.name) if self.spec.join is not None else self.name
 
     @property
     def _port_file(self) -> Path:

@@ -19,7 +19,7 @@ from rollout_client.client import ClientError, RolloutClient
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.cluster.slurm import commands
 from rollout_service.cluster.slurm.commands import QueuedJob
-from rollout_service.cluster.slurm.folder import JobFolder, Published, Submitted
+from rollout_service.cluster.slurm.folder import JobFolder, Published, Submitted, joined_name
 from rollout_service.cluster.slurm.scaling import (
     ActionKind,
     AddedNode,
@@ -80,16 +80,20 @@ class Scaler:
         """
         while True:
             try:
-                if (await commands.job_state(self.home.load().job)).is_over:
+                if self._is_removed() or (await commands.job_state(self.home.load().job)).is_over:
                     await self._end_all()
                     return
                 if (seen := await self._look()) is not None:
                     await self._do(self.scaling.decide(seen), seen.now)
             except NodesDoNotStartError:
                 raise
-            except ConfigurationError as error:
-                self.tell(f"Slurm is asked again in {self.interval_seconds:g} s: {error}")
+            except (ConfigurationError, OSError) as error:
+                self.tell(f"this is tried again in {self.interval_seconds:g} s: {error}")
             await anyio.sleep(self.interval_seconds)
+
+    def _is_removed(self) -> bool:
+        """Return whether the job's folder is gone, as after `stop --remove`, and not its whole file system."""
+        return self.home.path.parent.exists() and not self.home.path.exists()
 
     def folder(self, slot: int) -> JobFolder:
         return JobFolder(self.home.path.parent / f"{self.spec.name}-{slot}")
@@ -123,11 +127,12 @@ class Scaler:
         return AddedNode(job, node.node, node.state, node.rollouts or await self._holds(job.index, node))
 
     def _is_in(self, slot: int, node: NodeView) -> bool:
-        return node.node.endswith(f"-{self.spec.name}-{slot}")
+        return node.node.endswith(f"{self.spec.name}-{slot}")
 
     async def _holds(self, slot: int, node: NodeView) -> int:
         """Ask a node what it holds; one that does not answer may hold something."""
-        parts = [part for part in self.folder(slot).published("nodes") if node.node.startswith(f"{part.name}-")]
+        job, listed = f"{self.spec.name}-{slot}", self.folder(slot).published("nodes")
+        parts = [part for part in listed if joined_name(part.name, job) == node.node]
         own = await self._ask(parts, lambda client: client.overview())
         if own is None:
             return 1

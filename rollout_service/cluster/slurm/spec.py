@@ -68,6 +68,7 @@ class Engines(BaseModel):
     @field_validator("command")
     @classmethod
     def _has_a_port(cls, command: str) -> str:
+        shlex.split(command)  # a quotation without an end is refused here, and not on the nodes
         if "{port}" not in command:
             raise ValueError("the engine's command has no {port}, so two jobs on a node would collide; add it")
         return command

@@ -2,6 +2,7 @@
 
 import errno
 import shlex
+import shutil
 import signal
 import socket
 import struct
@@ -14,6 +15,7 @@ from pathlib import Path
 import anyio
 import pytest
 from aiohttp import web
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from rollout_service.base.errors import ConfigurationError
@@ -25,9 +27,12 @@ from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFail
 from rollout_service.cluster.slurm.limits import check_fits
 from rollout_service.cluster.slurm.node import JobNode
 from rollout_service.cluster.slurm.relay import relay
-from rollout_service.cluster.slurm.scaler import spec_of_more
-from rollout_service.cluster.slurm.spec import JobSpec, Resources, minutes_of, render
+from rollout_service.cluster.slurm.scaler import Scaler, spec_of_more
+from rollout_service.cluster.slurm.scaling import ScaleOptions
+from rollout_service.cluster.slurm.spec import Engines, JobSpec, Resources, minutes_of, render
+from rollout_service.settings import Settings
 from sandboxes.host.ports import free_port
+from tests.support.browser import canned
 from tests.support.engines.pools import answering
 from tests.support.waiting import until
 
@@ -165,6 +170,79 @@ def test_more_nodes_are_like_the_first_without_its_engines_gpus_and_options(tmp_
         False,
     )
     assert first.starts_a_redis
+
+
+LONG = "qwen3-8b-swe-rebench-grpo-lr1e-6-kl0-seed-42-run-3"
+
+
+async def test_a_node_of_a_job_with_a_long_name_can_join_and_is_found(tmp_path, monkeypatch):
+    home = JobFolder(tmp_path / LONG)
+    home.create()
+    home.save(Submitted(job="1", spec=JobSpec(name=LONG, joinable=True)))
+    spec = spec_of_more(home, {}, {})
+    scaler, asked = Scaler(home, spec, ScaleOptions(), print), []
+    added = scaler.folder(1)
+    added.create()
+    part = Published(name="gpu-a100-017", url="http://n:1")
+    added.publish("nodes", part)
+    own = spec.model_copy(update={"name": f"{spec.name}-1"})
+    name = JobNode(added, own, tmp_path, part.name, 0, home, spec, EndRequests("node")).cluster_name
+    assert Settings(cluster={"name": name}).node_name == name
+
+    async def ask(parts, call):
+        asked.extend(parts)
+
+    monkeypatch.setattr(scaler, "_ask", ask)
+    found = await scaler._added_node(
+        QueuedJob("17_1", 1, "RUNNING"), [canned.node(name).model_copy(update={"rollouts": 0})]
+    )
+    assert (found.node, found.is_alive, asked) == (name, True, [part])
+
+
+@pytest.mark.parametrize("most", ["1", "10"])
+def test_a_job_whose_name_has_no_room_for_a_number_is_not_scaled(tmp_path, monkeypatch, most):
+    name = "a" * 57
+    home = JobFolder(tmp_path / name)
+    home.create()
+    home.save(Submitted(job="1", spec=JobSpec(name=name, joinable=True)))
+
+    async def nodes():
+        return []
+
+    monkeypatch.setattr(commands, "partition_nodes", nodes)
+    said = CliRunner().invoke(app, ["slurm", "scale", name, "--max", most, "--folder", str(tmp_path)])
+    assert ("error: name: " in said.output, said.exit_code) == (most == "10", 1), said.output
+
+
+async def test_more_nodes_are_ended_once_the_folder_of_the_job_is_removed(tmp_path, monkeypatch):
+    home, told, looks = JobFolder(tmp_path / "mine"), [], iter([OSError("stale"), ConfigurationError("busy")])
+    home.create()
+    home.save(Submitted(job="1", spec=JobSpec(name="mine", joinable=True)))
+    scaler = Scaler(home, spec_of_more(home, {}, {}), ScaleOptions(), told.append, interval_seconds=0.0)
+
+    async def state(job):
+        for error in looks:
+            raise error
+        shutil.rmtree(home.path)
+        raise ConfigurationError("busy")
+
+    async def queued(script):
+        return [QueuedJob("17_1", 1, "PENDING")]
+
+    async def cancel(job):
+        told.append(f"cancelled {job}")
+
+    for name, answer in {"job_state": state, "queued_jobs": queued, "cancel": cancel}.items():
+        monkeypatch.setattr(commands, name, answer)
+    with anyio.fail_after(10):
+        await scaler.run()
+    assert told[3:] == ["job mine is over", "end mine-more-1 (job 17_1)", "cancelled 17_1"]
+
+
+@pytest.mark.parametrize("command", ["serve --model 'my model --port {port}", "serve --host {host}"])
+def test_an_engine_that_no_node_could_start_is_refused(command):
+    with pytest.raises(ValidationError):
+        Engines(command=command)
 
 
 def test_a_value_cannot_add_a_line_to_the_script():
