@@ -26,13 +26,22 @@ def find(job: str | None, jobs: Path) -> JobFolder:
     known = sorted(root.glob("*/job.json"), key=lambda file: file.stat().st_mtime)
     if job is not None:
         named = [file for file in (Path(job).absolute() / "job.json", root / job / "job.json") if file.exists()]
-        known = named or [file for file in known if JobFolder(file.parent).load().job == job]
+        known = named or [file for file in known if _has_id(JobFolder(file.parent), job)]
     if not known:
         raise common.CommandError(
             f"there is no job {job} in {root}" if job else f"there is no job in {root}",
             hint="Name the folder that it was submitted with: --folder.",
         )
     return JobFolder(known[-1].parent)
+
+
+def _has_id(folder: JobFolder, job: str) -> bool:
+    from rollout_service.base.errors import ConfigurationError
+
+    try:
+        return folder.load().job == job
+    except ConfigurationError:  # such as that of a later release; it may be another job's
+        return False
 
 
 async def state_of(folder: JobFolder) -> JobState:

@@ -96,12 +96,14 @@ def logs(
     lines: Annotated[int, typer.Option(min=1, help="How many lines of each.")] = 50,
 ) -> None:
     """Print the ends of a job's logs."""
+    from rollout_service.cluster.slurm.folder import last_lines
+
     found = sorted((find(job, folder).path / "logs").glob(f"{part or '*'}.log"))
     if not found:
         raise common.CommandError("there is no such log yet", hint="Leave out --part to see all logs.")
     for file in found:
         common.print_line(f"==> {file}")
-        for line in file.read_text(errors="replace").splitlines()[-lines:]:
+        for line in last_lines(file, lines):
             common.print_line(line)
 
 

@@ -18,7 +18,7 @@ import structlog
 
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.cluster.slurm.children import ENGINE_GIVEN_UP, EndRequests, KeptProcess, pause_after
-from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFailure, node_name, own_address
+from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFailure, last_lines, node_name, own_address
 from rollout_service.cluster.slurm.spec import Engines
 from sandboxes.host.ports import free_port
 
@@ -32,8 +32,8 @@ FAILED_PROBES = 6
 MAX_FAILED_STARTS = 20
 """The pauses between them take eight minutes or more."""
 MAX_REASON_CHARS = 500
-LAST_BYTES = 4_096
-"""The end of a log that is searched for its last line."""
+LAST_LINES = 50
+"""How many lines of a log are searched for the last one that says something."""
 
 
 @dataclass
@@ -96,9 +96,7 @@ class JobEngine:
         return self.folder.log(f"engine-{self.name}")
 
     def _note_failure(self, starts: int, exit_code: int | None) -> None:
-        with self._log.open("rb") as output:
-            output.seek(max(0, output.seek(0, os.SEEK_END) - LAST_BYTES))
-            lines = output.read().decode(errors="replace").split("\n")
+        lines = last_lines(self._log, LAST_LINES)
         reason = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
         self.folder.fail(
             StartFailure(name=self.name, starts=starts, exit_code=exit_code, reason=reason[:MAX_REASON_CHARS])

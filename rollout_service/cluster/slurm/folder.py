@@ -20,6 +20,7 @@ from rollout_service.base.private_files import write_private
 from rollout_service.cluster.slurm.spec import JobSpec
 
 KEY_BYTES = 32
+TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 26
 MAX_NAME_CHARS = 64
 """Of a node's name in the settings, and of a job's."""
 
@@ -175,3 +176,16 @@ def node_name() -> str:
 def joined_name(node: str, job: str) -> str:
     """Return the name that a node of a job has in the cluster that it joined: the end of both, if they are too long."""
     return f"{node}-{job}"[-MAX_NAME_CHARS:].lstrip("._-")
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """Return the last lines of a log, or those of its last `MAX_TAIL_BYTES`; it may be larger than the memory."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        most, tail = min(size, MAX_TAIL_BYTES), TAIL_BYTES
+        while True:
+            file.seek(max(0, size - tail))
+            lines = file.read(tail).decode(errors="replace").splitlines()
+            if len(lines) > count or tail >= most:
+                return lines[-count:]
+            tail = min(most, 4 * tail)

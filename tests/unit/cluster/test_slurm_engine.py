@@ -1,5 +1,6 @@
 """An engine of a job of Slurm that cannot start says why, is tried less and less often, and is given up in the end."""
 
+import os
 import shlex
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollout_service.cli import app
+from rollout_service.cli.slurm.jobs import find
 from rollout_service.cluster.slurm import children, commands
 from rollout_service.cluster.slurm import engine as slurm_engine
 from rollout_service.cluster.slurm.children import ENGINE_GIVEN_UP, EndRequests
@@ -114,6 +116,27 @@ def test_a_job_is_stopped_with_the_nodes_that_were_added_and_its_folder_is_remov
     assert (said.exit_code, folder.path.exists()) == (0, False), said.output
     ended = [command[1:] for command in told if command[0] == "scancel"]
     assert ended == [["--batch", "--signal=USR2", "17_1"], ["17_2"], ["7"]]
+
+
+def test_the_end_of_a_log_that_is_larger_than_the_memory_is_shown(folder):
+    folder.save(Submitted(job="7", spec=JobSpec(name="a-job")))
+    with folder.log("redis").open("wb") as log:
+        log.truncate(1 << 40)
+        log.seek(0, os.SEEK_END)
+        log.write(b"\n" + b"".join(b"line %d\n" % number for number in range(20_000)))
+    logs = ["slurm", "logs", "a-job", "--folder", str(folder.path.parent), "--lines"]
+    shown = CliRunner().invoke(app, [*logs, "10000"])
+    assert (shown.exit_code, shown.output.splitlines()[1:]) == (0, [f"line {n}" for n in range(10_000, 20_000)])
+    folder.log("redis").write_text("all\nof it")
+    assert CliRunner().invoke(app, [*logs, "3"]).output.splitlines()[1:] == ["all", "of it"]
+
+
+def test_a_folder_that_cannot_be_read_hides_no_other_job(folder):
+    folder.save(Submitted(job="7", spec=JobSpec(name="a-job")))
+    later = JobFolder(folder.path.parent / "later")
+    later.create()
+    (later.path / "job.json").write_text("{}")
+    assert find("7", folder.path.parent) == folder
 
 
 def test_the_status_names_an_engine_that_does_not_start(folder, monkeypatch):
