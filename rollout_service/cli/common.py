@@ -198,10 +198,12 @@ def run_blocking(command: Callable[[], int | None]) -> None:
     try:
         exit_code = command()
     except Exception as error:
-        known = _known(error)
-        if known is None:
+        cause = _alone(error)
+        if isinstance(cause, BrokenPipeError):  # whoever reads the output has enough: Typer ends quietly
+            raise cause from None
+        if not _is_known(cause):
             raise
-        explain(known)
+        explain(cause)
         exit_code = 1
     if exit_code:
         raise typer.Exit(exit_code)
@@ -217,17 +219,20 @@ def explain(error: Exception) -> None:
             console.print(Text.assemble(("hint: ", "bold"), text), soft_wrap=True)
 
 
-def _known(error: Exception) -> Exception | None:
-    """Return the known error inside an exception or inside the groups of task groups."""
+def _alone(error: Exception) -> Exception:
+    """Return the only error inside the groups of task groups."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _is_known(error: Exception) -> bool:
     from rollout_client.client import ClientError
     from rollout_service.base.errors import ServiceError
     from rollout_service.engines.local_servers.process import EngineStartError
     from sandboxes.errors import SandboxError
 
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    known = CommandError | ClientError | ServiceError | SandboxError | EngineStartError
-    return error if isinstance(error, known) else None
+    return isinstance(error, CommandError | ClientError | ServiceError | SandboxError | EngineStartError)
 
 
 def _advice(error: Exception) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 
 from rollout_client.arrays import BatchArrays
 from rollout_service.cli.common import CommandError
+from rollout_service.cli.files import written
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,8 +100,9 @@ def _spread(differences: NDArray[np.float64]) -> dict[str, float]:
 
 
 def write_tokens(tokens: Tokens, file: Path) -> None:
-    with file.open("w") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in tokens.rows(range(len(tokens.version))))
+    with written(file) as write:
+        for row in tokens.rows(range(len(tokens.version))):
+            write(json.dumps(row).encode() + b"\n")
 
 
 def show(found: dict[str, Any], console: Console) -> None:

@@ -136,7 +136,8 @@ def _service(report: LiveReport, overview: Overview) -> Iterator[RenderableType]
     for view in report.failing():
         said = f"engine {view.backend_id} is {view.state}, {view.failures} failures"
         if view.failed_at is not None:
-            said += f", the last {(report.hangs.at - view.failed_at).seconds} s ago"
+            # The report of hangs is made before the view of the engine.
+            said += f", the last {max(0, int((report.hangs.at - view.failed_at).total_seconds()))} s ago"
         yield Text(f"{said}: {view.last_error}" if view.last_error else said, "red")
     for group in overview.errors:
         stage = f" in {group.stage}" if group.stage else ""

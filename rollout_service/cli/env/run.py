@@ -115,15 +115,12 @@ async def run_one(
         data = await _pick(client, name, index) if given is None else given
         request = RolloutRequest(task=Task(environment=name, instance=data))
         rollout = await client.run(request)
-        tokenizer_path = (await client.backends())[0].tokenizer_path
-    if as_json:
+        paths = [view.tokenizer_path for view in await client.backends() if view.pool == request.pool]
+    if as_json or not paths:
         common.print_json(rollout)
     else:
-        tokenizer, scripted = (
-            load_tokenizer(tokenizer_path, with_template=False),
-            own.script is not None and url is None,
-        )
-        common.out().print(render_rollout(rollout, tokenizer, scripted=scripted))
+        tokenizer = load_tokenizer(paths[0], with_template=False)
+        common.out().print(render_rollout(rollout, tokenizer, scripted=own.script is not None and url is None))
     if url is None and rollout.error is not None and rollout.error.code == NoBackendError.code:
         common.err().print(f"hint: {POOLS_HINT}", soft_wrap=True)
     return 0 if rollout.state is RolloutState.COMPLETED else 1

@@ -8,6 +8,7 @@ from datetime import timedelta
 from io import StringIO
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -20,7 +21,9 @@ from api_schemas.views.hangs import HangReport, HangVerdict, StageWait
 from api_schemas.views.overview import Overview
 from api_schemas.views.summaries import ErrorGroup
 from rollout_service.cli import app
+from rollout_service.cli.common import CommandError
 from rollout_service.cli.console import SafeConsole
+from rollout_service.cli.doctor.batch import Tokens, write_tokens
 from rollout_service.cli.doctor.checks import check_engine, check_mounts, check_open_files
 from rollout_service.cli.doctor.live import LiveReport, show
 from rollout_service.settings import Settings
@@ -89,6 +92,10 @@ FULL_DISK = canned.node("a").model_copy(
         (
             {"backends": [failed_engine(3.5, BackendState.READY, None)]},
             ["is ready, 7 failures, the last 3 s"],
+        ),
+        (
+            {"backends": [failed_engine(-0.5, BackendState.FAILED, None)]},  # since the report of what hangs
+            ["is failed, 7 failures, the last 0 s ago"],
         ),
         (
             {"errors": ERRORS, "outcomes": {"backend_protocol_error": 12, "completed": 3}},
@@ -228,3 +235,8 @@ def test_stacks_without_a_service_are_refused():
     result = CliRunner().invoke(app, ["doctor", "--stacks"])
     assert result.exit_code == 1
     assert "Add --live." in result.stderr
+
+
+def test_a_file_for_tokens_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(CommandError, match="cannot be written"):
+        write_tokens(Tokens(*[np.zeros(1)] * 6), tmp_path / "no-folder" / "tokens.jsonl")

@@ -1,5 +1,6 @@
 """The command line explains itself, quickly, and its errors say what to do next."""
 
+import errno
 import subprocess
 import sys
 
@@ -116,6 +117,14 @@ def test_a_known_error_ends_with_its_hint_and_without_a_traceback(capsys):
         common.run_blocking(fail)
     assert caught.value.exit_code == 1
     assert capsys.readouterr().err == "error: it is broken\nhint: mend it.\n"
+
+
+def test_a_command_whose_output_nobody_reads_any_more_ends_quietly():
+    def watch() -> None:
+        raise ExceptionGroup("from a task group", [BrokenPipeError(errno.EPIPE, "Broken pipe")])
+
+    with pytest.raises(BrokenPipeError):  # which ends `main` without a word
+        common.run_blocking(watch)
 
 
 def test_a_defect_keeps_its_traceback():

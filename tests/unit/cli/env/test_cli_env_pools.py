@@ -1,13 +1,14 @@
 """An environment that asks other models is audited, attacked and checked with those that the options name."""
 
 import json
+from importlib import import_module
 
 import pytest
 from typer.testing import CliRunner
 
 from api_schemas.trajectories import Message
 from rollout_service.base.errors import EnvironmentFailedError
-from rollout_service.cli import app
+from rollout_service.cli import app, common
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.engines import PoolModels
 from rollout_service.cli.server_child import running_server
@@ -16,6 +17,8 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import OtherModels, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
+from tests.support import samples
+from tests.support.browser import canned
 
 PARTNER = """\
 from api_schemas.rollouts import StopReason
@@ -170,3 +173,31 @@ async def test_sub_agents_are_sampled_from_the_pool_that_is_named(tmp_path):
 
     assert "7" in await outcome([f"frozen-1={tmp_path}/worker.jsonl"])
     assert "Add --pool-model frozen-1=MODEL" in await outcome([])
+
+
+async def test_a_rollout_is_shown_with_the_tokenizer_of_its_own_pool(monkeypatch, capsys):
+    rollout, run = samples.rollout(), import_module("rollout_service.cli.env.run")  # not the command
+    pools = ("judge", "policy")
+    views = [canned.backend(1, pool=pool).backend.model_copy(update={"tokenizer_path": pool}) for pool in pools]
+
+    class Server:
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
+            pass
+
+        async def run(self, request):
+            return rollout
+
+        async def backends(self):
+            return views
+
+    monkeypatch.setattr(common, "connect", lambda url, key: Server())
+    monkeypatch.setattr(run, "load_tokenizer", lambda path, **_: path)
+    monkeypatch.setattr(run, "render_rollout", lambda rollout, tokenizer, **_: f"as {tokenizer} reads it")
+    own = run.OwnServer("calc", None, None, None, None, PoolModels.read(None, None))
+    for read in ("as policy reads it", rollout.rollout_id):
+        await run.run_one(own, 0, "{}", "http://server", None, as_json=False)
+        assert read in capsys.readouterr().out
+        del views[1:]  # the only engine has left meanwhile
