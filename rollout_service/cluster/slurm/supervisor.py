@@ -276,7 +276,7 @@ class Supervisor:
 
     async def _requeue(self) -> None:
         """Put the job back into the queue, unless it was cancelled, and wait until Slurm ends this step."""
-        job = os.environ.get("SLURM_HET_JOB_ID_0") or os.environ["SLURM_JOB_ID"]
+        job = _own_id()
         for tries_left in reversed(range(REQUEUE_TRIES)):
             try:
                 if (await commands.job_state(job)).state not in ("RUNNING", "PREEMPTED", "SUSPENDED"):
@@ -300,9 +300,36 @@ async def run_job(folder: JobFolder) -> int:
     """
     if "SLURM_JOB_NODELIST" not in os.environ:
         raise ConfigurationError("this is not a job of Slurm", hint="Submit it: rollout-service slurm submit --help.")
+    await _refuse_a_second(folder)
     for kind in ("nodes", "engines", "failures"):  # left by an earlier run, or an earlier job, that was killed
         folder.forget(kind)
     (folder.path / "redis" / "address").unlink(missing_ok=True)
     spec = folder.load().spec
-    folder.save(Submitted(job=os.environ.get("SLURM_HET_JOB_ID_0") or os.environ["SLURM_JOB_ID"], spec=spec))
+    folder.save(Submitted(job=_own_id(), spec=spec))
     return await Supervisor(folder, spec).run()
+
+
+def _own_id() -> str:
+    return os.environ.get("SLURM_HET_JOB_ID_0") or os.environ["SLURM_JOB_ID"]
+
+
+async def _refuse_a_second(folder: JobFolder) -> None:
+    """Check that no other job works in the folder: two of them would write the same files.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    known = folder.load().job
+    of_array = f"{os.environ.get('SLURM_ARRAY_JOB_ID')}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
+    if known in ("", _own_id(), of_array):
+        return
+    try:
+        state = (await commands.job_state(known)).state
+    except ConfigurationError as error:
+        log.warning("slurm does not say whether an earlier job has ended", job=known, error=str(error))
+        return
+    if state in ("RUNNING", "SUSPENDED"):
+        raise ConfigurationError(
+            f"job {known} works in {folder.path}",
+            hint="Stop it, or make a folder for each job: rollout-service slurm submit --write-only --name NAME.",
+        )

@@ -458,6 +458,36 @@ async def test_a_job_lists_no_part_that_an_earlier_job_of_its_folder_has_left(tm
     assert folder.load().job == "7"
 
 
+@pytest.mark.parametrize(
+    ("known", "state", "refused"),
+    [("6", "RUNNING", True), ("6", "UNKNOWN", False), ("7", "RUNNING", False), ("5_2", "RUNNING", False)],
+)
+async def test_two_jobs_never_work_in_one_folder(tmp_path, monkeypatch, known, state, refused):
+    folder = JobFolder(tmp_path)
+    folder.create()
+    folder.save(Submitted(job=known, spec=JobSpec(name="job")))
+    part = Published(name="n6", url="http://n6:1", job="6")
+    folder.publish("nodes", part)
+
+    async def state_of(job):
+        return commands.JobState(job, state)
+
+    async def run(self):
+        return 0
+
+    monkeypatch.setattr(commands, "job_state", state_of)
+    monkeypatch.setattr(supervisor.Supervisor, "run", run)
+    variables = {"JOB_NODELIST": "n7", "JOB_ID": "7", "ARRAY_JOB_ID": "5", "ARRAY_TASK_ID": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    if refused:
+        with pytest.raises(ConfigurationError, match="job 6 works in"):
+            await supervisor.run_job(folder)
+        assert folder.published("nodes") == [part]
+    else:
+        assert await supervisor.run_job(folder) == 0
+
+
 async def test_a_trainer_that_does_not_end_keeps_no_job_from_the_queue(tmp_path, monkeypatch):
     folder, started = JobFolder(tmp_path), tmp_path / "started"
     folder.create()
