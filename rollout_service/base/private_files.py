@@ -60,15 +60,19 @@ def make_private(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file atomically, readable by its owner alone.
+def write_private(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a file atomically, readable by its owner alone; unless it is `durable`, a power failure may empty it.
 
     Raises:
         OSError: The file cannot be written.
     """
     draft = path.with_suffix(".draft")
     make_private(draft)
-    draft.write_bytes(data)
+    with draft.open("wb") as file:
+        file.write(data)
+        if durable:  # the name may be on the disk before the data is
+            file.flush()
+            os.fsync(file.fileno())
     draft.replace(path)
 
 

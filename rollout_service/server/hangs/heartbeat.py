@@ -42,7 +42,7 @@ class LastReport:
         if report is None:
             return
         try:
-            write_private(self._path, report.model_dump_json().encode())
+            write_private(self._path, report.model_dump_json().encode(), durable=False)  # a slow disk may be why
             self._is_written = True
         except OSError as error:
             log.warning("the report of what hangs cannot be written", error=str(error))

@@ -46,6 +46,19 @@ def test_a_file_is_written_whole_and_private(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_has_its_name_only_once_its_data_is_on_the_disk(tmp_path, monkeypatch):
+    path, seen = tmp_path / "backends.json", []
+
+    def fsync(descriptor: int) -> None:
+        seen.append((os.fstat(descriptor).st_size, path.read_bytes()))
+
+    write_private(path, b"[]")
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_private(path, b"[1]")
+    write_private(path, b"[2]", durable=False)
+    assert (seen, path.read_bytes()) == ([(3, b"[]")], b"[2]")
+
+
 def test_a_private_file_keeps_its_mode_and_content(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"y")
