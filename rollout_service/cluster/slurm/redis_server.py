@@ -83,7 +83,9 @@ def redis_child(folder: JobFolder, spec: JobSpec) -> KeptProcess:
     )
     write_private(path / "redis.conf", text.encode())
     write_private(path / "address", f"redis://{address}:{port}/0".encode())
-    return KeptProcess("redis", [program, str(path / "redis.conf")], folder.log("redis"), GRACE_SECONDS)
+    command = [program, str(path / "redis.conf")]
+    # It also exits with 0 when somebody else ends it, such as a daemon that frees memory.
+    return KeptProcess("redis", command, folder.log("redis"), GRACE_SECONDS, final_codes=frozenset())
 
 
 def redis_program(spec: JobSpec) -> str:

@@ -20,12 +20,13 @@ from typer.testing import CliRunner
 
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.cli import app
-from rollout_service.cluster.slurm import commands, supervisor
+from rollout_service.cluster.slurm import children, commands, supervisor
 from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, EndRequests, KeptProcess
 from rollout_service.cluster.slurm.commands import PartitionNode, QueuedJob, _partition_node
 from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFailure, Submitted
 from rollout_service.cluster.slurm.limits import check_fits
 from rollout_service.cluster.slurm.node import JobNode
+from rollout_service.cluster.slurm.redis_server import redis_child
 from rollout_service.cluster.slurm.relay import relay
 from rollout_service.cluster.slurm.scaler import Scaler, spec_of_more
 from rollout_service.cluster.slurm.scaling import ScaleOptions
@@ -302,6 +303,19 @@ async def test_a_child_that_ended_for_good_is_not_started_again(tmp_path):
     ended = ["sh", "-c", "exit 75"]
     final = frozenset({ENDED_BY_SLURM})
     assert await KeptProcess("a", ended, tmp_path / "log", 5.0, final_codes=final).keep_running() == 75
+
+
+async def test_a_redis_that_somebody_ends_in_order_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(children, "FIRST_PAUSE_SECONDS", 0.001)
+    folder, program, runs = JobFolder(tmp_path / "job"), tmp_path / "redis-server", tmp_path / "runs"
+    folder.create()
+    program.write_text(f"#!/bin/sh\necho run >>{runs}\n")
+    program.chmod(0o700)
+    redis = redis_child(folder, JobSpec(name="job", joinable=True, redis_server=str(program)))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(redis.keep_running)
+        await until(lambda: runs.exists() and runs.read_text().count("run") >= 2)
+        redis.stopping.set()
 
 
 PART = """
