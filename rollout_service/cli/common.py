@@ -83,12 +83,13 @@ async def first(found: AsyncGenerator[T, None], limit: int) -> list[T]:
 
 
 def print_json(value: Any) -> None:
-    """Print data as JSON, with models and dataclasses in it."""
+    """Print data as JSON, with models and dataclasses in it; a number that JSON cannot hold becomes null."""
     import json
 
     from pydantic_core import to_jsonable_python
 
-    print_line(json.dumps(to_jsonable_python(value, by_alias=False), indent=2, ensure_ascii=False))
+    plain = to_jsonable_python(value, by_alias=False, inf_nan_mode="null")
+    print_line(json.dumps(plain, indent=2, ensure_ascii=False))
 
 
 def print_line(document: str) -> None:

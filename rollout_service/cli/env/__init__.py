@@ -71,12 +71,14 @@ async def list_environments(url: ServerUrl = None, key: Key = None, as_json: AsJ
 def new(
     name: Annotated[str, typer.Argument(help="The environment's name: letters, digits, '.', '_', or '-'.")],
     folder: Annotated[Path, typer.Option(help="Folder to make the folder NAME in.")] = Path(),
-    template: Annotated[str, typer.Option(help="What to begin with: files, terminal, stem, mcp, or swe.")] = "files",
+    template: Annotated[
+        str, typer.Option(help="What to begin with: files, terminal, stem, mcp, swe, or game.")
+    ] = "files",
 ) -> None:
     """Make a small working environment: tasks, a prompt, a grader, and a solution, without a Python module.
 
     `files`: the agent writes a file. `terminal`: it works in a shell. `stem`: it answers with a number. `mcp`: it uses
-    the tools of a server. `swe`: it repairs code, which hidden cases test.
+    the tools of a server. `swe`: it repairs code, which hidden cases test. `game`: it plays against Python code.
     """
     from rollout_service.cli.env.new import make_environment
 

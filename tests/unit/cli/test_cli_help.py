@@ -1,6 +1,7 @@
 """The command line explains itself, quickly, and its errors say what to do next."""
 
 import errno
+import json
 import subprocess
 import sys
 
@@ -125,6 +126,11 @@ def test_a_command_whose_output_nobody_reads_any_more_ends_quietly():
 
     with pytest.raises(BrokenPipeError):  # which ends `main` without a word
         common.run_blocking(watch)
+
+
+def test_json_has_no_number_that_json_cannot_hold(capsys):
+    common.print_json({"a": float("nan"), "b": [float("inf"), 0.5]})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"a": None, "b": [None, 0.5]}
 
 
 def test_a_defect_keeps_its_traceback():
