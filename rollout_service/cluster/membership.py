@@ -250,6 +250,9 @@ class Placement:
             await self.sandboxes.check(spec)
         except SandboxError:
             return False
+        except OSError as error:  # a shared folder of images may fail for a moment
+            log.warning("an image cannot be looked for", environment=spec.name, error=str(error))
+            return spec.name in self.images
         return True
 
     def waits(self, beat: Heartbeat) -> Mapping[str, float]:

@@ -1,5 +1,6 @@
 """A service is known by its host, boot and process, and takes only rollouts that its node can run."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -188,6 +189,19 @@ async def test_an_image_that_is_built_meanwhile_is_found(clock):
     images.here.add("code")
     await node.look()
     assert node.waits(others_have(code=1)) == {"code": 0.0}
+
+
+async def test_a_shared_folder_of_images_that_fails_for_a_moment_changes_nothing():
+    images = Images("calc")
+    node = node_with(images, Plain("calc"), Plain("code"))
+    await node.look()
+
+    async def fail(spec):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    images.check = fail
+    await node.look()
+    assert node.images == ["calc"]
 
 
 async def test_a_rollout_is_never_taken_by_a_node_without_its_labels(clock):
