@@ -108,7 +108,7 @@ def redis_address(folder: JobFolder, spec: JobSpec) -> str | None:
         return spec.redis_url
     try:
         return (folder.path / "redis" / "address").read_text()
-    except FileNotFoundError:
+    except OSError:  # there is none, or a shared file system fails for a moment
         return None
 
 

@@ -1,8 +1,6 @@
 """Jobs of Slurm: times and limits are read as Slurm writes them, children and tunnels live as long as they should."""
 
-import errno
 import shlex
-import shutil
 import signal
 import socket
 import struct
@@ -20,20 +18,16 @@ from typer.testing import CliRunner
 
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.cli import app
-from rollout_service.cluster.slurm import children, commands, supervisor
+from rollout_service.cluster.slurm import commands, supervisor
 from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, EndRequests, KeptProcess
 from rollout_service.cluster.slurm.commands import PartitionNode, QueuedJob, _partition_node
-from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFailure, Submitted
+from rollout_service.cluster.slurm.folder import JobFolder, Published, Submitted
 from rollout_service.cluster.slurm.limits import check_fits
 from rollout_service.cluster.slurm.node import JobNode
-from rollout_service.cluster.slurm.redis_server import redis_child
 from rollout_service.cluster.slurm.relay import relay
-from rollout_service.cluster.slurm.scaler import Scaler, spec_of_more
-from rollout_service.cluster.slurm.scaling import ScaleOptions
+from rollout_service.cluster.slurm.scaler import spec_of_more
 from rollout_service.cluster.slurm.spec import Engines, JobSpec, Resources, minutes_of, render
-from rollout_service.settings import Settings
 from sandboxes.host.ports import free_port
-from tests.support.browser import canned
 from tests.support.engines.pools import answering
 from tests.support.waiting import until
 
@@ -173,73 +167,6 @@ def test_more_nodes_are_like_the_first_without_its_engines_gpus_and_options(tmp_
     assert first.starts_a_redis
 
 
-LONG = "qwen3-8b-swe-rebench-grpo-lr1e-6-kl0-seed-42-run-3"
-
-
-async def test_a_node_of_a_job_with_a_long_name_can_join_and_is_found(tmp_path, monkeypatch):
-    home = JobFolder(tmp_path / LONG)
-    home.create()
-    home.save(Submitted(job="1", spec=JobSpec(name=LONG, joinable=True)))
-    spec = spec_of_more(home, {}, {})
-    scaler, asked = Scaler(home, spec, ScaleOptions(), print), []
-    added = scaler.folder(1)
-    added.create()
-    part = Published(name="gpu-a100-017", url="http://n:1")
-    added.publish("nodes", part)
-    own = spec.model_copy(update={"name": f"{spec.name}-1"})
-    name = JobNode(added, own, tmp_path, part.name, 0, home, spec, EndRequests("node")).cluster_name
-    assert Settings(cluster={"name": name}).node_name == name
-
-    async def ask(parts, call):
-        asked.extend(parts)
-
-    monkeypatch.setattr(scaler, "_ask", ask)
-    found = await scaler._added_node(
-        QueuedJob("17_1", 1, "RUNNING"), [canned.node(name).model_copy(update={"rollouts": 0})]
-    )
-    assert (found.node, found.is_alive, asked) == (name, True, [part])
-
-
-@pytest.mark.parametrize("most", ["1", "10"])
-def test_a_job_whose_name_has_no_room_for_a_number_is_not_scaled(tmp_path, monkeypatch, most):
-    name = "a" * 57
-    home = JobFolder(tmp_path / name)
-    home.create()
-    home.save(Submitted(job="1", spec=JobSpec(name=name, joinable=True)))
-
-    async def nodes():
-        return []
-
-    monkeypatch.setattr(commands, "partition_nodes", nodes)
-    said = CliRunner().invoke(app, ["slurm", "scale", name, "--max", most, "--folder", str(tmp_path)])
-    assert ("error: name: " in said.output, said.exit_code) == (most == "10", 1), said.output
-
-
-async def test_more_nodes_are_ended_once_the_folder_of_the_job_is_removed(tmp_path, monkeypatch):
-    home, told, looks = JobFolder(tmp_path / "mine"), [], iter([OSError("stale"), ConfigurationError("busy")])
-    home.create()
-    home.save(Submitted(job="1", spec=JobSpec(name="mine", joinable=True)))
-    scaler = Scaler(home, spec_of_more(home, {}, {}), ScaleOptions(), told.append, interval_seconds=0.0)
-
-    async def state(job):
-        for error in looks:
-            raise error
-        shutil.rmtree(home.path)
-        raise ConfigurationError("busy")
-
-    async def queued(script):
-        return [QueuedJob("17_1", 1, "PENDING")]
-
-    async def cancel(job):
-        told.append(f"cancelled {job}")
-
-    for name, answer in {"job_state": state, "queued_jobs": queued, "cancel": cancel}.items():
-        monkeypatch.setattr(commands, name, answer)
-    with anyio.fail_after(10):
-        await scaler.run()
-    assert told[3:] == ["job mine is over", "end mine-more-1 (job 17_1)", "cancelled 17_1"]
-
-
 @pytest.mark.parametrize("command", ["serve --model 'my model --port {port}", "serve --host {host}"])
 def test_an_engine_that_no_node_could_start_is_refused(command):
     with pytest.raises(ValidationError):
@@ -303,19 +230,6 @@ async def test_a_child_that_ended_for_good_is_not_started_again(tmp_path):
     ended = ["sh", "-c", "exit 75"]
     final = frozenset({ENDED_BY_SLURM})
     assert await KeptProcess("a", ended, tmp_path / "log", 5.0, final_codes=final).keep_running() == 75
-
-
-async def test_a_redis_that_somebody_ends_in_order_is_started_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(children, "FIRST_PAUSE_SECONDS", 0.001)
-    folder, program, runs = JobFolder(tmp_path / "job"), tmp_path / "redis-server", tmp_path / "runs"
-    folder.create()
-    program.write_text(f"#!/bin/sh\necho run >>{runs}\n")
-    program.chmod(0o700)
-    redis = redis_child(folder, JobSpec(name="job", joinable=True, redis_server=str(program)))
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(redis.keep_running)
-        await until(lambda: runs.exists() and runs.read_text().count("run") >= 2)
-        redis.stopping.set()
 
 
 PART = """
@@ -452,56 +366,6 @@ def test_a_folder_is_private_and_keeps_its_key(tmp_path):
     assert folder.path.stat().st_mode & 0o077 == folder.key_file.stat().st_mode & 0o077 == 0
 
 
-async def test_a_job_lists_no_part_that_an_earlier_job_of_its_folder_has_left(tmp_path, monkeypatch):
-    folder, listed = JobFolder(tmp_path), []
-    folder.create()
-    folder.save(Submitted(job="", spec=JobSpec(name="job")))
-    for number in ("6", "7"):  # the earlier job may have been this one, before it was requeued
-        for kind in ("nodes", "engines"):
-            folder.publish(kind, Published(name=f"n{number}", url="http://n:30000", job=number))
-        folder.fail(StartFailure(name=f"n{number}-0", starts=3, exit_code=1, reason="no GPU"))
-
-    async def run(self):
-        listed.extend([*folder.published("nodes"), *folder.published("engines"), *folder.failures()])
-        return 0
-
-    monkeypatch.setattr(supervisor.Supervisor, "run", run)
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n7")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert (await supervisor.run_job(folder), listed) == (0, [])
-    assert folder.load().job == "7"
-
-
-@pytest.mark.parametrize(
-    ("known", "state", "refused"),
-    [("6", "RUNNING", True), ("6", "UNKNOWN", False), ("7", "RUNNING", False), ("5_2", "RUNNING", False)],
-)
-async def test_two_jobs_never_work_in_one_folder(tmp_path, monkeypatch, known, state, refused):
-    folder = JobFolder(tmp_path)
-    folder.create()
-    folder.save(Submitted(job=known, spec=JobSpec(name="job")))
-    part = Published(name="n6", url="http://n6:1", job="6")
-    folder.publish("nodes", part)
-
-    async def state_of(job):
-        return commands.JobState(job, state)
-
-    async def run(self):
-        return 0
-
-    monkeypatch.setattr(commands, "job_state", state_of)
-    monkeypatch.setattr(supervisor.Supervisor, "run", run)
-    variables = {"JOB_NODELIST": "n7", "JOB_ID": "7", "ARRAY_JOB_ID": "5", "ARRAY_TASK_ID": "2"}
-    for name, value in variables.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    if refused:
-        with pytest.raises(ConfigurationError, match="job 6 works in"):
-            await supervisor.run_job(folder)
-        assert folder.published("nodes") == [part]
-    else:
-        assert await supervisor.run_job(folder) == 0
-
-
 async def test_a_trainer_that_does_not_end_keeps_no_job_from_the_queue(tmp_path, monkeypatch):
     folder, started = JobFolder(tmp_path), tmp_path / "started"
     folder.create()
@@ -517,35 +381,6 @@ async def test_a_trainer_that_does_not_end_keeps_no_job_from_the_queue(tmp_path,
         tasks.start_soon(job._train)
         await until(started.exists)
         tasks.cancel_scope.cancel()
-
-
-async def test_a_folder_that_fails_for_a_moment_ends_no_job(tmp_path, monkeypatch):
-    folder, readings = JobFolder(tmp_path), iter([OSError(errno.ESTALE, "Stale file handle")] * 2)
-    folder.create()
-    registered, failed = anyio.Event(), anyio.Event()
-
-    def records(self, kind):
-        for error in readings:
-            raise error
-        return [{"name": "n1", "url": "http://n1", "starts": 1, "exit_code": 1, "reason": "no GPU"}]
-
-    async def register(self, url):
-        self.ours = {url}
-        registered.set()
-
-    monkeypatch.setattr(JobFolder, "_records", records)
-    monkeypatch.setattr(supervisor.Registrar, "_register", register)
-    monkeypatch.setattr(supervisor.log, "warning", lambda event, **_: event == "engine does not start" and failed.set())
-    for name in ("REGISTER_SECONDS", "FAILURES_SECONDS"):
-        monkeypatch.setattr(supervisor, name, 0.0)
-    with anyio.fail_after(10):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(supervisor.Registrar(folder).run)
-            tasks.start_soon(supervisor.Supervisor(folder, JobSpec(name="job"))._log_failures)
-            await registered.wait()
-            await failed.wait()
-            await until((folder.path / "engines.registered").exists)
-            tasks.cancel_scope.cancel()
 
 
 async def test_an_engine_that_the_service_refuses_keeps_no_other_from_it(tmp_path):
