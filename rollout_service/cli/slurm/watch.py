@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,12 +32,16 @@ async def status(
     """Show a job's state, its nodes and engines, its address, and where its key is."""
     import anyio
 
+    from rollout_service.base.errors import ConfigurationError
+
     found = find(job, folder)
     deadline = anyio.current_time() + wait
     state, (ready, reasons) = await state_of(found), await _ready_url(found)
     while ready is None and not state.is_over and anyio.current_time() < deadline:
         await anyio.sleep(POLL_SECONDS)
-        state, (ready, reasons) = await state_of(found), await _ready_url(found)
+        with suppress(ConfigurationError):  # the controller is busy, or starts again
+            state = await state_of(found)
+        ready, reasons = await _ready_url(found)
     if as_json:
         parts = {"nodes": found.published("nodes"), "engines": found.published("engines")}
         about = {"job": state.job, "folder": found.path, "state": state.state, "reason": state.reason}

@@ -48,10 +48,11 @@ async def relay(folder: JobFolder, port: int, listening: anyio.Event | None = No
 
 
 async def _connect(folder: JobFolder) -> anyio.abc.SocketStream | None:
-    for node in folder.published("nodes"):
-        parts = urlsplit(node.url)
-        with suppress(OSError, TimeoutError), anyio.fail_after(CONNECT_SECONDS):
-            return await anyio.connect_tcp(parts.hostname or "", parts.port or 80)
+    with suppress(OSError):  # a shared file system may fail for a moment
+        for node in folder.published("nodes"):
+            parts = urlsplit(node.url)
+            with suppress(OSError, TimeoutError), anyio.fail_after(CONNECT_SECONDS):
+                return await anyio.connect_tcp(parts.hostname or "", parts.port or 80)
     return None
 
 

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.cli import app
-from rollout_service.cluster.slurm import children, commands, supervisor
+from rollout_service.cli.slurm import watch
+from rollout_service.cluster.slurm import children, commands, relay, supervisor
 from rollout_service.cluster.slurm import folder as folder_module
 from rollout_service.cluster.slurm import node as node_module
 from rollout_service.cluster.slurm.children import EndRequests
@@ -208,3 +209,27 @@ async def test_a_folder_that_fails_for_a_moment_ends_no_job(tmp_path, monkeypatc
             await failed.wait()
             await until((folder.path / "engines.registered").exists)
             tasks.cancel_scope.cancel()
+
+
+async def test_a_tunnel_goes_on_while_the_folder_cannot_be_read(tmp_path, monkeypatch):
+    def fail(self, kind):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(JobFolder, "published", fail)
+    assert await relay._connect(JobFolder(tmp_path)) is None
+
+
+def test_waiting_for_a_job_goes_on_while_the_controller_starts_again(tmp_path, monkeypatch):
+    folder, answers = JobFolder(tmp_path / "job"), iter(["RUNNING", None, None, "COMPLETED"])
+    folder.create()
+    folder.save(Submitted(job="7", spec=SPEC))
+
+    async def state_of(job):
+        if (state := next(answers)) is None:
+            raise ConfigurationError("Unable to contact slurm controller")
+        return commands.JobState(job, state)
+
+    monkeypatch.setattr(commands, "job_state", state_of)
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0.0)
+    said = CliRunner().invoke(app, ["slurm", "status", "job", "--folder", str(tmp_path), "--wait", "60"])
+    assert ("job 7 COMPLETED" in said.output, said.exit_code) == (True, 1), said.output
