@@ -148,7 +148,16 @@ def read_keys(path: Path) -> list[ApiKey]:
 POLL_SECONDS = 2.0
 READABLE_BY_OTHERS = 0o077
 
-FileVersion = tuple[int, int, int, int]
+FileVersion = tuple[int, int]
+
+
+def file_version(path: Path) -> FileVersion | None:
+    """Return a value that changes whenever a file, its owner or its mode does; None if there is no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ctime_ns, found.st_ino
 
 
 class Keyring:
@@ -227,12 +236,7 @@ class Keyring:
                 await anyio.to_thread.run_sync(self.reload)
 
     def _read_version(self) -> FileVersion | None:
-        """Return a value that changes whenever the file does."""
-        try:
-            found = self._file.stat() if self._file is not None else None
-        except OSError:
-            return None
-        return (found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode) if found else None
+        return file_version(self._file) if self._file is not None else None
 
     def _read(self) -> list[tuple[bytes, ApiKey]]:
         keys = [*self._fixed, *(read_keys(self._file) if self._file is not None else [])]

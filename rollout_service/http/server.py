@@ -20,6 +20,7 @@ import uvicorn
 
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.http.connections import Connections, EvictionReason
+from rollout_service.http.keyring import FileVersion, file_version
 from rollout_service.http.protocol import BoundedProtocol, Observe, RequestLimits
 
 log = structlog.get_logger(__name__)
@@ -75,16 +76,8 @@ class Certificate:
                 hint="Set `tls_certificate` to a PEM file with the chain, and `tls_key` to one with its private key.",
             ) from None
 
-    def _file_versions(self) -> list[tuple[int, int] | None]:
-        return [_file_version(path) for path in (self._certificate, self._key) if path is not None]
-
-
-def _file_version(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino
+    def _file_versions(self) -> list[FileVersion | None]:
+        return [file_version(path) for path in (self._certificate, self._key) if path is not None]
 
 
 ACCEPT_PAUSE_SECONDS = 0.1

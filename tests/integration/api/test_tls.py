@@ -70,6 +70,18 @@ async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(tmp_path, m
         assert served_by(context) == ssl.PEM_cert_to_DER_cert(old)
         make_certificate(tmp_path)
         await until(lambda: served_by(context) != ssl.PEM_cert_to_DER_cert(old), 20)
+        with monkeypatch.context() as unreadable:
+            failed = anyio.Event()
+
+            def fail(_):
+                failed.set()
+                raise ConfigurationError("Permission denied")
+
+            unreadable.setattr(followed, "_load", fail)
+            renewed = ssl.PEM_cert_to_DER_cert(make_certificate(tmp_path)[0].read_text())
+            await failed.wait()
+        key.chmod(0o640)  # or another owner, with which it can be read
+        await until(lambda: served_by(context) == renewed, 20)
         tasks.cancel_scope.cancel()
 
 

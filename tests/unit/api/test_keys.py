@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from rollout_service.base.errors import ConfigurationError
-from rollout_service.http.keyring import ApiKey, Keyring, Role, needed_role
+from rollout_service.http.keyring import ApiKey, Keyring, Role, file_version, needed_role
 from rollout_service.server.api.app import MODULES, create_app
 from rollout_service.settings import load_settings
 from tests.support.waiting import until
@@ -163,6 +163,17 @@ async def test_a_changed_file_is_in_force_without_a_restart_and_a_wrong_one_chan
         assert ring.find(VALUE.format(role="admin"))
     assert "-of-enough-" not in str(logs)
     assert [entry["event"] for entry in logs if entry["log_level"] == "error"]
+
+
+def test_a_file_that_may_be_read_at_last_is_read_again(tmp_path):
+    path = tmp_path / "key.pem"
+    path.write_text("key")
+    before = file_version(path)
+    assert file_version(path) == before
+    path.chmod(0o640)
+    assert file_version(path) != before
+    path.unlink()
+    assert file_version(path) is None
 
 
 @pytest.mark.parametrize(
