@@ -183,7 +183,8 @@ class GrowingSegment:
             top_ids=_with_empty(extras.top_ids, length) if has_top else None,
             top_logprobs=_with_empty(extras.top_logprobs, length) if has_top else None,
             prompt_logprobs=_with_unknown(extras.prompt_logprobs, length) if has_prompt else None,
-            routed_experts=extras.routed_experts(),
+            # Until a turn reads on, those of an answer that was cut off are not known.
+            routed_experts=extras.routed_experts() if extras.routed == length - 1 else None,
         )
 
 

@@ -71,9 +71,11 @@ class TreePrompt:
 
     @property
     def routed(self) -> int:
-        """Ids for which the parent and those before it have experts."""
-        experts = self.parent is not None and self.parent.extras and self.parent.extras.routed_experts
-        return self.known - 1 if experts is not None and self.known else 0
+        """Ids for which the turns before have experts; a turn may have none."""
+        turn = self.parent
+        while turn is not None and (turn.extras is None or turn.extras.routed_experts is None):
+            turn = turn.parent
+        return 0 if turn is None else turn.end - 1
 
 
 @dataclass(slots=True)

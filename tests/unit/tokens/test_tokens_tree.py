@@ -1,6 +1,5 @@
 """Trees of turns, chosen turns and finished trajectories keep every sampled token once, and damage is found."""
 
-from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -149,12 +148,12 @@ def test_extras_of_a_branch_hold_those_of_the_turns_before_it(tree, renderer):
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_turn_without_extras_leaves_those_of_the_others_at_their_tokens(tree, renderer, trained):
     def turn(prompt, seed, **options):
-        found = replace(extras(prompt, len(renderer.encode(ANSWER)) + 1, seed), routed_experts=None)
-        return record(tree, renderer, prompt, extras=found, **options)
+        return record(tree, renderer, prompt, extras=extras(prompt, len(renderer.encode(ANSWER)) + 1, seed), **options)
 
     first = turn(tree.begin([QUESTION]), 0)
     cut_off = record(tree, renderer, tree.extend(first, MORE), trained=trained)
     check_invariants(tree.trajectory())
+    assert [*tree.trajectory().segments, *tree.trajectory().untrained][-1].routed_experts is None
     last = turn(tree.extend(cut_off, MORE), 2)
     trajectory = tree.trajectory()
     check_invariants(trajectory)
