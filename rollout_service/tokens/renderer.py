@@ -268,11 +268,13 @@ class ChatRenderer:
             raw = self.decode(ids)
             call = ToolCall(id=f"{call_prefix}-0", name=None, arguments=None, raw=raw, error="unparseable")
             return ParsedTurn(content="", reasoning=None, tool_calls=(call,), closed=closed)
-        calls: dict[str, ToolCall] = {}
-        for i, one in enumerate(found):
-            call = _to_call(one, f"{call_prefix}-{i}", calls)
-            calls[call.id] = call
-        return ParsedTurn(content, parsed.reasoning_content, tuple(calls.values()), closed)
+        calls: list[ToolCall] = []
+        own_ids = [f"{call_prefix}-{i}" for i in range(len(found))]
+        taken = set(own_ids)
+        for one, own_id in zip(found, own_ids, strict=True):
+            calls.append(_to_call(one, own_id, taken))
+            taken.add(calls[-1].id)
+        return ParsedTurn(content, parsed.reasoning_content, tuple(calls), closed)
 
     def begins_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         end = tuple(prompt_ids[self._read_from(prompt_ids) :])
@@ -397,7 +399,7 @@ def _to_call(parsed: Any, default_id: str, taken: Container[str]) -> ToolCall:
         error = "missing_name"
     if error is None:
         error = _argument_error(arguments) or _misplaced_arguments(arguments, parsed.raw)
-    # Some formats let the policy choose the ids of its calls, and it may give the same id twice.
+    # Some formats let the policy choose the ids of its calls, and it may give the same id twice, or one of ours.
     named = _is_text(parsed.id) and parsed.id not in taken
     return ToolCall.model_construct(
         id=parsed.id if named else default_id,

@@ -106,6 +106,13 @@ def test_calls_that_the_policy_gives_one_id_are_told_apart(chat):
         assert len({call.id for call in calls}) == len(calls) == 2
 
 
+def test_a_call_whose_id_is_that_of_the_next_one_is_kept(root):
+    renderer = shared(root / "kimi-k2", "kimi-k2")
+    call = "<|tool_call_begin|>c-1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>"
+    assert [one.id for one in renderer.parse(renderer.encode(text), call_prefix="c").tool_calls] == ["c-0", "c-1"]
+
+
 def test_malformed_calls_are_distinguished(chat):
     written = as_written(chat, TURNS["call"]) or as_written(chat, TURNS["thought call"])
     if written is None:
