@@ -75,9 +75,8 @@ def result_text(result: JsonObject, limit: int) -> str:
         _take(part if isinstance(part, dict) else {}, texts, notes)
     if not texts and not notes and "structuredContent" in result:
         texts.append(orjson.dumps(result["structuredContent"]).decode())
-    if result.get("isError"):
-        notes.append("[the tool reports an error]")
-    return with_notes("\n".join(texts), list(dict.fromkeys(notes)), limit)
+    failed = ["[the tool reports an error]"] if result.get("isError") else []
+    return with_notes("\n".join([*texts, *dict.fromkeys(notes)]), failed, limit)
 
 
 def _take(part: dict[str, Any], texts: list[str], notes: list[str]) -> None:

@@ -205,12 +205,13 @@ def _encoded(message: JsonObject) -> bytes:
 def _parse(data: bytes) -> JsonObject | None:
     """Return None for a line that is no message. Characters that UTF-8 lacks do not make an answer one."""
     try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError:
         try:
-            value = orjson.loads(without_half_pairs(data.decode(errors="replace").encode()))
+            value = orjson.loads(data)
         except orjson.JSONDecodeError:
-            return None
+            value = orjson.loads(without_half_pairs(data.decode(errors="replace").encode()))
+        orjson.dumps(value)  # what is nested deeper than this can write, Python cannot print either
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return None
     return value if isinstance(value, dict) else None
 
 

@@ -80,6 +80,19 @@ def test_an_answer_with_characters_that_utf8_lacks_is_one(line, text):
     assert _parse(line) == (None if text is None else {"a": text})
 
 
+def test_an_answer_that_is_nested_too_deep_to_be_shown_is_none():
+    for value in (b'{"id":' * 500 + b"1" + b"}" * 500, b'{"id":' + b"[" * 1_000 + b"]" * 1_000 + b"}"):
+        assert _parse(value) is None
+
+
+def test_notes_on_many_parts_are_within_the_limit_too():
+    parts = [{"type": "text", "text": "seen"}, *({"type": f"kind {number}"} for number in range(1_000))]
+    text = result_text({"content": parts, "isError": True}, 400)
+    assert len(text) <= 400
+    assert text.startswith("seen\n[a part was left out: kind 0 ")
+    assert text.endswith("\n[the tool reports an error]")
+
+
 @pytest.mark.slow
 async def test_a_slow_tool_is_stopped_and_a_server_that_answers_goes_on(local_sandbox):
     async with opened(local_sandbox, stdio(env={"SLEEP": "1"}, call_seconds=0.2)) as tools:
