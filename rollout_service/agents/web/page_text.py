@@ -9,7 +9,7 @@ import html
 import re
 from urllib.parse import urljoin, urlsplit
 
-HIDDEN = frozenset({"script", "style", "noscript", "template", "svg", "head", "iframe", "object"})
+HIDDEN = frozenset({"script", "style", "noscript", "template", "svg", "title", "iframe", "object"})
 BLOCKS = frozenset(
     (
         *("address", "article", "aside", "blockquote", "br", "dd", "div", "dl", "dt", "figcaption", "figure"),
@@ -46,7 +46,7 @@ class _PageWriter:
 
     def part(self, part: str) -> None:
         """Read the text between a "<" and the next one."""
-        if self._hidden == "--" or part.startswith("!--"):
+        if self._hidden == "--" or (part.startswith("!--") and not self._hidden):
             _, closed, rest = part.partition("-->")
             self._hidden = "" if closed else "--"
             self.text(rest)

@@ -88,18 +88,18 @@ class _Search(Arguments):
 
 def search_tool(settings: SearchSettings) -> FunctionTool[_Search]:
     async def search(arguments: _Search, context: ToolContext) -> str:
-        answer = await _ask(settings, arguments.query, context.seconds)
-        entries = [_entry(settings, one) for one in _found(settings, answer)[: settings.max_results]]
+        entries = await _ask(settings, arguments.query, context.seconds)
         return with_notes("\n\n".join(entries) or "no results", [], context.output_chars)
 
     return FunctionTool(NAME, "Search the web.", _Search, search, parallel=True)
 
 
-async def _ask(settings: SearchSettings, query: str, seconds: float) -> Any:
+async def _ask(settings: SearchSettings, query: str, seconds: float) -> list[str]:
     headers = await anyio.to_thread.run_sync(_headers, settings)
     try:
         with anyio.fail_after(seconds):
-            return json.loads(await _get_patiently(settings, query, headers))
+            body = await _get_patiently(settings, query, headers)
+            return await anyio.to_thread.run_sync(_entries, settings, body)  # some services return whole pages
     except TimeoutError:
         raise _failed(settings, f"gave no answer within {seconds:g} s") from None
     except httpx.HTTPStatusError as error:
@@ -107,7 +107,7 @@ async def _ask(settings: SearchSettings, query: str, seconds: float) -> Any:
         if status in _BAD_QUERY:
             raise ToolInputError(f"the search service does not take this query (HTTP {status})") from error
         raise _failed(settings, f"answered HTTP {status}") from error
-    except (httpx.HTTPError, ValueError, ImportError) as error:  # the last for a proxy that needs a package
+    except (httpx.HTTPError, ValueError, RecursionError, ImportError) as error:  # the last: a proxy needs a package
         raise _failed(settings, f"gave no usable answer: {str(error) or type(error).__name__}") from error
 
 
@@ -162,6 +162,10 @@ def _may_pass(error: httpx.HTTPError) -> bool:
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code == 429 or error.response.status_code >= 500
     return isinstance(error, httpx.TransportError)
+
+
+def _entries(settings: SearchSettings, body: bytes) -> list[str]:
+    return [_entry(settings, one) for one in _found(settings, json.loads(body))[: settings.max_results]]
 
 
 def _found(settings: SearchSettings, answer: Any) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+import threading
 import time
 from urllib.parse import parse_qs, urlsplit
 
@@ -115,6 +116,13 @@ async def test_a_long_list_is_cut_to_the_limit(service):
     assert len(await ask(service, output_chars=300)) <= 300
 
 
+async def test_results_are_read_outside_the_event_loop(service, monkeypatch):
+    threads = []
+    monkeypatch.setattr(search, "page_text", lambda text, _: threads.append(threading.get_ident()) or text)
+    assert "Second" in await ask(service)
+    assert threading.get_ident() not in threads
+
+
 async def test_what_may_pass_is_asked_again(service):
     service.answers = [answer({}, 503), answer({}, 429)]
     assert "Second" in await ask(service)
@@ -129,6 +137,7 @@ async def test_what_may_pass_is_asked_again(service):
         ([(302, {"location": "http://127.0.0.1:1/"}, b"")], "answered HTTP 302"),
         ([answer({"error": "quota"})], "no list at 'results'"),
         ([(200, {}, b"<html>")], "no usable answer"),
+        ([(200, {}, b"[" * 100_000)], "no usable answer"),
         ([(200, {}, b"[" + b" " * search.ANSWER_BYTES)], "longer than"),
     ],
 )
@@ -294,6 +303,19 @@ def test_any_source_has_a_text(source):
     assert "\n\n\n" not in text
     if "<" not in source and "&" not in source:
         assert text.split() == source.split()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "<head><!-- c --><title>T</title></head><body>Seen",
+        "<head><title>T</title><body>Seen",
+        "<title>T</title>Seen<script>x = '<!-- c -->'; hidden()</script>",
+        "<title>T</title><style>p {}<!-- c --> b {}</style>Seen<noscript><!-- c -->hidden</noscript>",
+    ],
+)
+def test_a_comment_or_an_open_head_changes_nothing_of_what_is_seen(source):
+    assert page_text(source, "http://a.example/") == "# T\n\nSeen"
 
 
 def test_a_character_with_a_long_number_stays_as_it_is():
