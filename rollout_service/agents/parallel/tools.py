@@ -17,7 +17,8 @@ MAX_CHARS = 8_192
 """The longest system prompt, and the longest assignment."""
 MAX_NAME_CHARS = 64
 
-_RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
+_END = "</result>"
+_RESULT = re.compile(rf"<result>(.*?){_END}", re.DOTALL)
 RESULT_RULE = "Put your result in <result></result>."
 """Added to every sub-agent's system prompt, after an empty line."""
 
@@ -38,7 +39,8 @@ ASSIGN_SPEC = _tool(
 
 
 def marked_result(text: str) -> str | None:
-    blocks = _RESULT.findall(text)
+    # No search for an end begins after the last one, or a policy could make many of them.
+    blocks = _RESULT.findall(text, 0, text.rfind(_END) + len(_END))
     return blocks[-1].strip() if blocks else None
 
 

@@ -1,5 +1,6 @@
 """An agent that hands on work: what runs when, what the policy reads, and what is written down of it."""
 
+import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -11,7 +12,7 @@ from api_schemas.rollouts.trees import InvalidBecause
 from api_schemas.trajectories import Message
 from rollout_service.agents.parallel.agent import ParallelAgent
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
-from rollout_service.agents.parallel.tools import RESULT_RULE
+from rollout_service.agents.parallel.tools import RESULT_RULE, marked_result
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolResult
 from rollout_service.base.errors import EnvironmentFailedError, UnavailableError
@@ -430,3 +431,11 @@ async def test_a_trial_without_a_host_says_what_to_do():
     with pytest.raises(EnvironmentFailedError) as failed:
         await ParallelAgent(ParallelSettings(), [], []).run(episode, TASK)
     assert "frozen pool" in failed.value.hint
+
+
+def test_the_last_marked_result_counts_and_many_beginnings_cost_little():
+    assert marked_result("<result>1</result> or <result> <result>2 </result>, <result>") == "<result>2"
+    assert marked_result("</result> 1 <result>") is None
+    begun = time.process_time()
+    assert marked_result("<result>" * 20_000) is None
+    assert time.process_time() - begun < 5  # quadratic time would be much more
