@@ -34,7 +34,7 @@ QUOTED_CHARS = 2_000
 QUICK_SECONDS = 60.0
 """For looking at the image, and asking the program for its version."""
 LARGEST_ARGUMENT = 120_000
-"""The kernel takes no argument of 128 KiB or more."""
+"""The kernel takes no argument and no variable of 128 KiB or more."""
 
 
 class ProgramSilentError(EnvironmentFailedError):
@@ -63,13 +63,14 @@ class HarnessAgent:
 
     def check(self, messages: Sequence[Message]) -> None:
         prompt = messages[-1].content
-        if not any("prompt" in Template(part).get_identifiers() for part in self._preset.command):
+        parts = [*self._preset.command, *self._preset.env.values()]
+        if not any("prompt" in Template(part).get_identifiers() for part in parts):
             return
         if len(prompt.encode(errors="replace")) > LARGEST_ARGUMENT or "\0" in prompt:
             problem = f"its prompt must have at most {LARGEST_ARGUMENT} bytes and no NUL, as {self._name} takes it"
             raise InvalidFieldError.at(
                 "instance",
-                f"{problem} as an argument",
+                f"{problem} as an argument or a variable",
                 hint="Write the task into a file in [init], and name the file in `prompt`.",
             )
 
@@ -216,7 +217,13 @@ def with_servers(preset: HarnessPreset, servers: Servers) -> HarnessPreset:
                 f"[[mcp]]: the harness {preset.name!r} offers all tools of the server {server.name!r}",
                 hint="Leave `tools` out: only the built-in agent can choose among them.",
             )
-    text = _WRITERS[table.form](preset.files.get(table.file, ""), servers)
+    try:
+        text = _WRITERS[table.form](preset.files.get(table.file, ""), servers)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigurationError(
+            f"[[mcp]]: servers cannot be added to the file {table.file!r} of [harness]: {error}",
+            hint="Write the file as an object of JSON without comments, or leave [[mcp]] out.",
+        ) from error
     command = [*preset.command[:1], *table.arguments, *preset.command[1:]]
     return preset.model_copy(update={"command": command, "files": {**preset.files, table.file: text}})
 
@@ -234,8 +241,9 @@ def _literal(value: Any) -> Any:
 
 def _json_writer(key: str, table: Callable[[McpSettings], dict[str, Any]]) -> Writer:
     def write(text: str, servers: Servers) -> str:
+        settings = json.loads(text or "{}")
         tables = {server.name: _literal(table(server)) for server in servers}
-        return json.dumps({**json.loads(text or "{}"), key: tables}, indent=2)
+        return json.dumps({**settings, key: {**settings.get(key, {}), **tables}}, indent=2)
 
     return write
 

@@ -160,11 +160,11 @@ async def test_another_version_than_asked_for_is_refused(sandbox):
 
 
 async def test_a_prompt_that_is_too_long_for_an_argument_is_refused():
-    agent = harness("agent", "$prompt")
-    agent.check(asked("x" * LARGEST_ARGUMENT))
-    for text in ("x" * (LARGEST_ARGUMENT + 1), "a\0b"):
-        with pytest.raises(InvalidFieldError):
-            agent.check(asked(text))
+    for agent in (harness("agent", "$prompt"), harness("agent", env={"TASK": "$prompt"})):
+        agent.check(asked("x" * LARGEST_ARGUMENT))
+        for text in ("x" * (LARGEST_ARGUMENT + 1), "a\0b"):
+            with pytest.raises(InvalidFieldError):
+                agent.check(asked(text))
     harness("agent", stdin="$prompt").check(asked("x" * (LARGEST_ARGUMENT + 1)))
 
 
@@ -298,3 +298,17 @@ def test_servers_that_a_program_cannot_take_are_refused():
     with pytest.raises(ConfigurationError, match="offers all tools of the server 'notes'"):
         with_servers(get_harness("codex"), [SERVERS[0].model_copy(update={"tools": ["add"]})])
     assert with_servers(get_harness("codex"), []) == get_harness("codex")
+
+
+@pytest.mark.parametrize("text", ["{} // mine", "[1]", '{"mcpServers": []}'])
+def test_a_settings_file_to_which_no_server_can_be_added_is_named(text):
+    preset = get_harness("gemini_cli").model_copy(update={"files": {"~/.gemini/settings.json": text}})
+    with pytest.raises(ConfigurationError, match=r"the file '~/\.gemini/settings\.json' of \[harness\]"):
+        with_servers(preset, SERVERS)
+
+
+def test_servers_of_the_settings_file_stay():
+    text = '{"mcpServers": {"mine": {"command": "mine"}}}'
+    preset = get_harness("gemini_cli").model_copy(update={"files": {"~/.gemini/settings.json": text}})
+    files = with_servers(preset, SERVERS).files
+    assert set(json.loads(files["~/.gemini/settings.json"])["mcpServers"]) == {"mine", "notes", "far"}
