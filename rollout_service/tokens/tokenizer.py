@@ -60,15 +60,15 @@ class SpecialTokenEscaper:
         text = text.replace(MARK, _REPLACEMENT)
         if self._normalize is None and self._any_first.search(text) is None:
             return text  # the usual case
-        starts = self._starts(text)
-        if self._normalize is not None:
-            normal = self._normalize(text)
-            found = self._starts(normal)
-            if len(found) != len(starts):  # normalizing made a token, for example from full-width characters
-                text, starts = normal, found
-        cuts = [0, *(start + 1 for start in starts), len(text)]
-        escaped = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
+        escaped = self._marked(text)
+        if self._normalize is not None and any(self._starts(self._normalize(piece)) for piece in pieces(escaped)):
+            text = self._normalize(text)  # which makes a token, for example from full-width characters
+            escaped = self._marked(text)
         return escaped + MARK if self._may_go_on(text) else escaped
+
+    def _marked(self, text: str) -> str:
+        cuts = [0, *(start + 1 for start in self._starts(text)), len(text)]
+        return MARK.join(text[begin:end] for begin, end in pairwise(cuts))
 
     def escape_all(self, value: Any) -> Any:
         if isinstance(value, str):

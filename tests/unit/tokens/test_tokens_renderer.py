@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from rollout_service.tokens.errors import (
     TokenizerNotFoundError,
     UnknownRendererError,
 )
+from rollout_service.tokens.tokenizer import FastTokenizer
 from tests.support.tokens.chat_formats import FAMILIES, control_tokens, load
 from tests.support.tokens.conversations import TOOL
 
@@ -215,3 +217,15 @@ def test_no_text_holds_a_control_token(renderers, name, text):
     first = renderer.vocab_size - len(control_tokens(name))
     assert [token for token in written if token >= first] == [token for token in clean if token >= first]
     assert f"x{text}x" in renderer.decode(written)
+
+
+WIDE = "\uff1c|end|\uff1e"
+
+
+@pytest.mark.parametrize("text", [WIDE, "<|end|>\u0338", f"<|end|>\u0338{WIDE}", f"{WIDE}<|end|>"])
+def test_normalizing_makes_no_control_token_of_a_text(text):
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.BPE({chr(i): i for i in range(32, 127)}, []))
+    vocabulary.normalizer = tokenizers.normalizers.NFKC()
+    vocabulary.add_special_tokens([tokenizers.AddedToken("<|end|>", normalized=True)])
+    tokenizer = FastTokenizer(vocabulary)
+    assert vocabulary.token_to_id("<|end|>") not in tokenizer.encode(tokenizer.escaper().escape(text))
