@@ -137,6 +137,8 @@ LINE_CHARS = 400
 OUTPUT_BYTES = 512 * 1024
 NO_FOLDER, BAD_PATTERN, NOT_FOUND = 44, 2, 127
 """Exit codes: the scripts' for a missing path, grep's for a bad pattern, bash's for a missing program."""
+SIGNAL, BROKEN_PIPE = 128, 141
+"""Exit codes: above the first, a signal has ended a program; the second is grep's once `head` has enough."""
 
 # With an empty IFS the words are not split, so an unquoted parameter is expanded as a pattern and as nothing else.
 GLOB_SCRIPT = """
@@ -178,7 +180,7 @@ async def _glob(arguments: _Glob, context: ToolContext) -> str:
     refuse_nul(arguments.path, "path")
     words = [arguments.path, arguments.pattern, str(MOST_FILES)]
     result = await run_script(GLOB_SCRIPT, words, context, limit=OUTPUT_BYTES)
-    _refuse_missing(result, arguments.path)
+    _refuse_failed(result, arguments.path)
     if result.timed_out:
         raise ToolInputError(f"the search took longer than {context.seconds:g} s; give a narrower path")
     count, *found = result.stdout.decode(errors="replace").removesuffix("\0").split("\0")
@@ -197,7 +199,7 @@ async def _grep(arguments: _Grep, context: ToolContext) -> str:
         options.append(f"--include={arguments.include}")
     words = [str(MOST_LINES), *options, "-e", arguments.pattern, "--", arguments.path]
     result = await run_script(GREP_SCRIPT, words, context, limit=OUTPUT_BYTES)
-    _refuse_missing(result, arguments.path)
+    _refuse_failed(result, arguments.path)
     said = result.stderr.decode(errors="replace").strip()
     if result.exit_code == NOT_FOUND:
         raise ToolInputError("this sandbox has no grep")
@@ -226,9 +228,12 @@ def _cut(line: str) -> str:
     return line if len(line) <= LINE_CHARS else f"{line[:LINE_CHARS]} [... {len(line) - LINE_CHARS} more]"
 
 
-def _refuse_missing(result: ExecResult, path: str) -> None:
-    if result.exit_code == NO_FOLDER:
+def _refuse_failed(result: ExecResult, path: str) -> None:
+    code = result.exit_code or 0
+    if code == NO_FOLDER:
         raise ToolInputError(f"{path}: no such file or folder")
+    if code > SIGNAL and code != BROKEN_PIPE:
+        raise ToolInputError(f"the search was ended by signal {code - SIGNAL}; give a narrower pattern or path")
 
 
 GLOB = FunctionTool("glob", "Find files by a pattern such as **/*.py.", _Glob, _glob, parallel=True)

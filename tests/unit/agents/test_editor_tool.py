@@ -204,6 +204,13 @@ async def test_mistakes_are_explained(use):
             await use(name, **arguments)
 
 
+@pytest.mark.parametrize("name", ["glob", "grep"])
+async def test_a_search_that_was_killed_has_not_found_nothing(use, monkeypatch, name):
+    monkeypatch.setattr(builtin_tools, f"{name.upper()}_SCRIPT", "kill -KILL $$")
+    with pytest.raises(ToolInputError, match="ended by signal 9"):
+        await use(name, pattern="hello")
+
+
 async def test_what_is_left_out_is_said(use, local_sandbox, monkeypatch):
     monkeypatch.setattr(builtin_tools, "MOST_FILES", 2)
     monkeypatch.setattr(builtin_tools, "MOST_LINES", 3)
