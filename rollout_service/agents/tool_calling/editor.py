@@ -228,7 +228,9 @@ async def _undo(sandbox: Sandbox, path: str, context: ToolContext) -> str:
         raise ToolInputError(f"{path}: there is no edit to undo")
     before = history.edits[at][1]
     if before is None:
-        await run_script('rm -f -- "$1"', [absolute], context, limit=FILE_BYTES)
+        result = await run_script('rm -f -- "$1"', [absolute], context, limit=FILE_BYTES)
+        if result.exit_code != 0:
+            raise ToolInputError(f"{path} cannot be removed: {result.stderr.decode(errors='replace').strip()}")
     else:
         await sandbox.write_file(path, before.encode("latin-1"))
     del history.edits[at]

@@ -72,6 +72,17 @@ async def test_a_file_is_created_changed_and_restored_step_by_step(edit):
     assert "no edit to undo" in await edit.refused("undo_edit")
 
 
+async def test_an_undo_that_cannot_remove_the_file_may_be_tried_again(edit, monkeypatch):
+    async def fail(_, words, context, *, limit):
+        return await builtin_tools.run_script("echo no such luck >&2; exit 1", words, context, limit=limit)
+
+    await edit("create", file_text="one")
+    with monkeypatch.context() as broken:
+        broken.setattr(editor, "run_script", fail)
+        assert "a.txt cannot be removed: no such luck" in await edit.refused("undo_edit")
+    assert "removed again" in await edit("undo_edit")
+
+
 async def test_undo_is_per_file_and_knows_it_by_any_path(edit, local_sandbox):
     await edit("create", "a.txt", file_text="a")
     await edit("create", "b.txt", file_text="b")
