@@ -114,7 +114,9 @@ class AgentEnvironment(Environment):
     async def _run_agent(self, episode: Episode, messages: list[Message]) -> StopReason:
         if not self.spec.mcp or isinstance(self._agent, HarnessAgent):
             return await self._agent.run(episode, messages)
-        runs_code = bool(RUNS_CODE.intersection(self.spec.tools))
+        parallel = self.spec.parallel
+        beside = parallel.subagent.tools if parallel is not None and parallel.subagent.sandbox == "shared" else []
+        runs_code = bool(RUNS_CODE.intersection([*self.spec.tools, *beside]))
         async with open_servers(self.spec.mcp, episode.require_sandbox(), agent_runs_code=runs_code) as tools:
             agent = self._with_tools([*self._tools, *tools])
             episode.policy.offer(agent.definitions)

@@ -44,7 +44,7 @@ class McpTool:
     parallel = False
 
     def __init__(self, connection: McpConnection, info: McpToolInfo, *, agent_runs_code: bool) -> None:
-        """`agent_runs_code` is whether the agent could have ended the server by itself."""
+        """`agent_runs_code` is whether the agent or a sub-agent could have ended the server by itself."""
         self._connection = connection
         self._info = info
         self._may_be_ended = agent_runs_code and connection.settings.url is None

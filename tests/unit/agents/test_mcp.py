@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from api_schemas.trajectories import Message
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.mcp.tools import open_servers, result_text
 from rollout_service.agents.mcp.transports import HttpTransport, McpServerError, _parse
+from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
 from rollout_service.agents.tool_calling.tools import ToolContext, ToolInputError
 from rollout_service.base.errors import describe
+from rollout_service.environments import agent_environment
+from rollout_service.environments.contract import EnvironmentSpec
 from tests.support import mcp_server
+from tests.support.episodes import scripted_episode
 from tests.support.web_server import web_server
 
 SERVER = str(Path(mcp_server.__file__))
@@ -119,6 +124,28 @@ async def test_an_agent_that_could_have_ended_the_server_only_reads_of_it(local_
     async with opened(local_sandbox, stdio(), agent_runs_code=True) as tools:
         assert "has ended with exit code 7" in await call(tools["notes__die"])
         assert "has ended" in await call(tools["notes__add"], a=1, b=1)
+
+
+class Delegating(agent_environment.AgentEnvironment):
+    async def evaluate(self, episode):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(("sandbox", "may_end"), [("shared", True), ("own", False)])
+async def test_a_sub_agent_in_the_same_sandbox_could_have_ended_the_server_too(monkeypatch, sandbox, may_end):
+    seen = []
+
+    @asynccontextmanager
+    async def servers(settings, sandbox, *, agent_runs_code):
+        seen.append(agent_runs_code)
+        yield []
+
+    monkeypatch.setattr(agent_environment, "open_servers", servers)
+    parallel = ParallelSettings(subagent=SubagentSettings(sandbox=sandbox, tools=["bash"]))
+    spec = EnvironmentSpec(name="e", image="base", tools=["think"], mcp=[stdio()], parallel=parallel)
+    episode = scripted_episode(["Done."], sandbox=object(), subagents=object())
+    await Delegating(spec)._run_agent(episode, [Message(role="user", content="Do it.")])
+    assert seen == [may_end]
 
 
 @pytest.mark.slow
