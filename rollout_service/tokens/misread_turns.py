@@ -17,7 +17,8 @@ _SECTIONS = {
     **dict.fromkeys(("deepseek-v3", "deepseek-r1"), "<\uff5ctool\u2581calls\u2581begin\uff5c>"),
 }
 """The beginning of the only section of calls that a turn may have; the library reads none after the first."""
-_NO_FUNCTION = re.compile(r"(assistant.*?\bto=)(?!functions\.|assistant\b)", re.DOTALL)
+_NO_FUNCTION = re.compile(r"\A((?>.*?assistant).*?\bto=)(?!functions\.|assistant\b)", re.DOTALL)
+"""Looks at each character once, whatever a policy writes into a header."""
 _PYTHON_TAG = "<|python_tag|>"
 _BARE_CALL = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"')
 

@@ -1,5 +1,7 @@
 """No call that the policy sampled is lost or made up where the library misreads its turn."""
 
+import time
+
 import pytest
 
 from rollout_service.tokens import ChatRenderer
@@ -86,6 +88,14 @@ def test_a_text_that_names_a_recipient_is_a_text(root, text):
     ids = [*renderer.encode(f"hm{HEADER}<|channel|>final<|message|>"), *renderer._tokenizer.encode(text)]
     turn = renderer.parse(ids, renderer.render([USER]))
     assert (turn.tool_calls, turn.content) == ((), text if text == "to=write" else "")
+
+
+def test_a_long_header_costs_little(root):
+    renderer = shared(root / "gpt-oss", "gpt-oss")
+    begun = time.process_time()
+    for text in ("assistant ", "assistant to=functions.x ", "assistant to=assistant "):
+        parsed(renderer, f"hm{HEADER} {text * 6_000}<|message|>See.")
+    assert time.process_time() - begun < 15  # quadratic time would be more than a minute
 
 
 def test_a_message_ends_where_the_next_one_begins(root):
