@@ -109,7 +109,7 @@ async def _get(sandbox: Sandbox, url: str, seconds: float) -> _FetchedPage:
         url=url,
         status=response.status,
         kind=kind.strip().lower(),
-        charset=parameters.partition("charset=")[2].split(";")[0].strip(" \"'"),
+        charset=parameters.lower().partition("charset=")[2].split(";")[0].strip(" \"'"),
         body=bytes(body[:PAGE_BYTES]),
         truncated=len(body) > PAGE_BYTES,
         location=headers.get(b"location", ""),

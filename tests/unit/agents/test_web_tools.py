@@ -224,7 +224,7 @@ def pages(asked):
         case "/round":
             return 302, {"location": "/round"}, b""
         case "/latin":
-            return 200, {"content-type": "text/plain; charset=latin-1"}, "é".encode("latin-1")
+            return 200, {"content-type": "text/plain; Charset=Latin-1"}, "é".encode("latin-1")
         case "/punycode" | "/idna" | "/%C3%A9" as path:
             return 200, {"content-type": f"text/plain; charset={path[1:]}"}, b"bcher-kva"
         case "/picture":
