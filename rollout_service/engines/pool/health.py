@@ -32,6 +32,8 @@ class HealthChecks:
     async def suspect(self, handle: BackendHandle, error: InferenceError) -> None:
         """Count a failed request, and take out a backend that is at fault for it."""
         handle.record_failure(error)
+        if handle.state is BackendState.FAILED:
+            return  # it is out of service already, and the request goes elsewhere at once
         if isinstance(error, BackendUnreachable):
             await self._check(handle)
         elif handle.bad_in_a_row >= self._options.unhealthy_after:

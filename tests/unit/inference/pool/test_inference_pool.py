@@ -127,6 +127,25 @@ async def test_a_backend_that_answers_probes_but_fails_every_request_is_taken_ou
         assert states(pool) == [BackendState.FAILED]
 
 
+async def test_the_requests_of_a_backend_that_was_taken_out_go_elsewhere_without_a_probe(monkeypatch):
+    engines = [ScriptedEngine(SCRIPT, latency=0.5) for _ in range(2)]
+    async with running(*engines, options=replace(OPTIONS, probe_interval=60, probe_timeout=60)) as (_, pool):
+
+        async def hang(**_):
+            await anyio.sleep_forever()
+
+        for handle in pool._registry:
+            monkeypatch.setattr(handle.backend, "health", hang)
+        answers = []
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(collect, answers, partial(pool.generate, request()))
+                [taken] = await until(lambda: [handle for handle in pool._registry if handle.in_flight])
+                pool._registry.take_out(taken)
+        assert is_exact(answers[0])
+        assert answers[0].backend_id != taken.id
+
+
 async def test_a_backend_that_is_back_has_no_error_any_more():
     engine = ScriptedEngine(SCRIPT)
     async with running(engine) as (_, pool):
