@@ -27,7 +27,7 @@ from api_schemas.errors import FieldError
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 
 MAX_CHARS: Final = 4 * 1024**2
-"""Of a rendered text, and of a text that a filter reads."""
+"""The longest text that may be rendered, or read by a filter."""
 MAX_ITEMS: Final = 100_000
 CPU_SECONDS: Final = 0.25
 _DEADLINE: Final = "_deadline"

@@ -22,7 +22,7 @@ from rollout_service.cluster.slurm.spec import JobSpec
 KEY_BYTES = 32
 TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 26
 MAX_NAME_CHARS = 64
-"""Of a node's name in the settings, and of a job's."""
+"""The settings allow no longer name of a node; a job's is part of it."""
 
 
 class Published(BaseModel):

@@ -1,4 +1,4 @@
-"""What a command took is its own, whoever started it."""
+"""The figures of a command are its own, whichever process started it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What chaos counts as left behind: every key of the store but those known to be of nodes and engines."""
+"""`chaos.py` counts every key of the store as a leftover, except those of nodes and engines."""
 
 from importlib import import_module
 from pathlib import Path

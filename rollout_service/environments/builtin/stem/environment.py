@@ -22,7 +22,7 @@ from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.math.environment import last_boxed
 from rollout_service.environments.builtin.math.verifier import MathVerifier, require_math_verify
 from rollout_service.environments.builtin.math.worker import MathVerdict
-from rollout_service.environments.builtin.stem.quantities import SPACES, Quantity, read_quantity
+from rollout_service.environments.builtin.stem.quantities import LOOKS, SPACES, Quantity, read_quantity
 from rollout_service.environments.builtin.stem.units import Unit, read_unit
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
 from rollout_service.environments.dataset_files import InstanceFields, field_errors, read_instances
@@ -216,9 +216,7 @@ TOLERANCE: Final = 0.01
 """Relative, unless a task has its own; integers without a unit must be exact."""
 _EXACT: Final = 1e-9
 _LETTER = re.compile(r"(?:(?:option|choice)\s+)?\(?([a-z])(?:[).:]+\s*|\s+|$)(\S.*)?", re.IGNORECASE | re.DOTALL)
-_WRAPPER = re.compile(
-    r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|boldsymbol|operatorname|mbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
-)
+_WRAPPER = re.compile(rf"\\(?:{LOOKS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 _NESTED: Final = 3
 """Wrappers in each other that are looked through."""
 _MATH = re.compile(r"[\d\\{}_^]")

@@ -13,9 +13,9 @@ from typing import Final
 from rollout_service.environments.builtin.stem.units import ONE, Unit, read_unit
 
 MAX_CHARS: Final = 200
-_WRAPPERS = re.compile(
-    r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|boldsymbol|rm|bf|operatorname|unit|si|mbox|left|right)\b\s*"
-)
+LOOKS: Final = r"text(?:rm|bf|it)?|math(?:rm|bf|it)|boldsymbol|operatorname|mbox"
+"""Commands of LaTeX that only change the look of their argument."""
+_WRAPPERS = re.compile(rf"\\(?:{LOOKS}|rm|bf|unit|si|left|right)\b\s*")
 _SIGNS: Final = {
     r"\times": "*",
     r"\cdot": "*",

@@ -15,7 +15,7 @@ MAX_POWER: Final = 12
 MAX_CHARS: Final = 80
 
 BASES: Final = ("m", "kg", "s", "A", "K", "mol", "cd", "turn")
-"""A turn is no unit of SI; with it, 60 rpm are neither 1 rad/s nor wrong for 6.28 rad/s."""
+"""A turn is a base of its own, so that rules do not decide between `60 rpm` and any number of `rad/s`."""
 
 
 @dataclass(frozen=True, slots=True)

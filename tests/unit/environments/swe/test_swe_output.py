@@ -1,4 +1,4 @@
-"""What the hidden tests of a task of software repair print, and what it means if they do not end."""
+"""Authors see the output of hidden tests, and tests that do not end are blamed on the patch or on the task."""
 
 import json
 import subprocess
