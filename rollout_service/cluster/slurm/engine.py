@@ -116,7 +116,9 @@ class JobEngine:
                 while not await _is_healthy(client, url):  # noqa: ASYNC110 - an engine announces nothing
                     await anyio.sleep(LOOK_SECONDS)
                 job = os.environ.get("SLURM_JOB_ID", "")
-                self.folder.publish("engines", Published(name=self.name, url=url, job=job, node=node_name()))
+                part = Published(name=self.name, url=url, job=job, node=node_name())
+                while not self.folder.publish("engines", part):
+                    await anyio.sleep(LOOK_SECONDS)
                 self.folder.withdraw("failures", self.name)
                 seen.set()
             failed = 0 if seen.is_set() else FAILED_PROBES

@@ -1,7 +1,8 @@
 """The folder of a job: the place where its parts, and the commands that watch it, find each other.
 
 Only its owner can read it; every file appears whole; a part that has ended in order is no longer listed. The record of
-a part that was killed stays, so readers ask the part whether it still answers.
+a part that was killed stays, so readers ask the part whether it still answers. A shared file system may fail for a
+moment: that ends no part of a job, so who lists or withdraws one learns whether it was done.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import json
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.private_files import write_private
 from rollout_service.cluster.slurm.spec import JobSpec
+
+log = structlog.get_logger(__name__)
 
 KEY_BYTES = 32
 TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 26
@@ -119,12 +124,12 @@ class JobFolder:
                 hint="Name a job with its folder, or look for it with `rollout-service slurm status`.",
             ) from None
 
-    def publish(self, kind: str, part: Published) -> None:
-        """List a part as `nodes` or `engines`, which is its kind."""
-        write_private(self.path / kind / f"{part.name}.json", part.model_dump_json().encode())
+    def publish(self, kind: str, part: Published) -> bool:
+        """List a part as `nodes` or `engines`, which is its kind; return whether that was possible."""
+        return _change(lambda: write_private(self._record(kind, part.name), part.model_dump_json().encode()))
 
-    def withdraw(self, kind: str, name: str) -> None:
-        (self.path / kind / f"{name}.json").unlink(missing_ok=True)
+    def withdraw(self, kind: str, name: str) -> bool:
+        return _change(lambda: self._record(kind, name).unlink(missing_ok=True))
 
     def forget(self, kind: str) -> None:
         """Withdraw all parts, of whichever job."""
@@ -132,15 +137,28 @@ class JobFolder:
             file.unlink(missing_ok=True)
 
     def published(self, kind: str) -> list[Published]:
-        """Return the listed parts by name."""
+        """Return the listed parts by name.
+
+        Raises:
+            OSError: The folder cannot be read, which says nothing about the parts.
+        """
         return [Published.model_validate(record) for record in self._records(kind)]
 
-    def fail(self, failure: StartFailure) -> None:
-        """Say why a part does not run, until it is withdrawn from `failures`."""
-        write_private(self.path / "failures" / f"{failure.name}.json", failure.model_dump_json().encode())
+    def fail(self, failure: StartFailure) -> bool:
+        """Say why a part does not run, until it is withdrawn from `failures`; return whether that was possible."""
+        return _change(
+            lambda: write_private(self._record("failures", failure.name), failure.model_dump_json().encode())
+        )
 
     def failures(self) -> list[StartFailure]:
+        """
+        Raises:
+            OSError: The folder cannot be read.
+        """
         return [StartFailure.model_validate(record) for record in self._records("failures")]
+
+    def _record(self, kind: str, name: str) -> Path:
+        return self.path / kind / f"{name}.json"
 
     def _records(self, kind: str) -> list[object]:
         found = []
@@ -150,6 +168,15 @@ class JobFolder:
             except FileNotFoundError:
                 continue
         return found
+
+
+def _change(change: Callable[[], None]) -> bool:
+    try:
+        change()
+    except OSError as error:
+        log.warning("the job's folder cannot be written", error=str(error))
+        return False
+    return True
 
 
 def own_address() -> str:

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,9 +135,8 @@ class JobNode:
             url = self._port_file.read_text().strip() if self._port_file.exists() else ""
             if url and url != listed and await _answers(url):
                 job = os.environ.get("SLURM_JOB_ID", "")
-                with suppress(OSError):  # a shared file system may fail for a moment
-                    self.folder.publish("nodes", Published(name=self.name, url=url, job=job, node=node_name()))
-                    listed = url
+                part = Published(name=self.name, url=url, job=job, node=node_name())
+                listed = url if self.folder.publish("nodes", part) else ""
             await anyio.sleep(LOOK_SECONDS)
 
 

@@ -56,8 +56,8 @@ class Registrar:
                 if saved != self.ours:
                     write_private(file, json.dumps(sorted(self.ours)).encode())
                     saved = set(self.ours)
-            except OSError as error:  # a shared file system may fail for a moment
-                log.warning("the job's folder cannot be used; it is tried again", error=str(error))
+            except OSError as error:
+                log.warning("the job's folder cannot be read or written; it is tried again", error=str(error))
             await anyio.sleep(REGISTER_SECONDS)
 
     async def _register_at_one(self) -> None:
@@ -253,13 +253,12 @@ class Supervisor:
 
     async def _ready_address(self) -> str:
         while True:
-            for node in self.folder.published("nodes"):
-                try:
-                    async with RolloutClient(node.url, self.folder.key, patience_seconds=0) as client:
-                        if (await client.readiness()).ready:
-                            return node.url
-                except ClientError:
-                    continue
+            with suppress(OSError):
+                for node in self.folder.published("nodes"):
+                    with suppress(ClientError):
+                        async with RolloutClient(node.url, self.folder.key, patience_seconds=0) as client:
+                            if (await client.readiness()).ready:
+                                return node.url
             await anyio.sleep(LOOK_SECONDS)
 
     def _stop(self, *, requeue: bool) -> None:

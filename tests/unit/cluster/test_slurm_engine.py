@@ -1,17 +1,21 @@
 """An engine of a job of Slurm that cannot start says why, is tried less and less often, and is given up in the end."""
 
+import errno
 import os
 import shlex
 import sys
+from pathlib import Path
 
 import anyio
 import pytest
 from typer.testing import CliRunner
 
+from rollout_service.base.private_files import write_private
 from rollout_service.cli import app
 from rollout_service.cli.slurm.jobs import find
 from rollout_service.cluster.slurm import children, commands
 from rollout_service.cluster.slurm import engine as slurm_engine
+from rollout_service.cluster.slurm import folder as folder_module
 from rollout_service.cluster.slurm.children import ENGINE_GIVEN_UP, EndRequests
 from rollout_service.cluster.slurm.engine import JobEngine
 from rollout_service.cluster.slurm.folder import JobFolder, Published, StartFailure, Submitted
@@ -55,7 +59,24 @@ async def test_a_program_that_is_missing_is_named(folder):
     assert folder.failures() == [StartFailure(name=NAME, starts=3, exit_code=None, reason=reason)]
 
 
-async def test_an_engine_that_answers_after_failures_is_no_failure(folder, tmp_path):
+async def test_an_engine_that_answers_late_to_a_folder_that_fails_is_no_failure(folder, tmp_path, monkeypatch):
+    refusals = iter([OSError(errno.ESTALE, "Stale file handle")] * 2)
+    unlink = Path.unlink
+
+    def write(path, data):
+        if path.parent.name == "engines":
+            for error in refusals:
+                raise error
+        write_private(path, data)
+
+    def unlink_others(path, **options):
+        if path.parent.name == "engines":  # the engine's record stays
+            raise OSError(errno.ESTALE, "Stale file handle")
+        unlink(path, **options)
+
+    monkeypatch.setattr(folder_module, "write_private", write)
+    monkeypatch.setattr(Path, "unlink", unlink_others)
+    monkeypatch.setattr(slurm_engine, "LOOK_SECONDS", 0.01)
     script = """
 import http.server, pathlib, sys
 seen = pathlib.Path(sys.argv[1])
