@@ -192,6 +192,10 @@ class Keyring:
                 found = key
         return found
 
+    def has(self, key: ApiKey) -> bool:
+        """Return whether a key that was found is still the same, with the same role."""
+        return any(known is key or known == key for _, known in self._keys)
+
     def reload(self) -> None:
         """Read the file again; an invalid one leaves the keys as they are."""
         try:

@@ -29,8 +29,17 @@ POLL_SECONDS = 10.0
 
 
 class Certificate:
-    def __init__(self, certificate: Path, key: Path | None, password: str | None) -> None:
+    def __init__(
+        self,
+        certificate: Path,
+        key: Path | None,
+        password: str | None,
+        *,
+        reloaded: Callable[[bool], None] = lambda _: None,
+    ) -> None:
         """Check the files. Later, an unusable certificate changes nothing and is logged; connections keep theirs.
+
+        `reloaded` is called after each later reading with whether it succeeded.
 
         Raises:
             ConfigurationError: The files cannot be used.
@@ -38,6 +47,7 @@ class Certificate:
         self._certificate = certificate.expanduser()
         self._key = key.expanduser() if key is not None else None
         self._password = password
+        self._reloaded = reloaded
         self._version = self._file_versions()
         self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
@@ -61,7 +71,9 @@ class Certificate:
                 self._load(context)
             except ConfigurationError as error:
                 log.error("new certificate is invalid; keeping the previous one", error=str(error))
+                self._reloaded(False)
             else:
+                self._reloaded(True)
                 log.info("certificate reloaded", file=str(self._certificate))
 
     def _load(self, context: ssl.SSLContext) -> None:

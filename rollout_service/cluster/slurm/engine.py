@@ -117,7 +117,7 @@ class JobEngine:
                     await anyio.sleep(LOOK_SECONDS)
                 job = os.environ.get("SLURM_JOB_ID", "")
                 part = Published(name=self.name, url=url, job=job, node=node_name())
-                while not self.folder.publish("engines", part):
+                while not self.folder.publish("engines", part):  # noqa: ASYNC110 - a file system announces nothing
                     await anyio.sleep(LOOK_SECONDS)
                 self.folder.withdraw("failures", self.name)
                 seen.set()

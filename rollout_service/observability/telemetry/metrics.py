@@ -74,6 +74,9 @@ class Metrics:
         self._keys_outdated = self._gauge(
             "rollout_keys_outdated", "1 while the keys file is wrong, and older keys serve"
         )
+        self._certificate_outdated = self._gauge(
+            "rollout_certificate_outdated", "1 while a renewed certificate is wrong, and the older one serves"
+        )
         self._requests = self._counter(
             "rollout_http_requests_total", "Requests to the API", ["method", "route", "status"]
         )
@@ -92,6 +95,9 @@ class Metrics:
     def count_key_reload(self, succeeded: bool) -> None:
         self._key_reloads.labels("succeeded" if succeeded else "failed").inc()
         self._keys_outdated.set(not succeeded)
+
+    def note_certificate(self, is_usable: bool) -> None:
+        self._certificate_outdated.set(not is_usable)
 
     def count_refused_connection(self, reason: str) -> None:
         self._refused_connections.labels(reason).inc()

@@ -79,9 +79,9 @@ warnings.filterwarnings("ignore", "The 'alias' attribute", UnsupportedFieldAttri
 log = structlog.get_logger(__name__)
 
 
-def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
+def create_app(settings: Settings, shutdown: Shutdown | None = None, metrics: Metrics | None = None) -> FastAPI:
     """Return the service as an ASGI app, which drains once the shutdown begins."""
-    metrics = Metrics()
+    metrics = metrics or Metrics()
     hosts = AllowedHosts(settings.allowed_hosts, bound=settings.host, keyed=settings.is_keyed)
     keyring = Keyring(settings.keys, settings.keys_file, reloaded=metrics.count_key_reload)
     ending = shutdown or Shutdown(settings.pipeline.drain_seconds)

@@ -7,6 +7,7 @@ so streamed responses are never buffered.
 
 from __future__ import annotations
 
+from functools import partial
 from http import HTTPStatus
 
 from fastapi import HTTPException
@@ -71,7 +72,7 @@ class BearerAuthMiddleware:
                     hint=f"Use a key with the role {needed}.",
                     context={"role": key.role, "needed": needed},
                 )
-            scope.setdefault("state", {})["role"] = key.role
+            scope.setdefault("state", {}).update(role=key.role, is_allowed=partial(self._keyring.has, key))
         slot = find_slot(scope)
         if slot is not None and not slot.admit():
             raise UnavailableError(

@@ -59,9 +59,10 @@ def serve(settings: Settings, *, explain: Callable[[Exception], None], port_file
     sys.setswitchinterval(THREAD_SECONDS)
     os.environ.pop("ROLLOUT_KEYS", None)  # child processes must not inherit them
     shutdown = Shutdown(settings.pipeline.drain_seconds)
-    certificate = load_certificate(settings)
+    metrics = Metrics()
+    certificate = load_certificate(settings, metrics)
     with _bind(settings) as listener:
-        app = create_app(settings.model_copy(update={"port": listener.getsockname()[1]}), shutdown)
+        app = create_app(settings.model_copy(update={"port": listener.getsockname()[1]}), shutdown, metrics)
         config = uvicorn.Config(
             QuietFailures(app),
             log_config=None,
@@ -75,17 +76,17 @@ def serve(settings: Settings, *, explain: Callable[[Exception], None], port_file
         address = _address(listener, settings.host, "https" if certificate else "http")
         if port_file is not None:
             _announce(address, port_file)
-        options = _connections(settings, app.state.metrics) | {"certificate": certificate}
+        options = _connections(settings, metrics) | {"certificate": certificate}
         on_start = partial(_log_start, settings, address)
         server = DrainingServer(config, listener, **options, shutdown=shutdown, on_start=on_start)
         return _run(server, shutdown, partial(_explain_start, app, explain))
 
 
-def load_certificate(settings: Settings) -> Certificate | None:
+def load_certificate(settings: Settings, metrics: Metrics) -> Certificate | None:
     if settings.tls_certificate is None:
         return None
-    password = settings.tls_key_password
-    return Certificate(settings.tls_certificate, settings.tls_key, password.get_secret_value() if password else None)
+    password = settings.tls_key_password.get_secret_value() if settings.tls_key_password else None
+    return Certificate(settings.tls_certificate, settings.tls_key, password, reloaded=metrics.note_certificate)
 
 
 def _connections(settings: Settings, metrics: Metrics) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 import socket
 import struct
 import threading
@@ -222,7 +223,7 @@ def test_readers_that_leave_while_events_are_written_are_no_error(server, api, p
             while not writing.is_set():
                 number += 1
                 task = {"environment": "echo", "instance": {"number": number}}
-                client.post("/v1/rollouts", json={"task": task}).raise_for_status()
+                client.post("/v1/rollouts", json={"task": task}, timeout=60).raise_for_status()
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -306,3 +307,26 @@ def test_large_answers_are_compressed_for_those_who_accept_it(api):
     large = len(plain.content) >= 4_096
     assert packed.headers.get("content-encoding") == ("gzip" if large else None)
     assert "content-encoding" not in refused.headers
+
+
+def test_a_reader_whose_key_is_taken_away_gets_no_more_events(tmp_path):
+    keys = tmp_path / "keys.toml"
+    one = '[[keys]]\nname = "{0}"\nrole = "{0}"\nkey = "{0}-key-of-enough-characters"\n'
+    headers = {role: {"Authorization": f"Bearer {role}-key-of-enough-characters"} for role in ("read", "submit")}
+    keys.write_text(one.format("read") + one.format("submit"))
+    task = {"environment": "echo", "instance": {"number": 1}}
+    with (
+        scripted_engine(tmp_path, delay=0) as engine,
+        service(tmp_path, engine.url, CONFIG, "--keys-file", str(keys)) as server,
+        httpx.stream("GET", f"{server.url}/v1/events", headers=headers["read"], timeout=60) as stream,
+    ):
+        lines = stream.iter_lines()
+        assert next(lines).startswith("id: ")
+        keys.write_text(one.format("submit"))
+        server.process.send_signal(signal.SIGHUP)
+        runs = f"{server.url}/v1/runs"
+        eventually(lambda: httpx.get(runs, headers=headers["read"]).status_code == 401, server)
+        httpx.post(
+            f"{server.url}/v1/rollouts?wait=60", headers=headers["submit"], json={"task": task}, timeout=60
+        ).raise_for_status()
+        assert not [line for line in lines if line.startswith("data:")]

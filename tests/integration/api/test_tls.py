@@ -13,6 +13,7 @@ from rollout_client.sync import SyncRolloutClient
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.cli import app as cli
 from rollout_service.http.server import Certificate
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.server.api.serve import load_certificate
 from rollout_service.settings import load_settings
 from tests.support.api.attacks import CHECKS, Target, attack
@@ -49,7 +50,7 @@ def test_unusable_certificates_are_reported_before_the_start(tmp_path):
         ({"tls_certificate": key}, "for TLS"),
     ):
         with pytest.raises(ConfigurationError, match=says):
-            load_certificate(load_settings(**wrong))
+            load_certificate(load_settings(**wrong), Metrics())
     with pytest.raises(ConfigurationError, match="tls_certificate is not"):
         load_settings(tls_key=key)
 
@@ -57,7 +58,8 @@ def test_unusable_certificates_are_reported_before_the_start(tmp_path):
 async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout_service.http.server.POLL_SECONDS", 0.01)
     certificate, key = make_certificate(tmp_path)
-    followed = Certificate(certificate, key, None)
+    readings: list[bool] = []
+    followed = Certificate(certificate, key, None, reloaded=readings.append)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     async with anyio.create_task_group() as tasks:
@@ -65,11 +67,12 @@ async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(tmp_path, m
         old = certificate.read_text()
         assert served_by(context) == ssl.PEM_cert_to_DER_cert(old)
         certificate.write_text("broken")
-        await anyio.sleep(0.1)
+        await until(lambda: readings == [False])
         certificate.write_text(old)
         assert served_by(context) == ssl.PEM_cert_to_DER_cert(old)
         make_certificate(tmp_path)
         await until(lambda: served_by(context) != ssl.PEM_cert_to_DER_cert(old), 20)
+        assert readings[-1]
         with monkeypatch.context() as unreadable:
             failed = anyio.Event()
 

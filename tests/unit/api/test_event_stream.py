@@ -37,7 +37,7 @@ async def test_a_shard_that_always_answers_first_keeps_no_other_out():
 async def test_a_position_in_another_number_of_shards_is_named_by_where_it_was_sent(last, after, field):
     service = SimpleNamespace(store=SimpleNamespace(shards=[None, None]), shutdown=Shutdown(0))
     with pytest.raises(InvalidFieldError) as refused:
-        await stream_events(service, last_event_id=last, after=after)
+        await stream_events(service, lambda: True, last_event_id=last, after=after)
     assert [one.path for one in refused.value.fields] == [field]
 
 

@@ -121,6 +121,7 @@ def test_stages_sandboxes_and_connections_are_counted(metrics):
     metrics.count_limit_violation("disk")
     metrics.count_request("GET", "/ready", 200)
     metrics.count_key_reload(succeeded=False)
+    metrics.note_certificate(is_usable=False)
     metrics.count_refused_connection("head_timeout")
     with metrics.track_waiting(Stage.INIT), metrics.track_work(Stage.INIT):
         text = metrics.render().decode()
@@ -141,6 +142,7 @@ def test_stages_sandboxes_and_connections_are_counted(metrics):
         'rollout_key_reloads_total{outcome="failed"} 1.0',
         'rollout_http_refused_connections_total{reason="head_timeout"} 1.0',
         "rollout_keys_outdated 1.0",
+        "rollout_certificate_outdated 1.0",
     ):
         assert sample in text
     metrics.count_key_reload(succeeded=True)

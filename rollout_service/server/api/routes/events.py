@@ -4,27 +4,28 @@ Each wanted event is sent once, in order; those of different shards come in abou
 that is away holds up only its own. The stream begins with the id that it starts after, so a reader that gave no
 position knows where to resume even if it has seen no event; an idle one says from time to time how far it has come. If
 the store has lost events, as in a failover, the stream sends the id of the newest one left, and continues after it. A
-reader that hangs up is not an error. When the service shuts down, the stream ends after a whole event.
+reader that hangs up is not an error. When the service shuts down, or the reader's key is taken away, the stream ends
+after a whole event.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Annotated
 
 import anyio
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT
 
 from rollout_service.base.errors import InvalidFieldError, StoreError
 from rollout_service.base.shutdown import ShuttingDownError
 from rollout_service.base.signals import first_of
-from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute, media_response
+from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute, key_check, media_response
 from rollout_service.server.api.routes.support.shared_answers import EVENT_STREAM, STREAM_HEADERS
 from rollout_service.server.events import EventSelection
 from rollout_service.server.lifecycle import Service
@@ -53,6 +54,7 @@ PAUSE_SECONDS = 0.05
 )
 async def stream_events(
     service: ServiceDep,
+    is_allowed: Annotated[Callable[[], bool], Depends(key_check)],
     last_event_id: Annotated[str | None, Header(pattern=POSITION)] = None,
     after: Annotated[
         str | None,
@@ -89,7 +91,7 @@ async def stream_events(
         seen = _parse(service, last_event_id, "header.last-event-id")
     else:
         seen = await _newest_of_all(service) if after is None else _parse(service, after, "query.after")
-    events = _events(service, wanted, seen) if follow else _past_events(service, wanted, seen)
+    events = _events(service, wanted, seen, is_allowed) if follow else _past_events(service, wanted, seen)
     return StreamingResponse(events, media_type=EVENT_STREAM, headers=STREAM_HEADERS)
 
 
@@ -107,12 +109,16 @@ async def _past_events(service: Service, wanted: EventSelection, seen: list[int]
     yield _position([there if end == UNKNOWN else end for there, end in zip(seen, newest, strict=True)])
 
 
-async def _events(service: Service, wanted: EventSelection, seen: list[int]) -> AsyncIterator[bytes]:
+async def _events(
+    service: Service, wanted: EventSelection, seen: list[int], is_allowed: Callable[[], bool]
+) -> AsyncIterator[bytes]:
     yield _position(seen)
     told = time.monotonic()
     with suppress(ShuttingDownError), service.metrics.track_reader("events"):
         while True:
             newest = await _newest(service, seen)
+            if not is_allowed():
+                return
             if not newest:
                 yield _position(seen) if wanted.is_partial else KEEPALIVE_COMMENT
                 told = time.monotonic()

@@ -54,6 +54,12 @@ def role_of(request: Request) -> Role:
     return role
 
 
+def key_check(request: Request) -> Callable[[], bool]:
+    """Return a function that tells whether the request's key is still allowed, for answers that do not end."""
+    check: Callable[[], bool] = request.scope.get("state", {}).get("is_allowed", lambda: True)
+    return check
+
+
 def as_json(model: BaseModel, status: HTTPStatus = HTTPStatus.OK) -> Response:
     """Serialize without validation, which takes long for a long trajectory."""
     return Response(model.model_dump_json(), status_code=status, media_type="application/json")
