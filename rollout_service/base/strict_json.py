@@ -20,8 +20,8 @@ MAX_DEPTH = 100
 NOT_FINITE = "NaN, or an infinite or too large number, which JSON cannot store; write null instead"
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """One that does not end is the rest of the document, so that no character is looked at twice."""
-_LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9]{309}")
-"""Matches every document that has a number beyond the range of floats, about 1.8e308."""
+_LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|(?<![0-9])[0-9]{309}")
+"""Matches every document that has a number beyond the range of floats, about 1.8e308; looks at each digit once."""
 _SURROGATE = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )

@@ -168,16 +168,10 @@ class SandboxWithFiles(Sandbox):
                 return
 
     async def edit_file(self, path: str, old: str, new: str, *, replace_all: bool = False) -> int:
-        try:
-            text = (await self.read_file(path)).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise SandboxFileError(f"{path}: not UTF-8 text") from error
-        count = text.count(old) if old else 0
-        if count == 0:
-            raise EditMatchError(f"{path}: the text to replace is not in the file", count=0, hint="read the file first")
-        if count > 1 and not replace_all:
-            raise EditMatchError(f"{path}: the text to replace occurs {count} times", count=count)
-        await self.write_file(path, text.replace(old, new))
+        content = await self.read_file(path)
+        # In a thread, since these are up to 16 MiB.
+        count, edited = await anyio.to_thread.run_sync(_edit, path, content, old, new, replace_all)
+        await self.write_file(path, edited)
         return count
 
     async def list(self, path: str = ".") -> list[FileEntry]:
@@ -196,6 +190,19 @@ class SandboxWithFiles(Sandbox):
             await self._feed(bash_argv(IMPORT, self.resolve(parent)), tar)
         except ProgramFailedError as error:
             raise _make_error(parent, error.exit_code, error.said) from error
+
+
+def _edit(path: str, content: bytes, old: str, new: str, replace_all: bool) -> tuple[int, bytes]:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SandboxFileError(f"{path}: not UTF-8 text") from error
+    count = text.count(old) if old else 0
+    if count == 0:
+        raise EditMatchError(f"{path}: the text to replace is not in the file", count=0, hint="read the file first")
+    if count > 1 and not replace_all:
+        raise EditMatchError(f"{path}: the text to replace occurs {count} times", count=count)
+    return count, text.replace(old, new).encode()
 
 
 async def _as_stream(data: bytes) -> AsyncIterator[bytes]:
