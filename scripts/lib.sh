@@ -390,7 +390,7 @@ ensure_swe() {
     echo "$fingerprint" >"$folder/.made"
 }
 
-# One image with all programs that the tests run. An image that is unchanged is not built again.
+# The programs that the tests run: most in one image, and OpenHands in its own. An image that is unchanged is not built again.
 ensure_harnesses() {
     local stamp=$cache/harnesses fingerprint
     fingerprint=$(fingerprint_of "$root/sandboxes/definitions/base.def" "$root"/rollout_service/agents/harnesses/presets/*.toml)
@@ -400,6 +400,7 @@ ensure_harnesses() {
     step "build an image of agents' programs (2 GB)" "$venv/bin/rollout-service" image build test-harnesses \
         --harness codex --harness claude_code --harness qwen_code --harness opencode --harness gemini_cli \
         --harness mini_swe_agent
+    step "build the image of OpenHands (244 MB)" "$venv/bin/rollout-service" image build openhands-sdk
     echo "$fingerprint" >"$stamp"
 }
 

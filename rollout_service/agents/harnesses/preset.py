@@ -33,7 +33,11 @@ class InstallTable(HarnessModel):
     """Those of `npm` whose install scripts are needed; others run none."""
     pip: list[str] = []
     """Python packages, with their versions."""
+    sources: list[str] = []
+    """Those of `pip`, or of what they require, that have no wheel: their own scripts build one on the host."""
     debian: list[str] = []
+    suite: str | None = None
+    """The Debian release whose Python they need; by default that of the base image."""
 
 
 class CheckTable(HarnessModel):

@@ -95,6 +95,8 @@ def _packages(presets: Sequence[HarnessPreset]) -> dict[str, str]:
         "NPM_PACKAGES": [name for install in installs for name in install.npm],
         "NPM_SCRIPTS": [name for install in installs for name in install.scripts],
         "PYTHON_PACKAGES": [name for install in installs for name in install.pip],
+        "PYTHON_SOURCES": [name for install in installs for name in install.sources],
         "DEBIAN_PACKAGES": [name for install in installs for name in install.debian],
+        "SUITE": [install.suite for install in installs if install.suite is not None],
     }
     return {name: " ".join(dict.fromkeys(values)) for name, values in packages.items() if values}

@@ -1,4 +1,4 @@
-"""Real programs are agents: six of them, each in its own sandbox, through pauses, lost engines and long tasks.
+"""Real programs are agents: seven of them, each in its own sandbox, through pauses, lost engines and long tasks.
 
 All of their rollouts run at the same time in one service, once for all tests of this module.
 """
@@ -28,6 +28,7 @@ from tests.support.gateway.jobs import (
     CONTEXT,
     HELD_SECONDS,
     IMAGE,
+    IMAGES,
     VOCABULARY,
     Job,
     JobsScript,
@@ -38,7 +39,7 @@ from tests.support.gateway.requests import RequestLog, rendered
 from tests.support.gateway.service import gateway_service
 from tests.support.samples import sampled_by_turn
 
-HARNESSES = ("codex", "claude_code", "qwen_code", "opencode", "gemini_cli", "mini_swe_agent")
+HARNESSES = ("codex", "claude_code", "qwen_code", "opencode", "gemini_cli", "mini_swe_agent", "openhands_sdk")
 UPDATE_SECONDS = 90.0
 BEGUN_SECONDS = 5.0
 AGENT_SECONDS = 480.0
@@ -104,7 +105,9 @@ async def run_all(folder: Path, log: RequestLog) -> Outcome:
         "standby": ScriptedEngine(script, **options),
     }
     found = Outcome(model, script, log, engines)
-    environments = [write_environment(folder / name, name, IMAGE, AGENT_SECONDS) for name in HARNESSES]
+    environments = [
+        write_environment(folder / name, name, IMAGES.get(name, IMAGE), AGENT_SECONDS) for name in HARNESSES
+    ]
     async with AsyncExitStack() as stack:
         for engine in engines.values():
             await stack.enter_async_context(engine)

@@ -21,7 +21,9 @@ from rollout_service.testing import Reply
 from rollout_service.tokens import ChatRenderer
 
 IMAGE = "test-harnesses"
-"""The image that has the programs of all harnesses that are tested; `ensure_harnesses` builds it."""
+"""The image that has the programs of most harnesses that are tested; `ensure_harnesses` builds it."""
+IMAGES = {"openhands_sdk": "openhands-sdk"}
+"""Images of harnesses that need another Python; it builds these too."""
 VOCABULARY = 6_000
 CONTEXT = 262_144
 ASSISTANT = "<|im_start|>assistant\n"

@@ -188,6 +188,7 @@ async def test_one_image_can_have_the_programs_of_several_harnesses():
     assert image.arguments["NPM_SCRIPTS"].split() == [*both[0].scripts, *both[1].scripts]
     assert image.arguments["PYTHON_PACKAGES"].split() == get_harness("mini_swe_agent").install.pip
     assert image.arguments["SUITE"] == "trixie"
+    assert joint_image(["codex", "openhands_sdk"]).arguments["SUITE"] == get_harness("openhands_sdk").install.suite
     with pytest.raises(ConfigurationError, match="'command' names nothing to install"):
         joint_image(["codex", "command"])
 
