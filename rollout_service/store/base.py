@@ -122,8 +122,13 @@ class BaseStore(StoreShard):
         """Return rollouts after a number, and the number after which to go on, None if nothing is left."""
 
     @abstractmethod
-    async def _page(self, state: RolloutState | None, after: int, limit: int) -> RolloutPage:
-        """Return up to `limit` rollouts with numbers above `after`, only those in `state` if that is set."""
+    async def _page(
+        self, state: RolloutState | None, after: int, limit: int
+    ) -> tuple[Sequence[Row], dict[RolloutState, int]]:
+        """Return the rows of up to `limit` rollouts with numbers above `after`, only those in `state` if that is set.
+
+        The counts of all states come with them.
+        """
 
     async def list(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
@@ -131,7 +136,8 @@ class BaseStore(StoreShard):
         if cursor is not None and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
             problem = FieldError(path="query.cursor", message=f"{cursor!r} is not a cursor")
             raise InvalidFieldError([problem], hint="Pass `next_cursor` of the previous page, or omit the cursor.")
-        return await self._page(state, int(cursor or 0), limit)
+        rows, counts = await self._page(state, int(cursor or 0), limit + 1)
+        return await anyio.to_thread.run_sync(codec.make_page, rows, limit, counts)
 
 
 class BaseRuns(ShardRuns):

@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from rollout_service.base.errors import RecordLostError, describe
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec.record import fingerprint, id_taken
@@ -140,8 +140,8 @@ SELECT rollouts.*, request, result
 FROM rollouts JOIN requests USING (seq) LEFT JOIN results USING (seq)
 """
 _GET = f"{_ROLLOUT} WHERE rollout_id = ?"
-_PAGE = f"{_ROLLOUT} WHERE seq > :after ORDER BY seq LIMIT :limit + 1"
-_PAGE_IN_STATE = f"{_ROLLOUT} WHERE state = :state AND seq > :after ORDER BY seq LIMIT :limit + 1"
+_PAGE = f"{_ROLLOUT} WHERE seq > :after ORDER BY seq LIMIT :limit"
+_PAGE_IN_STATE = f"{_ROLLOUT} WHERE state = :state AND seq > :after ORDER BY seq LIMIT :limit"
 TRAJECTORY = "SELECT trajectory FROM results JOIN rollouts USING (seq) WHERE rollout_id = ?"
 _TREE = """
 SELECT rollout_id, result, iif(:with_trajectories, trajectory, NULL) AS trajectory
@@ -271,10 +271,11 @@ def tree(db: sqlite3.Connection, rollout_id: str, *, with_trajectories: bool) ->
     return row
 
 
-def page(db: sqlite3.Connection, state: RolloutState | None, after: int, limit: int) -> RolloutPage:
+def page(
+    db: sqlite3.Connection, state: RolloutState | None, after: int, limit: int
+) -> tuple[list[sqlite3.Row], dict[RolloutState, int]]:
     values = {"state": state, "after": after, "limit": limit}
-    rows = db.execute(_PAGE if state is None else _PAGE_IN_STATE, values).fetchall()
-    return codec.make_page(rows, limit, counts(db))
+    return db.execute(_PAGE if state is None else _PAGE_IN_STATE, values).fetchall(), counts(db)
 
 
 def counts(db: sqlite3.Connection) -> dict[RolloutState, int]:

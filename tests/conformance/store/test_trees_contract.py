@@ -1,5 +1,7 @@
 """Every kind of store keeps the sub-agents of rollouts, and delivers them only where they were asked for."""
 
+import threading
+
 import pytest
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, TokenExtras
@@ -7,6 +9,7 @@ from api_schemas.rollouts.trees import NodeDetail
 from api_schemas.runs import Group, RunState
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import Lease, Store
+from rollout_service.store.codec import rollouts
 from rollout_service.store.codec.groups import MAX_NODES_BYTES, group_json
 from rollout_service.store.codec.rollouts import FrozenTokensError
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup
@@ -77,6 +80,17 @@ async def test_the_tokens_of_a_large_tree_come_back(store):
     result = await finish(store, order(TOKENS), nodes=nodes)
     tree = await store.tree("r1", trajectories=True)
     assert tree.nodes == result.nodes
+
+
+async def test_the_event_loop_decodes_no_list_and_no_large_tree(store, monkeypatch):
+    await finish(store, order(SUMMARY), nodes=[node("r1", n, trajectory=None) for n in range(1, 500)])
+    decode, threads = rollouts._decode_rollout, set()
+    noted = lambda *given: threads.add(threading.current_thread()) or decode(*given)  # noqa: E731
+    monkeypatch.setattr(rollouts, "_decode_rollout", noted)
+    assert len((await store.get("r1")).nodes) == 499
+    assert len((await store.list()).rollouts) == 1
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_a_sample_with_a_frozen_token_to_train_on_is_refused(store):
