@@ -42,10 +42,13 @@ def next_batch(groups: Sequence[G], size: int, order: LiveDelivery, *, is_last: 
 
 
 def left_over(groups: Sequence[G], size: int, order: LiveDelivery) -> list[G]:
-    """Return the groups that fill no batch without others."""
-    left = list(groups)
-    while batch := next_batch(left, size, order):
-        left = [group for group in left if not any(group is one for one in batch)]
+    """Return the groups that fill no batch without others, tenant by tenant if these are apart."""
+    left: list[G] = []
+    for same in apart(groups, order):
+        while len(batch := complete(same, [], size, order)) == size:
+            taken = set(map(id, batch))
+            same = [group for group in same if id(group) not in taken]
+        left += same
     return left
 
 

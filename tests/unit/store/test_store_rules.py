@@ -1,7 +1,8 @@
 """The rules of runs, groups and batches agree with models that are written another way."""
 
 import ast
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from api_schemas.runs import InlineTasks, RunRequest, RunState, Surplus
 from api_schemas.runs.live import LiveDelivery
 from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError
+from rollout_service.groups import shares
 from rollout_service.groups.shares import Owner
 from rollout_service.store import rules
 from rollout_service.store.codec.runs import decode_samples, encode_samples
@@ -125,6 +127,23 @@ def test_groups_of_earlier_releases_are_in_no_batch_with_others():
     ready = [ReadyGroup(0, None), owned(1, "a"), owned(2, "a"), ReadyGroup(3, None)]
     assert rules.next_batch(run, ready, bound=None) == NewBatch([0, 3])
     assert rules.next_batch(run, ready[:3], bound=None) == NewBatch([1, 2])
+
+
+def test_groups_that_wait_are_looked_at_a_few_times_each_however_many_they_are():
+    reads = Counter[int]()
+
+    @dataclass
+    class Waiting:
+        number: int
+
+        @property
+        def owners(self) -> list[Owner]:
+            reads[self.number] += 1
+            return [Owner(f"s{self.number}", f"u{self.number}", "abc"[self.number % 3])]
+
+    left = shares.left_over([Waiting(number) for number in range(1_000)], 8, LiveDelivery())
+    assert sorted(group.number for group in left) == list(range(984, 1_000))
+    assert max(reads.values()) < 10
 
 
 @given(runs, ready_groups)
