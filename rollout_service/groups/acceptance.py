@@ -18,11 +18,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import Self
 
 CONFIDENCE = 0.9
 """The probability with which the groups under way should suffice; a surplus goes into the next batch."""
-_HALF_LIFE = 256.0
-"""The number of closed groups after which evidence counts half."""
+_FADE = 0.5 ** (1 / 256)
+"""Weighs all evidence at each closed group: after 256 it counts half."""
+_PRIOR_STRENGTH = 4.0
+"""How many groups the prior is worth."""
 _EPOCH_DISCOUNT = 0.5
 """Weighs evidence from the previous epoch: the policy has learned from the same tasks since."""
 _LOWEST_RATE = 0.02
@@ -41,13 +44,13 @@ class BetaRate:
     kept: float = 0.0
     dropped: float = 0.0
 
-    def learn(self, *, kept: bool, fade: float) -> None:
-        self.kept = self.kept * fade + kept
-        self.dropped = self.dropped * fade + (not kept)
+    def learn(self, *, kept: bool) -> None:
+        self.kept = self.kept * _FADE + kept
+        self.dropped = self.dropped * _FADE + (not kept)
 
-    def mean(self, prior: float, strength: float) -> float:
-        """Return the posterior mean, for a prior worth `strength` cases."""
-        return (prior * strength + self.kept) / (strength + self.kept + self.dropped)
+    def mean(self, prior: float) -> float:
+        """Return the posterior mean."""
+        return (prior * _PRIOR_STRENGTH + self.kept) / (_PRIOR_STRENGTH + self.kept + self.dropped)
 
 
 @dataclass(slots=True)
@@ -55,30 +58,30 @@ class AcceptanceRate:
     """The share of a run's groups that pass its filters, also given their progress."""
 
     prior: float = 0.5
-    prior_strength: float = 4.0
-    """How many groups the prior is worth."""
-    half_life: float = _HALF_LIFE
-    closed: int = 0
     _overall: BetaRate = field(default_factory=BetaRate)
     _by_progress: dict[GroupProgress, BetaRate] = field(default_factory=dict)
 
+    @classmethod
+    def from_counts(cls, kept: int, dropped: int) -> Self:
+        """Return the rate of a run that has closed so many groups, as if these had been evenly mixed."""
+        weight = (1 - _FADE ** (kept + dropped)) / (1 - _FADE) / max(1, kept + dropped)
+        return cls(_overall=BetaRate(kept * weight, dropped * weight))
+
     @property
     def rate(self) -> float:
-        return max(_LOWEST_RATE, self._overall.mean(self.prior, self.prior_strength))
+        return max(_LOWEST_RATE, self._overall.mean(self.prior))
 
     def given(self, progress: GroupProgress) -> float:
         if progress.ended == 0:
             return self.rate
         seen = self._by_progress.get(progress, _NOTHING_SEEN)
-        return seen.mean(self.rate, self.prior_strength)
+        return seen.mean(self.rate)
 
     def learn(self, *, kept: bool, path: Iterable[GroupProgress] = ()) -> None:
         """Learn from a closed group; `path` is the progress that it went through."""
-        self.closed += 1
-        fade = 0.5 ** (1.0 / self.half_life)
-        self._overall.learn(kept=kept, fade=fade)
+        self._overall.learn(kept=kept)
         for progress in path:
-            self._by_progress.setdefault(progress, BetaRate()).learn(kept=kept, fade=fade)
+            self._by_progress.setdefault(progress, BetaRate()).learn(kept=kept)
 
     def new_epoch(self) -> None:
         """Discount the evidence, since the tasks start over."""

@@ -37,7 +37,6 @@ from rollout_service.runs.dataset import TaskPosition
 from rollout_service.store.rules import dropped_counts, dropped_in_a_row, failed_in_a_row, oldest_allowed
 from rollout_service.store.runs_contract import GroupClosure, NewGroup, OpenGroup, RunRecord
 
-_MAX_CASES = 256
 RECENT = 256
 """How many rollouts the recent figures on sub-agents cover."""
 
@@ -70,13 +69,7 @@ class RunEstimates:
     @classmethod
     def from_record(cls, run: RunRecord) -> RunEstimates:
         """Derive the acceptance rate from the run's counters."""
-        estimates = cls()
-        kept, dropped = filter_counts(run)
-        cases = min(kept + dropped, _MAX_CASES)
-        for case in range(cases):
-            share = kept / (kept + dropped)
-            estimates.acceptance.learn(kept=int((case + 1) * share) > int(case * share))
-        return estimates
+        return cls(AcceptanceRate.from_counts(*filter_counts(run)))
 
     def start_epoch(self, epoch: int) -> None:
         """Note that groups of this epoch start; a new epoch discounts the evidence from earlier ones."""

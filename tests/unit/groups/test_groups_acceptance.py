@@ -19,8 +19,8 @@ from rollout_service.groups.acceptance import CONFIDENCE
 NEW = GroupProgress()
 
 
-def learned(share, groups=400, **options):
-    acceptance = AcceptanceRate(**options)
+def learned(share, groups=400):
+    acceptance = AcceptanceRate()
     draw = random.Random(1)
     for _ in range(groups):
         acceptance.learn(kept=draw.random() < share)
@@ -92,6 +92,14 @@ def test_the_rate_follows_a_drift_and_a_new_epoch_makes_it_follow_faster():
     for _ in range(2_000):
         slow.learn(kept=False)
     assert slow.rate == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("kept", "dropped"), [(0, 0), (3, 0), (40, 120), (4_000, 1_000)])
+def test_counts_are_worth_the_groups_that_were_counted(kept, dropped):
+    mixed = AcceptanceRate()
+    for group in range(kept + dropped):
+        mixed.learn(kept=group % (kept + dropped) * kept % (kept + dropped) < kept)
+    assert AcceptanceRate.from_counts(kept, dropped).rate == pytest.approx(mixed.rate, abs=0.003)
 
 
 def test_without_evidence_the_prior_decides():
