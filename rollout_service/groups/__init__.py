@@ -25,10 +25,9 @@ from rollout_service.groups.filters import (
     Verdict,
     require_outcome_filters,
 )
-from rollout_service.groups.scheduler import Claim, CompletionTimes, FairScheduler, StragglerRule
+from rollout_service.groups.scheduler import Claim, CompletionTimes, FairScheduler
 from rollout_service.groups.statistics import (
     group_normalized,
-    group_statistics,
     leave_one_out,
     parallel_figures,
     parts_normalized,
@@ -54,12 +53,10 @@ __all__ = [
     "GroupOutcome",
     "GroupProgress",
     "SampleOutcome",
-    "StragglerRule",
     "Verdict",
     "admission_capacity",
     "branch_points",
     "group_normalized",
-    "group_statistics",
     "groups_needed",
     "groups_to_start",
     "leave_one_out",

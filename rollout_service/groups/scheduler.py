@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from api_schemas.runs import Stragglers
+
 STARVATION_TURNS = 16
 """One in this many grants goes to the run that has waited longest."""
 
@@ -127,16 +129,7 @@ class CompletionTimes:
         seconds = self._sorted[math.ceil(share * len(self._sorted)) - 1]
         return None if math.isinf(seconds) else seconds
 
-
-@dataclass(frozen=True, slots=True)
-class StragglerRule:
-    """Cuts off rollouts that take longer than `factor` times the `quantile`, with `min_samples` of a group ended."""
-
-    quantile: float = 0.95
-    factor: float = 1.5
-    min_samples: int = 2
-
-    def limit(self, times: CompletionTimes) -> float | None:
+    def straggler_limit(self, asked: Stragglers) -> float | None:
         """Return the seconds after which a rollout is a straggler; None while that is unknown."""
-        seconds = times.quantile(self.quantile)
-        return None if seconds is None else self.factor * seconds
+        seconds = self.quantile(asked.quantile)
+        return None if seconds is None else asked.factor * seconds

@@ -27,39 +27,9 @@ from api_schemas.rollouts import Rollout, RolloutState, Span, Stage
 from api_schemas.rollouts.figures import ParallelFigures
 from api_schemas.rollouts.trees import AgentNode, Assigns, InvalidBecause, Work
 from rollout_service.groups.auxiliary import PERF
-from rollout_service.groups.filters import GroupOutcome
 
 _NO_SPREAD = 1e-12
 """A standard deviation up to this, relative to the largest reward, is treated as rounding."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupStatistics:
-    """Statistics of a group's rewards; None if no sample has a reward."""
-
-    size: int
-    usable: int
-    mean: float | None
-    std: float | None
-    """The standard deviation, dividing by the number of usable samples."""
-    lowest: float | None
-    highest: float | None
-    masked: Mapping[str, int] = field(default_factory=dict)
-    """The number of masked samples by reason."""
-
-
-def group_statistics(group: GroupOutcome) -> GroupStatistics:
-    rewards = group.rewards
-    mean, std = _moments(rewards) if rewards else (None, None)
-    return GroupStatistics(
-        size=len(group.samples),
-        usable=len(rewards),
-        mean=mean,
-        std=std,
-        lowest=min(rewards, default=None),
-        highest=max(rewards, default=None),
-        masked=Counter(sample.masked for sample in group.samples if sample.masked is not None),
-    )
 
 
 def group_normalized(rewards: Sequence[float | None]) -> list[float | None]:
@@ -67,7 +37,7 @@ def group_normalized(rewards: Sequence[float | None]) -> list[float | None]:
     present = [reward for reward in rewards if reward is not None]
     if len(present) < 2:
         return [None] * len(rewards)
-    mean, std = _moments(present)
+    mean, std = moments(present)
     if std <= _NO_SPREAD * max(map(abs, present)):
         return [None if reward is None else 0.0 for reward in rewards]
     return [None if reward is None else (reward - mean) / std for reward in rewards]
@@ -78,7 +48,7 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
     present = [reward for reward in rewards if reward is not None]
     if len(present) < 2:
         return [None] * len(rewards)
-    mean, _ = _moments(present)
+    mean, _ = moments(present)
     scale = len(present) / (len(present) - 1)
     return [None if reward is None else scale * (reward - mean) for reward in rewards]
 
@@ -109,8 +79,8 @@ def soft_overlong_penalty(sampled_tokens: int, *, max_tokens: int, buffer_tokens
     return -penalty * min(1.0, over / buffer_tokens)
 
 
-def _moments(rewards: Sequence[float]) -> tuple[float, float]:
-    """Return mean and standard deviation (dividing by the count), from exact sums."""
+def moments(rewards: Sequence[float]) -> tuple[float, float]:
+    """Return mean and standard deviation (dividing by the count) of at least one reward, from exact sums."""
     mean = math.fsum(rewards) / len(rewards)
     return mean, math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
 

@@ -32,10 +32,8 @@ from rollout_service.groups import (
     FilterChain,
     GroupOutcome,
     SampleOutcome,
-    StragglerRule,
     branch_points,
     group_normalized,
-    group_statistics,
     leave_one_out,
     parts_normalized,
     soft_overlong_penalty,
@@ -43,7 +41,7 @@ from rollout_service.groups import (
 )
 from rollout_service.groups.auxiliary import FINISH, MEASURES, NO_PARTS, reward_weights, weighted_parts, weighted_total
 from rollout_service.groups.shares import Owner
-from rollout_service.groups.statistics import group_figures
+from rollout_service.groups.statistics import group_figures, moments
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs.planning import ActiveRun, has_surplus, rollout_request
 from rollout_service.store import rules
@@ -139,7 +137,8 @@ def close_group(
     scored = whole.without_older_than(bound)
     reason = cancel_reason or _dropped_because(chain, scored, whole)
     group = GroupOutcome(number, tuple(_with_total(sample, request.overlong) for sample in scored.samples))
-    statistics = group_statistics(group if weights is None else scored)
+    measured = (group if weights is None else scored).rewards
+    mean, std = moments(measured) if measured else (None, None)
     advantages = _advantages(group, request, weights)
     closed = [
         ClosedSample(
@@ -157,8 +156,8 @@ def close_group(
         number=number,
         reason=reason,
         samples=closed,
-        reward_mean=statistics.mean,
-        reward_std=statistics.std,
+        reward_mean=mean,
+        reward_std=std,
         oldest_version=group.oldest_version,
         newest_version=group.newest_version,
         reward_weights=weights,
@@ -386,11 +385,10 @@ class GroupsUnderWay:
         asked = active.run.request.stragglers
         if asked is None:
             return
-        rule = StragglerRule(asked.quantile, asked.factor, asked.min_samples)
-        limit = rule.limit(active.estimates.times)
+        limit = active.estimates.times.straggler_limit(asked)
         for group in active.groups:
             usable = sum(member.reward is not None for member in group.members)
-            if limit is not None and usable >= rule.min_samples:
+            if limit is not None and usable >= asked.min_samples:
                 slow = [member for member in group.members if (member.rolling_seconds or 0.0) > limit]
                 stragglers = {member.sample for member in group.members if member.is_straggler}
                 if not {member.sample for member in slow} <= stragglers:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from api_schemas.runs import Stragglers
 from rollout_service.groups import (
     AcceptanceRate,
     CompletionTimes,
     GroupProgress,
-    StragglerRule,
     groups_needed,
 )
 from rollout_service.groups.acceptance import CONFIDENCE
@@ -133,27 +133,27 @@ def test_quantiles_are_of_the_latest_times(times, window, share):
 
 
 def test_nothing_is_cut_off_before_enough_was_seen():
-    times, rule = CompletionTimes(fewest=32), StragglerRule(quantile=0.9, factor=2.0)
+    times, rule = CompletionTimes(fewest=32), Stragglers(quantile=0.9, factor=2.0)
     for _ in range(31):
         times.add(1.0)
-        assert rule.limit(times) is None
+        assert times.straggler_limit(rule) is None
     times.add(1.0)
-    assert rule.limit(times) == 2.0
+    assert times.straggler_limit(rule) == 2.0
 
 
 def test_cutting_off_does_not_lower_the_limit():
     """It would if rollouts that were cut off were forgotten or counted at the limit: the times lose their tail."""
-    draw, rule, times = random.Random(3), StragglerRule(quantile=0.9, factor=1.0), CompletionTimes()
+    draw, rule, times = random.Random(3), Stragglers(quantile=0.9, factor=1.0), CompletionTimes()
     first = None
     for _ in range(20_000):
-        seconds, limit = draw.lognormvariate(0, 1), rule.limit(times)
+        seconds, limit = draw.lognormvariate(0, 1), times.straggler_limit(rule)
         if limit is not None and seconds > limit:
             times.add_cut_off()
         else:
             times.add(seconds)
         if first is None and len(times) == 1_024:
-            first = rule.limit(times)
-    last = rule.limit(times)
+            first = times.straggler_limit(rule)
+    last = times.straggler_limit(rule)
     assert first is not None
     assert last is not None
     assert last == pytest.approx(math.exp(1.2816), rel=0.3)
@@ -165,4 +165,4 @@ def test_no_more_are_cut_off_after_too_many():
         times.add(1.0)
     for _ in range(10):
         times.add_cut_off()
-    assert StragglerRule(quantile=0.5).limit(times) is None
+    assert times.straggler_limit(Stragglers(quantile=0.5)) is None

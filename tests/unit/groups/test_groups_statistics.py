@@ -12,10 +12,8 @@ from api_schemas.runs.live import LiveDelivery
 from rollout_service.groups import (
     Claim,
     FairScheduler,
-    GroupOutcome,
     SampleOutcome,
     group_normalized,
-    group_statistics,
     leave_one_out,
     parts_normalized,
     soft_overlong_penalty,
@@ -97,24 +95,6 @@ def test_normalizing_a_sum_undoes_the_weights_and_normalizing_parts_does_not(wei
 def test_a_missing_sample_changes_nothing_for_the_others(advantages, given_rewards, position):
     with_gap = [*given_rewards[:position], None, *given_rewards[position:]]
     assert there(advantages(with_gap)) == there(advantages(given_rewards))
-
-
-@given(entries)
-def test_statistics_count_only_what_is_usable(given_rewards):
-    samples = tuple(
-        SampleOutcome(number, reward, masked="sandbox_lost" if reward is None else None)
-        for number, reward in enumerate(given_rewards)
-    )
-    found = group_statistics(GroupOutcome(0, samples))
-    present = there(given_rewards)
-    assert (found.size, found.usable) == (len(given_rewards), len(present))
-    assert dict(found.masked) == ({"sandbox_lost": len(given_rewards) - len(present)} if None in given_rewards else {})
-    if present:
-        assert found.mean == pytest.approx(statistics.fmean(present))
-        assert found.std == pytest.approx(statistics.pstdev(present), abs=1e-9)
-        assert (found.lowest, found.highest) == (min(present), max(present))
-    else:
-        assert found.mean is found.std is found.lowest is found.highest is None
 
 
 @pytest.mark.parametrize(
