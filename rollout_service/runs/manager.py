@@ -19,7 +19,7 @@ from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.figures import RunParallel
 from api_schemas.runs import RunRequest, RunState
 from api_schemas.tasks import Task
-from rollout_service.base.errors import ConflictError, StoreError, describe
+from rollout_service.base.errors import ConflictError, NotFoundError, StoreError, describe
 from rollout_service.groups import FairScheduler, FilterChain, FilterRegistry, parallel_figures, require_outcome_filters
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs.dataset import Reopen, RunTasks
@@ -252,7 +252,7 @@ class RunManager:
         state = RunState.PAUSED if run.state is RunState.RUNNING else None
         try:
             stopped = await self._runs.update(run.run_id, state=state, problem=info)
-        except ConflictError:  # it has ended meanwhile, so the next step settles it in that state
+        except (ConflictError, NotFoundError):  # it has ended meanwhile, and may be deleted: the next step sees it
             return run
         self._tasks.pop(run.run_id, None)
         self._metrics.count_stopped_run(info)

@@ -4,7 +4,7 @@ import json
 import os
 import sqlite3
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -40,9 +40,9 @@ from rollout_service.runs.planning import RunStoppedError
 from rollout_service.runs.task_files import open_file
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import Lease
-from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
+from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, RunRecord
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.run_bench import BROKEN, GONE, Bench, bench, place
+from tests.support.run_bench import BROKEN, GONE, Bench, bench, place, run_manager
 from tests.support.waiting import until
 
 
@@ -107,6 +107,26 @@ async def test_an_overlong_answer_costs_reward():
         await it.create(tasks=2, overlong=penalty)
         (batch,) = await it.all()
         assert [sample.reward for sample in batch.groups[0].samples] == [0.0, 1.0, -0.5, 0.0]
+
+
+async def test_a_run_that_retention_deletes_meanwhile_stops_nothing(monkeypatch):
+    async with await SqliteStore.open(":memory:") as store:
+        for name in "ab":
+            source = InlineTasks(tasks=[Task(environment="calc", instance={})])
+            await store.runs.create(
+                RunRequest(run_id=name, source=source, batch_size=1), tasks=1, digest=None, version=0
+            )
+        both = await store.runs.active()
+        await store.runs.update("a", state=RunState.ENDED)
+        while await store.runs.delete_expired(RetentionSettings(ended_run_seconds=0)):
+            pass
+
+        async def as_before() -> Sequence[RunRecord]:
+            return both
+
+        monkeypatch.setattr(store.runs, "active", as_before)
+        await run_manager(store).step()
+        assert len(await store.runs.open_groups("b")) == 1
 
 
 async def test_filters_are_chosen_by_name():
