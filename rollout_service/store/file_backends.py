@@ -10,11 +10,13 @@ from pathlib import Path
 
 import anyio
 import structlog
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from api_schemas.inference import BackendSpec
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.base.private_files import write_private
 from rollout_service.base.signals import MonotonicCounter
+from rollout_service.base.validation import describe_problems
 from rollout_service.store.engines_contract import BackendStore, SharedBackend, end_of_lease
 
 log = structlog.get_logger(__name__)
@@ -51,11 +53,21 @@ class FileBackends(BackendStore):
         return await self._changes.wait_above(after)
 
     def _known(self) -> dict[str, SharedBackend]:
+        """
+        Raises:
+            ConfigurationError: The file cannot be read, or is not one of this release.
+        """
         if self._backends is None:
             try:
                 specs = _SPECS.validate_json(self._path.read_bytes())
             except FileNotFoundError:
                 specs = []
+            except (OSError, ValidationError) as error:
+                why = error if isinstance(error, OSError) else "; ".join(describe_problems(error, BackendSpec))
+                raise ConfigurationError(
+                    f"the remembered backends in {self._path} cannot be read: {why}",
+                    hint="Run the release that wrote it, or move it away and register the backends again.",
+                ) from error
             self._backends = {
                 self._id_of(spec): SharedBackend(self._id_of(spec), spec, lease_until=end_of_lease(spec))
                 for spec in specs

@@ -8,7 +8,7 @@ import pytest
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
-from rollout_service.base.errors import StoreError
+from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.engines.errors import UnknownBackend
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.serving import awaited_backends
@@ -33,6 +33,16 @@ async def test_saving_at_once_leaves_a_whole_file_and_no_draft(tmp_path: Path) -
     again = FileBackends(tmp_path / "backends.json", backend_id_of_spec)
     assert [each.spec for each in await again.backends()] == specs
     assert [path.name async for path in anyio.Path(tmp_path).iterdir()] == ["backends.json"]
+
+
+@pytest.mark.parametrize("text", ['[{"url": "http://127.0.0.1:9", "later": 1}]', "[{"])
+async def test_a_file_of_another_release_is_named(tmp_path: Path, text: str) -> None:
+    remembered = tmp_path / "backends.json"
+    remembered.write_text(text)
+    with pytest.raises(ConfigurationError, match=r"in \S+/backends.json cannot be read: ") as caught:
+        await FileBackends(remembered, backend_id_of_spec).backends()
+    assert "pydantic" not in str(caught.value)
+    assert remembered.read_text() == text
 
 
 async def test_engines_that_are_waited_for_are_cleared_too(tmp_path: Path) -> None:
