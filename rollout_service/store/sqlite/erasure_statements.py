@@ -99,8 +99,8 @@ GROUPS_AT_ONCE = 64
 ROLLOUTS_AT_ONCE = 512
 
 _SETTLED = """
-SELECT seq, run, number FROM groups
-WHERE state IN ('acknowledged', 'dropped') AND pruned < 2 AND changed_at <= ? ORDER BY seq LIMIT ?
+SELECT seq, run, number FROM groups INDEXED BY settled_with_rollouts
+WHERE state IN ('acknowledged', 'dropped') AND pruned < 2 AND changed_at <= ? ORDER BY changed_at LIMIT ?
 """
 _OF_RUN = "SELECT seq, run, number FROM groups WHERE run = ? AND pruned < 2 LIMIT ?"
 _EMPTY = "UPDATE groups SET pruned = 2, samples = '[]', summary = '{}', members = '[]' WHERE seq = ?"
@@ -121,9 +121,8 @@ _DELETE_RUN = (
     "DELETE FROM runs WHERE seq = ?",
 )
 _PLAIN = """
-SELECT seq, state FROM rollouts WHERE state IN ('completed', 'failed', 'cancelled') AND changed_at <= ?
-    AND NOT EXISTS (SELECT 1 FROM runs WHERE runs.seq = rollouts.run)
-LIMIT ?
+SELECT seq, state FROM rollouts INDEXED BY ended_of_no_run
+WHERE run IS NULL AND state IN ('completed', 'failed', 'cancelled') AND changed_at <= ? LIMIT ?
 """
 _OF_GROUP = "SELECT seq, state FROM rollouts WHERE run = :run AND group_number = :number"
 _DELETE_ROWS = (

@@ -281,6 +281,11 @@ END;
 ADDED = """
 -- Where in an earlier rollout a branch begins, for lists.
 CREATE TABLE IF NOT EXISTS branches (seq INTEGER PRIMARY KEY, branch_of TEXT NOT NULL) STRICT;
+-- What retention looks for.
+CREATE INDEX IF NOT EXISTS ended_of_no_run ON rollouts (changed_at)
+    WHERE run IS NULL AND state IN ('completed', 'failed', 'cancelled');
+CREATE INDEX IF NOT EXISTS settled_with_rollouts ON groups (changed_at)
+    WHERE state IN ('acknowledged', 'dropped') AND pruned < 2;
 -- Only an erasure changes a rollout that has ended: it deletes the reward.
 DROP TRIGGER IF EXISTS terminal_is_final;
 CREATE TRIGGER IF NOT EXISTS ended_is_final

@@ -14,13 +14,16 @@ from structlog.testing import capture_logs
 from api_schemas.rollouts import BranchPoint, RolloutState
 from api_schemas.views.summaries import SummaryFilter
 from rollout_service.base.errors import DefectError, StoreError
+from rollout_service.settings import RetentionSettings
 from rollout_service.store import jobs
 from rollout_service.store.retrying import retry_until_stored
-from rollout_service.store.sqlite import SqliteStore, thread
+from rollout_service.store.sqlite import SqliteStore, erasure_statements, thread
 from rollout_service.store.sqlite.connection import Database
-from rollout_service.store.sqlite.schema import STORE
+from rollout_service.store.sqlite.schema import STORE, prepare
 from tests.support.store.rollouts import order
 from tests.support.waiting import until
+
+EVERYTHING = RetentionSettings(ended_run_seconds=0, settled_group_seconds=0, rollout_seconds=0)
 
 
 @pytest.fixture
@@ -109,12 +112,13 @@ async def test_a_file_of_an_earlier_release_gets_the_tables_that_it_lacks(path):
     async with await SqliteStore.open(path) as store:
         await submit_many(store, range(1))
     with closing(sqlite3.connect(path)) as db:
-        db.execute("DROP TABLE branches")
+        db.executescript("DROP TABLE branches; DROP INDEX ended_of_no_run; DROP INDEX settled_with_rollouts;")
     point = BranchPoint(rollout_id="r0", turn=1)
     async with await SqliteStore.open(path) as store:
         await store.submit(order("r1").model_copy(update={"branch_of": point}))
         rows = (await store.summaries(SummaryFilter())).rows
         assert [row.branch_of for row in rows] == [point, None]
+        assert await store.runs.delete_expired(EVERYTHING) == 0
 
 
 async def test_a_file_whose_creation_is_interrupted_is_created_at_the_next_start(path):
@@ -126,6 +130,21 @@ async def test_a_file_whose_creation_is_interrupted_is_created_at_the_next_start
         assert db.execute("SELECT count(*) FROM sqlite_schema").fetchone() == (0,)
     async with await SqliteStore.open(path) as store:
         await submit_many(store, range(1))
+
+
+def test_retention_looks_at_nothing_that_has_not_expired():
+    db, steps = sqlite3.connect(":memory:"), list[int]()
+    db.row_factory = sqlite3.Row
+    prepare(db)
+    db.execute("INSERT INTO runs VALUES (1, 'a', x'', '{}', 'running', 0, 0, 0, 0, '', 0, 0, '{}', '', 9, 9)")
+    names = "rollout_id, fingerprint, pool, environment, run, state, created_at, queued_at, changed_at"
+    of_group = "run, number, epoch, state, members, opened_at, changed_at"
+    for number in range(5_000):
+        db.execute(f"INSERT INTO rollouts ({names}) VALUES (?, x'', '', '', 1, 'completed', 0, 0, 0)", (f"r{number}",))
+        db.execute(f"INSERT INTO groups ({of_group}) VALUES (1, ?, 0, 'dropped', '', 0, 9)", (number,))
+    db.set_progress_handler(lambda: steps.append(1), 1_000)
+    assert erasure_statements.delete_expired(db, 5.0, EVERYTHING) == 0
+    assert len(steps) < 5
 
 
 @pytest.mark.parametrize("waits", [None, {"calc": 0.0}])
