@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from api_schemas.runs import BranchAt
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
-from rollout_service.groups import branch_points, leave_one_out
+from rollout_service.groups.branching import branch_points
+from rollout_service.groups.statistics import leave_one_out
 
 ACTIONS, GROUP, GROUPS = 4, 16, 4
 RATE = 8.0

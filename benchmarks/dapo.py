@@ -39,17 +39,14 @@ import anyio
 from common import Options, report, run
 from support.simulated_engine import DrawnTask, SimulatedEngine, Workload, tasks
 
-from rollout_service.groups import (
+from rollout_service.groups.acceptance import (
     AcceptanceRate,
     AdmissionState,
-    FilterChain,
-    GroupOutcome,
     GroupProgress,
-    SampleOutcome,
     groups_to_start,
     oldest_allowed_version,
 )
-from rollout_service.groups.filters import ZeroVariance
+from rollout_service.groups.filters import FilterChain, GroupOutcome, SampleOutcome, ZeroVariance
 from rollout_service.store.rules import is_stale
 
 BATCH = 32

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from api_schemas.rollouts import Rollout
 from api_schemas.runs import Advantages
 from api_schemas.runs.auxiliary import Annealed, Auxiliary, ParallelMeasure
-from rollout_service.groups import parallel_figures, work_sums
+from rollout_service.groups.statistics import parallel_figures, work_sums
 
 ENVIRONMENTS = ("pointers", "split")
 """The built-in environments that are worth dividing; a policy for them ships with the service."""

@@ -20,7 +20,9 @@ from api_schemas.rollouts.figures import RunParallel
 from api_schemas.runs import RunRequest, RunState
 from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError, NotFoundError, StoreError, describe
-from rollout_service.groups import FairScheduler, FilterChain, FilterRegistry, parallel_figures, require_outcome_filters
+from rollout_service.groups.filters import FilterChain, FilterRegistry, require_outcome_filters
+from rollout_service.groups.scheduler import FairScheduler
+from rollout_service.groups.statistics import parallel_figures
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs.dataset import Reopen, RunTasks
 from rollout_service.runs.open_groups import GroupsUnderWay

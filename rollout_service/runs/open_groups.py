@@ -23,7 +23,9 @@ from api_schemas.trajectories import Trajectory
 from rollout_service.base.errors import RecordLostError
 from rollout_service.base.ids import SampleId
 from rollout_service.engines.serving.replay import was_edited
-from rollout_service.groups import (
+from rollout_service.groups.auxiliary import FINISH, MEASURES, NO_PARTS, reward_weights, weighted_parts, weighted_total
+from rollout_service.groups.branching import branch_points
+from rollout_service.groups.filters import (
     CANCELLED,
     DELETED,
     STALE,
@@ -32,16 +34,17 @@ from rollout_service.groups import (
     FilterChain,
     GroupOutcome,
     SampleOutcome,
-    branch_points,
+)
+from rollout_service.groups.shares import Owner
+from rollout_service.groups.statistics import (
+    group_figures,
     group_normalized,
     leave_one_out,
+    moments,
     parts_normalized,
     soft_overlong_penalty,
     work_sums,
 )
-from rollout_service.groups.auxiliary import FINISH, MEASURES, NO_PARTS, reward_weights, weighted_parts, weighted_total
-from rollout_service.groups.shares import Owner
-from rollout_service.groups.statistics import group_figures, moments
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs.planning import ActiveRun, has_surplus, rollout_request
 from rollout_service.store import rules

@@ -19,20 +19,16 @@ from api_schemas.runs import RunState, Surplus
 from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError, EnvironmentFailedError, RequestError, describe
 from rollout_service.base.ids import SampleId
-from rollout_service.groups import (
-    NOT_FILTERED,
+from rollout_service.groups.acceptance import (
     AcceptanceRate,
     AdmissionState,
-    Claim,
-    CompletionTimes,
-    FilterChain,
     GroupProgress,
     admission_capacity,
     groups_to_start,
-    parallel_figures,
-    work_sums,
 )
-from rollout_service.groups.filters import TOO_FEW_USABLE
+from rollout_service.groups.filters import NOT_FILTERED, TOO_FEW_USABLE, FilterChain
+from rollout_service.groups.scheduler import Claim, CompletionTimes
+from rollout_service.groups.statistics import parallel_figures, work_sums
 from rollout_service.runs.dataset import TaskPosition
 from rollout_service.store.rules import dropped_counts, dropped_in_a_row, failed_in_a_row, oldest_allowed
 from rollout_service.store.runs_contract import GroupClosure, NewGroup, OpenGroup, RunRecord

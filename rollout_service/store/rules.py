@@ -15,7 +15,9 @@ from api_schemas.runs import InlineTasks, RunRequest, RunState, Surplus, TaskSou
 from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError
 from rollout_service.base.ids import SampleId
-from rollout_service.groups import DELETED, NOT_FILTERED, STALE, oldest_allowed_version, shares
+from rollout_service.groups import shares
+from rollout_service.groups.acceptance import oldest_allowed_version
+from rollout_service.groups.filters import DELETED, NOT_FILTERED, STALE
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup, NoBatch, ReadyGroup, RunRecord
 
 DROPPED = "dropped:"

@@ -16,7 +16,7 @@ from api_schemas.trajectories import ForkReason
 from rollout_service.base.errors import StoreError
 from rollout_service.environments.contract import Environment
 from rollout_service.episodes import Score
-from rollout_service.groups import FilterRegistry
+from rollout_service.groups.filters import FilterRegistry
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs import Delivery, RunManager, RunOverError
 from rollout_service.runs.dataset import open_dataset, reopening

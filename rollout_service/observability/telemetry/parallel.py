@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from api_schemas.rollouts import Rollout
 from api_schemas.rollouts.trees import Work
-from rollout_service.groups import work_sums
+from rollout_service.groups.statistics import work_sums
 from rollout_service.observability.telemetry.families import gauge
 
 STEPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)

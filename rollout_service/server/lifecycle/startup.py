@@ -23,7 +23,7 @@ from rollout_service.cluster.leadership import RETENTION_ROLE, RUNS_ROLE, Leader
 from rollout_service.cluster.membership import Membership, Placement
 from rollout_service.cluster.node import Concurrency
 from rollout_service.engines.serving.policies import PolicyServing
-from rollout_service.groups import FilterRegistry
+from rollout_service.groups.filters import FilterRegistry
 from rollout_service.observability.telemetry.health import NodeMetrics
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.observability.telemetry.parallel import SlotMetrics

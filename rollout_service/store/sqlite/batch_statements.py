@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from rollout_service.base.ids import BatchId
-from rollout_service.groups import SURPLUS
+from rollout_service.groups.filters import SURPLUS
 from rollout_service.store import rules
 from rollout_service.store.base import unknown_batch, unknown_group
 from rollout_service.store.codec import runs as run_codec

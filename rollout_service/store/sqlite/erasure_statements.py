@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import Sequence
 
 from rollout_service.base.ids import BatchId, SampleId
-from rollout_service.groups import DELETED
+from rollout_service.groups.filters import DELETED
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
 from rollout_service.store.codec import rollouts as rollout_codec

@@ -19,7 +19,7 @@ from api_schemas.trajectories import Message
 from api_schemas.views.summaries import SummaryFilter
 from rollout_service.base.errors import StoreError
 from rollout_service.cluster.identity import is_gone
-from rollout_service.groups import STALE, FilterChain
+from rollout_service.groups.filters import STALE, FilterChain
 from rollout_service.runs.open_groups import close_group
 from rollout_service.store import Store
 from rollout_service.store.contract import EncodedSteps

@@ -8,13 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from api_schemas.runs import Stragglers
-from rollout_service.groups import (
-    AcceptanceRate,
-    CompletionTimes,
-    GroupProgress,
-    groups_needed,
-)
-from rollout_service.groups.acceptance import CONFIDENCE
+from rollout_service.groups.acceptance import CONFIDENCE, AcceptanceRate, GroupProgress, groups_needed
+from rollout_service.groups.scheduler import CompletionTimes
 
 NEW = GroupProgress()
 

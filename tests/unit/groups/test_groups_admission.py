@@ -4,12 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout_service.groups import (
-    AcceptanceRate,
-    AdmissionState,
-    admission_capacity,
-    groups_to_start,
-)
+from rollout_service.groups.acceptance import AcceptanceRate, AdmissionState, admission_capacity, groups_to_start
 
 
 class AdmissionMachine(RuleBasedStateMachine):

@@ -8,17 +8,16 @@ from hypothesis import strategies as st
 
 from api_schemas.runs.auxiliary import RewardPart
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
-from rollout_service.groups import (
+from rollout_service.groups import GroupFilter, GroupOutcome, RewardFilter, SampleOutcome, Verdict
+from rollout_service.groups.filters import (
+    KEEP,
     STALE,
+    AllFailed,
     FilterChain,
     FilterRegistry,
-    GroupFilter,
-    GroupOutcome,
-    SampleOutcome,
-    Verdict,
+    ZeroVariance,
     require_outcome_filters,
 )
-from rollout_service.groups.filters import KEEP, AllFailed, ZeroVariance
 
 
 class Never(GroupFilter):
@@ -112,6 +111,7 @@ def test_parts_that_a_run_does_not_have_are_refused_by_their_paths():
 def test_a_chain_names_the_parts_that_it_looks_at():
     chain = FilterChain((Never(), AllFailed(), ZeroVariance(part="parallel"), ZeroVariance()))
     assert chain.parts == ["perf", "parallel"]
+    assert not isinstance(Never(), RewardFilter)
     assert FilterChain((Never(),)).parts == []
 
 

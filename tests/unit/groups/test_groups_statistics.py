@@ -9,17 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api_schemas.runs.live import LiveDelivery
-from rollout_service.groups import (
-    Claim,
-    FairScheduler,
-    SampleOutcome,
-    group_normalized,
-    leave_one_out,
-    parts_normalized,
-    soft_overlong_penalty,
-)
-from rollout_service.groups.scheduler import STARVATION_TURNS
+from rollout_service.groups import SampleOutcome
+from rollout_service.groups.scheduler import STARVATION_TURNS, Claim, FairScheduler
 from rollout_service.groups.shares import Owner, left_over, next_batch, next_window
+from rollout_service.groups.statistics import group_normalized, leave_one_out, parts_normalized, soft_overlong_penalty
 
 rewards = st.floats(-100, 100).map(lambda value: round(value, 3))
 entries = st.lists(st.none() | rewards, max_size=12)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from api_schemas.rollouts import Rollout, RolloutState, Usage
 from api_schemas.runs import RunRequest
 from api_schemas.tasks import Task
-from rollout_service.groups import FilterChain
 from rollout_service.groups.auxiliary import NO_PARTS, reward_weights
+from rollout_service.groups.filters import FilterChain
 from rollout_service.runs import Delivery
 from rollout_service.runs.open_groups import close_group
 from rollout_service.runs.planning import sample_seed

@@ -8,7 +8,7 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import BranchPoint
 from api_schemas.runs import Advantages, BranchAt, Branching, RunRequest
 from api_schemas.trajectories import Trajectory
-from rollout_service.groups import branch_points
+from rollout_service.groups.branching import branch_points
 from rollout_service.store import Lease
 from tests.support import samples
 from tests.support.run_bench import BROKEN, GONE, bench, place

@@ -11,7 +11,8 @@ from api_schemas.rollouts.trees import NodeDetail, Work
 from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment
-from rollout_service.groups import FilterChain, parallel_figures, work_sums
+from rollout_service.groups.filters import FilterChain
+from rollout_service.groups.statistics import parallel_figures, work_sums
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs.api import RunService
 from rollout_service.runs.open_groups import close_group

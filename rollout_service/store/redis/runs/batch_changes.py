@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rollout_service.base.ids import BatchId
-from rollout_service.groups import SURPLUS
+from rollout_service.groups.filters import SURPLUS
 from rollout_service.groups.shares import Owner
 from rollout_service.store import rules
 from rollout_service.store.base import unknown_batch

@@ -11,7 +11,7 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import RunState
 from api_schemas.tasks import Task
-from rollout_service.groups import DELETED
+from rollout_service.groups.filters import DELETED
 from rollout_service.store import rules
 from rollout_service.store.codec import rollouts as rollout_codec
 from rollout_service.store.codec import runs as run_codec

@@ -17,7 +17,7 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
-from rollout_service.groups import SURPLUS
+from rollout_service.groups.filters import SURPLUS
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
 from rollout_service.store.cluster_contract import RoleLease

@@ -17,8 +17,8 @@ from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolResult
 from rollout_service.base.errors import EnvironmentFailedError, UnavailableError
 from rollout_service.episodes import Episode, EpisodeLimits
-from rollout_service.groups import work_sums
 from rollout_service.groups.auxiliary import raw_parts
+from rollout_service.groups.statistics import work_sums
 from rollout_service.testing.scripted_policy import (
     call,
     malformed_call,

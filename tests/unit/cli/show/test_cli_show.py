@@ -25,7 +25,7 @@ from rollout_service.cli.show.trajectory import render_branches, render_rollout,
 from rollout_service.cli.show.tree import RESULT_CHARS, render_tree
 from rollout_service.cli.watch.sections import SIGNS, render_parallel
 from rollout_service.cli.watch.view import line
-from rollout_service.groups import parallel_figures, work_sums
+from rollout_service.groups.statistics import parallel_figures, work_sums
 from rollout_service.tokens.tokenizer import FastTokenizer
 from tests.support.browser import canned
 from tests.support.samples import backend_view, segment, trajectory
