@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from rollout_service.base.errors import DefectError, RecordLostError, StoreError
 from rollout_service.store.redis.connection import RedisConnection
-from rollout_service.store.segments import SegmentFolder, SegmentLedger, SegmentTotals
+from rollout_service.store.segments import SegmentFolder, SegmentLedger
 
 _MARK = b"@"
 """The first byte of a reference; no encoded trajectory begins with it."""
@@ -141,6 +141,3 @@ class RedisSegmentLedger(SegmentLedger):
 
     async def unknown(self, files: Collection[str]) -> Sequence[str]:
         return [file.decode() for file in await self._connection.read("segments_unknown", *files)]
-
-    async def totals(self) -> SegmentTotals:
-        return SegmentTotals(*(await self._connection.read("segments_totals")))

@@ -2,6 +2,6 @@
 
 from rollout_service.store.segments.contract import SegmentFiles
 from rollout_service.store.segments.folder import SegmentFolder
-from rollout_service.store.segments.ledger import SegmentLedger, SegmentTotals
+from rollout_service.store.segments.ledger import SegmentLedger
 
-__all__ = ["SegmentFiles", "SegmentFolder", "SegmentLedger", "SegmentTotals"]
+__all__ = ["SegmentFiles", "SegmentFolder", "SegmentLedger"]

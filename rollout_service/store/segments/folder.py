@@ -19,7 +19,7 @@ import structlog
 
 from rollout_service.base.errors import ConfigurationError, RecordLostError, StoreError
 from rollout_service.store.segments.contract import SegmentFiles
-from rollout_service.store.segments.ledger import FILE_NAME, SegmentLedger, SegmentReference, SegmentTotals
+from rollout_service.store.segments.ledger import FILE_NAME, SegmentLedger, SegmentReference
 from rollout_service.store.segments.proof import FolderMark, FolderProof, folder_hangs, prove_shared, record_lost
 from rollout_service.store.segments.writer import FILE_BYTES, FILE_SECONDS, SegmentWriter
 from sandboxes.task_groups import open_task_group
@@ -33,7 +33,49 @@ SWEEP_SECONDS = 86_400.0
 TIDY_SECONDS = 60.0
 
 
-class SegmentFolder:
+class SegmentReader:
+    def __init__(self, files: SegmentFiles, proof: FolderProof) -> None:
+        self._files = files
+        self._proof = proof
+        self._threads = anyio.CapacityLimiter(files.reads_at_once)
+
+    async def read_all(self, references: Mapping[str, str]) -> Sequence[bytes | RecordLostError]:
+        """Return many records by their subjects, in this order; each that is lost is an error in its place.
+
+        A folder that has gone away as a whole is a StoreError, since its records are not lost.
+        """
+        pairs = list(references.items())
+        found: list[bytes | RecordLostError] = [b""] * len(pairs)
+
+        async def read(part: slice) -> None:
+            found[part] = await anyio.to_thread.run_sync(self._read_some, pairs[part], limiter=self._threads)
+
+        length = max(1, -(-len(pairs) // self._files.reads_at_once))
+        async with open_task_group() as readers:
+            for start in range(0, len(pairs), length):
+                readers.start_soon(read, slice(start, start + length))
+        return found
+
+    def _read_some(self, references: Sequence[tuple[str, str]]) -> list[bytes | RecordLostError]:
+        found: list[bytes | RecordLostError] = []
+        for subject, reference in references:
+            try:
+                found.append(self._read(SegmentReference.parse(reference)))
+            except FileNotFoundError:
+                self._proof.check()
+                found.append(record_lost(subject, "its file is missing"))
+            except OSError as error:
+                raise self._files.failed(error) from error
+            except ValueError as error:
+                found.append(record_lost(subject, str(error)))
+        return found
+
+    def _read(self, reference: SegmentReference) -> bytes:
+        framed = self._files.read(reference.file, reference.offset, reference.framed_length)
+        return reference.extract(framed)
+
+
+class SegmentFolder(SegmentReader):
     """One service's view of the folder: `async with await SegmentFolder.open(...) as segments:`.
 
     Raises:
@@ -48,12 +90,10 @@ class SegmentFolder:
         watch: FolderWatch,
         writer: SegmentWriter,
     ) -> None:
-        self._files = files
-        self._proof = proof
+        super().__init__(files, proof)
         self.ledger = ledger
         self.watch = watch
         self._writer = writer
-        self._reader = SegmentReader(files, proof)
         self._sweep_at = time.monotonic()
 
     @classmethod
@@ -112,12 +152,6 @@ class SegmentFolder:
         await self.watch.follow()  # it refuses all files of a folder that was exchanged
         await self._writer.abandon(reference)
 
-    async def read(self, reference: str, subject: str) -> bytes:
-        return await self._reader.read(reference, subject)
-
-    async def read_all(self, references: Mapping[str, str]) -> Sequence[bytes | RecordLostError]:
-        return await self._reader.read_all(references)
-
     async def overwrite(self, references: Sequence[str]) -> None:
         """Overwrite records that are to be erased; those that are gone, or damaged, are left."""
         try:
@@ -149,61 +183,9 @@ class SegmentFolder:
             self._sweep_at = time.monotonic() + SWEEP_SECONDS
         return deleted
 
-    async def totals(self) -> SegmentTotals:
-        return await self.ledger.totals()
-
     async def close(self) -> None:
         """Seal this service's files; idempotent."""
         await self._writer.close()
-
-
-class SegmentReader:
-    def __init__(self, files: SegmentFiles, proof: FolderProof) -> None:
-        self._files = files
-        self._proof = proof
-        self._threads = anyio.CapacityLimiter(files.reads_at_once)
-
-    async def read(self, reference: str, subject: str) -> bytes:
-        """Return a record; `subject` names its owner in errors."""
-        found = (await self.read_all({subject: reference}))[0]
-        if isinstance(found, RecordLostError):
-            raise found
-        return found
-
-    async def read_all(self, references: Mapping[str, str]) -> Sequence[bytes | RecordLostError]:
-        """Return many records by their subjects, in this order; each that is lost is an error in its place.
-
-        A folder that has gone away as a whole is a StoreError, since its records are not lost.
-        """
-        pairs = list(references.items())
-        found: list[bytes | RecordLostError] = [b""] * len(pairs)
-
-        async def read(part: slice) -> None:
-            found[part] = await anyio.to_thread.run_sync(self._read_some, pairs[part], limiter=self._threads)
-
-        length = max(1, -(-len(pairs) // self._files.reads_at_once))
-        async with open_task_group() as readers:
-            for start in range(0, len(pairs), length):
-                readers.start_soon(read, slice(start, start + length))
-        return found
-
-    def _read_some(self, references: Sequence[tuple[str, str]]) -> list[bytes | RecordLostError]:
-        found: list[bytes | RecordLostError] = []
-        for subject, reference in references:
-            try:
-                found.append(self._read(SegmentReference.parse(reference)))
-            except FileNotFoundError:
-                self._proof.check()
-                found.append(record_lost(subject, "its file is missing"))
-            except OSError as error:
-                raise self._files.failed(error) from error
-            except ValueError as error:
-                found.append(record_lost(subject, str(error)))
-        return found
-
-    def _read(self, reference: SegmentReference) -> bytes:
-        framed = self._files.read(reference.file, reference.offset, reference.framed_length)
-        return reference.extract(framed)
 
 
 CHECK_SECONDS = 5.0

@@ -18,17 +18,6 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentTotals:
-    files: int
-    """Files that are open or referenced."""
-    records: int
-    bytes: int
-    """The length of these records; the files are larger by the records that were dropped from them."""
-    garbage: int
-    """Files that are yet to be deleted."""
-
-
 class SegmentLedger(Protocol):
     """
     Raises:
@@ -57,8 +46,6 @@ class SegmentLedger(Protocol):
 
     async def unknown(self, files: Collection[str]) -> Sequence[str]:
         """Return those of the files that are neither open, nor referenced, nor garbage."""
-
-    async def totals(self) -> SegmentTotals: ...
 
 
 # A file begins with FILE_HEADER. A record is its length and its CRC-32 (uint32 each, little-endian), then its bytes. A

@@ -29,6 +29,11 @@ def report(name: str) -> NodeReport:
     return NodeReport(name, name, "http://127.0.0.1:1", [], ["calc"], [], 1, "{}")
 
 
+async def records(store: RedisStore) -> int:
+    """Return how many records are referenced."""
+    return sum(map(int, await store.connection.command("HVALS", store.connection.key("segments:live"))))
+
+
 @pytest.fixture(params=PLACES[1:])
 def files(request: pytest.FixtureRequest) -> SegmentFiles:
     return files_of(request.param, request)
@@ -54,9 +59,9 @@ async def test_every_service_reads_a_trajectory_of_which_redis_has_only_a_refere
 async def test_a_trajectory_goes_with_its_rollout(stores, files):
     one, two = stores
     await finish(one, "r0", "r1", "r2")
-    assert (await one.segments.totals()).records == 3
+    assert await records(one) == 3
     assert await two.delete_expired(0) == 3
-    assert (await one.segments.totals()).records == 0
+    assert await records(one) == 0
     await one.close()
     await two.collect_garbage()
     assert not segment_files(files)
@@ -67,7 +72,7 @@ async def test_a_lost_lease_keeps_no_trajectory(stores):
     lease = await leased(one, "r1")
     await one.release("worker")
     assert not await one.finish(lease, "worker", completed(lease, TRAJECTORY))
-    assert (await two.segments.totals()).records == 0
+    assert await records(two) == 0
     assert await two.trajectory("r1") is None
 
 

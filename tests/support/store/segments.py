@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from rollout_service.store.segments import SegmentFiles, SegmentFolder, SegmentTotals
+from rollout_service.base.errors import RecordLostError
+from rollout_service.store.segments import SegmentFiles, SegmentFolder
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.segments.ledger import SegmentReference
 from rollout_service.store.segments.proof import MARK_FILE
@@ -25,7 +26,6 @@ class MemoryLedger:
         self.dead: set[str] = set()
         """The owners that are gone."""
         self.live: dict[str, int] = {}
-        self.bytes = 0
         self.collected: set[str] = set()
 
     def add(self, reference: str) -> bool:
@@ -34,14 +34,12 @@ class MemoryLedger:
         if found.file not in self.owners:
             return False
         self.live[found.file] += 1
-        self.bytes += found.length
         return True
 
     def drop(self, reference: str) -> None:
         """Stop counting a reference."""
         found = SegmentReference.parse(reference)
         self.live[found.file] -= 1
-        self.bytes -= found.length
         self._discard(found.file)
 
     async def mark(self, proposal: str | None) -> tuple[str, str | None]:
@@ -78,8 +76,9 @@ class MemoryLedger:
     async def unknown(self, files: Collection[str]) -> Sequence[str]:
         return [file for file in files if file not in self.live and file not in self.collected]
 
-    async def totals(self) -> SegmentTotals:
-        return SegmentTotals(len(self.live), sum(self.live.values()), self.bytes, len(self.collected))
+    @property
+    def records(self) -> int:
+        return sum(self.live.values())
 
     def _discard(self, file: str) -> None:
         if file not in self.owners and self.live.get(file) == 0:
@@ -134,6 +133,14 @@ async def keep(segments: SegmentFolder, ledger: MemoryLedger, *records: bytes) -
     async with segments.keep(records) as references:
         assert all(ledger.add(reference) for reference in references)
     return references
+
+
+async def read(segments: SegmentFolder, reference: str, subject: str = "r1") -> bytes:
+    """Return a record."""
+    (found,) = await segments.read_all({subject: reference})
+    if isinstance(found, RecordLostError):
+        raise found
+    return found
 
 
 def segment_files(files: SegmentFiles) -> set[str]:

@@ -18,7 +18,7 @@ from rollout_service.store.segments.files import files_of
 from rollout_service.store.segments.ledger import SegmentReference
 from rollout_service.store.segments.objects import ObjectFiles, RequestFailedError, explained
 from rollout_service.store.segments.s3 import open_objects
-from tests.support.store.segments import MemoryLedger, keep, opened, segment_files
+from tests.support.store.segments import MemoryLedger, keep, opened, read, segment_files
 
 ADDRESS = "s3://bucket/prefix"
 SECRET = "AKIA-never-shown"
@@ -70,7 +70,7 @@ async def test_a_damaged_object_is_a_lost_record(files, change):
         name = SegmentReference.parse(reference).file
         files.store(name, change(files.read(name, 0, 1_000)))
         with pytest.raises(RecordLostError, match="the rollout r1"):
-            await segments.read(reference, "the rollout r1")
+            await read(segments, reference, "the rollout r1")
 
 
 async def test_an_object_that_was_written_too_late_is_deleted_by_its_writer(files):
@@ -93,7 +93,7 @@ async def test_a_bucket_that_was_emptied_takes_no_record(files):
         with pytest.raises(StoreError, match="has no mark"):
             await keep(segments, ledger, b"record")
         with pytest.raises(StoreError, match="has no mark"):
-            await segments.read(reference, "r1")
+            await read(segments, reference, "r1")
 
 
 def test_overwriting_loses_no_other_overwriting(files, monkeypatch):

@@ -1,7 +1,7 @@
 -- The ledger of segment files: which are open, and how many records of each are referenced.
 --
--- Keys: `segments:owners` has the owner of each open file, `segments:live` the number of references to each file,
--- `segments:bytes` the length of the records referenced in it, and `segments:garbage` the files to be deleted.
+-- Keys: `segments:owners` has the owner of each open file, `segments:live` the number of references to each file, and
+-- `segments:garbage` the files to be deleted.
 
 local segments = {}
 
@@ -20,7 +20,6 @@ local function discard_if_unused(call, file)
     local live = tonumber(common.value(redis.call('HGET', call:key('segments:live'), file)) or 0)
     if live <= 0 and redis.call('HEXISTS', call:key('segments:owners'), file) == 0 then
         redis.call('HDEL', call:key('segments:live'), file)
-        redis.call('HDEL', call:key('segments:bytes'), file)
         redis.call('SADD', call:key('segments:garbage'), file)
     end
 end
@@ -33,7 +32,7 @@ end
 
 -- Count a reference that is about to be stored; return whether its file is open. Anything else needs no count.
 function segments.add(call, stored)
-    local file, length = parse(stored)
+    local file = parse(stored)
     if not file then
         return true
     end
@@ -41,16 +40,14 @@ function segments.add(call, stored)
         return false
     end
     redis.call('HINCRBY', call:key('segments:live'), file, 1)
-    redis.call('HINCRBY', call:key('segments:bytes'), file, length)
     return true
 end
 
 -- Stop counting a reference that is about to be deleted; `stored` may be any value that GET returns.
 function segments.drop(call, stored)
-    local file, length = parse(stored or '')
+    local file = parse(stored or '')
     if file and redis.call('HEXISTS', call:key('segments:live'), file) == 1 then
         redis.call('HINCRBY', call:key('segments:live'), file, -1)
-        redis.call('HINCRBY', call:key('segments:bytes'), file, -length)
         discard_if_unused(call, file)
     end
 end
@@ -68,7 +65,6 @@ end)
 common.register('segments_register', function(call, file, owner)
     redis.call('HSET', call:key('segments:owners'), file, owner)
     redis.call('HSETNX', call:key('segments:live'), file, 0)
-    redis.call('HSETNX', call:key('segments:bytes'), file, 0)
     return 1
 end)
 
@@ -116,18 +112,4 @@ common.register_read('segments_unknown', function(call, ...)
         end
     end
     return unknown
-end)
-
--- Return {files, records, bytes, garbage}.
-common.register_read('segments_totals', function(call)
-    local function sum(name)
-        local total = 0
-        for _, value in ipairs(redis.call('HVALS', call:key(name))) do
-            total = total + tonumber(value)
-        end
-        return total
-    end
-    local live = 'segments:live'
-    local garbage = redis.call('SCARD', call:key('segments:garbage'))
-    return {redis.call('HLEN', call:key(live)), sum(live), sum('segments:bytes'), garbage}
 end)
