@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -15,13 +14,12 @@ import rollout_service
 from api_schemas.runs import InlineTasks, RunRequest, RunState, Surplus
 from api_schemas.runs.live import LiveDelivery
 from api_schemas.tasks import Task
-from rollout_service.base.errors import ConflictError
 from rollout_service.groups import shares
 from rollout_service.groups.shares import Owner
 from rollout_service.store import rules
 from rollout_service.store.codec.runs import decode_samples, encode_samples
-from rollout_service.store.rules import BatchState, NewBatch, SettledGroup
-from rollout_service.store.runs_contract import ClosedSample, NewGroup, NoBatch, ReadyGroup, RunRecord
+from rollout_service.store.rules import NewBatch, SettledGroup
+from rollout_service.store.runs_contract import ClosedSample, NoBatch, ReadyGroup, RunRecord
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 TASK = Task(environment="calc", instance={})
@@ -205,74 +203,10 @@ def test_a_run_is_finished_when_all_its_tasks_were_taken_and_delivered(run, read
     assert rules.is_finished(run) == (alive and taken and settled)
 
 
-@pytest.mark.parametrize("state", [RunState.ENDED, RunState.FINISHED])
-def test_a_run_that_is_over_stays_over(state):
-    run = run_of(state)
-    assert rules.next_state(run, None) is state
-    assert rules.next_state(run, RunState.ENDED) is state
-    assert rules.next_state(run, state) is state
-    for requested in (RunState.RUNNING, RunState.PAUSED):
-        with pytest.raises(ConflictError, match=f"the run r is {state}"):
-            rules.next_state(run, requested)
-
-
-def test_a_run_that_is_not_over_takes_the_requested_state():
-    assert rules.next_state(run_of(), RunState.PAUSED) is RunState.PAUSED
-    assert rules.next_state(run_of(RunState.PAUSED), None) is RunState.PAUSED
-    assert rules.next_state(run_of(RunState.PAUSED), RunState.ENDED) is RunState.ENDED
-
-
-def test_groups_start_only_at_the_cursor_of_a_running_run():
-    third = NewGroup(3, 0, [])
-    assert rules.can_start(run_of(cursor=3), [third])
-    assert not rules.can_start(run_of(cursor=3), [])
-    assert not rules.can_start(run_of(cursor=2), [third])
-    assert not rules.can_start(run_of(RunState.PAUSED, cursor=3), [third])
-
-
-def test_tasks_are_appended_at_the_end_of_an_open_run():
-    open_run = run_of(total=None, source=InlineTasks(tasks=[], open=True))
-    rules.check_append(open_run, 8)
-    with pytest.raises(ConflictError, match="has 8 tasks, not 7"):
-        rules.check_append(open_run, 7)
-    for refused in (replace(open_run, total=8), replace(open_run, state=RunState.ENDED), run_of()):
-        with pytest.raises(ConflictError, match="takes no more tasks"):
-            rules.check_append(refused, 8)
-
-
 def test_total_tasks_counts_the_epochs():
     assert rules.total_tasks(InlineTasks(tasks=[TASK], epochs=3), 5) == 15
     assert rules.total_tasks(InlineTasks(tasks=[TASK], epochs=None), 5) is None
     assert rules.total_tasks(InlineTasks(tasks=[TASK], open=True), 5) is None
-
-
-def test_a_batch_is_acknowledged_once_and_never_after_it_was_dissolved():
-    assert rules.check_acknowledge("r.b0", BatchState.LEASED)
-    assert rules.check_acknowledge("r.b0", BatchState.RETURNED), "its lease ran out, and nobody else has it"
-    assert not rules.check_acknowledge("r.b0", BatchState.ACKNOWLEDGED)
-    with pytest.raises(ConflictError, match=r"r\.b0 was dissolved"):
-        rules.check_acknowledge("r.b0", BatchState.DISSOLVED)
-
-
-def test_only_the_holder_renews_a_lease():
-    rules.check_renewal("r.b0", BatchState.LEASED, holder="a", key="a")
-    rules.check_renewal("r.b0", BatchState.LEASED, holder="a", key=None)
-    with pytest.raises(ConflictError, match="leased by another consumer"):
-        rules.check_renewal("r.b0", BatchState.LEASED, holder="a", key="b")
-    for state in (BatchState.RETURNED, BatchState.ACKNOWLEDGED, BatchState.DISSOLVED):
-        with pytest.raises(ConflictError, match=f"is {state}"):
-            rules.check_renewal("r.b0", state, holder="a", key="a")
-
-
-def test_a_batch_is_returned_unless_it_is_acknowledged():
-    assert rules.check_return("r.b0", BatchState.LEASED, holder="a", key="a")
-    assert rules.check_return("r.b0", BatchState.LEASED, holder="a", key=None)
-    assert not rules.check_return("r.b0", BatchState.RETURNED, holder=None, key="a")
-    assert not rules.check_return("r.b0", BatchState.DISSOLVED, holder="a", key="a")
-    with pytest.raises(ConflictError, match="leased by another consumer"):
-        rules.check_return("r.b0", BatchState.LEASED, holder="a", key="b")
-    with pytest.raises(ConflictError, match="is acknowledged"):
-        rules.check_return("r.b0", BatchState.ACKNOWLEDGED, holder="a", key="a")
 
 
 settled_groups = st.lists(st.tuples(counts, st.integers(0, 20)), max_size=8).map(
