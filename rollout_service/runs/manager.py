@@ -8,8 +8,7 @@ and left alone until its state is changed. It stops no other run.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 import anyio
 import anyio.lowlevel
@@ -89,17 +88,9 @@ class RunManager:
         self._stuck: dict[str, RunState] = {}
         """The state in which a run could not be settled; it is tried again only in another state."""
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self.manage)
-            tasks.start_soon(self.prune)
-            yield
-            tasks.cancel_scope.cancel()
-
-    async def manage(self, lease: RoleLease | None = None) -> None:
+    async def manage(self, lease: RoleLease) -> None:
         """Work on all runs; the store refuses the changes once `lease` is another service's."""
-        self._runs = self._store.runs if lease is None else self._store.runs.fenced(lease)
+        self._runs = self._store.runs.fenced(lease)
         try:
             await self._work()
         finally:
@@ -331,9 +322,9 @@ class RunManager:
             self._tasks[run.run_id] = (run.tasks, tasks)
         return tasks
 
-    async def prune(self, lease: RoleLease | None = None) -> None:
+    async def prune(self, lease: RoleLease) -> None:
         """Delete expired records; the store refuses it once `lease` is another service's."""
-        runs = self._store.runs if lease is None else self._store.runs.fenced(lease)
+        runs = self._store.runs.fenced(lease)
 
         async def prune() -> None:
             for run in await runs.list():

@@ -19,7 +19,7 @@ import anyio.to_thread
 from api_schemas.errors import ErrorInfo, FieldError
 from api_schemas.exports import RecordedRollout, Rescored, RescoreOptions, RescoreRollouts, RescoreRun
 from api_schemas.external import AgentKind
-from api_schemas.rollouts import Rollout, RolloutState, Stage
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
 from api_schemas.trajectories import Trajectory
 from rollout_service.agents.parallel.tools import ASSIGN
 from rollout_service.agents.tool_calling.agent import final_answer
@@ -123,14 +123,15 @@ class Rescorer:
                 policy.check()
                 check_no_subagents(rollout)
             await self._places.acquire()
-            replay = Replay.begin(
+            runner = StageRunner(
                 self._context,
                 environment,
-                recorded.model_copy(update={"request": request}),
-                policy,
+                request,
+                _RecordedSource(policy),
                 slot=Slot(self._places),
-                with_tools=with_tools,
+                queued_at=time.perf_counter(),
             )
+            replay = Replay(runner, policy, request, rollout, self._context.judge, with_tools)
             return _rescored(name, rollout, replay, await replay.run(), None)
         except Exception as failure:  # noqa: BLE001 - reported with its rollout; it must not stop the others
             error = describe(failure, stage=replay.runner.stage if replay else None)
@@ -147,28 +148,13 @@ class Replay:
     """A finished rollout that passes the stages again, with a policy that repeats itself."""
 
     runner: StageRunner
+    """Gives back the place that it was begun with."""
     policy: RecordedPolicy
-    recorded: RecordedRollout
+    request: RolloutRequest
+    rollout: Rollout
     judge: Judge | None
     with_tools: bool
     """Whether the recorded tool calls run again; if not, the recorded answer alone is scored."""
-
-    @classmethod
-    def begin(
-        cls,
-        context: AttemptContext,
-        environment: Environment,
-        recorded: RecordedRollout,
-        policy: RecordedPolicy,
-        *,
-        slot: Slot,
-        with_tools: bool,
-    ) -> Replay:
-        """Prepare a replay; `slot` holds a place, which the runner gives back."""
-        source = _RecordedSource(policy)
-        request, queued_at = recorded.request, time.perf_counter()
-        runner = StageRunner(context, environment, request, source, slot=slot, queued_at=queued_at)
-        return cls(runner, policy, recorded, context.judge, with_tools)
 
     async def run(self) -> Score:
         if self.with_tools:
@@ -176,16 +162,16 @@ class Replay:
         answer = final_answer(self.policy.trajectory().messages)
         return await self.runner.evaluate(
             Episode(
-                request=self.recorded.request,
+                request=self.request,
                 attempt=1,
                 limits=self.runner.limits,
                 policy=self.policy,
                 answer=answer,
                 judge=self.judge,
-                nodes=list(self.recorded.rollout.nodes),
-                work=self.recorded.rollout.work,
-                session=self.recorded.rollout.session,
-                turn_marks=list(self.recorded.rollout.turn_marks),
+                nodes=list(self.rollout.nodes),
+                work=self.rollout.work,
+                session=self.rollout.session,
+                turn_marks=list(self.rollout.turn_marks),
             )
         )
 

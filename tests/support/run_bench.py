@@ -22,11 +22,13 @@ from rollout_service.runs import Delivery, RunManager, RunOverError
 from rollout_service.runs.dataset import open_dataset, reopening
 from rollout_service.runs.task_files import open_file
 from rollout_service.store import Lease, Store
+from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.samples import segment, trajectory
 from tests.support.store.rollouts import ended
 
+LEASE = RoleLease("runs", "w", 1)
 GONE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
 BROKEN = ErrorInfo(code="environment_failed", boundary=Boundary.ENVIRONMENT, message="broken")
 Play = Callable[[Lease], float | Score | ErrorInfo | None]
@@ -187,7 +189,9 @@ async def bench(
     with anyio.fail_after(60):
         async with await SqliteStore.open(path, clock=clock) as store:
             made = Bench(store, play, places=places)
-            async with made.manager.running(), anyio.create_task_group() as tasks:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(made.manager.manage, LEASE)
+                tasks.start_soon(made.manager.prune, LEASE)
                 tasks.start_soon(made.work)
                 yield made
                 tasks.cancel_scope.cancel()

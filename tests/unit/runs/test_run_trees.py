@@ -21,7 +21,7 @@ from rollout_service.runs import Delivery
 from rollout_service.runs.api import RunExporter, RunService
 from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.run_bench import run_manager
+from tests.support.run_bench import LEASE, run_manager
 from tests.support.store.trees import WORK, bare, rollout
 
 
@@ -82,9 +82,11 @@ async def bench(detail: NodeDetail) -> AsyncIterator[Bench]:
     with anyio.fail_after(60):
         async with await SqliteStore.open(":memory:") as store:
             made = Bench(store)
-            async with made.manager.running():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(made.manager.manage, LEASE)
                 await made.roll_out(detail)
                 yield made
+                tasks.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("detail", [NodeDetail.SUMMARY, NodeDetail.TOKENS])
