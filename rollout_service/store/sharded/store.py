@@ -20,8 +20,8 @@ from prometheus_client import Histogram
 from pydantic import JsonValue
 
 from api_schemas.events import Event
-from api_schemas.rollouts import Rollout, RolloutPage, RolloutState
-from api_schemas.views.summaries import RolloutSummary, SummaryFilter, SummaryOrder, SummaryPage
+from api_schemas.rollouts import RolloutPage, RolloutState
+from api_schemas.views.summaries import SummaryFilter, SummaryOrder, SummaryPage
 from rollout_service.base.errors import StoreError
 from rollout_service.base.signals import first_of
 from rollout_service.store.codec.summaries import count_states
@@ -31,7 +31,7 @@ from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.store import RedisEngines, RedisStore
 from rollout_service.store.segments import SegmentFiles
 from rollout_service.store.sharded.cluster import ShardedCluster
-from rollout_service.store.sharded.pages import PageSource, merged_page
+from rollout_service.store.sharded.pages import merged_page
 from rollout_service.store.sharded.runs import ShardedRuns
 from rollout_service.store.sharded.shard import Shard, ask_each, divided, in_its_shard
 
@@ -278,14 +278,8 @@ class ShardedStore(Store):
         async def fetch(shard: Shard, after: str | None, most: int) -> RolloutPage:
             return await shard.store.list(state=state, cursor=after, limit=most)
 
-        source = PageSource[RolloutPage, Rollout](
-            fetch,
-            rows=lambda page: page.rollouts,
-            next=lambda page: page.next_cursor,
-            when=lambda rollout: rollout.created_at,
-        )
-        found = await merged_page(self._shards, source, cursor, limit)
-        return RolloutPage(rollouts=found.rows, next_cursor=found.next_cursor, counts=await self.counts())
+        rows, after = await merged_page(self._shards, fetch, lambda page: page.rollouts, cursor, limit)
+        return RolloutPage(rollouts=rows, next_cursor=after, counts=await self.counts())
 
     async def summaries(
         self,
@@ -300,18 +294,13 @@ class ShardedStore(Store):
 
         if which.run is not None:
             return await self.at_shard_of(which.run).summaries(which, order=order, cursor=cursor, limit=limit)
-        source = PageSource[SummaryPage, RolloutSummary](
-            fetch,
-            rows=lambda page: page.rows,
-            next=lambda page: page.next_cursor,
-            when=lambda row: row.created_at,
-            newest=order == "newest",
+        rows, after = await merged_page(
+            self._shards, fetch, lambda page: page.rows, cursor, limit, newest=order == "newest"
         )
-        found = await merged_page(self._shards, source, cursor, limit)
         counts = await self.counts() if which.only_states else None
         return SummaryPage(
-            rows=found.rows,
-            next_cursor=found.next_cursor,
+            rows=rows,
+            next_cursor=after,
             matching=None if counts is None else count_states(counts, which.states),
         )
 
