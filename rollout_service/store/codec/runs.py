@@ -49,6 +49,10 @@ def encode_request(request: RunRequest) -> str:
     return without_tasks(request).model_dump_json()
 
 
+def encode_tasks(tasks: Sequence[Task]) -> list[str]:
+    return [task.model_dump_json() for task in tasks]
+
+
 def decode_tasks(texts: Iterable[str | bytes]) -> list[Task]:
     return [Task.model_validate_json(text) for text in texts]
 

@@ -65,7 +65,7 @@ class SqliteRuns(BaseRuns):
             raise ValueError("set the request's run_id before creating the run")
         values = {
             "id": request.run_id,
-            "fingerprint": fingerprint(request),
+            "fingerprint": await anyio.to_thread.run_sync(fingerprint, request),
             "request": run_codec.encode_request(request),
             "version": version,
             "tasks": tasks,

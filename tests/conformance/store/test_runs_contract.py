@@ -1,6 +1,7 @@
 """Every kind of store keeps the contract of runs, groups and batches."""
 
 import math
+import threading
 from dataclasses import replace
 
 import anyio
@@ -8,8 +9,9 @@ import pytest
 
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import RolloutRequest, RolloutState
-from api_schemas.runs import FileTasks, Group, InlineTasks, RunState
+from api_schemas.runs import FileTasks, Group, InlineTasks, RunRequest, RunState
 from api_schemas.runs.auxiliary import RewardPart, RewardWeights
+from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError, NotFoundError
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import Store, rules
@@ -353,6 +355,20 @@ async def test_tasks_are_appended_once(store):
     assert (await store.runs.append("a", TASKS[2:], offset=2, close=True)).tasks == 4
     with pytest.raises(ConflictError, match="takes no more tasks"):
         await store.runs.append("a", TASKS, offset=None, close=False)
+
+
+async def test_the_event_loop_encodes_no_tasks(store, monkeypatch):
+    threads = set()
+
+    def note(encode):
+        return lambda *of, **how: threads.add(threading.current_thread()) or encode(*of, **how)
+
+    for model, name in ((RunRequest, "model_dump"), (Task, "model_dump_json")):
+        monkeypatch.setattr(model, name, note(getattr(model, name)))
+    await create_run(store, source=InlineTasks(tasks=TASKS, open=True))
+    assert (await store.runs.append("a", TASKS, offset=None, close=False)).tasks == 8
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_a_change_of_the_request_keeps_its_other_fields(store):

@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 
 import anyio
 
-from api_schemas.tasks import Task
 from rollout_service.base.errors import ConflictError, LeadershipLostError
 from rollout_service.store.base import unknown_run
 from rollout_service.store.cluster_contract import RoleLease
@@ -82,8 +81,8 @@ class RunDatabase:
         pairs = zip(numbers, found, strict=True)
         return {number: ClosedRecord.decode(data) for number, data in pairs if data is not None}
 
-    async def create(self, run_id: str, fields: Mapping[str, Any], tasks: Sequence[Task]) -> RunRecord | None:
-        """Create a run with its inline tasks; return None, with nothing written, if there is one of this id."""
+    async def create(self, run_id: str, fields: Mapping[str, Any], tasks: Sequence[str]) -> RunRecord | None:
+        """Create a run with its tasks, which are JSON; return None, with nothing written, if there is one of this id."""
         now, _ = await self.read([])
         run = RunDraft.create(run_id, {**fields, "created_at": now, "changed_at": now})
         change = RunTransaction(self.keys(run_id), run, now)

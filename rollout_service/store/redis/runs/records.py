@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import zstandard
@@ -68,13 +68,6 @@ class ClosedRecord:
             summary=run_codec.encode_summary(closure),
             size=size,
             opened_at=group.opened_at,
-        )
-
-    def reclose(self, closure: GroupClosure) -> Self:
-        return replace(
-            self,
-            samples=run_codec.encode_samples(closure.samples),
-            summary=run_codec.encode_summary(closure),
         )
 
     @property

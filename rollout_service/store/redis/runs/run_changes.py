@@ -55,15 +55,22 @@ def update(
 
 
 def append(
-    change: RunTransaction, replies: Replies, tasks: Sequence[Task], *, offset: int | None, close: bool
+    change: RunTransaction,
+    replies: Replies,
+    tasks: Sequence[Task],
+    texts: Sequence[str],
+    *,
+    offset: int | None,
+    close: bool,
 ) -> RunRecord:
+    """Append tasks, of which `texts` has the JSON."""
     run = change.run.record
     there = replies[0] if replies else ()
     first = run.tasks if offset is None else offset
     if rules.is_appended(run, run_codec.decode_tasks(there), tasks, offset=offset, close=close):
         return run
     rules.check_append(run, first)
-    change.append_tasks(tasks)
+    change.append_tasks(texts)
     count = first + len(tasks)
     change.run.set(tasks=count, total=count if close else None)
     change.touch()
@@ -157,7 +164,8 @@ def reclose_group(change: RunTransaction, replies: Replies, closure: GroupClosur
     if waiting is None or stored is None or any(erased):
         return
     number, before = closure.number, ClosedRecord.decode(stored)
-    change.do("HSET", change.keys.closed, number, before.reclose(closure).encode())
+    samples, summary = run_codec.encode_samples(closure.samples), run_codec.encode_summary(closure)
+    change.do("HSET", change.keys.closed, number, replace(before, samples=samples, summary=summary).encode())
     change.do("HDEL", change.keys.ready, number)
     change.do("HDEL", change.keys.heads, number)
     change.move_group(number, READY.counter, GroupStatus(closure.state, closure.reason))

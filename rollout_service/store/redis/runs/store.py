@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+import anyio.to_thread
 from pydantic import JsonValue
 
 from api_schemas.errors import ErrorInfo
@@ -77,7 +78,7 @@ class RedisRuns(GroupReader):
     ) -> tuple[RunRecord, bool]:
         if request.run_id is None:
             raise ValueError("set the request's run_id before creating the run")
-        mark = fingerprint(request).hex()
+        mark = (await anyio.to_thread.run_sync(fingerprint, request)).hex()
         while (found := await self._draft(request.run_id)) is None:
             fields = {
                 "fingerprint": mark,
@@ -90,7 +91,8 @@ class RedisRuns(GroupReader):
                 "digest": digest,
             }
             inline = request.source.tasks if isinstance(request.source, InlineTasks) else ()
-            if (made := await self._database.create(request.run_id, fields, inline)) is not None:
+            texts = await anyio.to_thread.run_sync(run_codec.encode_tasks, inline)
+            if (made := await self._database.create(request.run_id, fields, texts)) is not None:
                 return made, True
         if found["fingerprint"] != mark:
             raise id_taken("run", request.run_id)
@@ -137,7 +139,8 @@ class RedisRuns(GroupReader):
         key, reads = self._database.keys(run_id).tasks, list[tuple[str | int, ...]]()
         if offset is not None and tasks:
             reads.append(("LRANGE", key, offset, offset + len(tasks) - 1))
-        return await self._database.change(run_id, reads, run_changes.append, tasks, offset=offset, close=close)
+        texts = await anyio.to_thread.run_sync(run_codec.encode_tasks, tasks)
+        return await self._database.change(run_id, reads, run_changes.append, tasks, texts, offset=offset, close=close)
 
     async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
         if limit <= 0:

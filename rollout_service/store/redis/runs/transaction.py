@@ -14,7 +14,6 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import RunState
-from api_schemas.tasks import Task
 from rollout_service.base.ids import BatchId, GroupId
 from rollout_service.store import rules
 from rollout_service.store.codec import runs
@@ -138,9 +137,9 @@ class RunTransaction:
         self.do("HSET", self.keys.batches, batch.number, state.value)
         self.batch_moved(batch, state)
 
-    def append_tasks(self, tasks: Sequence[Task]) -> None:
-        for some in chunks(tasks, TASKS_AT_ONCE):
-            self.do("RPUSH", self.keys.tasks, *(task.model_dump_json() for task in some))
+    def append_tasks(self, texts: Sequence[str]) -> None:
+        for some in chunks(texts, TASKS_AT_ONCE):
+            self.do("RPUSH", self.keys.tasks, *some)
 
     def delete_run(self) -> None:
         self.do("ZREM", all_runs(self.keys.root), self.keys.run_id)
