@@ -82,7 +82,7 @@ class RunDatabase:
         return {number: ClosedRecord.decode(data) for number, data in pairs if data is not None}
 
     async def create(self, run_id: str, fields: Mapping[str, Any], tasks: Sequence[str]) -> RunRecord | None:
-        """Create a run with its tasks, which are JSON; return None, with nothing written, if there is one of this id."""
+        """Create a run with its tasks as JSON; return None, with nothing written, if there is one of this id."""
         now, _ = await self.read([])
         run = RunDraft.create(run_id, {**fields, "created_at": now, "changed_at": now})
         change = RunTransaction(self.keys(run_id), run, now)
