@@ -18,14 +18,21 @@ from pydantic import JsonValue
 from api_schemas.errors import FieldError
 from api_schemas.runs import DatasetTasks, FileTasks, InlineTasks, TaskSource
 from api_schemas.tasks import Task
-from rollout_service.base.errors import InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError, ServiceError
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.dataset_files import select_split
-from rollout_service.runs.task_files import FIELD, Rows, SourceChangedError, reopen_file
+from rollout_service.runs.task_files import FIELD, Rows, open_file
 from rollout_service.store.runs_contract import RunRecord
 
 ReadInline = Callable[[int, int], Awaitable[Sequence[Task]]]
 """Reads tasks, given the index of the first and how many."""
+
+
+class SourceChangedError(ServiceError):
+    """The file or data set that a run's tasks come from has changed."""
+
+    code = "source_changed"
+
 
 Reopen = Callable[[FileTasks | DatasetTasks, str | None], Rows]
 """Opens a file or data set again and compares its digest; raises SourceChangedError. It blocks."""
@@ -148,26 +155,26 @@ def open_dataset(source: DatasetTasks, environment: Environment) -> DatasetRows:
     return rows
 
 
-def reopen_dataset(source: DatasetTasks, environment: Environment, digest: str | None) -> DatasetRows:
-    """Return the same instances as before; call it in a thread.
-
-    Raises:
-        SourceChangedError: The data set has changed.
-    """
-    try:
-        rows = _rows(source, environment)
-    except InvalidFieldError as error:
-        raise _changed(source) from error
-    if rows.digest != digest:
-        raise _changed(source)
-    return rows
-
-
 def reopening(environment_of: EnvironmentOf) -> Reopen:
+    """Return the function that opens a run's source again, wherever its file is now: the creator has had the same."""
+
     def reopen(source: FileTasks | DatasetTasks, digest: str | None) -> Rows:
-        if isinstance(source, FileTasks):
-            return reopen_file(source, digest)
-        return reopen_dataset(source, environment_of(source.environment), digest)
+        try:
+            if isinstance(source, FileTasks):
+                what, rows = source.path, open_file(source, lambda _: None)
+            else:
+                what = f"the data set of {source.environment!r}"
+                rows = _rows(source, environment_of(source.environment))
+        except InvalidFieldError as error:
+            raise SourceChangedError(
+                f"the tasks cannot be read again: {error}", hint="Restore them and resume the run, or end the run."
+            ) from error
+        if rows.digest != digest:
+            raise SourceChangedError(
+                f"{what} has changed since the run was created, so the run's cursor no longer points to the same task",
+                hint="Restore it and resume the run, or end the run and create one for the new tasks.",
+            )
+        return rows
 
     return reopen
 
@@ -182,11 +189,3 @@ def _rows(source: DatasetTasks, environment: Environment) -> DatasetRows:
             hint="`rollout-service env check` names the file that has none; or send tasks of your own.",
         )
     return DatasetRows(instances)
-
-
-def _changed(source: DatasetTasks) -> SourceChangedError:
-    return SourceChangedError(
-        f"the data set of {source.environment!r} has changed since the run was created, "
-        "so the run's cursor no longer points to the same task",
-        hint="Restore the environment and resume the run, or end the run and create one for the new data set.",
-    )

@@ -25,19 +25,13 @@ from pydantic import JsonValue
 
 from api_schemas.runs import FileTasks
 from rollout_service.base import strict_json
-from rollout_service.base.errors import InvalidFieldError, ServiceError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.dataset_files import MAX_INSTANCE_BYTES, parse_instance
 from sandboxes.extras import extra_hint
 
 FIELD = "body.source"
 R = TypeVar("R")
 _ROWS_AT_ONCE = 1_024
-
-
-class SourceChangedError(ServiceError):
-    """The file or data set that a run's tasks come from has changed."""
-
-    code = "source_changed"
 
 
 class Rows(Protocol):
@@ -213,25 +207,4 @@ def open_file(
         raise _invalid_path(why, "The path is on the service's machine.") from error
     if not len(rows):
         raise _invalid_path(f"{path} contains no instances")
-    return rows
-
-
-def reopen_file(source: FileTasks, digest: str | None) -> Rows:
-    """Call it in a thread. The file may be read, wherever it is now: the run's creator has had the same content.
-
-    Raises:
-        SourceChangedError: The file has changed, or cannot be read.
-    """
-    try:
-        rows = open_file(source, lambda _: None)
-    except InvalidFieldError as error:
-        raise SourceChangedError(
-            f"the tasks cannot be read again: {error}", hint="Restore the file and resume the run."
-        ) from error
-    if rows.digest != digest:
-        raise SourceChangedError(
-            f"{source.path} has changed since the run was created, "
-            "so the run's cursor no longer points to the same task",
-            hint="Restore the file and resume the run, or end the run and create one for the new file.",
-        )
     return rows

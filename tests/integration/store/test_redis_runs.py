@@ -12,7 +12,6 @@ from rollout_service.base.errors import (
     ConflictError,
     DefectError,
     LeadershipLostError,
-    NotFoundError,
     StoreError,
 )
 from rollout_service.settings import RetentionSettings
@@ -148,22 +147,6 @@ async def test_a_run_can_be_drained_but_not_go_on_while_redis_is_full():
         assert await store.counts() == {}
         server.do("CONFIG", "SET", "maxmemory", "0")
         assert (await store.runs.update("a", version=1)).version == 1
-
-
-async def test_runs_are_there_after_redis_was_killed():
-    async with AsyncExitStack() as stack:
-        server = stack.enter_context(redis_server())
-        store = await stack.enter_async_context(redis_store(server.config()))
-        await create(store)
-        await store.runs.append("a", TASKS, offset=0, close=True)
-        server.kill()
-        with pytest.raises(StoreError):
-            await store.runs.get("a")
-        server.start()
-        run = await store.runs.get("a")
-        assert (run.tasks, run.total) == (4, 4)
-        with pytest.raises(NotFoundError):
-            await store.runs.get("b")
 
 
 async def test_every_word_reaches_redis_as_it_is(config):

@@ -13,7 +13,8 @@ from pydantic import JsonValue
 from api_schemas.runs import FileTasks
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.environments.builtin.calc import environment
-from rollout_service.runs.task_files import Rows, SourceChangedError, open_file, reopen_file
+from rollout_service.runs.dataset import SourceChangedError, reopening
+from rollout_service.runs.task_files import Rows, open_file
 
 
 def source(path: Path) -> FileTasks:
@@ -106,10 +107,11 @@ def test_files_without_instances_are_refused(tmp_path):
 def test_a_file_that_was_changed_is_refused(tmp_path):
     path = write(tmp_path / "tasks.parquet", n=[1, 2])
     digest = opened(path).digest
-    assert reopen_file(source(path), digest).read(1) == {"n": 2}
+    reopen = reopening({}.__getitem__)
+    assert reopen(source(path), digest).read(1) == {"n": 2}
     write(path, n=[1, 3])
     with pytest.raises(SourceChangedError):
-        reopen_file(source(path), digest)
+        reopen(source(path), digest)
     path.write_bytes(b"PAR1")
     with pytest.raises(SourceChangedError, match="cannot be read again"):
-        reopen_file(source(path), digest)
+        reopen(source(path), digest)

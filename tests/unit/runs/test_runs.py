@@ -22,7 +22,6 @@ from api_schemas.runs import (
     FilterSpec,
     InlineTasks,
     OverlongPenalty,
-    RunPatch,
     RunRequest,
     RunState,
     Surplus,
@@ -636,28 +635,11 @@ def test_parquet_needs_an_extra(tmp_path, monkeypatch):
     assert "pip install 'pyarrow>=" in caught.value.hint
 
 
-def test_rows_are_read_by_position(tmp_path):
-    path = tmp_path / "tasks.jsonl"
-    path.write_text('{"n": 0}\n\x0b\n{"n": 1}')
-    rows = open_file(FileTasks(path=str(path), environment="calc"), lambda _: None)
-    assert [rows.read(position) for position in range(len(rows))] == [{"n": 0}, {"n": 1}]
-
-
 def service_of(it: Bench) -> RunService:
     async def unused(name: str) -> Environment:
         raise AssertionError(name)
 
     return RunService(it.store.runs, lambda _: it.manager, check_environment=unused, check_pool=lambda _: None)
-
-
-async def test_changes_of_a_run_at_the_same_time_all_count():
-    async with bench() as it:
-        await it.create()
-        async with anyio.create_task_group() as tasks:
-            for patch in (RunPatch(priority=3), RunPatch(weight=2.0), RunPatch(max_concurrent=5)):
-                tasks.start_soon(service_of(it).patch, "a", patch)
-        request = (await it.store.runs.get("a")).request
-        assert (request.priority, request.weight, request.max_concurrent) == (3, 2.0, 5)
 
 
 async def test_an_export_goes_on_without_what_retention_deletes_meanwhile():
