@@ -149,14 +149,6 @@ def claim_groups(active: ActiveRun) -> Claim:
     return Claim(int(min(count, active.most, _tasks_left(run))), request.priority, request.weight)
 
 
-def waits_for_version(run: RunRecord) -> bool:
-    """Return whether a run starts and delivers nothing before its trainer reports a newer version."""
-    under_way = any(run.count(state) for state in ("open", "ready", "batched"))
-    if under_way or run.exhausted or run.state is not RunState.RUNNING:
-        return False
-    return run.request.max_staleness is not None and admission_capacity(_admission_state(run)) <= 0
-
-
 def _tasks_left(run: RunRecord) -> float:
     if run.total is not None:
         return run.total - run.cursor
@@ -301,7 +293,10 @@ def problem_of(run: RunRecord) -> ErrorInfo | None:
 
 def warnings_of(run: RunRecord) -> list[str]:
     """Return the conditions that keep a run from delivering although nothing is wrong."""
-    if not waits_for_version(run):
+    under_way = any(run.count(state) for state in ("open", "ready", "batched"))
+    if under_way or run.exhausted or run.state is not RunState.RUNNING or run.request.max_staleness is None:
+        return []
+    if admission_capacity(_admission_state(run)) > 0:
         return []
     return [
         f"max_staleness: all groups that version {run.version} allows are acknowledged, and no more begin until the "

@@ -118,14 +118,10 @@ class RedisConnection(JobThread[_RedisJob]):
         """Run a command that only reads; `key` has the full names of keys."""
         return await self._run(command, writes=False)
 
-    @property
-    def library_name(self) -> str:
-        return function_library().name
-
     async def libraries(self) -> set[str]:
         """Return the libraries of other releases in this Redis."""
         found = await self.command("FUNCTION LIST", "LIBRARYNAME", LIBRARY_NAMES)
-        return {library_name(each) for each in found} - {self.library_name}
+        return {library_name(each) for each in found} - {function_library().name}
 
     async def delete_library(self, name: str) -> None:
         try:
@@ -136,10 +132,6 @@ class RedisConnection(JobThread[_RedisJob]):
 
     def key(self, name: str) -> str:
         return f"{self.config.root}:{name}"
-
-    @property
-    def root(self) -> str:
-        return self.config.root
 
     async def close(self) -> None:
         """Run the remaining calls first; idempotent."""

@@ -57,7 +57,7 @@ class SharedFiles(SegmentFiles):
         return _FolderFile(self, name, self.create(name, FILE_HEADER))
 
     def store(self, name: str, data: bytes) -> None:
-        self.close(self.create(name, data))
+        os.close(self.create(name, data))
 
     def create(self, name: str, header: bytes) -> int:
         """Create a durable file that begins with a header; return a descriptor to write to.
@@ -96,15 +96,12 @@ class SharedFiles(SegmentFiles):
     def sync(self, descriptor: int) -> None:
         os.fdatasync(descriptor)
 
-    def close(self, descriptor: int) -> None:
-        os.close(descriptor)
-
     def read(self, name: str, offset: int, length: int) -> bytes:
         # Opened anew each time, because NFS shows the writes of other hosts only to those who open the file later.
         try:
             descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            self.names()  # NFS may remember that the file was absent until the folder is read again
+            list(self.folder.iterdir())  # NFS may remember that the file was absent until the folder is read again
             descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             parts = []
@@ -141,9 +138,6 @@ class SharedFiles(SegmentFiles):
         for name in names:
             for path in (self.folder / f"{name}{DRAFT_SUFFIX}", self.folder / name):
                 path.unlink(missing_ok=True)
-
-    def names(self) -> list[str]:
-        return [path.name for path in self.folder.iterdir()]
 
     def has(self, name: str) -> bool:
         return (self.folder / name).exists()
@@ -203,7 +197,7 @@ class _FolderFile(SegmentFile):
         return self._files.leads_to(self._name, self._descriptor)
 
     def close(self) -> None:
-        self._files.close(self._descriptor)
+        os.close(self._descriptor)
 
 
 def files_of(settings: StoreSettings, shard: int = 0) -> SegmentFiles | None:

@@ -12,7 +12,7 @@ import pytest
 from rollout_service.base.errors import ServiceError, StoreError
 from rollout_service.store.cluster_contract import NodeReport
 from rollout_service.store.redis import Durability, RedisConfig, RedisConnection, RedisStore
-from rollout_service.store.redis.checks import library_name
+from rollout_service.store.redis.checks import function_library, library_name
 from rollout_service.store.retrying import retry_until_stored
 from sandboxes.host.ports import free_port
 from tests.support.api.server import make_certificate
@@ -300,7 +300,7 @@ async def test_a_closed_connection_says_so_and_closes_at_once(shared_redis):
 async def test_functions_of_other_releases_go_once_no_node_calls_them(own_redis):
     config = own_redis.config("upgrade")
     async with await RedisStore.open(config, is_gone=lambda _: False) as store:
-        own = store.connection.library_name
+        own = function_library().name
         for name in ("rollouts_0ld", "rollouts_used", "shop"):
             own_redis.do(
                 "FUNCTION",
