@@ -23,7 +23,7 @@ _BETWEEN, _BEGIN, _END = ".", "b", "x"
 _CREATED_AT = attrgetter("created_at")
 
 
-class Page(Protocol):
+class ShardPage(Protocol):
     @property
     def next_cursor(self) -> str | None: ...
 
@@ -33,7 +33,7 @@ class Created(Protocol):
     def created_at(self) -> datetime: ...
 
 
-P = TypeVar("P", bound=Page)
+P = TypeVar("P", bound=ShardPage)
 R = TypeVar("R", bound=Created)
 
 
