@@ -293,6 +293,10 @@ class FilterRegistry:
             )
         self._kinds[name] = kind
 
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._kinds)
+
     def make(
         self, name: str, options: Mapping[str, JsonValue] | None = None, *, field: str = "body.filters"
     ) -> GroupFilter:
@@ -308,7 +312,7 @@ class FilterRegistry:
             raise InvalidFieldError.at(
                 f"{field}.name",
                 message,
-                hint=f"Known filters: {', '.join(sorted(self._kinds))}.",
+                hint=f"Known filters: {', '.join(self.names)}.",
             )
         try:
             return self._kinds[name].model_validate(dict(options or {}))

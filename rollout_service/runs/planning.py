@@ -57,7 +57,10 @@ class RunEstimates:
     @property
     def recent_figures(self) -> ParallelFigures | None:
         """The figures on sub-agents over the last rollouts; None if there are none."""
-        return parallel_figures(sum(self._work, Counter()))
+        sums: Counter[str] = Counter()
+        for one in self._work:
+            sums.update(one)
+        return parallel_figures(sums)
 
     @classmethod
     def from_record(cls, run: RunRecord) -> RunEstimates:
