@@ -305,9 +305,11 @@ class PoolController:
         self._registry.notify()
 
     async def _each(self, name: str, command: PoolCommand, trial: PoolCommand | None = None) -> PoolOutcome:
-        """Run a command on every backend at once; one that cannot be reached, or fails the trial, leaves service."""
-        away = {handle.id for handle in self._registry if handle.state is BackendState.FAILED}
-        fan_out = FanOut(self._registry)
+        """Run a command at once on the backends in service; one that is lost, or fails the trial, leaves service.
+
+        The others are not waited for: they get the pool's weights and pause before they serve again.
+        """
+        fan_out = FanOut(handle for handle in self._registry if handle.state is not BackendState.FAILED)
         await fan_out.step(name, command)
         obeyed = {handle for handle, record in fan_out.records.items() if record.error is None}
         if trial is not None:
@@ -315,8 +317,7 @@ class PoolController:
         for handle, record in fan_out.records.items():
             if not record.can_be_told or (record.error is not None and handle in obeyed):
                 self._registry.take_out(handle)
-        outcome = self._outcome(fan_out, changed=True)
-        return outcome.model_copy(update={"outcomes": [_unless_away(each, away) for each in outcome.outcomes]})
+        return self._outcome(fan_out, changed=True)
 
     def _outcome(
         self, fan_out: FanOut, *, changed: bool, version: int | None = None, kv: KvHandling | None = None
@@ -327,7 +328,7 @@ class PoolController:
                 backend_id=handle.id,
                 ok=False,
                 seconds=0.0,
-                error="is out of service; it gets the pool's weights before it serves again",
+                error="is out of service; it gets the pool's weights and pause before it serves again",
                 code=OUT_OF_SERVICE,
             )
             for handle in self._registry
@@ -340,13 +341,6 @@ class PoolController:
             kv=kv,
             outcomes=[*fan_out.outcomes(), *away],
         )
-
-
-def _unless_away(outcome: BackendOutcome, away: set[str]) -> BackendOutcome:
-    """Mark a backend that was out of service before the command, since its failure does not count."""
-    if outcome.ok or outcome.backend_id not in away:
-        return outcome
-    return outcome.model_copy(update={"code": OUT_OF_SERVICE})
 
 
 async def _quiet(handle: BackendHandle, mode: PauseMode, drain_seconds: float) -> None:

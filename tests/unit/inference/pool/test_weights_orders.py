@@ -353,11 +353,12 @@ async def test_an_unreachable_backend_is_named_and_delays_nobody():
     async with running(good, away) as (_, pool):
         away.healthy = False
         await until(lambda: states(pool)[1] is BackendState.FAILED)
-        away.seconds = 30.0
+        away._routes = dict.fromkeys(away._routes, lambda _: anyio.sleep_forever())
         with anyio.fail_after(10):
-            outcome = await pool.update_weights("/w/1", 1)
-        assert [each.ok for each in outcome.outcomes] == [True, False]
-        assert "gets the pool's weights before it serves again" in outcome.outcomes[1].error
+            for order in (partial(pool.update_weights, "/w/1", 1), pool.pause, pool.resume, pool.abort):
+                outcome = await order()
+                assert [(each.ok, each.code) for each in outcome.outcomes] == [(True, None), (False, "out_of_service")]
+                assert "before it serves again" in outcome.outcomes[1].error
 
 
 async def test_where_all_refuse_all_keep_what_they_have_and_serve():
