@@ -108,7 +108,11 @@ class BackendHandle:
     sampled_version: int | None = None
     """The version of its newest tokens, if it was given another."""
     bad_in_a_row: int = 0
-    good_in_a_row: int = 0
+    """Requests that failed since one was answered."""
+    bad_probes: int = 0
+    """Probes that failed since the last good one."""
+    good_probes: int = 0
+    """Good probes since anything failed."""
     check: anyio.Event | None = None
     """Set once the check after a failed request has ended; None while there is none."""
     watch: anyio.CancelScope = field(default_factory=anyio.CancelScope)
@@ -186,8 +190,7 @@ class BackendHandle:
 
     def record_failure(self, error: BaseException) -> None:
         self.failures += 1
-        self.bad_in_a_row += 1
-        self.good_in_a_row = 0
+        self.good_probes = 0
         self.last_error = str(error) or type(error).__name__
         self.failed_at = datetime.now(UTC)
 
@@ -195,7 +198,7 @@ class BackendHandle:
         """Give it no new requests; the open ones go elsewhere."""
         if self.state is BackendState.READY:
             self.state = BackendState.FAILED
-        self.good_in_a_row = 0
+        self.good_probes = 0
         self.drop_calls("was taken out of service during the request")
 
     def drop_calls(self, why: str, *, older_than: float = 0.0) -> None:
@@ -225,7 +228,7 @@ class BackendHandle:
         self.has_weights(info.weight_version)
         self.tried_version = info.weight_version if is_tried else None
         self.state = BackendState.READY
-        self.bad_in_a_row, self.last_error = 0, None
+        self.bad_in_a_row, self.bad_probes, self.last_error = 0, 0, None
         self._since = self.clock()
         self.versions.saw(self.id, info.weight_version)
 

@@ -32,6 +32,7 @@ class HealthChecks:
     async def suspect(self, handle: BackendHandle, error: InferenceError) -> None:
         """Count a failed request, and take out a backend that is at fault for it."""
         handle.record_failure(error)
+        handle.bad_in_a_row += 1
         if handle.state is BackendState.FAILED:
             return  # it is out of service already, and the request goes elsewhere at once
         if isinstance(error, BackendUnreachable):
@@ -63,13 +64,13 @@ class HealthChecks:
         error = await self._probe_error(handle)
         if error is not None:
             handle.record_failure(error)
-            if handle.bad_in_a_row >= self._options.unhealthy_after:
+            handle.bad_probes += 1
+            if handle.bad_probes >= self._options.unhealthy_after:
                 self._registry.take_out(handle)
             return
-        handle.good_in_a_row += 1
-        if handle.state is not BackendState.FAILED:
-            return
-        if handle.good_in_a_row >= self._options.healthy_after:
+        handle.bad_probes = 0
+        handle.good_probes += 1
+        if handle.state is BackendState.FAILED and handle.good_probes >= self._options.healthy_after:
             await self._bring_back(handle)
 
     async def _probe_error(self, handle: BackendHandle, *, samples: bool = False) -> InferenceError | None:

@@ -127,6 +127,16 @@ async def test_a_backend_that_answers_probes_but_fails_every_request_is_taken_ou
         assert states(pool) == [BackendState.FAILED]
 
 
+async def test_only_probes_that_fail_in_a_row_take_a_backend_out():
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine, options=replace(OPTIONS, probe_interval=60)) as (_, pool):
+        [handle] = pool._registry
+        for healthy, state in ((False, "ready"), (True, "ready"), (False, "ready"), (False, "failed")):
+            engine.healthy = healthy
+            await pool._health._probe(handle)
+            assert states(pool) == [state]
+
+
 async def test_the_requests_of_a_backend_that_was_taken_out_go_elsewhere_without_a_probe(monkeypatch):
     engines = [ScriptedEngine(SCRIPT, latency=0.5) for _ in range(2)]
     async with running(*engines, options=replace(OPTIONS, probe_interval=60, probe_timeout=60)) as (_, pool):
