@@ -88,10 +88,11 @@ class HealthChecks:
         return None
 
     async def _bring_back(self, handle: BackendHandle) -> None:
-        """Give an engine the pool's weights before any request, since it may have restarted."""
+        """Give an engine the pool's weights before any request, since it may have restarted, with another model."""
         async with self._controller.joining():
             try:
                 info = await handle.backend.model_info()
+                self._registry.refuse_other_vocabulary(handle.id, info.vocab_size)
                 version = await self._controller.synchronize(handle.backend, info.weight_version)
             except Exception as error:  # noqa: BLE001
                 handle.record_failure(_typed(error, handle))

@@ -129,7 +129,7 @@ class BackendRegistry:
             if None not in (vocab_size, handle.info.vocab_size) and vocab_size != handle.info.vocab_size:
                 raise BackendRejected(
                     f"has a vocabulary of {vocab_size}, but pool {self.name!r} serves one of {handle.info.vocab_size}",
-                    hint="Register it in another pool.",
+                    hint="Register it in another pool, after removing it from this one if it was there.",
                     backend_id=backend_id,
                 )
 

@@ -300,6 +300,16 @@ async def test_a_backend_that_recovers_comes_back_with_the_pools_weights():
         assert set((await pool.generate(request())).versions) == {5}
 
 
+async def test_an_engine_that_restarts_with_another_vocabulary_stays_out():
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (_, pool):
+        engine.healthy = False
+        await until(lambda: state_of(pool, engine) is BackendState.FAILED)
+        engine._vocab_size, engine.healthy = 1024, True
+        await until(lambda: "vocabulary of 1024" in pool.views()[0].last_error)
+        assert state_of(pool, engine) is BackendState.FAILED
+
+
 async def test_requests_wait_for_a_backend_that_comes_back():
     engine = ScriptedEngine(SCRIPT)
     async with running(engine) as (_, pool), anyio.create_task_group() as tasks:
