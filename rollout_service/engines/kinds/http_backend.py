@@ -11,7 +11,8 @@ import re
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -120,7 +121,7 @@ class HttpBackend(ABC):
             await self._abort_quietly(request.request_id)
             raise GenerationTimeout(
                 str(error),
-                hint="Lower max_new_tokens, or raise the generation timeout.",
+                hint="Lower max_new_tokens, or add engines if these are overloaded.",
                 backend_id=self._id,
             ) from error
         finally:
@@ -276,6 +277,18 @@ class HttpBackend(ABC):
         if not isinstance(answer, dict):
             raise BackendProtocolError(f"{path} did not answer with a JSON object", backend_id=self._id)
         return answer
+
+    @contextmanager
+    def _has_new_weights(self) -> Iterator[None]:
+        """Raise a refusal as another error: an engine that refuses an update is taken to have kept its weights."""
+        try:
+            yield
+        except BackendRejected as error:
+            raise BackendProtocolError(
+                f"loaded the weights, and then {str(error).removeprefix(f'backend {self._id}: ')}",
+                hint="See the engine's log, then send the weights again.",
+                backend_id=self._id,
+            ) from error
 
     async def _context_length(self) -> tuple[str, int]:
         models = self._object(await self._get("/v1/models"), "/v1/models").get("data")

@@ -93,10 +93,10 @@ class SGLangWeights(HttpBackend):
                 raise
             # The weights are in place, but a request that was aborted a moment ago still held its KV. The server
             # takes this for a failure and still reports the previous version.
-            seconds = _FLUSH_SECONDS + CONTROL_SECONDS
-            await self._post(f"/flush_cache?timeout={_FLUSH_SECONDS}", {}, seconds)
             version = {"new_version": body["weight_version"], "abort_all_requests": False}
-            await self._succeed("/update_weight_version", version)
+            with self._has_new_weights():
+                await self._post(f"/flush_cache?timeout={_FLUSH_SECONDS}", {}, _FLUSH_SECONDS + CONTROL_SECONDS)
+                await self._succeed("/update_weight_version", version)
 
     async def _succeed(self, path: str, body: Mapping[str, Any], *, seconds: float = CONTROL_SECONDS) -> None:
         answer = await self._post(path, body, seconds)

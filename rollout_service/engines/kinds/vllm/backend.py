@@ -152,9 +152,10 @@ class VllmBackend(HttpBackend):
         # A failure from here on leaves the server paused, so that unknown weights sample nothing.
         load = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._order("/collective_rpc", load, seconds=_UPDATE_SECONDS)
-        if flush_cache:
-            await self._flush()
-        await self._order("/update_weight_version", {"new_version": str(version)})
+        with self._has_new_weights():
+            if flush_cache:
+                await self._flush()
+            await self._order("/update_weight_version", {"new_version": str(version)})
         self.has_weights(version)
         if not was_paused:
             await self.resume()

@@ -36,8 +36,8 @@ from rollout_service.engines.pool.weights.outcomes import check_weights_outcome
 from rollout_service.engines.pool.weights.process_groups import ProcessGroups, buckets
 from rollout_service.engines.pool.weights.state import PoolState
 from rollout_service.server.hangs.problems import problem_of_engine
-from rollout_service.testing import Counting, Fault, ScriptedEngine
-from tests.support.engines.pools import OPTIONS, answering, is_exact, request, running, states
+from rollout_service.testing import Counting, Fault, ScriptedEngine, ScriptedVllm
+from tests.support.engines.pools import OPTIONS, answering, is_exact, request, running, states, weights_in
 from tests.support.tokens.characters import session
 from tests.support.waiting import collect, until
 
@@ -372,6 +372,20 @@ async def test_where_all_refuse_all_keep_what_they_have_and_serve():
         assert states(pool) == [BackendState.READY] * 2
         assert set((await pool.generate(request())).versions) == {0}
         assert not any(engine.paused for engine in engines)
+
+
+@pytest.mark.parametrize("kind", [ScriptedEngine, ScriptedVllm], ids=["sglang", "vllm"])
+async def test_an_engine_that_refuses_after_it_has_loaded_does_not_serve_under_its_old_version(kind, tmp_path):
+    async def refuse(_) -> web.Response:
+        return web.json_response({"message": "the cache was not flushed"}, status=400)
+
+    engine = kind(Counting())
+    for path in ("/update_weights_from_disk", "/flush_cache", "/reset_prefix_cache"):
+        engine._routes[path] = refuse
+    async with running(engine) as (_, pool):
+        outcome = await pool.update_weights(weights_in(tmp_path), 1)
+        assert [(each.code, each.version_after) for each in outcome.outcomes] == [("backend_protocol_error", None)]
+        assert states(pool) == [BackendState.FAILED]
 
 
 async def test_a_backend_that_takes_too_long_leaves_service():
