@@ -64,6 +64,8 @@ QUOTED_CHARACTERS = 500
 """The part of an engine's error message that is passed on."""
 QUOTED_BYTES = 100
 """The part of an answer other than JSON that is passed on."""
+INLINE_BYTES = 256 << 10
+"""Larger answers are read in a thread. With the likeliest tokens, one of this size takes 30 ms."""
 ParseAnswer = Callable[[object, GenerateRequest, str, ModelInfo | None, float], Generation]
 """Checks the answer to a request, given the backend's id, its model, and the seconds that the engine took."""
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
@@ -161,14 +163,24 @@ class HttpBackend(ABC):
         stream: TokenStream | None,
         parse: ParseAnswer,
     ) -> Generation:
-        """Send a request, and return its answer, checked by `stream` or else by `parse`."""
+        """Send a request, and return its answer, checked by `stream` or else by `parse`; a large one in a thread."""
         started, content = time.perf_counter(), dump_request(body)
         max_bytes = generation_bytes(request, self._info)
+        read: Callable[[float], Generation]
         if stream is not None:
-            await self._stream(path, content, stream, max_bytes, request.traceparent)
-            return stream.end(time.perf_counter() - started)
-        answer = await self._call(path, content, max_bytes, request.traceparent)
-        return parse(answer, request, self._id, self._info, time.perf_counter() - started)
+            size, read = await self._stream(path, content, stream, max_bytes, request.traceparent), stream.whole
+        else:
+            raw = await self._exchange_bytes("POST", path, content, None, max_bytes, traceparent=request.traceparent)
+
+            def parsed(taken: float) -> Generation:
+                return parse(self._decode(raw, "POST", path), request, self._id, self._info, taken)
+
+            size, read = len(raw), parsed
+        seconds = time.perf_counter() - started
+        generation = read(seconds) if size <= INLINE_BYTES else await anyio.to_thread.run_sync(read, seconds)
+        if stream is not None:
+            stream.end(generation)
+        return generation
 
     async def _end_calls(self) -> None:
         """Abort until no call is open, since the first abort misses a request still on its way to the engine."""
@@ -194,22 +206,19 @@ class HttpBackend(ABC):
         except orjson.JSONDecodeError:
             return None
 
-    async def _call(
-        self, path: str, content: bytes, max_bytes: int = ANSWER_BYTES, traceparent: str | None = None
-    ) -> Any:
+    async def _call(self, path: str, content: bytes) -> Any:
         """Return the JSON of an exchange that may take as long as a generation."""
-        raw = await self._exchange_bytes("POST", path, content, None, max_bytes, traceparent=traceparent)
-        return self._decode(raw, "POST", path)
+        return self._decode(await self._exchange_bytes("POST", path, content, None), "POST", path)
 
     async def _stream(
-        self, path: str, content: bytes, stream: TokenStream, max_bytes: int, traceparent: str | None = None
-    ) -> None:
-        """Make one exchange that is answered in events of at most `max_bytes` each."""
-        is_done = False
+        self, path: str, content: bytes, stream: TokenStream, max_bytes: int, traceparent: str | None
+    ) -> int:
+        """Make one exchange that is answered in events of at most `max_bytes` each; return the bytes of all."""
+        is_done, size = False, 0
 
         def take(event: bytes) -> None:
-            nonlocal is_done
-            is_done = is_done or event == _DONE
+            nonlocal is_done, size
+            is_done, size = is_done or event == _DONE, size + len(event)
             if not is_done:
                 self._take_chunk(event, path, stream)
 
@@ -220,13 +229,15 @@ class HttpBackend(ABC):
                 hint="See the engine's log.",
                 backend_id=self._id,
             )
+        return size
 
     def _take_chunk(self, event: bytes, path: str, stream: TokenStream) -> None:
         with answer_of(self._id):
             chunk = mapping(self._decode(event, "POST", path), "a chunk of the answer")
             if "error" in chunk:
                 stated: Any = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
-                raise self._refusal(stated if stated in _ERROR_STATUSES else _ERROR_STATUSES[-1], path, event)
+                # SGLang states none for a request that it refuses.
+                raise self._refusal(stated if stated in _ERROR_STATUSES else HTTPStatus.BAD_REQUEST.value, path, event)
             stream.take(chunk)
 
     async def _exchange_bytes(

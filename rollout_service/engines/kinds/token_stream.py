@@ -29,14 +29,12 @@ class TokenStream(ABC):
         """Check a chunk, and deliver its tokens."""
 
     @abstractmethod
-    def _whole(self, engine_seconds: float) -> Generation: ...
+    def whole(self, engine_seconds: float) -> Generation:
+        """Check the answer and return it; may be called in a thread."""
 
-    def end(self, engine_seconds: float) -> Generation:
-        """Deliver the last chunk, and return the answer."""
-        delivered = len(self._ids)
-        generation = self._whole(engine_seconds)
-        as_one_chunk(generation, self._on_tokens, first=delivered)
-        return generation
+    def end(self, generation: Generation) -> None:
+        """Deliver the last chunk."""
+        as_one_chunk(generation, self._on_tokens, first=len(self._ids))
 
     # ---- for subclasses
 

@@ -210,7 +210,7 @@ class SGLangStream(TokenStream):
         self._keep(entries)
         self._last = {**chunk, "output_ids": self._ids + ids, "meta_info": {**meta, **self._entries}}
 
-    def _whole(self, engine_seconds: float) -> Generation:
+    def whole(self, engine_seconds: float) -> Generation:
         if self._last is None:
             raise self._broken_off()
         generation = wire.parse_generation(self._last, self._request, self._backend_id, self._info, engine_seconds)

@@ -84,7 +84,7 @@ class VllmStream(TokenStream):
         )
         self._deliver(chunk)
 
-    def _whole(self, engine_seconds: float) -> Generation:
+    def whole(self, engine_seconds: float) -> Generation:
         if self._last is None or self._usage is None:
             raise self._broken_off()
         answer = {

@@ -1,13 +1,16 @@
 """The service bounds what it reads and repeats from an engine, or from another program at its address."""
 
+import threading
+
 import pytest
 from aiohttp import web
 from pydantic import ValidationError
 
 from api_schemas.inference import BackendSpec
 from rollout_service.engines.contract import RequestedExtras
-from rollout_service.engines.errors import BackendProtocolError, BackendRejected, InferenceError
-from rollout_service.engines.kinds.token_stream import CEILING_BYTES, generation_bytes
+from rollout_service.engines.errors import BackendProtocolError, BackendRejected, InferenceError, PromptTooLong
+from rollout_service.engines.kinds.http_backend import INLINE_BYTES
+from rollout_service.engines.kinds.token_stream import CEILING_BYTES, TokenStream, generation_bytes
 from rollout_service.engines.pool.pools import Pools
 from tests.support.engines.pools import answering, request
 
@@ -39,6 +42,42 @@ async def test_an_engines_error_message_is_repeated_in_part() -> None:
             await backend.generate(request())
     assert len(str(caught.value)) < 1_000
     assert str(caught.value).isprintable()
+
+
+async def test_a_request_that_sglang_refuses_in_a_stream_is_refused() -> None:
+    async def refuse(_: web.Request) -> web.Response:
+        text = 'data: {"error": {"message": "longer than the model\'s context length"}}\n\ndata: [DONE]\n\n'
+        return web.Response(text=text, content_type="text/event-stream")
+
+    async with answering(refuse) as backend:
+        with pytest.raises(PromptTooLong):
+            await backend.generate(request(), on_tokens=print)
+
+
+class ThreadNoting(TokenStream):
+    """Notes the thread that reads the answer, in place of the answer."""
+
+    def take(self, chunk): ...
+
+    def whole(self, engine_seconds):
+        return threading.get_ident()
+
+    def end(self, generation): ...
+
+
+@pytest.mark.parametrize("size", [INLINE_BYTES, INLINE_BYTES + 1])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_large_answer_is_read_outside_the_event_loop(is_streamed, size):
+    async def fill(_: web.Request) -> web.Response:
+        done = b"[DONE]"
+        events = b"data: " + b"{}".ljust(size - len(done)) + b"\n\ndata: " + done + b"\n\n"
+        return web.Response(body=events if is_streamed else b"{}".ljust(size))
+
+    asked = request(1_000)
+    stream = ThreadNoting(asked, None, "b", print) if is_streamed else None
+    async with answering(fill) as backend:
+        thread = await backend._ask("/generate", {}, asked, stream, lambda *_: threading.get_ident())
+    assert (thread == threading.get_ident()) == (size == INLINE_BYTES)
 
 
 async def test_an_answer_without_end_is_an_error_before_it_fills_the_memory() -> None:

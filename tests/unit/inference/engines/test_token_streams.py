@@ -88,7 +88,9 @@ def read(kind, chunks, sink, request=REQUEST):
     stream = kind(request, INFO, "b", sink)
     for chunk in chunks:
         stream.take(chunk)
-    return stream.end(0.5)
+    generation = stream.whole(0.5)
+    stream.end(generation)
+    return generation
 
 
 @given(
