@@ -64,5 +64,5 @@ def format_config(name: str, options: Mapping[str, Any]) -> Any:
 
 def ends_of_turn(path: str) -> list[int]:
     """Return the ids that end a turn, from the model's generation settings; a tokenizer names only one of them."""
-    ids = read_json(Path(path).expanduser() / "generation_config.json").get("eos_token_id", [])
-    return [ids] if isinstance(ids, int) else list(ids)
+    ids = read_json(Path(path).expanduser() / "generation_config.json").get("eos_token_id")
+    return [ids] if isinstance(ids, int) else list(ids or ())

@@ -371,8 +371,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise _not_found(str(path.parent), f"{path.name} is not valid JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise _not_found(str(path.parent), f"{path.name} cannot be read as JSON: {error}") from error
     return content if isinstance(content, dict) else {}
 
 

@@ -53,8 +53,11 @@ def test_a_broken_tokenizer_is_not_readable(tmp_path):
 
 def test_broken_settings_are_named(folder):
     (folder / "config.json").write_text("{")
-    with pytest.raises(TokenizerNotFoundError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(TokenizerNotFoundError, match=r"config\.json cannot be read as JSON"):
         ChatRenderer.load(folder)
+    with pytest.raises(TokenizerNotFoundError, match="Not a directory") as caught:
+        ChatRenderer.load(folder / "tokenizer.json")
+    assert "Pass a folder" in caught.value.hint
 
 
 def test_an_unknown_renderer_lists_the_known_ones():

@@ -215,6 +215,8 @@ def test_another_end_of_turn_than_the_template_writes_begins_a_segment(tmp_path)
     folder = write_model(tmp_path / "model", USUAL)
     tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     ends = {token["id"]: token["content"] for token in tokens if token["content"] in ("<|im_end|>", "<|endoftext|>")}
+    (folder / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert ChatRenderer.load(folder, "default").stop_token_ids
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ends)}))
     renderer = ChatRenderer.load(folder, "default")
     assert renderer.stop_token_ids == tuple(ends)
