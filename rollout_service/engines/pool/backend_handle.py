@@ -194,6 +194,13 @@ class BackendHandle:
         self.last_error = str(error) or type(error).__name__
         self.failed_at = datetime.now(UTC)
 
+    def typed(self, error: Exception) -> InferenceError:
+        """Return the error, or one that names the engine's kind if it is a defect of that."""
+        if isinstance(error, InferenceError):
+            return error
+        why = f"its kind cannot read its answer: {type(error).__name__}: {error}"
+        return BackendProtocolError(why, hint="Correct the plug-in.", backend_id=self.id)
+
     def take_out(self) -> None:
         """Give it no new requests; the open ones go elsewhere."""
         if self.state is BackendState.READY:

@@ -10,7 +10,7 @@ import anyio
 import structlog
 
 from api_schemas.inference import BackendState
-from rollout_service.engines.errors import BackendProtocolError, BackendUnreachable, InferenceError
+from rollout_service.engines.errors import BackendUnreachable, InferenceError
 from rollout_service.engines.pool.backend_handle import BackendHandle, sample_token
 from rollout_service.engines.pool.registry import BackendRegistry, PoolOptions
 from rollout_service.engines.pool.weights.controller import PoolController
@@ -84,7 +84,7 @@ class HealthChecks:
             why = f"no answer to a probe in {seconds:g} s: it hangs, or its host is overloaded"
             return BackendUnreachable(why, backend_id=handle.id)
         except Exception as error:  # noqa: BLE001 - a plug-in's defect is its engine's failure alone
-            return _typed(error, handle)
+            return handle.typed(error)
         return None
 
     async def _bring_back(self, handle: BackendHandle) -> None:
@@ -95,17 +95,10 @@ class HealthChecks:
                 self._registry.refuse_other_vocabulary(handle.id, info.vocab_size)
                 version = await self._controller.synchronize(handle.backend, info.weight_version)
             except Exception as error:  # noqa: BLE001
-                handle.record_failure(_typed(error, handle))
+                handle.record_failure(handle.typed(error))
                 return
             if handle.state is BackendState.FAILED:
                 info = replace(info, weight_version=version, extras=handle.info.extras)
                 handle.bring_back(info, is_tried=self._registry.paused is None)
                 log.info("backend is back", backend_id=handle.id, pool=self._registry.name, weight_version=version)
         self._registry.notify()
-
-
-def _typed(error: Exception, handle: BackendHandle) -> InferenceError:
-    if isinstance(error, InferenceError):
-        return error
-    why = f"its kind cannot read its answer: {type(error).__name__}: {error}"
-    return BackendProtocolError(why, hint="Correct the plug-in.", backend_id=handle.id)

@@ -141,9 +141,10 @@ class FanOut:
         started, record = time.perf_counter(), self.records[handle]
         try:
             await command(handle)
-        except InferenceError as caught:
-            record.error = record.error or caught
-            handle.record_failure(caught)
+        except Exception as caught:  # noqa: BLE001 - a plug-in's defect is its engine's failure alone
+            error = handle.typed(caught)
+            record.error = record.error or error
+            handle.record_failure(error)
         record.steps[name] = time.perf_counter() - started
 
     def outcomes(self) -> list[BackendOutcome]:

@@ -64,6 +64,10 @@ async def test_a_defect_of_an_engines_kind_takes_that_engine_out_of_service_alon
         await until(lambda: handle.failures > failures)
         monkeypatch.undo()
         await until(lambda: handle.state is BackendState.READY)
+        monkeypatch.setattr(handle.backend, "update_weights", broken)
+        outcome = await pools["policy"].update_weights("/w/1", 1)
+        assert [each.ok for each in outcome.outcomes] == [False, True]
+        assert not sick.paused
 
 
 async def test_an_engine_that_works_for_long_is_left_alone():
