@@ -21,11 +21,8 @@ from rollout_service.tokens.trajectory import GrowingSegment, TurnExtras, shared
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
     turn_id: int
-    segment: int
     prompt_length: int
     output_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
     finish_reason: FinishReason
     fork_reason: ForkReason | None
     """None when it extends one."""
@@ -174,11 +171,8 @@ class Conversation:
         segment.add_sampled(output, logprobs, versions, turn_id)
         turn = AssistantTurn(
             turn_id=turn_id,
-            segment=len(self._segments) - 1,
             prompt_length=len(prompt),
             output_ids=tuple(output),
-            logprobs=tuple(logprobs),
-            versions=tuple(versions),
             finish_reason=finish_reason,
             fork_reason=fork_reason,
             message=as_message(self._renderer.parse(output, prompt, self._tools, f"call-{turn_id}")),
