@@ -192,8 +192,10 @@ class HttpBackend(ABC):
                 if waiting.cancelled_caught:
                     await self.abort()
 
-    async def _get(self, path: str) -> Any:
-        return self._decode(await self._get_bytes(path), "GET", path)
+    async def _get(self, path: str) -> Mapping[str, Any]:
+        """Return the JSON object that answers a GET."""
+        with answer_of(self._id):
+            return mapping(self._decode(await self._get_bytes(path), "GET", path), f"the answer of {path}")
 
     async def _get_bytes(self, path: str) -> bytes:
         return await self._exchange_bytes("GET", path, None, CONTROL_SECONDS)
@@ -284,11 +286,6 @@ class HttpBackend(ABC):
             raise self._refusal(status, path, raw if method == "POST" else b"")
         return raw
 
-    def _object(self, answer: Any, path: str) -> Mapping[str, Any]:
-        if not isinstance(answer, dict):
-            raise BackendProtocolError(f"{path} did not answer with a JSON object", backend_id=self._id)
-        return answer
-
     @contextmanager
     def _has_new_weights(self) -> Iterator[None]:
         """Raise a refusal as another error: an engine that refuses an update is taken to have kept its weights."""
@@ -302,7 +299,7 @@ class HttpBackend(ABC):
             ) from error
 
     async def _context_length(self) -> tuple[str, int]:
-        models = self._object(await self._get("/v1/models"), "/v1/models").get("data")
+        models = (await self._get("/v1/models")).get("data")
         first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
         length = first.get("max_model_len")
         if not isinstance(length, int):

@@ -31,7 +31,7 @@ from rollout_service.engines.pool.backend_handle import BackendHandle
 from rollout_service.engines.pool.continuation import Continuation
 from rollout_service.engines.pool.health import HealthChecks
 from rollout_service.engines.pool.registry import BackendRegistry, PoolOptions
-from rollout_service.engines.routing import Candidate, Decision, Observer, RequestEnd, Router
+from rollout_service.engines.routing.contract import Candidate, Decision, Observer, RequestEnd, Router
 
 _BACKOFF_SECONDS = 0.05
 _LONGEST_BACKOFF_SECONDS = 2.0
@@ -55,10 +55,8 @@ class Dispatcher:
         self._observer = observer
         self._decided: deque[Decision] = deque()
         """Decisions that the observer has not got yet."""
-        self._answered: deque[tuple[Decision, GenerateRequest, Generation | None]] = deque()
-        """Ended requests that the router and the observer have not got yet."""
-        self._ended: deque[tuple[str, float, RequestEnd]] = deque()
-        """The same requests' backends and seconds."""
+        self._ended: deque[tuple[Decision, GenerateRequest, Generation | None, float, RequestEnd]] = deque()
+        """Ended requests, with their seconds, that the router and the observer have not got yet."""
 
     async def generate(
         self, request: GenerateRequest, affinity: str | None, on_tokens: TokenSink | None = None
@@ -172,8 +170,7 @@ class Dispatcher:
             end = RequestEnd.FAILED
             raise
         finally:
-            self._ended.append((handle.id, time.perf_counter() - started, end))
-            self._answered.append((decision, request, answer))
+            self._ended.append((decision, request, answer, time.perf_counter() - started, end))
             asyncio.get_running_loop().call_soon(self._learn)
             self._queue.wake_next()
         return answer
@@ -189,14 +186,12 @@ class Dispatcher:
             if self._observer is not None:
                 self._observer.decided(self._registry.name, decision)
         while self._ended:
-            ended = self._ended.popleft()
-            if self._observer is not None:
-                self._observer.ended(self._registry.name, *ended)
-        while self._answered:
-            decision, request, answer = self._answered.popleft()
+            decision, request, answer, seconds, end = self._ended.popleft()
             self._router.ended(decision, request, answer)
-            if self._observer is not None and answer is not None and answer.output_ids:
-                self._observer.served(self._registry.name, decision, answer.cached_tokens)
+            if self._observer is not None:
+                self._observer.ended(self._registry.name, decision.backend_id, seconds, end)
+                if answer is not None and answer.output_ids:
+                    self._observer.served(self._registry.name, decision, answer.cached_tokens)
 
     async def _hold(self) -> list[BackendHandle]:
         name, seconds = self._registry.name, self._options.hold_seconds

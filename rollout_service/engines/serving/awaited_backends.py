@@ -75,13 +75,11 @@ class AwaitedBackends:
         while backend_id in self.specs:
             try:
                 await register()
-            except InferenceError as error:
+            except (InferenceError, StoreError) as error:
                 self.reasons[backend_id] = str(error)
-                log.warning("backend does not answer yet; trying again", url=url, error=str(error), hint=error.hint)
-                await anyio.sleep(RECONNECT_SECONDS)
-            except StoreError as error:
-                self.reasons[backend_id] = str(error)
-                log.warning("backend cannot be recorded yet; trying again", url=url, error=str(error), hint=error.hint)
+                away, unsaved = "backend does not answer yet; trying again", "backend cannot be recorded yet; trying again"
+                event = away if isinstance(error, InferenceError) else unsaved
+                log.warning(event, url=url, error=str(error), hint=error.hint)
                 await anyio.sleep(RECONNECT_SECONDS)
             except Exception as error:
                 info = describe(error)

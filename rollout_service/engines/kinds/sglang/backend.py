@@ -65,7 +65,7 @@ class SGLangBackend(SGLangWeights):
         await self._post("/continue_generation", {})
 
     async def model_info(self) -> ModelInfo:
-        info = self._object(await self._get("/model_info"), "/model_info")
+        info = await self._get("/model_info")
         _, context_length = await self._context_length()
         model_path = str(info.get("model_path", ""))
         vocab_size = info.get("vocab_size")
@@ -87,7 +87,7 @@ class SGLangBackend(SGLangWeights):
         await self._get_bytes("/model_info" if paused else "/health")
 
     async def load(self) -> BackendLoad:
-        loads = self._object(await self._get("/v1/loads"), "/v1/loads").get("loads")
+        loads = (await self._get("/v1/loads")).get("loads")
         if not isinstance(loads, list) or not loads:
             raise BackendProtocolError("/v1/loads has no entry", backend_id=self._id)
         try:

@@ -42,7 +42,7 @@ class SGLangWeights(HttpBackend):
         Raises:
             BackendRejected: The server has replicas, of which SGLang can reach only one.
         """
-        info = self._object(await self._get("/server_info"), "/server_info")
+        info = await self._get("/server_info")
         if (replicas := info.get("dp_size", 1)) != 1:
             raise BackendRejected(
                 f"has {replicas} replicas (dp_size), which cannot join a process group",

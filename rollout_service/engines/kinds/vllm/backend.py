@@ -235,7 +235,7 @@ class VllmBackend(HttpBackend):
 
     async def _is_paused(self) -> bool:
         try:
-            answer = self._object(await self._get("/is_paused"), "/is_paused")
+            answer = await self._get("/is_paused")
         except BackendRejected as error:
             raise BackendRejected(
                 "does not accept commands to load weights", hint=_START_DEV, backend_id=self._id
@@ -245,7 +245,7 @@ class VllmBackend(HttpBackend):
     async def _version(self) -> int:
         """Return 0 for a server without the route, whose weights cannot be updated."""
         try:
-            answer = self._object(await self._get("/weight_info"), "/weight_info")
+            answer = await self._get("/weight_info")
         except BackendRejected:
             return 0
         with answer_of(self._id):
@@ -278,8 +278,7 @@ class VllmBackend(HttpBackend):
             )
 
     async def _is_on_cpu(self) -> bool:
-        answer = self._object(await self._get("/server_info?config_format=json"), "/server_info")
-        config = answer.get("vllm_config")
+        config = (await self._get("/server_info?config_format=json")).get("vllm_config")
         device = config.get("device_config") if isinstance(config, dict) else None
         return "cpu" in str(device)
 
