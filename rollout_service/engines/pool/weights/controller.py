@@ -6,7 +6,7 @@ service has the pool's weights. A backend that joins gets the pool's weights and
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 
 import anyio
@@ -49,7 +49,7 @@ class PoolController:
     def __init__(self, registry: BackendRegistry, exclusive: Exclusive | None = None) -> None:
         """`exclusive` is for backends that other services command too: in its block, none of them does."""
         self.lock = anyio.Lock()
-        self._exclusive = exclusive
+        self._exclusive = exclusive or (lambda _: nullcontext())
         self._registry = registry
         self._weights = PoolWeights()
         self._groups = ProcessGroups()
@@ -62,10 +62,6 @@ class PoolController:
     @asynccontextmanager
     async def joining(self) -> AsyncIterator[None]:
         """Let no command run within the block, at any service."""
-        if self._exclusive is None:
-            async with self.lock:
-                yield
-            return
         async with self._exclusive(self._registry.name), self.lock:
             yield
 
@@ -120,7 +116,7 @@ class PoolController:
         async with self.lock:
             with anyio.CancelScope(shield=True):
                 outcome = await self._each("resume", lambda handle: handle.backend.resume(), self._try)
-                self._release()
+                self._registry.paused = None
         return outcome
 
     async def abort(self) -> PoolOutcome:
@@ -186,7 +182,7 @@ class PoolController:
         finally:
             if was_paused is None:
                 held_seconds, held = time.perf_counter() - started, self._registry.held
-                self._release()
+                self._registry.paused = None
         version = weights.version if has_changed else None
         outcome = self._outcome(fan_out, changed=has_changed, version=version, kv=kv if has_changed else None)
         if was_paused is not None:
@@ -270,7 +266,7 @@ class PoolController:
                     "join",
                     lambda it: _within(
                         group.timeout_seconds,
-                        require_process_groups(it.backend).join_group(group, ranks.first[it]),
+                        require_process_groups(it.backend).join_group(group, ranks[it].start),
                     ),
                 )
                 if any(record.error for record in fan_out.records.values()):
@@ -281,7 +277,7 @@ class PoolController:
                 self._groups.add(group.group_name, [handle.id for handle in handles])
         outcome = self._outcome(fan_out, changed=True)
         joined = [
-            each.model_copy(update={"ranks": ranks.of(handle)})
+            each.model_copy(update={"ranks": list(ranks[handle])})
             for handle, each in zip(fan_out.records, outcome.outcomes, strict=True)
         ]
         return outcome.model_copy(update={"outcomes": joined})
@@ -299,10 +295,6 @@ class PoolController:
         return fan_out
 
     # ---- all commands
-
-    def _release(self) -> None:
-        self._registry.paused = None
-        self._registry.notify()
 
     async def _each(self, name: str, command: PoolCommand, trial: PoolCommand | None = None) -> PoolOutcome:
         """Run a command at once on the backends in service; one that is lost, or fails the trial, leaves service.

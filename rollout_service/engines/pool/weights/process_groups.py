@@ -7,8 +7,7 @@ broadcast never ends if one does not take part.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise, starmap
 from typing import Protocol, runtime_checkable
 
 import anyio
@@ -85,25 +84,16 @@ class ProcessGroups:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RankAssignment:
-    first: dict[BackendHandle, int]
-    count: dict[BackendHandle, int]
-
-    def of(self, handle: BackendHandle) -> list[int]:
-        return list(range(self.first[handle], self.first[handle] + self.count[handle]))
-
-
-async def assign_ranks(handles: Sequence[BackendHandle], group: WeightsGroupRequest) -> RankAssignment:
+async def assign_ranks(handles: Sequence[BackendHandle], group: WeightsGroupRequest) -> dict[BackendHandle, range]:
     counts = [await require_process_groups(handle.backend).ranks() for handle in handles]
-    *firsts, size = accumulate(counts, initial=group.rank_offset)
-    if size != group.world_size:
+    bounds = list(accumulate(counts, initial=group.rank_offset))
+    if (size := bounds[-1]) != group.world_size:
         raise WeightsConflict(
             f"world_size is {group.world_size}, but {group.rank_offset} ranks of the trainer and {counts} of the "
             f"backends make {size}",
             hint=f"Set world_size to {size}, for the trainer as well.",
         )
-    return RankAssignment(dict(zip(handles, firsts, strict=True)), dict(zip(handles, counts, strict=True)))
+    return dict(zip(handles, starmap(range, pairwise(bounds)), strict=True))
 
 
 async def wait_for_master(group: WeightsGroupRequest) -> None:
