@@ -30,7 +30,7 @@ from rollout_service.engines.pool.health import HealthChecks
 from rollout_service.engines.pool.registry import BackendRegistry, PoolOptions
 from rollout_service.engines.pool.weights.controller import Exclusive, PoolController
 from rollout_service.engines.pool.weights.state import PoolState
-from rollout_service.engines.routing import Observer, Router
+from rollout_service.engines.routing.contract import Observer, Router
 
 log = structlog.get_logger(__name__)
 

@@ -17,7 +17,8 @@ from rollout_service.engines.pool.backend_handle import BackendHandle
 from rollout_service.engines.pool.pool import Accept, BackendPool
 from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.engines.pool.weights.controller import Exclusive
-from rollout_service.engines.routing import Observer, make_router
+from rollout_service.engines.routing.contract import LeastLoaded, Observer
+from rollout_service.engines.routing.cost_router import CostRouter
 
 DEFAULT_POOL = "policy"
 
@@ -163,7 +164,7 @@ class Pools:
                 name,
                 self._tasks,
                 options=options,
-                router=make_router(options.router),
+                router=CostRouter() if options.router == "cost" else LeastLoaded(),
                 observer=self._observer,
                 on_change=self.note_change,
                 exclusive=self._exclusive,

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.registry import Collector
 
 from api_schemas.inference import BackendView, PoolOutcome
-from rollout_service.engines.routing import Decision, RequestEnd
+from rollout_service.engines.routing.contract import Decision, RequestEnd
 from rollout_service.observability.telemetry.families import gauge
 
 REQUEST_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)

@@ -11,7 +11,7 @@ from rollout_service.engines.errors import InferenceError
 from rollout_service.engines.pool.dispatch import WaitQueue
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
-from rollout_service.engines.routing import Observer
+from rollout_service.engines.routing.contract import Observer
 from rollout_service.settings import PoolSettings
 from rollout_service.testing import Counting, ScriptedEngine
 from tests.support.engines.pools import request, running

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rollout_service.engines.contract import GenerateRequest, new_request_id
-from rollout_service.engines.routing import Candidate, Cost, Decision, LeastLoaded, Reason
+from rollout_service.engines.routing.contract import Candidate, Cost, Decision, LeastLoaded, Reason
 from rollout_service.engines.routing.engine_model import Rates
 from rollout_service.observability.telemetry.engines import RoutingTrace
 

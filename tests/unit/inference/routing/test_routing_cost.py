@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_service.engines.contract import BackendLoad, GenerateRequest, new_request_id
-from rollout_service.engines.routing import Candidate, CostRouter, Reason
+from rollout_service.engines.routing.contract import Candidate, Reason
+from rollout_service.engines.routing.cost_router import CostRouter
 from rollout_service.engines.routing.engine_model import BLOCK_TOKENS
 from tests.support.samples import generation
 

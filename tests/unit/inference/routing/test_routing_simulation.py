@@ -15,7 +15,8 @@ from functools import cache
 import pytest
 
 from rollout_service.engines.contract import BackendLoad, GenerateRequest, new_request_id
-from rollout_service.engines.routing import Candidate, CostRouter, LeastLoaded
+from rollout_service.engines.routing.contract import Candidate, LeastLoaded
+from rollout_service.engines.routing.cost_router import CostRouter
 from rollout_service.testing.hardware import KVCache
 from tests.support.samples import generation
 
