@@ -130,7 +130,7 @@ class SharedCommands(PoolCommands):
         if pool is None or record.revision <= self._taken_over.get(record.pool, 0):
             return
         self._taken_over[record.pool] = record.revision
-        pool.take_over(_state(record))
+        pool.controller.take_over(_state(record))
 
     async def _attend(self, record: PoolRecord) -> None:
         """Hold this node's requests, and carry the command out unless another service does."""
@@ -154,9 +154,9 @@ class SharedCommands(PoolCommands):
         if not isinstance(request, PauseRequest | WeightsRequest):
             return
         if (pool := self._pools.get(record.pool)) is not None:
-            pool.hold(request.mode)
+            pool.controller.hold(request.mode)
             if request.mode is PauseMode.DRAIN:
-                await pool.drained(request.drain_seconds)
+                await pool.controller.drained(request.drain_seconds)
         hold = partial(self._store.hold, record.pool, record.number, self._owner)
         await retry_until_stored("confirm that requests are held", hold)
 
@@ -190,7 +190,7 @@ class SharedCommands(PoolCommands):
         is_first = await retry_until_stored("begin a command", partial(self._store.begin, record.pool, record.number))
         pool = self._pools.get(record.pool)
         if pool is not None:
-            pool.take_over(_state(record))
+            pool.controller.take_over(_state(record))
         result = await self._answer(request, is_repeated=not is_first)
         if result.outcome is not None:
             result.outcome = await self._complete(result.outcome, late)
@@ -203,7 +203,7 @@ class SharedCommands(PoolCommands):
 
     async def _state_after(self, name: str) -> PoolState:
         """Return the state for the other services; a backend that missed a command is out until it gets it."""
-        state = self._pools[name].state()
+        state = self._pools[name].controller.state()
         return state.model_copy(update={"out": [*state.out, *await self._missing(name)]})
 
     async def _answer(self, request: PoolRequest, *, is_repeated: bool) -> CommandResult:
@@ -283,9 +283,9 @@ class SharedCommands(PoolCommands):
         if record is not None:
             self._take_over(record)
         pool = self._pools[name]
-        before = _lasting(pool.state())
+        before = _lasting(pool.controller.state())
         yield
-        state = pool.state()
+        state = pool.controller.state()
         if _lasting(state) == before:
             return
         revision = record.revision if record is not None else 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rollout_service.tokens.errors import TokenizerNotFoundError
 
@@ -176,29 +176,6 @@ def _read_byte_fallback(token: str) -> bytes:
     return token.replace(_SPACE, " ").encode()
 
 
-class ChatTokenizer(Protocol):
-    name_or_path: str
-
-    def __len__(self) -> int: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Cut the text at its marks, which have no ids."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Replace bytes that are not valid UTF-8 by U+FFFD."""
-        ...
-
-    def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
-        """Return one for all added tokens, or only for those that are marked as special."""
-        ...
-
-    @property
-    def token_bytes(self) -> TokenBytes | None:
-        """None if they are not known. The first use takes a while: use a thread."""
-        ...
-
-
 class FastTokenizer:
     """The Rust tokenizer behind the few methods that a renderer calls, with the ids of short texts cached.
 
@@ -254,6 +231,7 @@ class FastTokenizer:
 
     @cached_property
     def token_bytes(self) -> TokenBytes | None:
+        """None if they are not known. The first use takes a while: use a thread."""
         return TokenBytes.of(self._backend)
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
@@ -322,6 +300,10 @@ class TransformersTokenizer:
     def apply_chat_template(self, messages: Sequence[Any], **options: Any) -> list[int]:
         """Return the ids of that text, as `renderers` asks for them."""
         return self.encode(self.template_text(messages, **options))
+
+
+ChatTokenizer = FastTokenizer | TransformersTokenizer
+"""Both cut texts at their marks, which have no ids, and decode bytes that are not valid UTF-8 to U+FFFD."""
 
 
 def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:

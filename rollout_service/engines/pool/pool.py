@@ -18,7 +18,6 @@ from api_schemas.inference import (
     BackendView,
     PauseMode,
     PoolOutcome,
-    WeightsGroupRequest,
     WeightsRequest,
 )
 from rollout_service.engines.contract import Backend, BackendLoad, GenerateRequest, Generation, ModelInfo, TokenSink
@@ -29,7 +28,6 @@ from rollout_service.engines.pool.dispatch import Dispatcher, WaitQueue
 from rollout_service.engines.pool.health import HealthChecks
 from rollout_service.engines.pool.registry import BackendRegistry, PoolOptions
 from rollout_service.engines.pool.weights.controller import Exclusive, PoolController
-from rollout_service.engines.pool.weights.state import PoolState
 from rollout_service.engines.routing.contract import Observer, Router
 
 log = structlog.get_logger(__name__)
@@ -64,8 +62,9 @@ class BackendPool:
         self._on_change = on_change
         self._observer = observer
         self._registry = BackendRegistry(name, router.forget, self._changed)
-        self._controller = PoolController(self._registry, exclusive)
-        self._health = HealthChecks(self._registry, self._controller, self._options)
+        self.controller = PoolController(self._registry, exclusive)
+        """Runs the orders to all backends; process groups and services that share the backends use it."""
+        self._health = HealthChecks(self._registry, self.controller, self._options)
         self._stalls = StallDetector(self._registry, router, self._options)
         self._dispatcher = Dispatcher(self._registry, self._health, router, self._queue, self._options, observer)
 
@@ -139,7 +138,7 @@ class BackendPool:
             info = replace(await backend.model_info(), extras=frozenset(exports))
         if accept is not None:
             await accept(info)
-        async with self._controller.joining():
+        async with self.controller.joining():
             known = self._registry.get(backend.id)
             if known is not None:
                 await backend.close()
@@ -147,7 +146,7 @@ class BackendPool:
             info = replace(await backend.model_info(), extras=info.extras)
             self._registry.refuse_other_vocabulary(backend.id, info.vocab_size)
             is_known = is_checked and known is None
-            version = await self._controller.synchronize(
+            version = await self.controller.synchronize(
                 backend, info.weight_version, is_known=is_known, tried=info.weight_version
             )
             is_tried = not self.paused or version == info.weight_version
@@ -158,7 +157,7 @@ class BackendPool:
                 info,
                 self._options.slow_start,
                 self._versions,
-                self._controller.external_version,
+                self.controller.external_version,
             )
             handle.bring_back(info, is_tried=is_tried)
             handle.max_in_flight = max_in_flight or self._options.max_in_flight_per_backend
@@ -206,7 +205,7 @@ class BackendPool:
             PoolPaused: A pause lasted longer than allowed.
         """
         started = time.perf_counter()
-        answer = self._controller.kept_kv(await self._dispatcher.generate(request, affinity, on_tokens))
+        answer = self.controller.kept_kv(await self._dispatcher.generate(request, affinity, on_tokens))
         if self._observer is not None:
             self._observer.answered(self.name, time.perf_counter() - started)
         return answer
@@ -218,14 +217,14 @@ class BackendPool:
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, drain_seconds: float = 60.0) -> PoolOutcome:
         """Hold every request from now on; running ones end or wait, as `mode` says, and no token is lost."""
-        return await self._controller.pause(mode, drain_seconds)
+        return await self.controller.pause(mode, drain_seconds)
 
     async def resume(self) -> PoolOutcome:
-        return await self._controller.resume()
+        return await self.controller.resume()
 
     async def abort(self) -> PoolOutcome:
         """Make every engine return its partial answers; the requests then continue, unless the pool is paused."""
-        return await self._controller.abort()
+        return await self.controller.abort()
 
     async def update_weights(self, path: str, version: int, mode: PauseMode = PauseMode.ABORT) -> PoolOutcome:
         return await self.load_weights(WeightsRequest(path=path, version=version, mode=mode))
@@ -241,33 +240,10 @@ class BackendPool:
                 are not in the process group.
         """
         started = time.perf_counter()
-        outcome = await self._controller.update_weights(request, is_repeated=is_repeated)
+        outcome = await self.controller.update_weights(request, is_repeated=is_repeated)
         if self._observer is not None and (outcome.changed or not all(each.ok for each in outcome.outcomes)):
             self._observer.loaded(outcome, time.perf_counter() - started)
         return outcome
-
-    # ---- services that share the backends
-
-    def hold(self, mode: PauseMode) -> None:
-        """Hold requests while another service carries out a command; `take_over` ends it."""
-        self._controller.hold(mode)
-
-    async def drained(self, seconds: float) -> None:
-        await self._controller.drained(seconds)
-
-    def state(self) -> PoolState:
-        return self._controller.state()
-
-    def take_over(self, state: PoolState) -> None:
-        self._controller.take_over(state)
-
-    # ---- process groups
-
-    async def join_group(self, group: WeightsGroupRequest) -> PoolOutcome:
-        return await self._controller.join_group(group)
-
-    async def leave_group(self, name: str) -> PoolOutcome:
-        return await self._controller.leave_group(name)
 
 
 @dataclass(slots=True)

@@ -77,9 +77,9 @@ class AwaitedBackends:
                 await register()
             except (InferenceError, StoreError) as error:
                 self.reasons[backend_id] = str(error)
-                away, unsaved = "backend does not answer yet; trying again", "backend cannot be recorded yet; trying again"
-                event = away if isinstance(error, InferenceError) else unsaved
-                log.warning(event, url=url, error=str(error), hint=error.hint)
+                is_away = isinstance(error, InferenceError)
+                event = "backend does not answer yet" if is_away else "backend cannot be recorded yet"
+                log.warning(f"{event}; trying again", url=url, error=str(error), hint=error.hint)
                 await anyio.sleep(RECONNECT_SECONDS)
             except Exception as error:
                 info = describe(error)

@@ -65,9 +65,9 @@ class LocalCommands(PoolCommands):
             case WeightsRequest():
                 return await pool.load_weights(request, is_repeated=is_repeated and not request.force)
             case WeightsGroupRequest():
-                return await pool.join_group(request)
+                return await pool.controller.join_group(request)
             case LeaveGroupRequest():
-                return await pool.leave_group(request.group_name)
+                return await pool.controller.leave_group(request.group_name)
 
 
 def refuse_weights_of_frozen(request: PoolRequest) -> None:

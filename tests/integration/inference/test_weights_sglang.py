@@ -115,11 +115,11 @@ async def test_weights_come_over_a_process_group_in_the_middle_of_requests(first
         with pytest.raises(WeightsConflict, match="has no group 'weights'"):
             await pool.load_weights(WeightsRequest(source=weights, version=100))
         with pytest.raises(WeightsConflict, match=r"\[1, 1\] of the backends make 3"):
-            await pool.join_group(group.model_copy(update={"world_size": 4}))
+            await pool.controller.join_group(group.model_copy(update={"world_size": 4}))
         with pytest.raises(WeightsConflict, match="nothing listens"):
-            await pool.join_group(group.model_copy(update={"timeout_seconds": 0.3}))
+            await pool.controller.join_group(group.model_copy(update={"timeout_seconds": 0.3}))
         async with trainer(port, 3, checkpoints[1]) as process:
-            joined = await pool.join_group(group)
+            joined = await pool.controller.join_group(group)
             assert [(each.ok, each.ranks) for each in joined.outcomes] == [(True, [1]), (True, [2])]
             async with anyio.create_task_group() as tasks:
                 for _ in range(6):
@@ -197,6 +197,6 @@ async def test_an_engine_without_process_groups_says_so(checkpoints, tmp_path):
     )
     async with EmbeddedEngine(checkpoints[0]) as engine, pooled(engine) as pool:
         with socket.create_server(("127.0.0.1", port)):
-            outcome = await pool.join_group(group)
+            outcome = await pool.controller.join_group(group)
         assert "cannot take weights from a process group" in outcome.outcomes[0].error
         assert not outcome.outcomes[0].ok

@@ -211,14 +211,14 @@ async def test_an_open_request_keeps_the_version_that_it_began_with():
 async def test_an_engine_that_joins_later_has_the_trainers_weights_and_so_has_another_node():
     async with running(SlowEngine()) as (_, pool):
         await pool.load_weights(external(3))
-        state = PoolState.model_validate_json(pool.state().model_dump_json())
+        state = PoolState.model_validate_json(pool.controller.state().model_dump_json())
         async with SlowEngine() as late:
             await pool.register(SGLangBackend(late.url))
             assert [view.weight_version for view in pool.views()] == [3, 3]
             assert late.loads == []
     async with running(SlowEngine()) as (_, node):
         state = state.model_copy(update={"versions": {node.views()[0].backend_id: 3}})
-        node.take_over(state)
+        node.controller.take_over(state)
         assert (await node.generate(request(2))).versions == [3, 3]
 
 
@@ -227,7 +227,7 @@ async def test_kv_of_older_weights_is_not_found_through_another_node_or_after_th
     async with running(engine) as (_, pool), Pools(OPTIONS) as other:
         await other.register(engine.url)
         await pool.update_weights("/w/3", 3, PauseMode.IN_PLACE)
-        other["policy"].take_over(pool.state())
+        other["policy"].controller.take_over(pool.controller.state())
         for node in (pool, other["policy"]):
             await node.generate(request(2))
             assert engine.cache_keys[-1] == "weights-3"
@@ -552,7 +552,7 @@ async def grouped(*engines: GroupedEngine):
         group = WeightsGroupRequest(
             master_address="127.0.0.1", master_port=port, world_size=1 + 2 * len(engines), backend="gloo"
         )
-        outcome = await pool.join_group(group)
+        outcome = await pool.controller.join_group(group)
         assert [each.ok for each in outcome.outcomes] == [True] * len(engines)
         assert [each.ranks for each in outcome.outcomes] == [[1, 2], [3, 4]][: len(engines)]
         yield pool, group
@@ -566,7 +566,7 @@ async def test_every_backend_gets_its_first_rank_and_the_broadcast():
         assert (outcome.version, [each.ok for each in outcome.outcomes]) == (1, [True, True])
         assert set((await pool.generate(request())).versions) == {1}
         assert not (await pool.load_weights(BROADCAST)).changed
-        assert (await pool.leave_group("weights")).outcomes[0].ok
+        assert (await pool.controller.leave_group("weights")).outcomes[0].ok
         with pytest.raises(WeightsConflict, match="has no group"):
             await pool.load_weights(BROADCAST.model_copy(update={"version": 2}))
 
@@ -627,10 +627,10 @@ async def test_where_all_fail_in_a_broadcast_nobody_knows_what_they_have():
 async def test_a_group_of_another_size_or_without_a_trainer_is_refused():
     async with grouped(GroupedEngine()) as (pool, group):
         with pytest.raises(WeightsConflict, match="make 3") as caught:
-            await pool.join_group(group.model_copy(update={"world_size": 4}))
+            await pool.controller.join_group(group.model_copy(update={"world_size": 4}))
         assert "world_size to 3" in caught.value.hint
         with pytest.raises(WeightsConflict, match="nothing listens"):
-            await pool.join_group(group.model_copy(update={"master_port": 1, "timeout_seconds": 0.1}))
+            await pool.controller.join_group(group.model_copy(update={"master_port": 1, "timeout_seconds": 0.1}))
 
 
 # ---- on the wire
