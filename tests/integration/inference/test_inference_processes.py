@@ -54,13 +54,6 @@ async def test_the_engine_ends_with_its_context(checkpoint):
     await until_gone(engine.pid)
 
 
-async def test_the_engine_ends_when_its_context_fails(checkpoint):
-    with pytest.raises(KeyError):
-        async with EmbeddedEngine(checkpoint) as engine:
-            raise KeyError
-    await until_gone(engine.pid)
-
-
 async def test_a_web_page_cannot_use_an_engine(checkpoint):
     async with EmbeddedEngine(checkpoint) as engine, httpx.AsyncClient(base_url=engine.url) as http:
         rebound = await http.get("/model_info", headers={"host": "page.example"})

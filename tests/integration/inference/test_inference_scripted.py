@@ -114,15 +114,6 @@ async def test_faults_come_in_order_and_end():
         await backend.close()
 
 
-async def test_a_dead_engine_answers_nothing():
-    async with ScriptedEngine(Counting(), faults=[Fault.DIE]) as engine:
-        backend = SGLangBackend(engine.url)
-        for _ in range(2):
-            with pytest.raises(BackendUnreachable):
-                await backend.generate(request([1], budget=2))
-        await backend.close()
-
-
 async def test_it_runs_as_a_process_and_answers_with_texts(tmp_path):
     model = write_random_checkpoint(tmp_path / "model")
     address = tmp_path / "address"

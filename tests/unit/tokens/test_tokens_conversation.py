@@ -63,17 +63,6 @@ def test_call_ids_are_unique_in_a_conversation(conversation, renderer):
     assert len(set(ids)) == 6
 
 
-def test_a_turn_that_was_cut_off_is_closed_as_context(conversation, renderer):
-    turn = say(conversation, renderer, CALL[:30], FinishReason.LENGTH, stop=False)
-    assert turn.truncated
-    conversation.append([Message(role="user", content="Go on.")])
-    end = turn.prompt_length + len(turn.output_ids)
-    assert conversation.prompt()[end] == renderer.stop_token_ids[0]
-    say(conversation, renderer, "ok")
-    (segment,) = conversation.trajectory().segments
-    assert segment.loss_mask[end] == 0
-
-
 def test_a_stop_text_is_kept_and_the_turn_closed_as_context(conversation, renderer):
     turn = say(conversation, renderer, "one\nSTOP", FinishReason.STOP, stop=False)
     conversation.append([Message(role="user", content="Go on.")])
@@ -115,17 +104,6 @@ def test_an_empty_turn_is_a_turn(conversation, renderer):
     trajectory = conversation.trajectory()
     check_invariants(trajectory)
     assert trajectory.finish_reasons == [FinishReason.ABORT, FinishReason.STOP]
-
-
-def test_a_character_may_be_split_over_tokens_and_turns(conversation, renderer):
-    ids = renderer.encode("🙂")
-    assert len(ids) == 4
-    conversation.prompt()
-    turn = conversation.record(ids[:2], [-1.0] * 2, [0] * 2, FinishReason.LENGTH)
-    assert turn.output_ids == tuple(ids[:2])
-    assert "\N{REPLACEMENT CHARACTER}" in turn.message.content
-    conversation.append([Message(role="user", content="Go on.")])
-    assert conversation.prompt()[turn.prompt_length :][:2] == ids[:2]
 
 
 @pytest.mark.parametrize("reason", [ForkReason.HISTORY_EDITED, ForkReason.COMPACTION])

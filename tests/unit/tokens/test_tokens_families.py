@@ -297,10 +297,6 @@ def test_a_format_is_chosen_by_name(root):
 EACH = ceil(100 * settings.default.max_examples / len(FAMILIES))
 
 
-def test_there_are_at_least_six_formats():
-    assert len(FAMILIES) >= 6
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_random_conversation_keeps_its_promises(tmp_path, family):
     chat = Format(family, load(tmp_path / family, family))

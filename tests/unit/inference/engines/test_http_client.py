@@ -305,13 +305,6 @@ async def test_a_name_that_no_host_can_have_is_an_error(host: str) -> None:
     await client.close()
 
 
-async def test_an_address_without_a_listener_is_an_error() -> None:
-    async with serving(Server(OK)) as client:
-        pass
-    with pytest.raises(OSError, match=r"Connect call failed|refused"):
-        await client.exchange("GET", "/", None)
-
-
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True}), ("asyncio", {})], ids=str)
 async def test_a_connection_that_comes_too_late_holds_up_no_close(
     anyio_backend: tuple[str, dict[str, bool]], monkeypatch: pytest.MonkeyPatch

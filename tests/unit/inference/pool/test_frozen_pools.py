@@ -13,7 +13,6 @@ from pydantic import HttpUrl
 from api_schemas.inference import (
     BackendSpec,
     BackendState,
-    PauseMode,
     PauseRequest,
     ResumeRequest,
     WeightsRequest,
@@ -111,14 +110,6 @@ async def test_a_frozen_pool_is_paused_resumed_and_drained_like_any_other(tmp_pa
         assert await sample(pools, "frozen-1") == [0] * 4
         (view,) = served.views()
         assert (await served.drain(view.backend_id)).state is BackendState.DRAINING
-
-
-@pytest.mark.parametrize("mode", list(PauseMode))
-async def test_a_pause_of_the_policy_does_not_hold_up_a_frozen_pool(tmp_path: Path, mode: PauseMode) -> None:
-    async with serving(tmp_path, policy=Engine(), frozen_1=Engine()) as (served, pools):
-        await served.orders.pause(PauseRequest(mode=mode, drain_seconds=0.1))
-        assert pools["policy"].paused
-        assert await sample(pools, "frozen-1") == [0] * 4
 
 
 async def test_weights_of_the_policy_do_not_hold_up_a_frozen_pool(tmp_path: Path) -> None:

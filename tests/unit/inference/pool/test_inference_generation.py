@@ -85,14 +85,6 @@ def test_whatever_else_was_asked_for_is_asked_of_each_engine():
         assert changed <= {"request_id", "input_ids", "sampling"}
 
 
-def test_a_stop_ends_it_early():
-    continuation = make(budget=10)
-    assert continuation.add(answer(continuation.next_request(), 4, FinishReason.ABORT)) is None
-    whole = continuation.add(answer(continuation.next_request(), 2, FinishReason.STOP))
-    assert whole is not None
-    assert (whole.finish_reason, len(whole.output_ids)) == (FinishReason.STOP, 6)
-
-
 def test_an_answer_that_has_stopped_is_whole_though_its_end_was_lost():
     stop = token_at(4)
     asked = SamplingOptions(max_new_tokens=9, stop_token_ids=[stop])
@@ -107,13 +99,6 @@ def test_an_answer_that_has_stopped_is_whole_though_its_end_was_lost():
             stop,
             part.output_ids,
         )
-
-
-def test_an_abort_with_the_budget_used_up_is_a_length():
-    continuation = make(budget=4)
-    whole = continuation.add(answer(continuation.next_request(), 4, FinishReason.ABORT))
-    assert whole is not None
-    assert whole.finish_reason is FinishReason.LENGTH
 
 
 def test_cached_tokens_are_those_of_the_first_answer_with_tokens():

@@ -271,35 +271,6 @@ async def test_requests_move_when_their_backend_dies():
         await until(lambda: state_of(pool, engines[0]) is BackendState.FAILED)
 
 
-async def test_a_hanging_backend_leaves_service_and_its_requests_continue_elsewhere():
-    hanging, good = ScriptedEngine(SCRIPT), ScriptedEngine(SCRIPT)
-    async with running(hanging, good) as (_, pool):
-        home = await pool.generate(request(), affinity="r")
-        sick = hanging if hanging.url.endswith(home.backend_id.rpartition(":")[2]) else good
-        sick.inject(Fault.HANG)
-        results = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(collect, results, lambda: pool.generate(request(), affinity="r"))
-            await until(lambda: sick.requests == 3)  # its registration, the first turn, this one
-            sick.healthy = False
-        assert is_exact(results[0])
-        assert results[0].backend_id != home.backend_id
-        assert state_of(pool, sick) is BackendState.FAILED
-
-
-async def test_a_backend_that_recovers_comes_back_with_the_pools_weights():
-    engine = ScriptedEngine(SCRIPT)
-    async with running(engine) as (_, pool):
-        await pool.update_weights("/weights/5", 5)
-        engine.healthy = False
-        await until(lambda: state_of(pool, engine) is BackendState.FAILED)
-        engine.version = "default"  # as after a restart
-        engine.healthy = True
-        await until(lambda: state_of(pool, engine) is BackendState.READY)
-        assert engine.version == "5"
-        assert set((await pool.generate(request())).versions) == {5}
-
-
 async def test_an_engine_that_restarts_with_another_vocabulary_stays_out():
     engine = ScriptedEngine(SCRIPT)
     async with running(engine) as (_, pool):
