@@ -47,15 +47,17 @@ class AwaitedBackends:
             return
         self.reasons[backend_id] = "not tried yet"
         self.specs[backend_id] = spec
-        self._attempts[backend_id] = _Reconnection(anyio.CancelScope(), anyio.Event())
-        tasks.start_soon(self._reconnect, backend_id, str(spec.url), register)
+        self._attempts[backend_id] = attempt = _Reconnection(anyio.CancelScope(), anyio.Event())
+        tasks.start_soon(self._reconnect, backend_id, str(spec.url), register, attempt)
 
     async def end(self, backend_id: str) -> bool:
+        """Return whether it was still tried; it may begin again."""
         if backend_id not in self.specs:
             return False
         attempt = self._attempts[backend_id]
         attempt.scope.cancel()
         await attempt.ended.wait()
+        self.specs.pop(backend_id, None)
         return True
 
     def forget(self, backend_id: str) -> None:
@@ -63,8 +65,7 @@ class AwaitedBackends:
         self.reasons.pop(backend_id, None)
         self.specs.pop(backend_id, None)
 
-    async def _reconnect(self, backend_id: str, url: str, register: Register) -> None:
-        attempt = self._attempts[backend_id]
+    async def _reconnect(self, backend_id: str, url: str, register: Register, attempt: _Reconnection) -> None:
         try:
             with attempt.scope:
                 await self._register_in_the_end(backend_id, url, register)

@@ -94,6 +94,21 @@ async def test_an_engine_that_cannot_be_recorded_is_tried_again(monkeypatch: pyt
     assert reasons == ["not tried yet", "the Redis is full", "the Redis is full"]
 
 
+async def test_a_removal_that_is_not_recorded_keeps_no_engine_from_being_tried_again() -> None:
+    awaited, spec, tried = AwaitedBackends(), BackendSpec(url=HttpUrl("http://127.0.0.1:9")), []
+
+    async def register() -> None:
+        tried.append(spec)
+        await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as tasks:
+        for count in (1, 2):
+            awaited.begin(tasks, "it", spec, register)
+            await anyio.wait_all_tasks_blocked()
+            assert len(tried) == count
+            assert await awaited.end("it")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pauses", range(0, 60, 4))
 async def test_an_engine_that_is_cleared_while_it_is_registered_is_gone(tmp_path: Path, pauses: int) -> None:
