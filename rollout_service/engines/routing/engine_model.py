@@ -9,10 +9,43 @@ from dataclasses import dataclass, field
 from math import exp, inf, log
 
 from rollout_service.engines.contract import BackendLoad
-from rollout_service.engines.routing.contract import CostRouterOptions
 
 BLOCK_TOKENS = 64
 _MAX_CONVERSATIONS = 65_536
+_LOAD_SECONDS = 5.0
+"""How long a report of other clients' requests counts; it is polled every second. There are no such clients in the
+simulation; `test_work_that_others_sent_to_an_engine_counts` covers them."""
+_OTHERS_RATE = 0.3
+"""A report's weight in the average of other clients' requests: about the last three seconds count."""
+_OTHERS_FROM = 0.1
+"""An average below this counts as nothing, so that a single node's decisions stay as they are. A report of one
+request is above it."""
+_DEFAULT_CAPACITY = 1_048_576
+"""Tokens assumed until an engine reports or shows otherwise. SGLang reports it; where an engine does not, half of
+its true capacity as the first guess costs 0.2 % of the cached tokens."""
+_SMALLEST_CAPACITY = 4_096
+"""Tokens; a bound that no measurement reaches."""
+_LARGEST_CAPACITY = 16_777_216
+"""Tokens; bounds the router's memory."""
+_CAPACITY_SHRINK = 0.9
+"""When a block is missing that the engine had, its capacity is estimated as this part of its supposed contents
+(`test_a_capacity_that_is_not_stated_is_learned`)."""
+_CAPACITY_GROWTH = 1.02
+"""The estimate grows by this factor when an engine held more than was expected (same test)."""
+_CAPACITY_FULL = 0.9
+"""It grows only while more than this part of it is believed to be in use: with room left, capacity was not the
+reason."""
+_SLOWNESS_AFTER = 32
+"""Answers after which an engine may be found slower or faster than its pool. At 64, turns with one engine in four
+that is four times as slow have a 9 % longer p99."""
+_SLOWNESS_RATE = 0.01
+"""The weight of one answer in that average, so that one delayed by a compilation changes little. At 0.1 the
+slow engine is given 0.36."""
+_SLOWNESS_FROM = 1.5
+"""The factor from which an engine counts as unlike; less is noise of the moment. At 1 nothing in the simulation
+changes by more than 0.002, since its engines have no such noise."""
+_SLOWNESS_LIMIT = 8.0
+"""The factor up to which one answer counts, either way. At 2 the slow engine is given 0.41."""
 
 
 def extend_chain(chain: Sequence[int], ids: Sequence[int], *, begin: int = 0) -> list[int]:
@@ -262,7 +295,6 @@ class Rates:
 class EngineModel:
     """One engine, as its answers and reports show it. Times are seconds on the router's clock."""
 
-    options: CostRouterOptions = field(default_factory=CostRouterOptions)
     common_rates: Rates = field(default_factory=Rates)
     """The rates of all engines of the pool, which are mostly alike."""
     prefixes: PrefixIndex = field(init=False)
@@ -295,13 +327,12 @@ class EngineModel:
     _states_capacity: bool = False
 
     def __post_init__(self) -> None:
-        self.prefixes = PrefixIndex(self.options.default_capacity // BLOCK_TOKENS)
+        self.prefixes = PrefixIndex(_DEFAULT_CAPACITY // BLOCK_TOKENS)
 
     @property
     def slowness(self) -> float:
         """Its time for an answer relative to its pool's; 1 unless it is clearly unlike."""
-        options = self.options
-        if self._answers < options.slowness_after or abs(self._log_slowness) < log(options.slowness_from):
+        if self._answers < _SLOWNESS_AFTER or abs(self._log_slowness) < log(_SLOWNESS_FROM):
             return 1.0
         return exp(self._log_slowness)
 
@@ -312,12 +343,12 @@ class EngineModel:
 
     def learn(self, uncached: float, sampled: int, others: float, seconds: float, *, ahead: float = 0.0) -> None:
         """Learn from the time of an answer; `ahead` tokens at most were read before its own."""
-        rates, limit = self.common_rates, self.options.slowness_limit
+        rates, limit = self.common_rates, _SLOWNESS_LIMIT
         rest = seconds - rates.expected(uncached, sampled, others)
         uncached += max(0.0, min(ahead, rest / rates.prefill))
         error = log(max(1 / limit, min(limit, seconds / rates.expected(uncached, sampled, others))))
         self._answers += 1
-        weight = max(self.options.slowness_rate, 1 / self._answers)
+        weight = max(_SLOWNESS_RATE, 1 / self._answers)
         self._log_slowness += weight * (error - rates.bias - self._log_slowness)
         rates.bias += _BIAS_RATE * (error - rates.bias)
         rates.learn(uncached, sampled, others, seconds)
@@ -343,7 +374,7 @@ class EngineModel:
 
     def busy(self, now: float) -> int:
         """Count requests of this pool and of other clients."""
-        is_recent = now - self._reported_at < self.options.load_seconds
+        is_recent = now - self._reported_at < _LOAD_SECONDS
         return self.in_flight + (self._foreign if is_recent else 0)
 
     def begin(self, tokens: int, now: float) -> None:
@@ -370,7 +401,7 @@ class EngineModel:
         if cached + BLOCK_TOKENS <= held:
             self._drop_lost(chain[cached // BLOCK_TOKENS], sent_at)
         elif cached >= held + BLOCK_TOKENS and self._is_full:
-            self._resize(self.prefixes.capacity * BLOCK_TOKENS * self.options.capacity_growth)
+            self._resize(self.prefixes.capacity * BLOCK_TOKENS * _CAPACITY_GROWTH)
 
     def observe(self, load: BackendLoad, now: float) -> None:
         self._reported_at = now
@@ -379,28 +410,28 @@ class EngineModel:
         self._most_in_flight = self.in_flight
         if load.capacity_tokens:
             self._states_capacity = True
-            capacity = min(load.capacity_tokens, self.options.largest_capacity)
+            capacity = min(load.capacity_tokens, _LARGEST_CAPACITY)
             self.prefixes.capacity = capacity // BLOCK_TOKENS
         if load.waiting_tokens is not None:
             self._reported_unread = load.waiting_tokens
 
     def _average_others(self) -> None:
-        self.others_in_flight += self.options.others_rate * (self._foreign - self.others_in_flight)
-        if self.others_in_flight < self.options.others_from:
+        self.others_in_flight += _OTHERS_RATE * (self._foreign - self.others_in_flight)
+        if self.others_in_flight < _OTHERS_FROM:
             self.others_in_flight = 0.0
 
     @property
     def _is_full(self) -> bool:
-        return len(self.prefixes) > self.options.capacity_full * self.prefixes.capacity
+        return len(self.prefixes) > _CAPACITY_FULL * self.prefixes.capacity
 
     def _drop_lost(self, block: int, sent_at: float) -> None:
         # Prompts that were sent together share nothing yet, so a miss says nothing about them.
         if self.prefixes.served_before(block, sent_at):
             # Less fits than was believed; or the cache was flushed, and the capacity soon grows back.
-            self._resize(len(self.prefixes) * BLOCK_TOKENS * self.options.capacity_shrink)
+            self._resize(len(self.prefixes) * BLOCK_TOKENS * _CAPACITY_SHRINK)
             self.prefixes.drop(block)
 
     def _resize(self, tokens: float) -> None:
         if not self._states_capacity:
-            smallest, largest = self.options.smallest_capacity, self.options.largest_capacity
+            smallest, largest = _SMALLEST_CAPACITY, _LARGEST_CAPACITY
             self.prefixes.capacity = max(smallest, min(int(tokens), largest)) // BLOCK_TOKENS
