@@ -139,7 +139,8 @@ class BackendHandle:
         return self.max_in_flight is None or self.in_flight < self.max_in_flight
 
     async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
-        refuse_missing_extras(request.extras, self.info, self.id)
+        if missing := wanted(request.extras) - self.info.extras:
+            raise unsupported(ExtraKind(min(missing)), backend_id=self.id)
         self.in_flight += 1
         scope = anyio.CancelScope()
         self._calls[scope] = self.clock()
@@ -309,13 +310,6 @@ async def try_weights(backend: Backend, version: int, source: str) -> None:
             "later version, or this one again with `force`.",
             context=error.context,
         ) from error
-
-
-def refuse_missing_extras(extras: RequestedExtras, info: ModelInfo, backend_id: str) -> None:
-    """Refuse extras that the backend did not return when it was checked."""
-    missing = wanted(extras) - info.extras
-    if missing:
-        raise unsupported(ExtraKind(min(missing)), backend_id=backend_id)
 
 
 async def _sample(backend: Backend, info: ModelInfo) -> frozenset[str]:

@@ -7,7 +7,7 @@ all.
 
 import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import anyio
 import structlog
@@ -80,10 +80,6 @@ class BackendPool:
     @property
     def paused_at(self) -> float | None:
         return self._registry.paused_at
-
-    @property
-    def max_in_flight(self) -> int | None:
-        return self._options.max_in_flight
 
     def handle(self, backend_id: str) -> BackendHandle | None:
         return self._registry.get(backend_id)
@@ -246,14 +242,6 @@ class BackendPool:
         return outcome
 
 
-@dataclass(slots=True)
-class _LastProgress:
-    delivered: int
-    """Answers, and chunks of answers."""
-    signature: str
-    at: float
-
-
 _IDLE_FACTOR = 2.0
 """Multiplies the interval for an engine without calls of this pool."""
 
@@ -273,7 +261,8 @@ class StallDetector:
 
     async def watch(self, handle: BackendHandle) -> None:
         """Follow one engine until cancelled, or until it turns out to report nothing."""
-        last = _LastProgress(_delivered(handle), "", handle.clock())
+        delivered, signature, since = 0, "", handle.clock()
+        patience = self._options.stall_seconds
         while True:
             try:
                 load = await self._ask(handle)
@@ -283,7 +272,13 @@ class StallDetector:
                 text = "the kind of an engine cannot read its load; its stalls are not seen"
                 log.exception(text, backend_id=handle.id, hint="Correct the plug-in.")
                 return
-            self._judge(handle, last, load)
+            now = handle.clock()
+            if load is not None and load.running + load.waiting > 0 and load.signature != signature:
+                signature, since = load.signature, now
+            if handle.served + handle.chunks != delivered or self._registry.paused is not None:
+                delivered, since = handle.served + handle.chunks, now
+            if now - since >= patience:
+                handle.drop_calls(f"reported no progress for {patience:g} s", older_than=patience)
             await anyio.sleep(self._options.load_interval * (1 if handle.in_flight else _IDLE_FACTOR))
 
     async def _ask(self, handle: BackendHandle) -> BackendLoad | None:
@@ -298,19 +293,3 @@ class StallDetector:
         if handle.id in self._registry:
             self._router.observe(handle.id, load)
         return load
-
-    def _judge(self, handle: BackendHandle, last: _LastProgress, load: BackendLoad | None) -> None:
-        now = handle.clock()
-        is_working = load is not None and load.running + load.waiting > 0
-        if load is not None and is_working and load.signature != last.signature:
-            last.signature, last.at = load.signature, now
-        delivered = _delivered(handle)
-        if delivered != last.delivered or self._registry.paused is not None:
-            last.delivered, last.at = delivered, now
-        patience = self._options.stall_seconds
-        if now - last.at >= patience:
-            handle.drop_calls(f"reported no progress for {patience:g} s", older_than=patience)
-
-
-def _delivered(handle: BackendHandle) -> int:
-    return handle.served + handle.chunks

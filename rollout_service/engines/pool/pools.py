@@ -116,7 +116,6 @@ class Pools:
         pool: str = DEFAULT_POOL,
         *,
         kind: str | None = None,
-        backend_id: str | None = None,
         max_in_flight: int | None = None,
         traces: bool = False,
         exports: Collection[str] | None = None,
@@ -137,9 +136,8 @@ class Pools:
             BackendRejected: The engine refuses the check, or does not fit the pool.
         """
         address = normalize_url(url)
-        name = backend_id or backend_id_of(address, pool)
         kind = kind or await ask_kind(address)
-        backend = await self._kinds.connect(address, name, kind)
+        backend = await self._kinds.connect(address, backend_id_of(address, pool), kind)
         try:
             return await self._pool(pool).register(
                 backend, kind=kind, max_in_flight=max_in_flight, traces=traces, exports=exports, accept=accept

@@ -56,7 +56,8 @@ def check_weights_outcome(outcome: PoolOutcome, version: int) -> PoolOutcome:
         )
     if outcome.changed:
         raise WeightsPartlyLoaded(
-            f"version {version} was loaded by {_some(outcome)}, but not by {_named(failed)}",
+            f"version {version} was loaded by {sum(each.ok for each in outcome.outcomes)} of {len(outcome.outcomes)} "
+            f"backends, but not by {_named(failed)}",
             hint=f"Pool {outcome.pool!r} serves version {version}. The failed backends stay out of service until they "
             "have it: the service keeps trying them, and so does the next update.",
             context=context,
@@ -92,10 +93,6 @@ def check_outcome(outcome: PoolOutcome, command: str) -> PoolOutcome:
 
 def _context(outcome: PoolOutcome) -> dict[str, object]:
     return {"outcome": outcome.model_dump(mode="json")}
-
-
-def _some(outcome: PoolOutcome) -> str:
-    return f"{sum(each.ok for each in outcome.outcomes)} of {len(outcome.outcomes)} backends"
 
 
 def _named(failed: list[BackendOutcome]) -> str:

@@ -128,9 +128,5 @@ def buckets(weights: DistributedWeights) -> Iterator[DistributedWeights]:
 
 def _part(weights: DistributedWeights, start: int, end: int) -> DistributedWeights:
     return weights.model_copy(
-        update={
-            "names": weights.names[start:end],
-            "dtypes": weights.dtypes[start:end],
-            "shapes": weights.shapes[start:end],
-        }
+        update={name: getattr(weights, name)[start:end] for name in ("names", "dtypes", "shapes")}
     )

@@ -24,12 +24,10 @@ from rollout_service.engines.contract import Backend
 from rollout_service.engines.errors import BackendRejected, WeightsConflict
 from rollout_service.engines.pool.weights.process_groups import require_process_groups
 
-Source = DiskWeights | DistributedWeights | ExternalWeights
-
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    source: Source
+    source: Weights
     version: int
 
     @property
@@ -134,7 +132,7 @@ def kv_handling(mode: PauseMode) -> KvHandling:
     return KvHandling.KEPT if mode is PauseMode.IN_PLACE else KvHandling.FLUSHED
 
 
-def _is_same(wanted: Source, present: Source) -> bool:
+def _is_same(wanted: Weights, present: Weights) -> bool:
     """Return whether both are the same; a folder may stand for weights that came over a process group."""
     return wanted == present or (isinstance(wanted, DiskWeights) and isinstance(present, DistributedWeights))
 
