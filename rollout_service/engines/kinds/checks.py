@@ -85,11 +85,6 @@ def expect_length(entries: Sequence[object], name: str, expected: int) -> None:
         raise BackendProtocolError(f"{name} has {len(entries)} entries for {expected} tokens")
 
 
-def expect_prefix(ids: Sequence[int], delivered: Sequence[int]) -> None:
-    if list(ids[: len(delivered)]) != list(delivered):
-        raise BackendProtocolError("the answer does not begin with the tokens that were streamed")
-
-
 def other_token(where: str, entry: object, token: int) -> BackendProtocolError:
     return BackendProtocolError(f"{where} is {entry!r}, which does not belong to token {token}")
 

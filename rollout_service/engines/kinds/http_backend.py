@@ -80,22 +80,14 @@ class HttpBackend(ABC):
     keeps_kv_apart = False
 
     def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
-        self._url = normalize_url(url)
-        self._id = backend_id or location_of(url)
+        self.url = normalize_url(url)
+        self.id = backend_id or location_of(url)
         self._timeout = timeout
-        self._client = HttpClient(self._url)
+        self._client = HttpClient(self.url)
         self._is_closed = False
         self._info: ModelInfo | None = None
         self._open_calls = 0
         self._call_ended = ChangeSignal()
-
-    @property
-    def id(self) -> str:
-        return self._id
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
         if self._info is not None:
@@ -110,9 +102,9 @@ class HttpBackend(ABC):
         except BackendRejected as error:
             if request.sampling.json_schema is not None and _SCHEMA.search(str(error)):
                 raise SchemaRefused(
-                    str(error).removeprefix(f"backend {self._id}: "),
+                    str(error).removeprefix(f"backend {self.id}: "),
                     hint="Correct the schema, or use SGLang or vLLM if the engine does not constrain what it samples.",
-                    backend_id=self._id,
+                    backend_id=self.id,
                 ) from error
             raise
         except BackendProtocolError:
@@ -124,7 +116,7 @@ class HttpBackend(ABC):
             raise GenerationTimeout(
                 str(error),
                 hint="Lower max_new_tokens, or add engines if these are overloaded.",
-                backend_id=self._id,
+                backend_id=self.id,
             ) from error
         finally:
             self._open_calls -= 1
@@ -173,7 +165,7 @@ class HttpBackend(ABC):
             raw = await self._exchange_bytes("POST", path, content, None, max_bytes, traceparent=request.traceparent)
 
             def parsed(taken: float) -> Generation:
-                return parse(self._decode(raw, "POST", path), request, self._id, self._info, taken)
+                return parse(self._decode(raw, "POST", path), request, self.id, self._info, taken)
 
             size, read = len(raw), parsed
         seconds = time.perf_counter() - started
@@ -194,7 +186,7 @@ class HttpBackend(ABC):
 
     async def _get(self, path: str) -> Mapping[str, Any]:
         """Return the JSON object that answers a GET."""
-        with answer_of(self._id):
+        with answer_of(self.id):
             return mapping(self._decode(await self._get_bytes(path), "GET", path), f"the answer of {path}")
 
     async def _get_bytes(self, path: str) -> bytes:
@@ -229,12 +221,12 @@ class HttpBackend(ABC):
             raise BackendUnreachable(
                 f"{path} ended its stream before the answer",
                 hint="See the engine's log.",
-                backend_id=self._id,
+                backend_id=self.id,
             )
         return size
 
     def _take_chunk(self, event: bytes, path: str, stream: TokenStream) -> None:
-        with answer_of(self._id):
+        with answer_of(self.id):
             chunk = mapping(self._decode(event, "POST", path), "a chunk of the answer")
             if "error" in chunk:
                 stated: Any = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
@@ -253,34 +245,30 @@ class HttpBackend(ABC):
         traceparent: str | None = None,
     ) -> bytes:
         if self._is_closed:
-            raise BackendUnreachable("was removed from its pool", backend_id=self._id)
+            raise BackendUnreachable("was removed from its pool", backend_id=self.id)
         try:
-            if seconds is None:
-                status, raw = await self._client.exchange(
-                    method,
-                    path,
-                    content,
-                    seconds=self._timeout,
-                    max_bytes=max_bytes,
-                    on_event=on_event,
-                    traceparent=traceparent,
-                )
-            else:
-                with anyio.fail_after(seconds):
-                    status, raw = await self._client.exchange(method, path, content, max_bytes=max_bytes)
-        except AnswerTimeoutError:
-            raise
+            status, raw = await self._client.exchange(
+                method,
+                path,
+                content,
+                seconds=self._timeout if seconds is None else seconds,
+                max_bytes=max_bytes,
+                on_event=on_event,
+                traceparent=traceparent,
+            )
         except AnswerTooLargeError as error:
             raise BackendProtocolError(
                 f"{path} answered with more than {max_bytes} bytes",
                 hint="Register the engine's own address.",
-                backend_id=self._id,
+                backend_id=self.id,
             ) from error
         except OSError as error:
+            if seconds is None and isinstance(error, AnswerTimeoutError):
+                raise
             raise BackendUnreachable(
                 f"{method} {path} failed: {str(error) or type(error).__name__}",
-                hint=f"Check that an engine listens at {self._url}.",
-                backend_id=self._id,
+                hint=f"Check that an engine listens at {self.url}.",
+                backend_id=self.id,
             ) from error
         if status != _OK:
             raise self._refusal(status, path, raw if method == "POST" else b"")
@@ -293,9 +281,9 @@ class HttpBackend(ABC):
             yield
         except BackendRejected as error:
             raise BackendProtocolError(
-                f"loaded the weights, and then {str(error).removeprefix(f'backend {self._id}: ')}",
+                f"loaded the weights, and then {str(error).removeprefix(f'backend {self.id}: ')}",
                 hint="See the engine's log, then send the weights again.",
-                backend_id=self._id,
+                backend_id=self.id,
             ) from error
 
     async def _context_length(self) -> tuple[str, int]:
@@ -303,7 +291,7 @@ class HttpBackend(ABC):
         first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
         length = first.get("max_model_len")
         if not isinstance(length, int):
-            raise BackendProtocolError("/v1/models does not state max_model_len", backend_id=self._id)
+            raise BackendProtocolError("/v1/models does not state max_model_len", backend_id=self.id)
         return str(first.get("root") or first.get("id") or ""), length
 
     # ---- private
@@ -314,7 +302,7 @@ class HttpBackend(ABC):
             raise PromptTooLong(
                 f"{length} prompt tokens and {budget} to sample exceed the context length {info.context_length}",
                 hint="Shorten the prompt or lower max_new_tokens.",
-                backend_id=self._id,
+                backend_id=self.id,
             )
 
     async def _abort_quietly(self, request_id: str) -> None:
@@ -334,19 +322,19 @@ class HttpBackend(ABC):
             raise BackendProtocolError(
                 f"{path} answered {_OK} with something other than JSON{quoted}",
                 hint="Register the engine's own address.",
-                backend_id=self._id,
+                backend_id=self.id,
             ) from error
 
     def _refusal(self, status: int, path: str, raw: bytes) -> InferenceError:
         said = _error_message(raw)
         message = f"{path} answered {status}" + (f": {said}" if said else "")
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
-            return BackendUnreachable(message, hint="See the engine's log.", backend_id=self._id)
+            return BackendUnreachable(message, hint="See the engine's log.", backend_id=self.id)
         if "context length" in message:
-            return PromptTooLong(message, hint="Shorten the prompt or lower max_new_tokens.", backend_id=self._id)
+            return PromptTooLong(message, hint="Shorten the prompt or lower max_new_tokens.", backend_id=self.id)
         if status < HTTPStatus.BAD_REQUEST:
-            return BackendProtocolError(message, hint="Register the engine's own address.", backend_id=self._id)
-        return BackendRejected(message, hint="See the engine's log.", backend_id=self._id)
+            return BackendProtocolError(message, hint="Register the engine's own address.", backend_id=self.id)
+        return BackendRejected(message, hint="See the engine's log.", backend_id=self.id)
 
 
 def normalize_url(url: str) -> str:

@@ -61,11 +61,7 @@ class EngineKinds:
             if not known:
                 hint = "Install rollout-service again: what is installed is older than its code."
             message = f"there is no kind of engine {kind!r}{did_you_mean(kind, known)}"
-            raise InvalidFieldError.at(
-                "kind",
-                message,
-                hint=hint,
-            )
+            raise InvalidFieldError.at("kind", message, hint=hint)
 
     def get(self, kind: str) -> Connect:
         """Return a connector; this imports the kind, so call it in a thread."""

@@ -107,16 +107,11 @@ class SGLangCpuServer(CpuServer):
         env_dir: Path | None = None,
         kv_tokens: int = 20_000,
         routed_experts: bool = False,
-        incremental: bool = True,
     ) -> None:
-        """With `routed_experts` the server can report which experts read each token.
-
-        SGLang's own default is not `incremental`: all tokens so far in every chunk.
-        """
+        """With `routed_experts` the server can report which experts read each token."""
         super().__init__(model_path, env_dir=env_dir)
         self._kv_tokens = kv_tokens
         self._routed_experts = routed_experts
-        self._is_incremental = incremental
 
     def _server_command(self, folder: Path) -> ServerCommand:
         if not _STAND_INS.is_dir():
@@ -132,7 +127,7 @@ class SGLangCpuServer(CpuServer):
             *("--max-total-tokens", str(self._kv_tokens), "--max-running-requests", str(MAX_RUNNING)),
             *("--enable-metrics", "--sleep-on-idle"),  # else an idle server keeps a core busy
             *(["--enable-return-routed-experts"] if self._routed_experts else []),
-            *(["--incremental-streaming-output"] if self._is_incremental else []),
+            "--incremental-streaming-output",
         ]
 
     def _variables(self) -> Mapping[str, str]:

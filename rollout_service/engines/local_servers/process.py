@@ -62,17 +62,9 @@ class ServerProcess(ABC):
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
-        self._url = ""
-        self._pid = 0
+        self.url = ""
+        self.pid = 0
         self._process: anyio.abc.Process | None = None
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def pid(self) -> int:
-        return self._pid
 
     async def ended(self) -> int:
         """Wait until the child exits by itself; only inside the context."""
@@ -90,8 +82,8 @@ class ServerProcess(ABC):
             command = self._server_command(folder)
             process = await _start(command, folder)
             stack.push_async_callback(_end, process)
-            self._process, self._pid = process, process.pid
-            self._url = await self._wait_until_healthy(process, command, folder)
+            self._process, self.pid = process, process.pid
+            self.url = await self._wait_until_healthy(process, command, folder)
             self._stack = stack.pop_all()
         return self
 

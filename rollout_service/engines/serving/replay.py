@@ -41,16 +41,12 @@ class RecordedPolicy:
         if sampled is None:
             sampled = without_tokens(recorded.request, recorded.rollout).sampled_tokens
         self._sampled = sampled or []
-        self._usage = Usage()
+        self.usage = Usage()
+        """The turns played so far, in the tokens that they took originally."""
 
     @property
     def turns_recorded(self) -> int:
         return len(self._turns)
-
-    @property
-    def usage(self) -> Usage:
-        """The turns played so far, in the tokens that they took originally."""
-        return self._usage
 
     def check(self) -> None:
         """Check that the conversation is whole.
@@ -70,7 +66,7 @@ class RecordedPolicy:
         Raises:
             ContextFullError: There is no further turn; this ends the agent in an orderly way.
         """
-        number = self._usage.turns
+        number = self.usage.turns
         self.messages += new_messages
         if number >= len(self._turns):
             raise ContextFullError(f"{number} turns were recorded", hint="The replay ends here.")
@@ -115,8 +111,8 @@ class RecordedPolicy:
                 )
 
     def _count(self, number: int, message: Message, malformed: int) -> None:
-        usage = self._usage
-        self._usage = usage.model_copy(
+        usage = self.usage
+        self.usage = usage.model_copy(
             update={
                 "turns": number + 1,
                 "sampled_tokens": usage.sampled_tokens + sum(self._sampled[number : number + 1]),

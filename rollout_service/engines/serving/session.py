@@ -55,8 +55,9 @@ class PolicySession:
         self._context_length = context_length
         self._exports = exports or TokenExtras()
         self._turns = turns or TurnLog()
-        self._usage = Usage()
-        self._engine_seconds = 0.0
+        self.usage = Usage()
+        self.engine_seconds = 0.0
+        """Includes calls that failed or were cancelled; played turns take none."""
         self._kept_kv: frozenset[int] = frozenset()
         self._last_sampling: inference.SamplingOptions | None = None
 
@@ -87,7 +88,7 @@ class PolicySession:
             generation.extras if generation.extras is not inference.NOTHING_RETURNED else None,
         )
         malformed = sum([call.error is not None for call in turn.tool_calls])
-        self._usage = with_turn(self._usage, generation, tool_calls=len(turn.tool_calls), malformed=malformed)
+        self.usage = with_turn(self.usage, generation, tool_calls=len(turn.tool_calls), malformed=malformed)
         if generation.kept_kv_versions:
             self._kept_kv |= generation.kept_kv_versions
         self._turns.record(context, generation)
@@ -108,15 +109,6 @@ class PolicySession:
     def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
         self._turns.give(messages, reason)
         self._conversation.replace(messages, reason)
-
-    @property
-    def usage(self) -> Usage:
-        return self._usage
-
-    @property
-    def engine_seconds(self) -> float:
-        """Includes calls that failed or were cancelled; played turns take none."""
-        return self._engine_seconds
 
     def trajectory(self) -> Trajectory:
         trajectory = self._conversation.trajectory()
@@ -145,12 +137,12 @@ class PolicySession:
         )
         started = time.perf_counter()
         try:
-            with noting(turn=self._usage.turns, segment=self._conversation.next_segment()):
+            with noting(turn=self.usage.turns, segment=self._conversation.next_segment()):
                 return await self._pool.generate(request, affinity=self._affinity)
         except PromptTooLong as error:
             raise self._context_full(len(prompt)) from error
         finally:
-            self._engine_seconds += time.perf_counter() - started
+            self.engine_seconds += time.perf_counter() - started
 
     def _engine_extras(self) -> inference.RequestedExtras:
         """Request extras from the first token that the segment lacks."""

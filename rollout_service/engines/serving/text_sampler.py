@@ -12,7 +12,6 @@ import anyio.to_thread
 
 from api_schemas.trajectories import FinishReason, Message
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
-from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.serving.policies import PolicyServing, PoolModel
 from rollout_service.engines.serving.session import INLINE_CHARS
 from rollout_service.episodes import ContextFullError
@@ -58,23 +57,16 @@ class PoolTextSampler:
             temperature=temperature,
             stop_token_ids=served.renderer.stop_token_ids,
         )
-        return await _answer(served, backends, prompt, sampling)
+        generation = await backends.generate(GenerateRequest(new_request_id(), prompt, sampling))
+        return SampledText(
+            text=served.renderer.parse(generation.output_ids, prompt).content,
+            truncated=generation.finish_reason is FinishReason.LENGTH,
+            prompt_tokens=generation.prompt_tokens,
+            sampled_tokens=len(generation.output_ids),
+        )
 
 
 async def _render(served: PoolModel, messages: Sequence[Message]) -> list[int]:
     if sum(len(message.content) for message in messages) <= INLINE_CHARS:
         return served.renderer.render(messages)
     return await anyio.to_thread.run_sync(served.renderer.render, messages)
-
-
-async def _answer(
-    served: PoolModel, backends: BackendPool, prompt: list[int], sampling: SamplingOptions
-) -> SampledText:
-    generation = await backends.generate(GenerateRequest(new_request_id(), prompt, sampling))
-    parsed = served.renderer.parse(generation.output_ids, prompt)
-    return SampledText(
-        text=parsed.content,
-        truncated=generation.finish_reason is FinishReason.LENGTH,
-        prompt_tokens=generation.prompt_tokens,
-        sampled_tokens=len(generation.output_ids),
-    )

@@ -171,7 +171,8 @@ class EngineCore:
                     self._prefill()
                     self._decode_step()
                     self.stats.busy_seconds += time.perf_counter() - started
-                self._report()
+                self.stats.running = len(self._running) + (self._filling is not None)
+                self.stats.waiting = len(self._waiting)
         finally:  # even after a bug: nobody may wait for a thread that has ended
             self._stopping = True
             self._abort(None)
@@ -185,10 +186,6 @@ class EngineCore:
             self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()
-
-    def _report(self) -> None:
-        self.stats.running = len(self._running) + (self._filling is not None)
-        self.stats.waiting = len(self._waiting)
 
     def _stop(self) -> None:
         self._stopping = True

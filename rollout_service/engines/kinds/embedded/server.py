@@ -51,10 +51,6 @@ class ServerState:
     engine: EngineCore
     tokenizer: Tokenizer | None
 
-    def text(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of sampled ids; empty for a model without a tokenizer."""
-        return _text(self.tokenizer, ids, skip_special_tokens=skip_special_tokens) if self.tokenizer else ""
-
 
 def create_app(model_path: str, options: EngineOptions | None = None, *, weight_version: str = "default") -> FastAPI:
     """Make an application; its engine runs while it does.
@@ -62,9 +58,10 @@ def create_app(model_path: str, options: EngineOptions | None = None, *, weight_
     Raises:
         ModelError: The folder does not hold a model that this engine can run.
     """
-    tokenizer = _read_tokenizer(Path(model_path))
-    served_text = partial(_text, tokenizer, skip_special_tokens=False) if tokenizer else None
-    engine = EngineCore(model_path, options, decode=served_text, weight_version=weight_version)
+    file = Path(model_path, "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
+    decode = partial(tokenizer.decode, skip_special_tokens=False) if tokenizer else None
+    engine = EngineCore(model_path, options, decode=decode, weight_version=weight_version)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -207,7 +204,8 @@ def _answer(
     output = job.output[since : meta["completion_tokens"]]
     if not body.return_logprob:
         del meta["output_token_logprobs"], meta["output_token_logprobs_length"]
-    text = state.text(output, skip_special_tokens=body.sampling_params.skip_special_tokens)
+    skip, tokenizer = body.sampling_params.skip_special_tokens, state.tokenizer
+    text = tokenizer.decode(output, skip_special_tokens=skip) if tokenizer else ""
     return {"text": text, "output_ids": output, "meta_info": meta}
 
 
@@ -357,12 +355,3 @@ async def _refuse(_: Request, error: Exception) -> Response:
 
 async def _fail_update(_: Request, error: Exception) -> Response:
     return _json({"success": False, "message": str(error), "num_paused_requests": 0}, _BAD_REQUEST)
-
-
-def _text(tokenizer: Tokenizer, ids: list[int], *, skip_special_tokens: bool) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
-
-
-def _read_tokenizer(folder: Path) -> Tokenizer | None:
-    file = folder / "tokenizer.json"
-    return Tokenizer.from_file(str(file)) if file.exists() else None

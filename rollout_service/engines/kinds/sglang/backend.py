@@ -41,7 +41,7 @@ class SGLangBackend(SGLangWeights):
     async def _sample(self, request: GenerateRequest, on_tokens: TokenSink | None) -> Generation:
         stream = interval = None
         if on_tokens is not None:
-            stream = SGLangStream(request, self._info, self._id, on_tokens)
+            stream = SGLangStream(request, self._info, self.id, on_tokens)
             interval = stream_interval(request, is_incremental=self._streams_incrementally)
         body = wire.generate_body(request, interval)
         if self._info is not None:
@@ -89,7 +89,7 @@ class SGLangBackend(SGLangWeights):
     async def load(self) -> BackendLoad:
         loads = (await self._get("/v1/loads")).get("loads")
         if not isinstance(loads, list) or not loads:
-            raise BackendProtocolError("/v1/loads has no entry", backend_id=self._id)
+            raise BackendProtocolError("/v1/loads has no entry", backend_id=self.id)
         try:
             return BackendLoad(
                 running=sum(int(load["num_running_reqs"]) for load in loads),
@@ -101,7 +101,7 @@ class SGLangBackend(SGLangWeights):
             )
         except (KeyError, TypeError, ValueError) as error:
             raise BackendProtocolError(
-                f"/v1/loads has an entry that cannot be read: {error!r}", backend_id=self._id
+                f"/v1/loads has an entry that cannot be read: {error!r}", backend_id=self.id
             ) from error
 
 
@@ -204,9 +204,9 @@ class SGLangStream(TokenStream):
         self, chunk: Mapping[str, Any], meta: Mapping[str, Any], ids: list[Any], entries: dict[str, list[Any]]
     ) -> None:
         _refuse_failure(mapping(meta["finish_reason"], "meta_info.finish_reason"))
-        total = len(self._ids) + len(ids)
-        if len(chunk["output_ids"]) == total:
-            check.expect_prefix(chunk["output_ids"], self._ids)
+        total, repeated = len(self._ids) + len(ids), chunk["output_ids"][: len(self._ids)]
+        if len(chunk["output_ids"]) == total and repeated != self._ids:
+            raise BackendProtocolError("the answer does not begin with the tokens that were streamed")
         self._keep(entries)
         self._last = {**chunk, "output_ids": self._ids + ids, "meta_info": {**meta, **self._entries}}
 

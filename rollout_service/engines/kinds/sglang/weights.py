@@ -16,6 +16,9 @@ _UPDATE_SECONDS = 900.0
 _FLUSH_SECONDS = 30
 _NOT_FLUSHED = "the cache was not flushed"
 _NO_ROUTE = "answered 404"
+_FROM_GROUP = "/update_weights_from_distributed"
+_TENSOR_FIELDS = {"names", "dtypes", "shapes", "group_name"}
+_GROUP_FIELDS = {"master_address", "master_port", "world_size", "group_name", "backend"}
 
 
 class SGLangWeights(HttpBackend):
@@ -27,10 +30,10 @@ class SGLangWeights(HttpBackend):
     async def receive_weights(self, weights: DistributedWeights, version: int, *, flush_cache: bool = True) -> None:
         has_sessions = await self._begin()
         try:
-            *firsts, last = buckets(weights)
+            *firsts, last = (each.model_dump(include=_TENSOR_FIELDS) for each in buckets(weights))
             for part in firsts:
-                await self._load(_FROM_GROUP, _tensors(part) | _about(None, flush_cache=False))
-            await self._load(_FROM_GROUP, _tensors(last) | _about(version, flush_cache=flush_cache))
+                await self._load(_FROM_GROUP, part | _about(None, flush_cache=False))
+            await self._load(_FROM_GROUP, last | _about(version, flush_cache=flush_cache))
         finally:
             if has_sessions:
                 await self._succeed("/end_weight_update", {})
@@ -47,19 +50,12 @@ class SGLangWeights(HttpBackend):
             raise BackendRejected(
                 f"has {replicas} replicas (dp_size), which cannot join a process group",
                 hint="Start one server for each replica, or load the weights from a folder.",
-                backend_id=self._id,
+                backend_id=self.id,
             )
         return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
 
     async def join_group(self, group: WeightsGroupRequest, first_rank: int) -> None:
-        body = {
-            "master_address": group.master_address,
-            "master_port": group.master_port,
-            "rank_offset": first_rank,
-            "world_size": group.world_size,
-            "group_name": group.group_name,
-            "backend": group.backend,
-        }
+        body = group.model_dump(include=_GROUP_FIELDS) | {"rank_offset": first_rank}
         try:
             await self._succeed("/init_weights_update_group", body, seconds=group.timeout_seconds)
         except BackendRejected as error:
@@ -68,7 +64,7 @@ class SGLangWeights(HttpBackend):
             raise BackendRejected(
                 "cannot take weights from a process group",
                 hint='Load them from a folder: {"source": {"type": "disk", "path": ...}}.',
-                backend_id=self._id,
+                backend_id=self.id,
             ) from error
 
     async def leave_group(self, name: str) -> None:
@@ -101,19 +97,7 @@ class SGLangWeights(HttpBackend):
     async def _succeed(self, path: str, body: Mapping[str, Any], *, seconds: float = CONTROL_SECONDS) -> None:
         answer = await self._post(path, body, seconds)
         if not (isinstance(answer, dict) and answer.get("success") is True):
-            raise BackendProtocolError(f"{path} did not report success: {answer!r}", backend_id=self._id)
-
-
-_FROM_GROUP = "/update_weights_from_distributed"
-
-
-def _tensors(weights: DistributedWeights) -> dict[str, Any]:
-    return {
-        "names": weights.names,
-        "dtypes": weights.dtypes,
-        "shapes": weights.shapes,
-        "group_name": weights.group_name,
-    }
+            raise BackendProtocolError(f"{path} did not report success: {answer!r}", backend_id=self.id)
 
 
 def _about(version: int | None, *, flush_cache: bool) -> dict[str, Any]:

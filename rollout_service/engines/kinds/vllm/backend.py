@@ -106,11 +106,11 @@ class VllmBackend(HttpBackend):
 
     async def _sample(self, request: GenerateRequest, on_tokens: TokenSink | None) -> Generation:
         self._mode = self._mode or await self._find_mode()
-        wire.refuse_other_distribution(request.sampling, self._mode, self._id)
+        wire.refuse_other_distribution(request.sampling, self._mode, self.id)
         body = wire.generate_body(request, stream=on_tokens is not None)
         if self._info is not None:
             body["cache_salt"] = kv_key(self._info, request.cache_salt)
-        stream = VllmStream(request, self._info, self._id, on_tokens) if on_tokens is not None else None
+        stream = VllmStream(request, self._info, self.id, on_tokens) if on_tokens is not None else None
         self._open_ids.add(request.request_id)
         try:
             with self._needs_route():
@@ -146,7 +146,8 @@ class VllmBackend(HttpBackend):
     async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
         await self._refuse_missing(path)
         await self._refuse_tied_on_cpu(path)
-        was_paused = await self._is_paused()
+        with self._needs_development_routes():
+            was_paused = (await self._get("/is_paused")).get("is_paused") is True
         if not was_paused:
             await self._order("/pause?mode=wait&clear_cache=false", seconds=_UPDATE_SECONDS)
         # A failure from here on leaves the server paused, so that unknown weights sample nothing.
@@ -181,7 +182,7 @@ class VllmBackend(HttpBackend):
 
     async def load(self) -> BackendLoad:
         text = (await self._get_bytes("/metrics")).decode(errors="replace")
-        with answer_of(self._id):
+        with answer_of(self.id):
             load = parse_load(text)
         # vLLM writes its gauges only in a step of the engine. After an abort they still count requests that are gone,
         # even while the next one is on its way.
@@ -203,7 +204,7 @@ class VllmBackend(HttpBackend):
                 f"does not serve {wire.GENERATE}",
                 hint="Check that this is the address of a vLLM server, version 0.32 or newer, and start it with "
                 "--enable-scale-out.",
-                backend_id=self._id,
+                backend_id=self.id,
             ) from error
 
     async def _find_mode(self) -> wire.LogprobsMode:
@@ -213,7 +214,7 @@ class VllmBackend(HttpBackend):
         body["sampling_params"] |= {"top_k": 1, "logprobs": 2}
         with self._needs_route():
             answer = await self._call(wire.GENERATE, dump_request(body))
-        with answer_of(self._id):
+        with answer_of(self.id):
             entries = wire.logprob_entries(wire.only_choice(answer))
             return wire.mode_of(entries[0] if entries else None)
 
@@ -224,23 +225,19 @@ class VllmBackend(HttpBackend):
     # ---- weights
 
     async def _order(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> Any:
-        try:
+        with self._needs_development_routes():
             return await self._post(path, body or {}, seconds)
+
+    @contextmanager
+    def _needs_development_routes(self) -> Iterator[None]:
+        try:
+            yield
         except BackendRejected as error:
             if _NOT_FOUND not in str(error):
                 raise
             raise BackendRejected(
-                "does not accept commands to pause or to load weights", hint=_START_DEV, backend_id=self._id
+                "does not accept commands to pause or to load weights", hint=_START_DEV, backend_id=self.id
             ) from error
-
-    async def _is_paused(self) -> bool:
-        try:
-            answer = await self._get("/is_paused")
-        except BackendRejected as error:
-            raise BackendRejected(
-                "does not accept commands to load weights", hint=_START_DEV, backend_id=self._id
-            ) from error
-        return answer.get("is_paused") is True
 
     async def _version(self) -> int:
         """Return 0 for a server without the route, whose weights cannot be updated."""
@@ -248,7 +245,7 @@ class VllmBackend(HttpBackend):
             answer = await self._get("/weight_info")
         except BackendRejected:
             return 0
-        with answer_of(self._id):
+        with answer_of(self.id):
             return parse_version(answer.get("weight_version"))
 
     async def _flush(self) -> None:
@@ -262,7 +259,7 @@ class VllmBackend(HttpBackend):
         raise BackendUnreachable(
             f"did not flush its KV cache within {_FLUSH_SECONDS:g} s",
             hint="See the engine's log.",
-            backend_id=self._id,
+            backend_id=self.id,
         )
 
     async def _refuse_tied_on_cpu(self, path: str) -> None:
@@ -274,7 +271,7 @@ class VllmBackend(HttpBackend):
             raise BackendRejected(
                 "runs on a CPU, where vLLM does not reload the output layer of a model with tied embeddings",
                 hint="Serve this model with SGLang, or with vLLM on a GPU; or untie its embeddings.",
-                backend_id=self._id,
+                backend_id=self.id,
             )
 
     async def _is_on_cpu(self) -> bool:
@@ -284,11 +281,11 @@ class VllmBackend(HttpBackend):
 
     async def _refuse_missing(self, path: str) -> None:
         """Refuse a folder whose load would end vLLM; only a folder on this machine can be checked."""
-        if is_local(self._url) and not await anyio.to_thread.run_sync(_has_weights, path):
+        if is_local(self.url) and not await anyio.to_thread.run_sync(_has_weights, path):
             raise BackendRejected(
                 f"cannot load {path}, which has no config.json or no .safetensors files",
                 hint="Send the folder of a checkpoint that has both.",
-                backend_id=self._id,
+                backend_id=self.id,
             )
 
 
