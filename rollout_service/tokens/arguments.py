@@ -233,16 +233,11 @@ _LAGUNA = CallSyntax(
     Tag.of("<arg_key>", r"([^<]*)</arg_key>\s*<arg_value>", "</arg_value>"),
     unended=re.compile(r"</arg_value>\s*<tool_call>"),
 )
-_GLM = CallSyntax(MarkerTokens(("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), "<tool_call>"))
-_HY3 = CallSyntax(
-    MarkerTokens(
-        (
-            "<arg_key:opensource>",
-            "</arg_key:opensource>",
-            "<arg_value:opensource>",
-            "</arg_value:opensource>",
-        ),
-        "<tool_call:opensource>",
+_GLM, _HY3 = (
+    CallSyntax(MarkerTokens((f"<{key}>", f"</{key}>", f"<{value}>", f"</{value}>"), call))
+    for key, value, call in (
+        ("arg_key", "arg_value", "<tool_call>"),
+        ("arg_key:opensource", "arg_value:opensource", "<tool_call:opensource>"),
     )
 )
 
@@ -360,6 +355,3 @@ def _resolve(reference: str, root: Any) -> Any:
         key = step.replace("~1", "/").replace("~0", "~")
         found = found.get(key) if isinstance(found, Mapping) else None
     return found
-
-
-__all__ = ["ArgumentReader"]

@@ -89,10 +89,6 @@ class ParsedTurn:
     closed: bool
     """Ended by the policy with a stop token."""
 
-    @property
-    def malformed(self) -> bool:
-        return any(call.error for call in self.tool_calls)
-
 
 class ChatRenderer:
     """A model's chat format with its tokenizer; immutable, and safe to share between threads."""
@@ -196,14 +192,8 @@ class ChatRenderer:
             RenderError: The chat format has no place for these messages.
         """
         try:
-            return list(
-                self._guarded(
-                    self._backend.render_ids,
-                    self._wire(messages),
-                    tools=list(tools) or None,
-                    add_generation_prompt=True,
-                )
-            )
+            options = {"tools": list(tools) or None, "add_generation_prompt": True}
+            return list(self._guarded(self._backend.render_ids, self._wire(messages), **options))
         except ValueError as error:
             roles = ", ".join(message.role for message in messages) or "none"
             raise RenderError(
@@ -342,8 +332,7 @@ class ChatRenderer:
 
         stops = {self.decode([token]): token for token in self.stop_token_ids}
         template = template_bridge.Template(write, tokenizer.encode, stops)
-        ids = template_bridge.extend(template, prompt, completion, self._wire(history), self._wire(new))
-        return None if ids is None else ids[len(prompt) + len(completion) :]
+        return template_bridge.extend(template, completion, self._wire(history), self._wire(new))
 
     def _ends_in_reasoning(self, prompt: Sequence[int], completion: Sequence[int]) -> bool:
         try:

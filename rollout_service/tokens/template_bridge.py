@@ -45,12 +45,11 @@ class _BridgedTurn:
 
 def extend(
     template: Template,
-    prompt: Sequence[int],
     completion: Sequence[int],
     history: Sequence[Wire],
     new: Sequence[Wire],
 ) -> list[int] | None:
-    """Return the prompt, the completion, and the ids of the new messages, or None if these cannot be proven.
+    """Return the ids of the new messages after the completion, or None if these cannot be proven.
 
     `history` ends with the turn that `completion` was parsed into.
     """
@@ -70,8 +69,8 @@ def extend(
     if first != close:
         return None
     if not completion or completion[-1] not in stops:  # cut off: the close is context
-        return [*prompt, *completion, close, *delta]
-    return [*prompt, *completion, *delta] if completion[-1] == close else None
+        return [close, *delta]
+    return delta if completion[-1] == close else None
 
 
 def _proven(template: Template, history: list[Wire], new: list[Wire]) -> _BridgedTurn | None:

@@ -176,6 +176,9 @@ def _read_byte_fallback(token: str) -> bytes:
     return token.replace(_SPACE, " ").encode()
 
 
+_NO_OFFSETS = "character offsets are not recovered from decoded texts"
+
+
 class FastTokenizer:
     """The Rust tokenizer behind the few methods that a renderer calls, with the ids of short texts cached.
 
@@ -218,7 +221,7 @@ class FastTokenizer:
                 which each token begins. Nothing here uses that, and it decodes a text once per token.
         """
         if clean_up_tokenization_spaces is not None:
-            raise ValueError("character offsets are not recovered from decoded texts")
+            raise ValueError(_NO_OFFSETS)
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
@@ -268,13 +271,9 @@ class TransformersTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """Leave spaces untouched; bytes that are not valid UTF-8 become U+FFFD.
-
-        Raises:
-            ValueError: `clean_up_tokenization_spaces` is given, as for `FastTokenizer`.
-        """
+        """Decode as `FastTokenizer` does."""
         if clean_up_tokenization_spaces is not None:
-            raise ValueError("character offsets are not recovered from decoded texts")
+            raise ValueError(_NO_OFFSETS)
         # Without this, settings of old tokenizers turn "ls ." into "ls.".
         exact = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return str(self._inner.decode(token_ids, **exact))

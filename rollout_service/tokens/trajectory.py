@@ -116,12 +116,12 @@ class GrowingExtras:
 
 def _with_empty(rows: list[list[T]] | None, length: int) -> list[list[T]]:
     known = rows or []
-    return [*known, *([] for _ in range(length - len(known)))]
+    return known + [[] for _ in range(length - len(known))]
 
 
 def _with_unknown(values: list[float | None] | None, length: int) -> list[float | None]:
     known = values or []
-    return [*known, *([None] * (length - len(known)))]
+    return known + [None] * (length - len(known))
 
 
 @dataclass(slots=True)

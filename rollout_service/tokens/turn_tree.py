@@ -137,7 +137,6 @@ class TurnTree:
         *,
         role: SegmentRole = SegmentRole.MAIN,
         trained: bool = True,
-        call_prefix: str | None = None,
         parsed: ParsedTurn | None = None,
     ) -> TreeTurn:
         """Record the engine's answer to a prompt; the three lists have one entry per sampled token.
@@ -151,8 +150,7 @@ class TurnTree:
         check_output(output_ids, logprobs, versions)
         turn_id = self._next_id
         if parsed is None:
-            prefix = call_prefix or f"call-{turn_id}"
-            parsed = self._renderer.parse(output_ids, prompt.ids, prompt.tools, prefix)
+            parsed = self._renderer.parse(output_ids, prompt.ids, prompt.tools, f"call-{turn_id}")
         turn = TreeTurn(
             turn_id=turn_id,
             parent=prompt.parent,
@@ -175,12 +173,6 @@ class TurnTree:
         self._next_id += 1
         return turn
 
-    def _finish_reasons(self) -> list[FinishReason]:
-        reasons = [FinishReason.ABORT] * self._next_id
-        for turn in self._turns:
-            reasons[turn.turn_id] = turn.finish_reason
-        return reasons
-
     def fork_counts(self) -> dict[ForkReason, int]:
         """Count the segments so far by the reason why they began."""
         chains = _chains(self._turns)
@@ -196,10 +188,11 @@ class TurnTree:
         place = {turn.turn_id: number for number, chain in enumerate(chains) for turn in chain}
         segments = [_segment(chain, number, chains, place) for number, chain in enumerate(chains)]
         trained = sum([chain[0].trained for chain in chains])
+        reasons = {turn.turn_id: turn.finish_reason for turn in self._turns}
         return Trajectory.model_construct(
             segments=segments[:trained],
             messages=list(messages),
-            finish_reasons=self._finish_reasons(),
+            finish_reasons=[reasons.get(number, FinishReason.ABORT) for number in range(self._next_id)],
             fork_counts=dict(Counter(segment.fork_reason for segment in segments)),
             untrained=segments[trained:],
         )

@@ -121,7 +121,7 @@ def test_malformed_calls_are_distinguished(chat):
     prompt, output, _ = written
     good = chat.parse(output, prompt, [TOOL])
     assert [call.error for call in good.tool_calls] == [None]
-    assert not good.malformed
+    assert not any(call.error for call in good.tool_calls)
     for length in range(len(output)):
         for call in chat.parse(output[:length], prompt, [TOOL]).tool_calls:
             assert (call.arguments is None) == (call.error is not None)

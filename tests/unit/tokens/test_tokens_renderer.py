@@ -110,7 +110,7 @@ def test_a_well_formed_call(renderer):
     assert (call.id, call.name, call.arguments, call.error) == ("c-0", "python", {"code": "print(1)"}, None)
     assert json.loads(call.raw)["name"] == "python"
     assert parsed.closed
-    assert not parsed.malformed
+    assert not any(call.error for call in parsed.tool_calls)
 
 
 def test_parallel_calls_keep_their_order_and_the_malformed_one_its_text(renderer):
@@ -119,7 +119,7 @@ def test_parallel_calls_keep_their_order_and_the_malformed_one_its_text(renderer
     assert [call.id for call in parsed.tool_calls] == ["c-0", "c-1", "c-2"]
     assert parsed.tool_calls[1].raw == "{broken"
     assert parsed.tool_calls[1].arguments is None
-    assert parsed.malformed
+    assert any(call.error for call in parsed.tool_calls)
 
 
 @pytest.mark.parametrize(
