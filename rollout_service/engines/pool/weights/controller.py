@@ -41,6 +41,8 @@ from rollout_service.engines.pool.weights.state import PoolState, PoolWeights, W
 
 Exclusive = Callable[[str], AbstractAsyncContextManager[None]]
 """Keeps all other services from commanding a pool."""
+_AWAY_SECONDS = 2.0
+"""How long a pause, a resume or an abort waits for backends that are out of service."""
 
 
 class PoolController:
@@ -297,12 +299,16 @@ class PoolController:
     # ---- all commands
 
     async def _each(self, name: str, command: PoolCommand, trial: PoolCommand | None = None) -> PoolOutcome:
-        """Run a command at once on the backends in service; one that is lost, or fails the trial, leaves service.
+        """Run a command on every backend at once; one that is lost, or fails the trial, leaves service.
 
-        The others are not waited for: they get the pool's weights and pause before they serve again.
+        Those out of service are told, too, because an engine that stays paused may fail its probes, and are waited for
+        only briefly: they get the pool's weights and pause before they serve again.
         """
-        fan_out = FanOut(handle for handle in self._registry if handle.state is not BackendState.FAILED)
-        await fan_out.step(name, command)
+        away = FanOut(handle for handle in self._registry if handle.state is BackendState.FAILED)
+        fan_out = FanOut(handle for handle in self._registry if handle not in away.records)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_tell_briefly, away, name, command)
+            await fan_out.step(name, command)
         obeyed = {handle for handle, record in fan_out.records.items() if record.error is None}
         if trial is not None:
             await fan_out.step("try", trial)
@@ -333,6 +339,11 @@ class PoolController:
             kv=kv,
             outcomes=[*fan_out.outcomes(), *away],
         )
+
+
+async def _tell_briefly(away: FanOut, name: str, command: PoolCommand) -> None:
+    with anyio.move_on_after(_AWAY_SECONDS):
+        await away.step(name, command)
 
 
 async def _quiet(handle: BackendHandle, mode: PauseMode, drain_seconds: float) -> None:

@@ -32,6 +32,7 @@ from rollout_service.engines.errors import (
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.pool import backend_handle
 from rollout_service.engines.pool.pools import Pools
+from rollout_service.engines.pool.weights import controller
 from rollout_service.engines.pool.weights.outcomes import check_weights_outcome
 from rollout_service.engines.pool.weights.process_groups import ProcessGroups, buckets
 from rollout_service.engines.pool.weights.state import PoolState
@@ -348,7 +349,8 @@ async def test_a_backend_that_fails_comes_back_with_the_new_weights_only():
         assert {version for version, _ in good.loads} == {"1", "2"}
 
 
-async def test_an_unreachable_backend_is_named_and_delays_nobody():
+async def test_an_unreachable_backend_is_named_and_delays_nobody(monkeypatch):
+    monkeypatch.setattr(controller, "_AWAY_SECONDS", 0.1)
     good, away = SlowEngine(), SlowEngine()
     async with running(good, away) as (_, pool):
         away.healthy = False
@@ -359,6 +361,17 @@ async def test_an_unreachable_backend_is_named_and_delays_nobody():
                 outcome = await order()
                 assert [(each.ok, each.code) for each in outcome.outcomes] == [(True, None), (False, "out_of_service")]
                 assert "before it serves again" in outcome.outcomes[1].error
+
+
+async def test_a_backend_that_left_service_during_a_pause_is_resumed_since_its_probes_may_sample():
+    engine = SlowEngine()
+    async with running(engine) as (_, pool):
+        await pool.pause()
+        engine.healthy = False
+        engine._routes["/model_info"] = engine._health
+        await until(lambda: states(pool) == [BackendState.FAILED])
+        await pool.resume()
+        assert not engine.paused
 
 
 async def test_where_all_refuse_all_keep_what_they_have_and_serve():
