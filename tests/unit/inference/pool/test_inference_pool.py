@@ -295,16 +295,6 @@ async def test_requests_wait_for_a_backend_that_comes_back():
         assert is_exact(results[0])
 
 
-async def test_without_any_backend_in_service_the_error_names_them():
-    engine = ScriptedEngine(SCRIPT)
-    options = PoolOptions(hold_seconds=0.2, probe_interval=0.02, probe_timeout=0.5)
-    async with running(engine, options=options) as (_, pool):
-        engine.healthy = False
-        await until(lambda: state_of(pool, engine) is BackendState.FAILED)
-        with pytest.raises(NoBackendError, match="503"):
-            await pool.generate(request())
-
-
 @kinds
 async def test_cancelling_a_request_aborts_it_in_the_engine(kind):
     engine = kind(SCRIPT)
