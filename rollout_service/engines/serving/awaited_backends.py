@@ -78,9 +78,10 @@ class AwaitedBackends:
                 await register()
             except (InferenceError, StoreError) as error:
                 self.reasons[backend_id] = str(error)
-                is_away = isinstance(error, InferenceError)
-                event = "backend does not answer yet" if is_away else "backend cannot be recorded yet"
-                log.warning(f"{event}; trying again", url=url, error=str(error), hint=error.hint)
+                event = "backend does not answer yet; trying again"
+                if isinstance(error, StoreError):
+                    event = "backend cannot be recorded yet; trying again"
+                log.warning(event, url=url, error=str(error), hint=error.hint)
                 await anyio.sleep(RECONNECT_SECONDS)
             except Exception as error:
                 info = describe(error)
