@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
+from typing import TypeVar
 
 import anyio.to_thread
 
@@ -20,10 +22,12 @@ from rollout_service.gateway.capture.text_stream import SentAnswer
 from rollout_service.gateway.contract import ClientMessage
 from rollout_service.live.contract import DIGEST_BYTES, OptOuts
 
+T = TypeVar("T")
+
 MIN_PARAGRAPH = 16
 """Shorter ones say too little to be known again within other text."""
-INLINE_CHARS = 1_000_000
-"""Longer messages are hashed in a thread."""
+INLINE_CHARS = 65_536
+"""More is read in a thread."""
 _PARAGRAPHS = "\n\n"
 
 
@@ -87,14 +91,18 @@ class ConversationConsent:
         return self._add(self.hashes.of_answer(sent))
 
     async def _hashed(self, messages: Sequence[ClientMessage]) -> frozenset[bytes]:
-        if sum([len(message.text) for message in messages]) <= INLINE_CHARS:
-            return self.hashes.of_messages(messages)
-        return await anyio.to_thread.run_sync(self.hashes.of_messages, messages)
+        return await read_all(messages, partial(self.hashes.of_messages, messages))
 
     def _add(self, digests: frozenset[bytes]) -> OptOuts:
         added = OptOuts(digests)
         self.refused = self.refused.with_others(added)
         return added
+
+
+async def read_all(messages: Sequence[ClientMessage], read: Callable[[], T]) -> T:
+    """Call a function that reads messages, in a thread if they are long."""
+    chars = sum([len(each.text) + sum([len(call.arguments) for call in each.calls]) for each in messages])
+    return read() if chars <= INLINE_CHARS else await anyio.to_thread.run_sync(read)
 
 
 def new_messages(planned: PlannedTurn) -> Sequence[ClientMessage]:

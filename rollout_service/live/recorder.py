@@ -25,10 +25,10 @@ from api_schemas.trajectories import FinishReason, SegmentRole
 from rollout_service.base.errors import StoreError
 from rollout_service.engines.contract import Generation
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
-from rollout_service.gateway.capture.history import canonical
+from rollout_service.gateway.capture.history import canonical, has_many_values
 from rollout_service.gateway.capture.text_stream import SentAnswer
 from rollout_service.gateway.contract import ClientMessage, ModelCall, map_roles
-from rollout_service.live.consent import ConversationConsent, MessageHashes, new_messages
+from rollout_service.live.consent import ConversationConsent, MessageHashes, new_messages, read_all
 from rollout_service.live.contract import NextStateRecord, OptOuts, SessionRecord, TurnRecord
 from rollout_service.live.detectors import Detectors
 from rollout_service.live.metrics import LiveMetrics
@@ -147,7 +147,7 @@ class SessionRecorder:
             self.parts.later(partial(self._set_next_state, before.turn.turn_id, planned.since, calls))
 
     async def _set_next_state(self, turn: int, messages: Sequence[ClientMessage], calls: dict[str, str]) -> None:
-        state = next_state(messages, self.parts.clock(), calls)
+        state = await read_all(messages, partial(next_state, messages, self.parts.clock(), calls))
         if state is None:
             return
         store, session_id = self.parts.store, self.session.session_id
@@ -270,7 +270,7 @@ _ERROR_TEXT: Final = re.compile(
 )
 _FAILED: Final = frozenset({"error", "failed", "failure"})
 _READ_CHARS: Final = 1_000_000
-"""Longer results are not read as JSON, to not hold up the event loop."""
+"""Longer results are not read as JSON, to not hold up the event loop, nor are those of more than `MAX_VALUES`."""
 
 
 def next_state(
@@ -303,7 +303,7 @@ def says_error(result: str) -> bool:
     if _ERROR_TEXT.match(result):
         return True
     text = result.strip()
-    if not text.startswith("{") or len(text) > _READ_CHARS:
+    if not text.startswith("{") or len(text) > _READ_CHARS or has_many_values(text):
         return False
     try:
         read: dict[str, Any] = json.loads(text)

@@ -1,16 +1,22 @@
 """What was not to be stored is known again, in whatever form a client sends it."""
 
+import threading
 from dataclasses import replace
 from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api_schemas.rollouts.sessions import TurnKind
 from rollout_service.gateway.capture import TurnCapture
+from rollout_service.gateway.capture.history import MAX_VALUES
 from rollout_service.gateway.capture.text_stream import SentAnswer
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
 from rollout_service.live.consent import MIN_PARAGRAPH, ConversationConsent, MessageHashes
 from rollout_service.live.contract import MAX_DIGESTS, OptOuts
+from rollout_service.live.detectors import Detectors
+from rollout_service.live.recorder import RecordingParts, SessionRecorder
 from rollout_service.live.register import SessionRegister, UserHashes
 from rollout_service.live.replay import LIVE
 from rollout_service.live.sqlite.store import SqliteLiveStore
@@ -49,6 +55,38 @@ def test_an_answer_is_known_again_by_its_text_and_by_the_values_of_its_calls():
     assert refused & HASHES.of_messages([said("assistant", "On it.")])
     assert refused & HASHES.of_messages([said("assistant", "", ("look", '{"by":"a","at":1.0}'))])
     assert not refused & HASHES.of_messages([said("assistant", "", ("look", '{"at": 2}'))])
+
+
+def test_arguments_of_too_many_values_are_not_read():
+    many = "[" + "[]," * MAX_VALUES + "1 ]"
+    assert not HASHES.of_messages([said("assistant", "", ("look", many))]) & HASHES.of_messages(
+        [said("assistant", "", ("look", many.replace(" ", "")))]
+    )
+
+
+@pytest.mark.parametrize("length", [10, 100_000])
+async def test_what_is_long_is_read_in_a_thread(length):
+    """Whether it is a text, or the arguments of a call."""
+    main, threads = threading.current_thread(), []
+
+    class Noting(str):
+        def strip(self, *_: Any) -> str:
+            threads.append(threading.current_thread())
+            return str(self)
+
+    class NotingHashes(MessageHashes):
+        def of_messages(self, messages: Any) -> frozenset[bytes]:
+            threads.append(threading.current_thread())
+            return super().of_messages(messages)
+
+    consent = ConversationConsent("c", NotingHashes(b"k"), OptOuts())
+    await consent.refuse([said("assistant", "", ("look", "x" * length))])
+    async with SqliteLiveStore(":memory:") as store:
+        parts = cast(Any, RecordingParts(store, Detectors({}), HASHES, cast(Any, None), cast(Any, None)))
+        recorder = SessionRecorder(a_session(), cast(Any, None), parts, consent, TurnKind.MAIN)
+        await recorder._set_next_state(0, [said("tool", Noting("x" * length))], {})
+    assert len(threads) == 2
+    assert {thread is main for thread in threads} == {length == 10}
 
 
 def test_instructions_and_what_says_nothing_are_not_remembered():

@@ -237,6 +237,7 @@ def test_nothing_is_cut(said):
         ("{", False),
         ("[" * 100_000, False),
         ("{" + '"a":{' * 100_000, False),
+        pytest.param('{"a":[' + "[]," * 20_000 + '1], "error": "x"}', False, id="too many values"),
         ("", False),
     ],
 )
