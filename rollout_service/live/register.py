@@ -111,18 +111,8 @@ class SessionRegister:
     async def make(
         self, request: SessionRequest, session_id: str, user: str, *, key_hash: bytes = b"", client: str = ""
     ) -> SessionRecord:
-        """Make a record without storing it; it has either a key or a client.
-
-        Raises:
-            RateLimitedError: Too many sessions are open.
-        """
+        """Make a record without storing it; it has either a key or a client."""
         settings, now = self._settings, self._clock()
-        if self.open_sessions >= settings.max_sessions:
-            raise RateLimitedError(
-                f"{settings.max_sessions} sessions are open",
-                hint="End sessions, or raise `max_sessions` in `[live]`.",
-                seconds=10.0,
-            )
         quarantine = settings.quarantine_sessions
         return SessionRecord(
             session_id=session_id,
@@ -143,13 +133,27 @@ class SessionRegister:
         )
 
     async def add(self, record: SessionRecord) -> bool:
-        """Return False if there is one with this id."""
-        if record.continues is not None:
-            refused = await self.opt_outs_of(record.continues)
-            if refused != OptOuts():
-                await self._store.opt_out(self.conversation_of(record), refused, self._clock())
-        is_new = await self._store.open(record)
-        self.open_sessions += is_new
+        """Return False if there is one with this id.
+
+        Raises:
+            RateLimitedError: Too many sessions are open.
+        """
+        if self.open_sessions >= self._settings.max_sessions:
+            raise RateLimitedError(
+                f"{self._settings.max_sessions} sessions are open",
+                hint="End sessions, or raise `max_sessions` in `[live]`.",
+                seconds=10.0,
+            )
+        self.open_sessions += 1  # before it is stored, since others may come meanwhile
+        is_new = False
+        try:
+            if record.continues is not None:
+                refused = await self.opt_outs_of(record.continues)
+                if refused != OptOuts():
+                    await self._store.opt_out(self.conversation_of(record), refused, self._clock())
+            is_new = await self._store.open(record)
+        finally:
+            self.open_sessions -= not is_new
         return is_new
 
     def conversation_of(self, record: SessionRecord) -> str:

@@ -9,6 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from api_schemas.rollouts.sessions import MaskReason
+from api_schemas.sessions import OpenedSession
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
 from rollout_service.gateway.contract import ModelCall
 from rollout_service.live.replay import rebuild
@@ -17,7 +18,7 @@ from rollout_service.testing.engine_turn import Fault
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
 from tests.support.live.service import delivered, live_service, stored
-from tests.support.waiting import until
+from tests.support.waiting import collect, until
 
 BARE = "a-configured-key-of-an-operator"
 KEYS = {"keys": [{"name": "chat", "key": BARE, "train": True}]}
@@ -341,10 +342,13 @@ async def test_the_same_open_request_returns_the_session_without_its_key(tmp_pat
 async def test_too_many_sessions_or_requests_are_told_when_to_come_back(tmp_path):
     live = {"max_sessions": 1, "requests_per_minute": 1}
     async with scripted("One.") as engine, live_service(tmp_path, [engine], live=live) as service:
-        opened = await service.open(user="u")
-        refused = await service.http.post("/v1/sessions", json={})
-        assert refused.status_code == 429
-        assert int(refused.headers["retry-after"]) > 0
+        answers: list[httpx.Response] = []
+        async with anyio.create_task_group() as tasks:
+            for _ in range(5):
+                tasks.start_soon(collect, answers, lambda: service.http.post("/v1/sessions", json={"user": "u"}))
+        admitted, *refused = sorted(answers, key=lambda answer: answer.status_code)
+        assert [(answer.status_code, int(answer.headers["retry-after"]) > 0) for answer in refused] == [(429, True)] * 4
+        opened = OpenedSession.model_validate(admitted.json())
         assert (await service.ask(opened.key, "a")).status_code == 200
         limited = await service.ask(opened.key, "b")
         assert limited.status_code == 429
