@@ -16,7 +16,8 @@ from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord
 from rollout_service.live.sqlite.schema import PAGE_SIZE
 
-What: TypeAlias = Literal["turn", "state", "mark", "revision", "metadata"]
+MarkKind: TypeAlias = Literal["mark", "revision"]
+What: TypeAlias = Literal["turn", "state", "metadata"] | MarkKind
 
 NO_TURN = -1
 """Stands for the session itself."""
@@ -29,55 +30,37 @@ INSERT INTO contents (session, turn, what, padding, data, body)
 VALUES (:session, :turn, :what, zeroblob(:padding), :data, :body)
 """
 _OF_TURN = "SELECT turn, what, data, body FROM contents WHERE session = ? AND turn = ?"
-_REVISIONS = "FROM contents WHERE session = ? AND turn = ? AND what = 'revision'"
+_TAKE = "DELETE FROM contents WHERE session = ? AND turn = ? AND what = ? RETURNING id, data"
+_ADD_BYTES = "UPDATE sessions SET bytes = bytes + ? WHERE seq = ?"
 _FROM_TURN = "SELECT turn, what, data, body FROM contents WHERE session = ? AND turn >= ? ORDER BY turn"
 
 
 def put(db: sqlite3.Connection, session: int, turn: int, what: What, data: bytes, body: bytes | None = None) -> None:
+    """Add it to the session's size, too."""
     values = {"session": session, "turn": turn, "what": what, "data": data, "body": body}
     db.execute(_PUT, values | {"padding": PAGE_SIZE})
+    db.execute(_ADD_BYTES, (len(data) + len(body or b""), session))
 
 
-def put_turn(db: sqlite3.Connection, session: int, turn: TurnRecord) -> int:
-    """Return the size in bytes."""
-    data = to_json({"answer": turn.answer, "calls": turn.calls})
-    put(db, session, turn.turn, "turn", data, turn.body)
-    return len(data) + len(turn.body)
+def put_turn(db: sqlite3.Connection, session: int, turn: TurnRecord) -> None:
+    put(db, session, turn.turn, "turn", to_json({"answer": turn.answer, "calls": turn.calls}), turn.body)
 
 
-def put_state(db: sqlite3.Connection, session: int, turn: int, state: NextStateRecord) -> int:
-    """Return the size in bytes."""
-    data = _STATE.dump_json(state)
-    put(db, session, turn, "state", data)
-    return len(data)
+def put_state(db: sqlite3.Connection, session: int, turn: int, state: NextStateRecord) -> None:
+    put(db, session, turn, "state", _STATE.dump_json(state))
 
 
-def put_mark(
-    db: sqlite3.Connection,
-    session: int,
-    turn: int,
-    mark: TurnMarkRecord,
-    what: Literal["mark", "revision"] = "mark",
-) -> None:
-    """Replace an earlier mark, or add a revision."""
-    if what == "mark":
-        db.execute("DELETE FROM contents WHERE session = ? AND turn = ? AND what = 'mark'", (session, turn))
+def put_mark(db: sqlite3.Connection, session: int, turn: int, mark: TurnMarkRecord, what: MarkKind = "mark") -> None:
+    """Put a mark in the place of one that was taken."""
     put(db, session, turn, what, _MARK.dump_json(mark))
 
 
-def mark_of(db: sqlite3.Connection, session: int, turn: int) -> TurnMarkRecord | None:
-    row = db.execute(
-        "SELECT data FROM contents WHERE session = ? AND turn = ? AND what = 'mark'", (session, turn)
-    ).fetchone()
-    return None if row is None else _MARK.validate_json(row["data"])
-
-
-def take_revisions(db: sqlite3.Connection, session: int, turn: int) -> list[TurnMarkRecord]:
-    """Remove the revisions of a turn's mark, and return them in their order."""
-    values = (session, turn)
-    rows = db.execute(f"SELECT data {_REVISIONS} ORDER BY id", values).fetchall()
-    db.execute(f"DELETE {_REVISIONS}", values)
-    return [_MARK.validate_json(row["data"]) for row in rows]
+def take_mark(db: sqlite3.Connection, session: int, turn: int, what: MarkKind = "mark") -> TurnMarkRecord | None:
+    """Remove a mark, and return it; of several revisions, which earlier releases kept, the last."""
+    rows = db.execute(_TAKE, (session, turn, what)).fetchall()
+    db.execute(_ADD_BYTES, (-sum([len(row["data"]) for row in rows]), session))
+    last = max(rows, key=lambda row: row["id"], default=None)
+    return None if last is None else _MARK.validate_json(last["data"])
 
 
 def put_metadata(db: sqlite3.Connection, session: int, metadata: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from api_schemas.rollouts.sessions import MaskReason, TurnKind
 from rollout_service.live.contract import Deleted, PartRecord, PendingTurn
-from rollout_service.live.sqlite.contents import take_revisions
+from rollout_service.live.sqlite.contents import take_mark
 from rollout_service.live.sqlite.session_statements import find, mark
 
 _DECIDE = """
@@ -102,7 +102,7 @@ def give_back(db: sqlite3.Connection, session_id: str, part: int) -> bool:
     turns = db.execute(_UNDO, {"seq": row["seq"]}).fetchall()
     db.execute("DELETE FROM parts WHERE seq = ?", (row["seq"],))
     for turn in sorted(each["turn"] for each in turns):
-        for revision in take_revisions(db, row["session"], turn):
+        if (revision := take_mark(db, row["session"], turn, "revision")) is not None:
             mark(db, session_id, turn, revision)
     return True
 

@@ -156,7 +156,7 @@ FROM sessions WHERE session_id = :id
 ON CONFLICT (session, turn) DO NOTHING RETURNING session
 """
 _COUNT = """
-UPDATE sessions SET served = served + 1, bytes = bytes + :bytes, used_at = max(used_at, :at) WHERE seq = :session
+UPDATE sessions SET served = served + 1, used_at = max(used_at, :at) WHERE seq = :session
 """
 _DELIVER = """
 UPDATE turns SET delivered = 1
@@ -208,8 +208,8 @@ def record(db: sqlite3.Connection, turn: TurnRecord) -> None:
     row = db.execute(_RECORD, values).fetchone()
     if row is None:
         return
-    size = contents.put_turn(db, row["session"], turn)
-    db.execute(_COUNT, {"session": row["session"], "bytes": size, "at": turn.recorded_at})
+    contents.put_turn(db, row["session"], turn)
+    db.execute(_COUNT, {"session": row["session"], "at": turn.recorded_at})
     if turn.next_state is not None:
         follow(db, turn.session_id, turn.turn, turn.next_state)
     if turn.mark is not None:
@@ -229,15 +229,14 @@ def follow(db: sqlite3.Connection, session_id: str, turn: int, state: NextStateR
     """Return False if it has a next state, which stays."""
     row = db.execute(_FOLLOW, {"id": session_id, "turn": turn, "at": state.arrived_at}).fetchone()
     if row is not None:
-        size = contents.put_state(db, row["session"], turn, state)
-        db.execute("UPDATE sessions SET bytes = bytes + ? WHERE seq = ?", (size, row["session"]))
+        contents.put_state(db, row["session"], turn, state)
     return row is not None
 
 
 def mark(db: sqlite3.Connection, session_id: str, turn: int, mark: TurnMarkRecord) -> bool:
     """Return whether the value was set: explicit ones win over all, and the first of others stays.
 
-    A turn that a part has taken keeps its value; the new one is kept as a revision.
+    A turn that a part has taken keeps its value; the last of its user is kept as a revision.
     """
     row = db.execute(_ONE, (session_id, turn)).fetchone()
     if row is None:
@@ -245,11 +244,12 @@ def mark(db: sqlite3.Connection, session_id: str, turn: int, mark: TurnMarkRecor
     explicit = mark.reason is MarkReason.EXPLICIT
     if row["part"] is not None or row["dropped"] is not None:
         if explicit:
+            contents.take_mark(db, row["session"], turn, "revision")
             contents.put_mark(db, row["session"], turn, mark, "revision")
         return False
     if row["reason"] is not None and not explicit:
         return False
-    old = contents.mark_of(db, row["session"], turn)
+    old = contents.take_mark(db, row["session"], turn)
     if old is not None and mark.hint is None:
         mark = replace(mark, hint=old.hint, hint_dropped=old.hint_dropped)
     _replace_value(db, row, mark.value)

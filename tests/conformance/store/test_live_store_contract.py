@@ -355,6 +355,18 @@ async def test_pruning_keeps_the_newest_bytes_of_each_user(store):
     assert [one.session_id for one in await store.sessions()] == ["theirs"]  # it is open
 
 
+async def test_hints_count_as_bytes_and_those_that_were_replaced_do_not(store):
+    for name in ("first", "second"):
+        await store.open(a_session(name))
+        await store.record(a_turn(session_id=name))
+        for size in (5_000, 1_000, 1_000):
+            hint = Hint(text="x" * size, prompt_ids=[], candidates=1, selected_by="longest")
+            await store.mark(name, 0, replace(explicit(1.0), hint=hint))
+        await store.close_session(name, ClosedBecause.EXPLICIT, 10.0)
+    assert await store.prune(20.0, 4_000) == 0
+    assert await store.prune(20.0, 2_000) == 1
+
+
 def modes(folder: Path) -> set[int]:
     return {file.stat().st_mode & 0o077 for file in folder.iterdir()}
 
