@@ -48,10 +48,9 @@ SELECT session_id, opened_at <= :now - :age AS too_old FROM sessions
 WHERE closed_at IS NULL AND (used_at <= :now - :idle OR opened_at <= :now - :age)
 """
 _UNDECIDED = """
-UPDATE sessions SET looked_at = (SELECT max(looked_at) + 1 FROM sessions) WHERE seq IN (
-    SELECT seq FROM sessions
-    WHERE EXISTS (SELECT 1 FROM turns WHERE session = seq AND part IS NULL AND dropped IS NULL)
-    ORDER BY looked_at, seq LIMIT ?
+WITH waiting AS (SELECT DISTINCT session FROM turns WHERE part IS NULL AND dropped IS NULL)
+UPDATE sessions SET looked_at = (SELECT max(looked_at) + 1 FROM sessions WHERE seq IN waiting) WHERE seq IN (
+    SELECT seq FROM sessions WHERE seq IN waiting ORDER BY looked_at, seq LIMIT ?
 ) RETURNING *
 """
 

@@ -1,5 +1,6 @@
 """Every store of live sessions keeps its contract."""
 
+import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 from api_schemas.rollouts.sessions import ClosedBecause, Hint, JudgedBy, MaskReason, TurnKind, Votes
 from rollout_service.base.errors import StoreError
 from rollout_service.live.contract import DIGEST_BYTES, MAX_DIGESTS, OptOuts
+from rollout_service.live.sqlite import part_statements, session_statements
+from rollout_service.live.sqlite.schema import LIVE
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from tests.support.live.store import a_session, a_state, a_turn, explicit, judged
 
@@ -365,6 +368,21 @@ async def test_hints_count_as_bytes_and_those_that_were_replaced_do_not(store):
         await store.close_session(name, ClosedBecause.EXPLICIT, 10.0)
     assert await store.prune(20.0, 4_000) == 0
     assert await store.prune(20.0, 2_000) == 1
+
+
+async def test_no_statement_reads_all_sessions_or_parts():
+    """Those that ask for few, since most sessions and parts have all of their turns decided."""
+    db, seen = sqlite3.connect(":memory:"), []
+    db.row_factory = sqlite3.Row
+    db.executescript(LIVE.tables)
+    db.set_trace_callback(seen.append)
+    session_statements.undecided(db, 100)
+    for which in ({"session_id": "s"}, {"run_id": "run"}):
+        part_statements.parts(db, **which)
+    db.set_trace_callback(None)
+    plans = [row["detail"] for sql in seen if sql[:5] != "BEGIN" for row in db.execute(f"EXPLAIN QUERY PLAN {sql}")]
+    assert "SEARCH parts USING INDEX parts_by_run (run_id=?)" in plans
+    assert [plan for plan in plans if plan in ("SCAN sessions", "SCAN parts")] == []
 
 
 def modes(folder: Path) -> set[int]:
