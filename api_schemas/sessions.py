@@ -152,7 +152,7 @@ class SessionPage(WireModel):
 class SessionFeedback(WireModel):
     """A user's feedback on an answer. It overrides the judge; sending the same again changes nothing."""
 
-    turn: Integer | None = None
+    turn: CountOrZero | None = None
     """The turn; null means the last main turn that was delivered."""
     value: Annotated[float, Number] = Field(ge=-1.0, le=1.0)
     text: Annotated[str, StringConstraints(max_length=65_536)] | None = None

@@ -308,7 +308,8 @@ async def test_feedback_wins_is_idempotent_and_does_not_change(tmp_path):
         assert first.json() == {"turn": 0, "value": 0.5, "revised": False}
         assert (await service.http.post(path, json={"value": 0.5, "turn": 0})).status_code == 200
         assert (await service.http.post(path, json={"value": -1})).status_code == 409
-        assert (await service.http.post(path, json={"value": 2})).status_code == 422
+        for wrong in ({"value": 2}, {"value": 1, "turn": 2**63}):
+            assert (await service.http.post(path, json=wrong)).status_code == 422
         [mark] = (await service.show(opened.session.session_id)).turns
         assert (mark.value, mark.source, mark.usable) == (0.5, "explicit", True)
 
