@@ -71,6 +71,8 @@ class SqliteLiveStore:
         self._path = path
         self._schema = LIVE.on_disk(disk)
         self._thread: DatabaseThread
+        self._log_is_clean = False
+        """The log has nothing that was deleted; it may after a crash."""
 
     async def __aenter__(self) -> Self:
         self._thread = DatabaseThread(self._path, lambda _: None, self._schema)
@@ -157,16 +159,29 @@ class SqliteLiveStore:
     feedback = reads(session_statements.figures)
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> Deleted:
-        """Leave no byte of a session, or of all of a user's, in the store's files; counts stay."""
+        """Leave no byte of a session, or of all of a user's, in the store's files; counts stay.
+
+        While another program reads the file, the log keeps them, and a later `prune` removes them.
+        """
         if (session_id is None) == (user is None):
             raise ValueError("name a session or a user")
         deleted = await self._thread.write(part_statements.delete, session_id=session_id, user=user)
-        await self._thread.truncate_log()
+        self._log_is_clean = False
+        await self._clean_log()
         return deleted
 
     async def prune(self, now: float, bytes_per_user: int | None) -> int:
         """Remove closed sessions whose turns are all decided, or whose retention is over; return their number."""
         removed = await self._thread.write(part_statements.prune, now, bytes_per_user)
-        if removed:
-            await self._thread.truncate_log()
+        self._log_is_clean = self._log_is_clean and not removed
+        if not self._log_is_clean:
+            await self._clean_log()
         return removed
+
+    async def _clean_log(self) -> None:
+        self._log_is_clean = True
+        try:
+            await self._thread.truncate_log()
+        except BaseException:
+            self._log_is_clean = False
+            raise

@@ -2,6 +2,7 @@
 
 import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -383,6 +384,20 @@ async def test_no_statement_reads_all_sessions_or_parts():
     plans = [row["detail"] for sql in seen if sql[:5] != "BEGIN" for row in db.execute(f"EXPLAIN QUERY PLAN {sql}")]
     assert "SEARCH parts USING INDEX parts_by_run (run_id=?)" in plans
     assert [plan for plan in plans if plan in ("SCAN sessions", "SCAN parts")] == []
+
+
+@pytest.mark.slow
+async def test_what_was_deleted_while_another_program_read_the_file_leaves_it_later(tmp_path):
+    async with SqliteLiveStore(tmp_path / "live.sqlite3") as store:
+        await store.open(a_session())
+        await store.record(a_turn(body=b"a secret"))
+        with closing(sqlite3.connect(tmp_path / "live.sqlite3", isolation_level=None)) as other:
+            other.execute("BEGIN")
+            other.execute("SELECT count(*) FROM turns").fetchone()
+            with pytest.raises(StoreError, match="another program"):
+                await store.delete(session_id="s")
+        assert await store.prune(0.0, None) == 0
+        assert not any(b"a secret" in file.read_bytes() for file in tmp_path.iterdir())
 
 
 def modes(folder: Path) -> set[int]:
