@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Final
 
@@ -98,21 +99,17 @@ class LiveMetrics:
         self._unrecorded.labels(reason).inc()
 
 
+@dataclass(eq=False)
 class LiveFunnel(Collector):
     """The store's figures, as of the last `refresh`."""
 
-    def __init__(
-        self,
-        store: SqliteLiveStore,
-        *,
-        open_sessions: Callable[[], int],
-        judge_queue: Callable[[], int] = lambda: 0,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._store = store
-        self._open_sessions = open_sessions
-        self._judge_queue = judge_queue
-        self._clock = clock
+    store: SqliteLiveStore
+    _: KW_ONLY
+    open_sessions: Callable[[], int]
+    judge_queue: Callable[[], int] = lambda: 0
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self._counts: Mapping[str, int] = {}
         self._versions: Sequence[FeedbackByVersion] = ()
         self._oldest: float | None = None
@@ -121,9 +118,9 @@ class LiveFunnel(Collector):
         """Keep the last figures if the store takes too long or fails."""
         try:
             with anyio.fail_after(REFRESH_SECONDS):
-                counts = await self._store.counts()
-                versions = await self._store.feedback()
-                waiting = await self._store.to_judge(1)
+                counts = await self.store.counts()
+                versions = await self.store.feedback()
+                waiting = await self.store.to_judge(1)
         except StoreError:
             return  # it says so itself
         except TimeoutError:
@@ -133,9 +130,9 @@ class LiveFunnel(Collector):
         self._oldest = waiting[0].since if waiting else None
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("rollout_live_sessions", "Open sessions", self._open_sessions())
-        yield GaugeMetricFamily("rollout_live_judge_queue", "Turns that the judge has in memory", self._judge_queue())
-        age = 0.0 if self._oldest is None else max(0.0, self._clock() - self._oldest)
+        yield GaugeMetricFamily("rollout_live_sessions", "Open sessions", self.open_sessions())
+        yield GaugeMetricFamily("rollout_live_judge_queue", "Turns that the judge has in memory", self.judge_queue())
+        age = 0.0 if self._oldest is None else max(0.0, self.clock() - self._oldest)
         yield GaugeMetricFamily(
             "rollout_live_judge_age_seconds", "How long a turn has waited for the judge, at most", age
         )

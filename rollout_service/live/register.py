@@ -9,6 +9,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import sha256
 from http import HTTPStatus
 from pathlib import Path
@@ -79,51 +80,44 @@ class UserHashes:
         return hashlib.blake2b(data, digest_size=_HASH_BYTES, key=self._salt, person=kind).hexdigest()
 
 
+@dataclass(eq=False)
 class SessionRegister:
-    def __init__(
-        self,
-        settings: LiveSettings,
-        store: SqliteLiveStore,
-        users: UserHashes,
-        choose_pool: Callable[[str, str], str],
-        clock: Callable[[], float],
-    ) -> None:
-        """`choose_pool` returns a new one's pool from the pool it asks for and its id."""
-        self._settings = settings
-        self._store = store
-        self._users = users
-        self._choose_pool = choose_pool
-        self._clock = clock
-        self.open_sessions = 0
+    settings: LiveSettings
+    store: SqliteLiveStore
+    users: UserHashes
+    choose_pool: Callable[[str, str], str]
+    """Returns a new session's pool, from the pool that it asks for and its id."""
+    clock: Callable[[], float]
+    open_sessions: int = 0
 
     async def count_open(self) -> None:
-        async for _ in self._store.all_sessions(is_open=True):
+        async for _ in self.store.all_sessions(is_open=True):
             self.open_sessions += 1
 
     def user_of(self, user: str | None, tenant: str, session_id: str) -> str:
         """Make a session without a user a user of its own."""
-        users = self._users
+        users = self.users
         return users.hash(user, tenant) if user is not None else users.of_session(session_id)
 
     def client_of(self, key: LiveKey, client_id: str) -> str:
-        return self._users.of_client(key.tenant, key.name, client_id)
+        return self.users.of_client(key.tenant, key.name, client_id)
 
     async def make(
         self, request: SessionRequest, session_id: str, user: str, *, key_hash: bytes = b"", client: str = ""
     ) -> SessionRecord:
         """Make a record without storing it; it has either a key or a client."""
-        settings, now = self._settings, self._clock()
+        settings, now = self.settings, self.clock()
         quarantine = settings.quarantine_sessions
         return SessionRecord(
             session_id=session_id,
             key_hash=key_hash,
-            pool=self._choose_pool(request.pool, session_id),
+            pool=self.choose_pool(request.pool, session_id),
             user=user,
             tenant=request.tenant,
             train=settings.train if request.train is None else request.train,
             explicit=bool(key_hash),
             client=client,
-            quarantined=quarantine > 0 and await self._store.sessions_of(user) < quarantine,
+            quarantined=quarantine > 0 and await self.store.sessions_of(user) < quarantine,
             retention_seconds=min(request.retention_seconds or settings.retention_seconds, settings.retention_seconds),
             continues=request.continues,
             group=request.group,
@@ -138,9 +132,9 @@ class SessionRegister:
         Raises:
             RateLimitedError: Too many sessions are open.
         """
-        if self.open_sessions >= self._settings.max_sessions:
+        if self.open_sessions >= self.settings.max_sessions:
             raise RateLimitedError(
-                f"{self._settings.max_sessions} sessions are open",
+                f"{self.settings.max_sessions} sessions are open",
                 hint="End sessions, or raise `max_sessions` in `[live]`.",
                 seconds=10.0,
             )
@@ -150,21 +144,21 @@ class SessionRegister:
             if record.continues is not None:
                 refused = await self.opt_outs_of(record.continues)
                 if refused != OptOuts():
-                    await self._store.opt_out(self.conversation_of(record), refused, self._clock())
-            is_new = await self._store.open(record)
+                    await self.store.opt_out(self.conversation_of(record), refused, self.clock())
+            is_new = await self.store.open(record)
         finally:
             self.open_sessions -= not is_new
         return is_new
 
     def conversation_of(self, record: SessionRecord) -> str:
         """Return the name under which the store remembers the opt-outs."""
-        return self._users.of_conversation(record.session_id, record.client)
+        return self.users.of_conversation(record.session_id, record.client)
 
     async def opt_outs_of(self, session_id: str) -> OptOuts:
         """Return the opt-outs, even if the session is gone."""
-        record = await self._store.session(session_id)
+        record = await self.store.session(session_id)
         client = "" if record is None else record.client
-        found = await self._store.opt_outs(self._users.of_conversation(session_id, client))
+        found = await self.store.opt_outs(self.users.of_conversation(session_id, client))
         # A session that is gone may have been a client's, or another node's. One that is there may have had such turns
         # so long ago that the store has forgotten what they were.
         is_incomplete = record is None or record.opted_out > 0
@@ -175,9 +169,9 @@ class SessionRegister:
         found, seen = OptOuts(), {record.session_id}
         while record.continues is not None and not record.client and record.continues not in seen:
             seen.add(record.continues)
-            before = await self._store.session(record.continues)
-            conversation = self._users.of_conversation(record.continues, before.client if before else "")
-            found = found.with_others(await self._store.opt_outs(conversation))
+            before = await self.store.session(record.continues)
+            conversation = self.users.of_conversation(record.continues, before.client if before else "")
+            found = found.with_others(await self.store.opt_outs(conversation))
             if before is None:
                 break
             record = before
@@ -185,7 +179,7 @@ class SessionRegister:
 
     async def close(self, session_id: str, because: ClosedBecause) -> None:
         """Note that a session has ended; idempotent."""
-        if await self._store.close_session(session_id, because, self._clock()):
+        if await self.store.close_session(session_id, because, self.clock()):
             self.open_sessions -= 1
 
     async def known(self, session_id: str) -> SessionRecord:
@@ -194,7 +188,7 @@ class SessionRegister:
         Raises:
             NotFoundError: There is no such session.
         """
-        record = await self._store.session(session_id)
+        record = await self.store.session(session_id)
         if record is None:
             raise NotFoundError("there is no such session", hint="GET /v1/sessions lists the sessions.")
         return record

@@ -52,8 +52,10 @@ _SHORTEST_LOOK, _LONGEST_LOOK = 0.05, 5.0
 PRUNE_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class LiveSessionParts:
+@dataclass(eq=False)
+class LiveSessions:
+    """Methods raise NotFoundError if there is no such session or turn."""
+
     settings: LiveSettings
     store: SqliteLiveStore
     users: UserHashes
@@ -64,24 +66,11 @@ class LiveSessionParts:
     """Returns a new session's pool, from the pool that it asks for and its id."""
     clock: Callable[[], float] = time.time
 
-
-class LiveSessions:
-    """Methods raise NotFoundError if there is no such session or turn."""
-
-    def __init__(self, parts: LiveSessionParts) -> None:
-        self._parts = parts
-        self._settings = parts.settings
-        self._store = parts.store
+    def __post_init__(self) -> None:
         self._active = ActiveSessions()
-        self._register = SessionRegister(parts.settings, parts.store, parts.users, parts.choose_pool, parts.clock)
+        self._register = SessionRegister(self.settings, self.store, self.users, self.choose_pool, self.clock)
         self.served = SessionResolver(
-            parts.settings,
-            parts.store,
-            self._register,
-            self._active,
-            parts.engines,
-            parts.recording,
-            parts.clock,
+            self.settings, self.store, self._register, self._active, self.engines, self.recording, self.clock
         )
 
     @property
@@ -91,7 +80,7 @@ class LiveSessions:
     @property
     def gateway_url(self) -> str:
         """The gateway serves every session by its key."""
-        return self._parts.engines.url
+        return self.engines.url
 
     async def start(self) -> None:
         await self._register.count_open()
@@ -106,9 +95,9 @@ class LiveSessions:
         """
         session_id = request.session_id or f"s-{uuid4().hex}"
         request = await self._without_secrets(request)
-        if (known := await self._store.session(session_id)) is not None:
+        if (known := await self.store.session(session_id)) is not None:
             return await self._reopened(known, request)
-        self._parts.engines.policies.check(request.pool)
+        self.engines.policies.check(request.pool)
         key = f"{KEY_PREFIX}{secrets.token_urlsafe(_KEY_BYTES)}"
         user = self._register.user_of(request.user, request.tenant, session_id)
         record = await self._register.make(request, session_id, user, key_hash=hash_of(key))
@@ -117,7 +106,7 @@ class LiveSessions:
         return await self.show(record), key
 
     async def _without_secrets(self, request: SessionRequest) -> SessionRequest:
-        recording = self._parts.recording
+        recording = self.recording
         metadata, found = await recording.detectors.redact(request.metadata)
         if not found:
             return request
@@ -142,13 +131,13 @@ class LiveSessions:
 
     async def get(self, session_id: str) -> LiveSession:
         session = await self.show(await self._register.known(session_id))
-        turns = [show_turn(turn) for turn in await self._store.turns(session_id)]
-        parts = [show_part(part) for part in await self._store.parts(session_id=session_id)]
+        turns = [show_turn(turn) for turn in await self.store.turns(session_id)]
+        parts = [show_part(part) for part in await self.store.parts(session_id=session_id)]
         return session.model_copy(update={"turns": turns, "handed_over": parts})
 
     async def show(self, record: SessionRecord) -> LiveSession:
-        counts = show_counts(await self._store.counts(record.session_id))
-        parts = await self._store.parts(session_id=record.session_id)
+        counts = show_counts(await self.store.counts(record.session_id))
+        parts = await self.store.parts(session_id=record.session_id)
         return show_session(record, counts, len(parts))
 
     async def page(self, cursor: str | None = None, limit: int = 100, *, is_open: bool | None = None) -> SessionPage:
@@ -158,13 +147,13 @@ class LiveSessions:
             InvalidFieldError: The cursor is none of a page.
         """
         before = decode_cursor(cursor) if cursor is not None else None
-        records = await self._store.sessions(before=before, limit=limit, is_open=is_open)
+        records = await self.store.sessions(before=before, limit=limit, is_open=is_open)
         is_last = len(records) < limit
         last = (records[-1].opened_at, records[-1].session_id) if records else None
         return SessionPage(
             sessions=[await self.show(record) for record in records],
             next_cursor=None if is_last or last is None else encode_cursor(last),
-            counts=show_counts(await self._store.counts()),
+            counts=show_counts(await self.store.counts()),
         )
 
     async def end(self, session_id: str) -> LiveSession:
@@ -194,32 +183,32 @@ class LiveSessions:
         if session_id is not None:
             await self._register.known(session_id)
             await self._close(session_id, ClosedBecause.DELETED)
-            return await self._parts.deletion.delete(session_id=session_id)
+            return await self.deletion.delete(session_id=session_id)
         hashed = await self._hash_of(user or "", tenant)
-        async for record in self._store.all_sessions(is_open=True, user=hashed):
+        async for record in self.store.all_sessions(is_open=True, user=hashed):
             await self._close(record.session_id, ClosedBecause.DELETED)
-        return await self._parts.deletion.delete(user=hashed)
+        return await self.deletion.delete(user=hashed)
 
     async def _hash_of(self, user: str, tenant: str | None) -> str:
         """Hash the name of a user that has had sessions; any other text is taken for a hash."""
-        configured = (DEFAULT_TENANT, *(key.tenant for key in self._settings.keys))
-        tenants = [tenant] if tenant is not None else {*configured, *await self._store.tenants()}
-        hashes = {each: self._parts.users.hash(user, each) for each in sorted(tenants)}
-        known = {each: hashed for each, hashed in hashes.items() if await self._store.sessions_of(hashed)}
+        configured = (DEFAULT_TENANT, *(key.tenant for key in self.settings.keys))
+        tenants = [tenant] if tenant is not None else {*configured, *await self.store.tenants()}
+        hashes = {each: self.users.hash(user, each) for each in sorted(tenants)}
+        known = {each: hashed for each, hashed in hashes.items() if await self.store.sessions_of(hashed)}
         if len(known) > 1:
             message = f"is needed: users of this name are in the tenants {', '.join(known)}"
             raise InvalidFieldError.at("query.tenant", message)
-        if not known and tenant is not None and not await self._store.sessions_of(user):
+        if not known and tenant is not None and not await self.store.sessions_of(user):
             return hashes[tenant]  # of whom all may be gone but what a run has
         return next(iter(known.values()), user)
 
     async def feedback(self, session_id: str, feedback: SessionFeedback) -> FeedbackAnswer:
         await self._register.known(session_id)
-        return await take_feedback(self._parts.recording, session_id, feedback)
+        return await take_feedback(self.recording, session_id, feedback)
 
     async def expire(self) -> None:
         """Close idle and old sessions, and forget unused ones, until cancelled."""
-        shortest = min(self._settings.idle_seconds, self._settings.max_age_seconds) / 4
+        shortest = min(self.settings.idle_seconds, self.settings.max_age_seconds) / 4
         while True:
             await anyio.sleep(min(max(shortest, _SHORTEST_LOOK), _LONGEST_LOOK))
             with _trying_again():
@@ -227,8 +216,8 @@ class LiveSessions:
             self._active.forget_idle()
 
     async def _expire(self) -> None:
-        settings, now = self._settings, self._parts.clock()
-        expired = await self._store.expired(now, settings.idle_seconds, settings.max_age_seconds)
+        settings, now = self.settings, self.clock()
+        expired = await self.store.expired(now, settings.idle_seconds, settings.max_age_seconds)
         for session_id, because in expired:
             async with self._active.held(session_id) as active:
                 if because is ClosedBecause.MAX_AGE or active is None or not active.gateway.is_busy:
@@ -236,12 +225,12 @@ class LiveSessions:
 
     async def prune(self) -> None:
         """Remove expired records until cancelled."""
-        pause = min(max(self._settings.retention_seconds / 4, _SHORTEST_LOOK), PRUNE_SECONDS)
+        pause = min(max(self.settings.retention_seconds / 4, _SHORTEST_LOOK), PRUNE_SECONDS)
         while True:
             with _trying_again():
-                while await self._store.prune(self._parts.clock(), self._settings.retention_bytes):
+                while await self.store.prune(self.clock(), self.settings.retention_bytes):
                     pass  # the store removes some at a time
-                await self._store.forget_opt_outs(self._parts.clock() - self._settings.opt_out_seconds)
+                await self.store.forget_opt_outs(self.clock() - self.settings.opt_out_seconds)
             await anyio.sleep(pause)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Final, Literal
 
 import anyio
@@ -50,10 +50,8 @@ async def make_judge_stage(
     store: SqliteLiveStore,
     judge: Judge,
     serving: PolicyServing,
-    on_mark: OnMark | None = None,
+    on_mark: OnMark,
 ) -> JudgeStage:
-    """Make the stage, which begins to work with `running`."""
-
     def make() -> TurnJudge:
         hints = None
         if settings.hints:
@@ -115,6 +113,7 @@ PromptOf = Callable[[TurnRecord], Awaitable[RecordedPrompt]]
 """Raises a ServiceError if it is not known."""
 
 
+@dataclass(frozen=True, slots=True)
 class JudgedHints:
     """Hints in hindsight: what the next state tells about what an answer should have been.
 
@@ -123,22 +122,13 @@ class JudgedHints:
     turn keeps its value and the mark says why there is no hint.
     """
 
-    def __init__(
-        self,
-        judge: Judge,
-        rubric: Rubric,
-        prompt_of: PromptOf,
-        serving: PolicyServing,
-        *,
-        selection: Literal["longest", "overlap"] = "longest",
-        teacher_pool: str | None = None,
-    ) -> None:
-        self._judge = judge
-        self._rubric = rubric
-        self._prompt_of = prompt_of
-        self._serving = serving
-        self._selection = selection
-        self._teacher_pool = teacher_pool
+    judge: Judge
+    rubric: Rubric
+    prompt_of: PromptOf
+    serving: PolicyServing
+    _: KW_ONLY
+    selection: Literal["longest", "overlap"] = "longest"
+    teacher_pool: str | None = None
 
     async def find(self, turn: TurnRecord) -> FoundHint:
         """Return the selected hint, or why there is none; never raise."""
@@ -160,12 +150,12 @@ class JudgedHints:
         if turn.next_state is None:
             return FoundHint(None, "no_next_state")
         instance, texts = question(turn.answer, turn.next_state)
-        poll = await self._judge.poll(self._rubric, instance, texts, keep_texts=True)
+        poll = await self.judge.poll(self.rubric, instance, texts, keep_texts=True)
         proposed = candidates(poll.votes)
         if not proposed:
             valid = any(vote.label is not None for vote in poll.votes)
             return FoundHint(None, "no_hint" if valid else "judge_failed")
-        recorded = await self._prompt_of(turn)
+        recorded = await self.prompt_of(turn)
         hinted = await anyio.to_thread.run_sync(self._augment_all, recorded, proposed)
         if not hinted:
             return FoundHint(None, "no_user_message")
@@ -175,13 +165,13 @@ class JudgedHints:
                 text=proposed[chosen],
                 prompt_ids=hinted[chosen],
                 candidates=len(proposed),
-                selected_by=self._selection,
+                selected_by=self.selection,
             )
         )
 
     def _augment_all(self, recorded: RecordedPrompt, hints: Sequence[str]) -> list[list[int]]:
         """Return no prompts if no user message can have a hint. Slow for a long prompt."""
-        renderer = self._serving.connect(recorded.pool)[0].renderer
+        renderer = self.serving.connect(recorded.pool)[0].renderer
         prompts: list[list[int]] = []
         for hint in hints:
             messages = with_hint(recorded.prompt.messages, hint)
@@ -192,12 +182,12 @@ class JudgedHints:
 
     async def _select(self, recorded: RecordedPrompt, hints: Sequence[str], hinted: Sequence[Sequence[int]]) -> int:
         longest = max(range(len(hints)), key=lambda number: len(hints[number]))
-        if self._selection == "longest" or len(hints) == 1:
+        if self.selection == "longest" or len(hints) == 1:
             return longest
         compared = sorted(range(len(hints)), key=lambda number: len(hints[number]))[:CANDIDATES]
         scores = await overlaps(
-            self._serving.connect(recorded.pool)[1],
-            self._serving.connect(self._teacher_pool or recorded.pool)[1],
+            self.serving.connect(recorded.pool)[1],
+            self.serving.connect(self.teacher_pool or recorded.pool)[1],
             recorded.prompt.prompt_ids,
             [hinted[number] for number in compared],
             recorded.prompt.output_ids,

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Final
 
 import anyio
@@ -41,27 +40,20 @@ TurnKey = tuple[str, int]
 OnMark = Callable[[TurnRecord, TurnMarkRecord], None]
 
 
+@dataclass(eq=False)
 class JudgeStage:
-    def __init__(
-        self,
-        store: SqliteLiveStore,
-        judge: TurnJudge,
-        serving: PolicyServing,
-        *,
-        at_once: int,
-        queue: int,
-        on_mark: OnMark | None = None,
-        retry_seconds: float = RETRY_SECONDS,
-    ) -> None:
-        self._store = store
-        self._judge = judge
-        self._serving = serving
-        self._at_once = at_once
-        self._queue = queue
-        self._on_mark = on_mark
-        self._retry_seconds = retry_seconds
+    store: SqliteLiveStore
+    judge: TurnJudge
+    serving: PolicyServing
+    _: KW_ONLY
+    at_once: int
+    queue: int
+    on_mark: OnMark = lambda *_: None
+    retry_seconds: float = RETRY_SECONDS
+
+    def __post_init__(self) -> None:
         self._held: set[TurnKey] = set()
-        self._rated: deque[TurnKey] = deque(maxlen=queue)
+        self._rated: deque[TurnKey] = deque(maxlen=self.queue)
         self._changed = ChangeSignal()
 
     @property
@@ -78,39 +70,32 @@ class JudgeStage:
 
         Such turns are not in the store's queue: those that wait when the service ends, or that are too many, get none.
         """
-        if self._judge.asks_for_hints:
+        if self.judge.asks_for_hints:
             self._rated.append((session_id, turn))
             self._changed.notify()
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self.run)
-            yield
-            tasks.cancel_scope.cancel()
-
     async def run(self) -> None:
-        send, receive = anyio.create_memory_object_stream[TurnKey](self._queue)
+        send, receive = anyio.create_memory_object_stream[TurnKey](self.queue)
         async with send, receive, anyio.create_task_group() as tasks:
-            for _ in range(self._at_once):
+            for _ in range(self.at_once):
                 tasks.start_soon(self._work, receive)
             await self._feed(send)
 
     async def _feed(self, send: MemoryObjectSendStream[TurnKey]) -> None:
         while True:
             changed = self._changed.next
-            room = self._queue - send.statistics().current_buffer_used
+            room = self.queue - send.statistics().current_buffer_used
             while self._rated and room > 0:
                 self._take(send, self._rated.popleft())
-                room = self._queue - send.statistics().current_buffer_used
-            if 2 * room >= self._queue:  # so that a long queue is not read again for each turn
+                room = self.queue - send.statistics().current_buffer_used
+            if 2 * room >= self.queue:  # so that a long queue is not read again for each turn
                 await self._fill(send, room)
             with anyio.move_on_after(POLL_SECONDS):
                 await changed.wait()
 
     async def _fill(self, send: MemoryObjectSendStream[TurnKey], room: int) -> None:
         try:
-            turns = await self._store.to_judge(len(self._held) + room)
+            turns = await self.store.to_judge(len(self._held) + room)
         except StoreError as error:
             log.debug("turns to judge could not be read; trying again", error=str(error), hint=error.hint)
             return
@@ -144,30 +129,29 @@ class JudgeStage:
                 attempt += 1
             except StoreError as error:
                 log.debug("a mark could not be set; trying again", error=str(error), hint=error.hint)
-            await anyio.sleep(self._retry_seconds * 2 ** (attempt - 1))
+            await anyio.sleep(self.retry_seconds * 2 ** (attempt - 1))
 
     async def _judge_once(self, session_id: str, turn_id: int, *, is_last_try: bool) -> None:
-        turn = await self._store.turn(session_id, turn_id)
-        if turn is not None and _lacks_hint(turn) and self._judge.asks_for_hints:
-            await self._add_hint(turn, await self._judge.hint(turn))
+        turn = await self.store.turn(session_id, turn_id)
+        if turn is not None and _lacks_hint(turn) and self.judge.asks_for_hints:
+            await self._add_hint(turn, await self.judge.hint(turn))
         if turn is None or not _is_open(turn):
             return
         mark = await self._mark(turn, is_last_try=is_last_try)
-        if await self._store.mark(session_id, turn_id, mark):
-            if self._on_mark is not None:
-                self._on_mark(turn, mark)
-        elif (rated := await self._store.turn(session_id, turn_id)) is not None and _lacks_hint(rated):
+        if await self.store.mark(session_id, turn_id, mark):
+            self.on_mark(turn, mark)
+        elif (rated := await self.store.turn(session_id, turn_id)) is not None and _lacks_hint(rated):
             await self._add_hint(rated, FoundHint(mark.hint, mark.hint_dropped))
 
     async def _add_hint(self, turn: TurnRecord, found: FoundHint) -> None:
         if turn.mark is not None and (found.hint is not None or found.dropped):
             mark = replace(turn.mark, hint=found.hint, hint_dropped=found.dropped)
-            await self._store.mark(turn.session_id, turn.turn, mark)
+            await self.store.mark(turn.session_id, turn.turn, mark)
 
     async def _mark(self, turn: TurnRecord, *, is_last_try: bool) -> TurnMarkRecord:
         earlier = await self._earlier(turn)
         try:
-            return await self._judge.mark(turn, earlier, is_last_try=is_last_try)
+            return await self.judge.mark(turn, earlier, is_last_try=is_last_try)
         except (InferenceError, StoreError):
             raise
         except Exception as error:  # noqa: BLE001 - one turn must not keep the judge from the others
@@ -184,15 +168,15 @@ class JudgeStage:
             return TurnMarkRecord(value=None, reason=MarkReason.ALL_FAILED, source="judge", at=time.time())
 
     async def _earlier(self, turn: TurnRecord) -> Sequence[TurnRecord]:
-        if not self._judge.overrides:
+        if not self.judge.overrides:
             return ()
-        turns = await self._store.turns(turn.session_id, max(0, turn.turn - LOOKBACK))
+        turns = await self.store.turns(turn.session_id, max(0, turn.turn - LOOKBACK))
         return [one for one in turns if one.turn < turn.turn and one.kind is turn.kind]
 
     async def _until_served(self) -> None:
         while True:
-            pools, changed = self._serving.in_service()
-            if self._judge.pool in pools:
+            pools, changed = self.serving.in_service()
+            if self.judge.pool in pools:
                 return
             await changed.wait()
 

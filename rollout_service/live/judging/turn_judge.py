@@ -100,30 +100,24 @@ FindHint = Callable[[TurnRecord], Awaitable[FoundHint]]
 """Failures are reasons, and never raised."""
 
 
+@dataclass(frozen=True, slots=True)
 class TurnJudge:
-    def __init__(
-        self,
-        judge: Judge,
-        rubric: Rubric,
-        overrides: Overrides,
-        find_hint: FindHint | None = None,
-    ) -> None:
-        self._judge = judge
-        self._rubric = rubric
-        self._find_hint = find_hint
-        self.overrides = overrides
+    judge: Judge
+    rubric: Rubric
+    overrides: Overrides
+    find_hint: FindHint | None = None
 
     @property
     def pool(self) -> str:
-        return self._rubric.settings.pool
+        return self.rubric.settings.pool
 
     @property
     def asks_for_hints(self) -> bool:
-        return self._find_hint is not None
+        return self.find_hint is not None
 
     async def hint(self, turn: TurnRecord) -> FoundHint:
         """Return nothing if hints are not asked for."""
-        return FoundHint(None) if self._find_hint is None else await self._find_hint(turn)
+        return FoundHint(None) if self.find_hint is None else await self.find_hint(turn)
 
     async def mark(
         self, turn: TurnRecord, earlier: Sequence[TurnRecord] = (), *, is_last_try: bool = False
@@ -156,7 +150,7 @@ class TurnJudge:
         if turn.next_state is None:
             raise ValueError(f"turn {turn.turn} has no next state to judge it by")
         instance, texts = question(turn.answer, turn.next_state)
-        poll = await self._judge.poll(self._rubric, instance, texts)
+        poll = await self.judge.poll(self.rubric, instance, texts)
         if not is_last_try and (error := outage(poll.votes)) is not None:
             raise error
         outcome = tally(poll.votes)
@@ -165,7 +159,7 @@ class TurnJudge:
             reason=outcome.reason,
             source="judge",
             votes=outcome.votes,
-            judge=JudgedBy(pool=self.pool, model=poll.model, prompt_hash=self._rubric.prompt_hash),
+            judge=JudgedBy(pool=self.pool, model=poll.model, prompt_hash=self.rubric.prompt_hash),
             at=0.0,
         )
 

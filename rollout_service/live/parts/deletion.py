@@ -7,7 +7,7 @@ before they are erased; parts that a trainer may hold are named. A deletion that
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 
 import anyio
@@ -27,10 +27,10 @@ CANCEL_SECONDS = 10.0
 """For a rollout under way to end."""
 
 
+@dataclass(frozen=True, slots=True)
 class SessionDeletion:
-    def __init__(self, live: SqliteLiveStore, store: Store) -> None:
-        self._live = live
-        self._store = store
+    live: SqliteLiveStore
+    store: Store
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> DeletedSessions:
         """Remove a session, or all of a user by its hash; name the parts that had left the service.
@@ -42,10 +42,10 @@ class SessionDeletion:
         batches: dict[str, str] = {}
         # Before the sessions go, since their parts tell what to erase; and after, since a rollout may have begun.
         for name in await self._sessions(session_id, user):
-            batches |= await self._erase(await self._live.parts(session_id=name))
+            batches |= await self._erase(await self.live.parts(session_id=name))
         left = await self._left_in_runs(user)
         batches |= await self._erase(left)
-        deleted = await self._live.delete(session_id=session_id, user=user)
+        deleted = await self.live.delete(session_id=session_id, user=user)
         batches |= await self._erase(deleted.parts)
         parts = [*deleted.parts, *left]
         leased = [_leased(part, batches[part.rollout_id]) for part in parts if part.rollout_id in batches]
@@ -62,18 +62,18 @@ class SessionDeletion:
             return [session_id]
         if user is None:
             raise ValueError("name a session or a user")
-        return [session.session_id async for session in self._live.all_sessions(user=user)]
+        return [session.session_id async for session in self.live.all_sessions(user=user)]
 
     async def _erase(self, parts: Sequence[PartRecord]) -> Mapping[str, str]:
         names = [part.rollout_id for part in parts if part.rollout_id is not None]
         for name in names:
             await self._end(SampleId.parse(name))
-        return await self._store.runs.erase(names) if names else {}
+        return await self.store.runs.erase(names) if names else {}
 
     async def _left_in_runs(self, user: str | None) -> list[PartRecord]:
         """Find the parts that runs have of a user's sessions which were removed before."""
         found: list[PartRecord] = []
-        for rollout_id in [] if user is None else await self._store.runs.rollouts_of(user):
+        for rollout_id in [] if user is None else await self.store.runs.rollouts_of(user):
             sample = SampleId.parse(rollout_id)
             async for rollout in self._rollouts(sample):
                 if (session := rollout.session) is not None:
@@ -96,15 +96,15 @@ class SessionDeletion:
 
     async def _rollouts(self, sample: SampleId) -> AsyncIterator[Rollout]:
         for retry in count():
-            rollout = await self._store.get(str(replace(sample, retry=retry)))
+            rollout = await self.store.get(str(replace(sample, retry=retry)))
             if rollout is None:
                 return
             yield rollout
 
     async def _cancel(self, rollout_id: str) -> None:
-        await self._store.cancel(rollout_id)
+        await self.store.cancel(rollout_id)
         with anyio.move_on_after(CANCEL_SECONDS):
-            await self._store.wait_for_result(rollout_id)
+            await self.store.wait_for_result(rollout_id)
             return
         raise UnavailableError(
             f"the rollout {rollout_id} has a part of a session that is to be deleted, and does not end",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import structlog
 from pydantic import JsonValue
@@ -48,31 +48,24 @@ class PartGroup:
         return [Owner(one.session_id, one.user, one.tenant) for one in self.sessions]
 
 
+@dataclass(eq=False)
 class PartDelivery:
-    def __init__(
-        self,
-        store: SqliteLiveStore,
-        runs: RunStore,
-        *,
-        node: str | None = None,
-        handed_over: Callable[[float], None] = lambda _: None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """`node` names this node if others share that store.
+    store: SqliteLiveStore
+    runs: RunStore
+    _: KW_ONLY
+    node: str | None = None
+    """This node, if others share the store of runs."""
+    handed_over: Callable[[float], None] = lambda _: None
+    """Called for each part with the seconds that it has waited for its run."""
+    clock: Callable[[], float] = time.time
+    is_idle: bool = False
+    """The last look found neither a run nor a part."""
 
-        `handed_over` is called for each part with the seconds that it has waited for its run.
-        """
-        self._store = store
-        self._node = node
-        self._runs = runs
-        self._handed_over = handed_over
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._is_protected = False
         """The store of runs overwrites deleted data."""
         self._is_new = True
         """No step has looked for runs that ended before this start."""
-        self.is_idle = False
-        """The last look found neither a run nor a part."""
         self._look_at = 0.0
         """When to look for runs again though there is no part."""
         self._reconciled: set[str] = set()
@@ -91,18 +84,18 @@ class PartDelivery:
         Raises:
             StoreError: A store failed; the next step goes on from there.
         """
-        parts = await self._store.parts(unclaimed=True)
-        if self.is_idle and not parts and self._clock() < self._look_at:
+        parts = await self.store.parts(unclaimed=True)
+        if self.is_idle and not parts and self.clock() < self._look_at:
             return 0
-        self._look_at = self._clock() + RUNS_SECONDS
-        runs = {run.run_id: run for run in await live_runs(self._runs)}
+        self._look_at = self.clock() + RUNS_SECONDS
+        runs = {run.run_id: run for run in await live_runs(self.runs)}
         await self._protect(bool(runs))
         waiting: dict[str, list[PartRecord]] = {run_id: [] for run_id in runs}
         for part in parts:
             if part.run_id in runs and part.offset is None:
                 waiting[part.run_id].append(part)
             elif part.run_id not in runs and (part.offset is None or await self._is_past(part.run_id)):
-                await self._store.give_back_part(part.session_id, part.part)
+                await self.store.give_back_part(part.session_id, part.part)
         self.is_idle = not waiting and not parts
         appended = 0
         for run_id, unsubmitted in waiting.items():
@@ -113,7 +106,7 @@ class PartDelivery:
     async def _is_past(self, run_id: str) -> bool:
         """Return whether a run has ended, with no group that may still claim its part."""
         try:
-            run = await self._runs.get(run_id)
+            run = await self.runs.get(run_id)
         except NotFoundError:
             return True
         except StoreError:  # its shard is away
@@ -124,8 +117,8 @@ class PartDelivery:
         """From the first run of sessions on, let nothing deleted stay in the files of runs."""
         if self._is_protected:
             return
-        if has_runs or (self._is_new and any(run.request.live for run in await self._runs.list())):
-            await self._runs.overwrite_deleted()
+        if has_runs or (self._is_new and any(run.request.live for run in await self.runs.list())):
+            await self.runs.overwrite_deleted()
             self._is_protected = True
         self._is_new = False
 
@@ -140,7 +133,7 @@ class PartDelivery:
             self._warn(run, parts, is_stuck=True)
             return 0
         groups = await self._groups(run, parts)
-        ready = await self._runs.ready_groups(run.run_id)
+        ready = await self.runs.ready_groups(run.run_id)
         window = next_window(groups, ready, run.request.batch_size, order_of(run))
         self._short.pop(run.run_id, None)
         if window is None and run.request.group_size == 1:
@@ -151,18 +144,18 @@ class PartDelivery:
     async def _reconcile(self, run: RunRecord) -> list[PartRecord]:
         """Drop the offsets of parts that were not appended, and return these."""
         lost = []
-        for part in await self._store.parts(run.run_id):
+        for part in await self.store.parts(run.run_id):
             if part.offset is None or part.rollout_id is not None:
                 continue
-            tasks = await self._runs.inline_tasks(run.run_id, first=part.offset, limit=1)
+            tasks = await self.runs.inline_tasks(run.run_id, first=part.offset, limit=1)
             if not any((part.session_id, part.part) in parts_named(task.instance) for task in tasks):
-                await self._store.set_offset(part.session_id, part.part, None)
+                await self.store.set_offset(part.session_id, part.part, None)
                 lost.append(part)
         return lost
 
     async def _groups(self, run: RunRecord, parts: Sequence[PartRecord]) -> list[PartGroup]:
         """Return whole groups that may be delivered, the oldest first."""
-        found = [(part, await self._store.session(part.session_id)) for part in parts]
+        found = [(part, await self.store.session(part.session_id)) for part in parts]
         known = [(part, session) for part, session in found if session is not None]
         size = run.request.group_size
         if size == 1:
@@ -179,31 +172,31 @@ class PartDelivery:
 
     async def _is_over(self, tenant: str, name: str) -> bool:
         """Return whether all sessions of a task have ended, with all turns decided."""
-        sessions = await self._store.group(tenant, name)
+        sessions = await self.store.group(tenant, name)
         if any(session.closed_at is None for session in sessions):
             return False
-        return not await self._store.fates([session.session_id for session in sessions])
+        return not await self.store.fates([session.session_id for session in sessions])
 
     async def _append(self, run: RunRecord, window: Sequence[PartGroup]) -> int:
         self._reconciled.discard(run.run_id)  # until all of this is done
         for number, group in enumerate(window):
             for part in group.parts:
-                await self._store.set_offset(part.session_id, part.part, run.tasks + number)
-        tasks = [_task(group, self._node) for group in window]
+                await self.store.set_offset(part.session_id, part.part, run.tasks + number)
+        tasks = [_task(group, self.node) for group in window]
         try:
-            await self._runs.append(run.run_id, tasks, offset=run.tasks, close=False)
+            await self.runs.append(run.run_id, tasks, offset=run.tasks, close=False)
         except ConflictError:  # another service appended first, or the run ended: the next step sees it
             log.info("a run changed while parts were appended", run=run.run_id)
             return 0
         self._reconciled.add(run.run_id)
         for part in (part for group in window for part in group.parts):
-            self._handed_over(self._clock() - part.closed_at)
+            self.handed_over(self.clock() - part.closed_at)
         log.info("parts of sessions appended", run=run.run_id, tasks=len(tasks), offset=run.tasks)
         return len(tasks)
 
     def _warn(self, run: RunRecord, parts: Sequence[PartRecord], *, is_stuck: bool) -> None:
         oldest = min(part.closed_at for part in parts)
-        if not is_stuck or self._clock() - oldest < WARN_SECONDS:
+        if not is_stuck or self.clock() - oldest < WARN_SECONDS:
             self._warned.pop(run.run_id, None)
             return
         text = (

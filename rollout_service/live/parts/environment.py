@@ -33,10 +33,6 @@ from rollout_service.store.runs_contract import RunStore
 from rollout_service.tokens import ChatRenderer
 from rollout_service.tokens.trajectory import train_on
 
-RendererOf = Callable[[str], ChatRenderer]
-"""Raises NoBackendError if the pool is not served."""
-
-
 ELSEWHERE_SECONDS = 0.5
 """Before a node gives back another node's part, for that one to lease."""
 
@@ -70,23 +66,17 @@ class PartPolicy(UndrivenPolicy):
         return self.recorded
 
 
+@dataclass(eq=False)
 class SessionParts:
     """Implements `environments.contract.RecordedPolicies`."""
 
-    def __init__(
-        self,
-        store: SqliteLiveStore,
-        runs: RunStore,
-        renderer_of: RendererOf,
-        teacher: TeacherReader | None = None,
-        node: str | None = None,
-    ) -> None:
-        """`node` names this node if others share the store of runs."""
-        self._store = store
-        self._runs = runs
-        self._renderer_of = renderer_of
-        self._teacher = teacher
-        self._node = node
+    store: SqliteLiveStore
+    runs: RunStore
+    renderer_of: Callable[[str], ChatRenderer]
+    """Raises NoBackendError if the pool is not served."""
+    teacher: TeacherReader | None = None
+    node: str | None = None
+    """This node, if others share the store of runs."""
 
     async def open(self, request: RolloutRequest) -> PartPolicy:
         """Return the part of a rollout, or claim one.
@@ -97,16 +87,16 @@ class SessionParts:
             NoBackendError: The session's pool is not served.
             RecordLostError: A turn cannot be read.
         """
-        if request.task.instance.get("node") != self._node:
+        if request.task.instance.get("node") != self.node:
             await anyio.sleep(ELSEWHERE_SECONDS)
             raise ElsewhereError(request.pool)
         part = await self._claim(request)
-        session = await self._store.session(part.session_id)
-        turns = await self._store.turns(part.session_id)
+        session = await self.store.session(part.session_id)
+        turns = await self.store.turns(part.session_id)
         own = [turn for turn in turns if turn.part == part.part]
         if session is None or not own:
             raise _gone(request)
-        renderer = self._renderer_of(session.pool)
+        renderer = self.renderer_of(session.pool)
         until = [turn for turn in turns if turn.turn <= max(part.usable)]
         trajectory = await anyio.to_thread.run_sync(_trajectory, renderer, until, part.usable)
         marks = await self._marks(request, session, part, own, trajectory)
@@ -126,14 +116,14 @@ class SessionParts:
         except ValueError:
             raise _gone(request) from None
         named = set(parts_named(request.task.instance))
-        found = [part for name, _ in named for part in await self._store.parts(session_id=name)]
+        found = [part for name, _ in named for part in await self.store.parts(session_id=name)]
         own = [
             (part.session_id, part.part)
             for part in found
             if (part.session_id, part.part) in named and (part.run_id, part.offset) == (sample.run, sample.number)
         ]
         first_id = str(SampleId(sample.run, sample.number, sample.sample))
-        part = await self._store.claim(sorted(set(own)), first_id)
+        part = await self.store.claim(sorted(set(own)), first_id)
         if part is None:
             raise _gone(request)
         return part
@@ -146,7 +136,7 @@ class SessionParts:
         turns: Sequence[TurnRecord],
         trajectory: Trajectory,
     ) -> list[TurnMark]:
-        order = order_of(await self._runs.get(SampleId.parse(request.rollout_id or "").run))
+        order = order_of(await self.runs.get(SampleId.parse(request.rollout_id or "").run))
         marks = [
             mark_of(
                 turn,
@@ -156,7 +146,7 @@ class SessionParts:
             )
             for turn in turns
         ]
-        if not order.teacher or self._teacher is None:
+        if not order.teacher or self.teacher is None:
             return marks
         taught: dict[int, TurnMark] = {}
 
@@ -169,7 +159,7 @@ class SessionParts:
         async with anyio.create_task_group() as tasks:
             for mark in marks:
                 if mark.usable and mark.hint is not None:
-                    tasks.start_soon(ask, mark, mark.hint, self._teacher)
+                    tasks.start_soon(ask, mark, mark.hint, self.teacher)
         return [taught.get(mark.turn, mark) for mark in marks]
 
 

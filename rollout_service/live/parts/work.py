@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Self
 
 import anyio
@@ -23,6 +23,7 @@ from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.parts.delivery import PartDelivery, TrainedPool, live_runs, order_of, run_of
 from rollout_service.live.parts.environment import SessionEnvironment, SessionParts
 from rollout_service.live.sqlite.store import SqliteLiveStore
+from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.store.contract import Store
 from rollout_service.store.retrying import retry_until_stored
 from rollout_service.store.runs_contract import RunRecord, RunStore
@@ -56,57 +57,50 @@ SESSIONS_AT_ONCE = 100
 """Limits the sessions that one step looks at, so that turns being served wait for a few milliseconds at most."""
 
 
+@dataclass(eq=False)
 class PartCloser:
     """Puts turns into parts, each turn once, for the run that takes their session; `decide` alone decides."""
 
-    def __init__(
-        self,
-        store: SqliteLiveStore,
-        runs: RunStore,
-        *,
-        judging_since: Callable[[], float | None] = lambda: 0.0,
-        trained_pool: TrainedPool = lambda pool: pool,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """`judging_since` returns None while the judge is not at work."""
-        self._store = store
-        self._runs = runs
-        self._judging_since = judging_since
-        self._trained_pool = trained_pool
-        self._clock = clock
-        self.is_idle = False
-        """The last step found no turn to decide."""
+    store: SqliteLiveStore
+    runs: RunStore
+    _: KW_ONLY
+    judging_since: Callable[[], float | None] = lambda: 0.0
+    """Returns None while the judge is not at work."""
+    trained_pool: TrainedPool = lambda pool: pool
+    clock: Callable[[], float] = time.time
+    is_idle: bool = False
+    """The last step found no turn to decide."""
 
     async def step(self) -> int:
         """Look at the sessions that wait longest; return the number of parts made."""
-        sessions = await self._store.undecided(SESSIONS_AT_ONCE)
+        sessions = await self.store.undecided(SESSIONS_AT_ONCE)
         self.is_idle = not sessions
         if not sessions:
             return 0
-        runs = await live_runs(self._runs)
-        fates = await self._store.fates([session.session_id for session in sessions])
+        runs = await live_runs(self.runs)
+        fates = await self.store.fates([session.session_id for session in sessions])
         made = 0
         for session in sessions:
             made += await self._close(session, fates.get(session.session_id, ()), runs)
         return made
 
     async def _close(self, session: SessionRecord, turns: Sequence[PendingTurn], runs: Sequence[RunRecord]) -> bool:
-        run = run_of(session, runs, self._trained_pool)
+        run = run_of(session, runs, self.trained_pool)
         decision = decide(
             session,
             turns,
             None if run is None else order_of(run),
-            DecisionTime(self._clock(), self._judging_since()),
+            DecisionTime(self.clock(), self.judging_since()),
             whole=run is not None and run.request.group_size > 1,
         )
         if decision is None:
             return False
-        part = await self._store.take_part(
+        part = await self.store.take_part(
             session.session_id,
             None if run is None else run.run_id,
             decision.usable,
             decision.dropped,
-            self._clock(),
+            self.clock(),
         )
         if part is not None:
             log.info(
@@ -250,14 +244,14 @@ class SessionTraining:
         store: Store,
         serving: PolicyServing,
         *,
-        judge_pool: str,
-        teacher: TeacherReader,
+        judging: LiveJudgeSettings,
         trained_pool: TrainedPool,
         node: str,
         metrics: LiveMetrics,
     ) -> Self:
+        """`node` names this node."""
         shared_by = node if store.cluster.is_shared else None
-        judge = InService(serving, judge_pool)
+        judge, teacher = InService(serving, judging.pool), TeacherReader(serving, judging.teacher_pool)
 
         def renderer_of(pool: str) -> ChatRenderer:
             # A candidate's pool may be gone, and has the format of the pool that it was for.

@@ -41,26 +41,19 @@ _MAX_ID = 256
 _NUMBER = re.compile(r"~([0-9]{1,9})$")
 
 
+@dataclass(eq=False)
 class SessionResolver:
-    def __init__(
-        self,
-        settings: LiveSettings,
-        store: SqliteLiveStore,
-        register: SessionRegister,
-        active: ActiveSessions,
-        engines: SessionEngines,
-        recording: RecordingParts,
-        clock: Callable[[], float],
-    ) -> None:
-        self._settings = settings
-        self._store = store
-        self._register = register
-        self._active = active
-        self._engines = engines
-        self._recording = recording
-        self._clock = clock
-        self._rate = RequestRate(settings.requests_per_minute)
-        self._keys = {hash_of(key.key.get_secret_value()): key for key in settings.keys}
+    settings: LiveSettings
+    store: SqliteLiveStore
+    register: SessionRegister
+    active: ActiveSessions
+    engines: SessionEngines
+    recording: RecordingParts
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._rate = RequestRate(self.settings.requests_per_minute)
+        self._keys = {hash_of(key.key.get_secret_value()): key for key in self.settings.keys}
 
     def knows(self, key: str) -> bool:
         """Accept keys that look like a session's, and those of clients with ids of their own."""
@@ -77,7 +70,7 @@ class SessionResolver:
         configured = self._keys.get(hash_of(key))
         if configured is not None:
             return await self._serve_client_id(configured, client_id)
-        record = await self._store.session_of_key(hash_of(key)) if key.startswith(KEY_PREFIX) else None
+        record = await self.store.session_of_key(hash_of(key)) if key.startswith(KEY_PREFIX) else None
         if record is None:
             raise unknown_key()
         return await self._serve(record)
@@ -92,19 +85,19 @@ class SessionResolver:
             RateLimitedError: Its user has sent too many requests.
         """
         if key is None:
-            return await self._serve(await self._register.known(session_id))
-        record = await self._store.session(session_id)
+            return await self._serve(await self.register.known(session_id))
+        record = await self.store.session(session_id)
         if record is None or not secrets.compare_digest(record.key_hash, hash_of(key)):
             raise unknown_key()
         return await self._serve(record)
 
     async def _serve_client_id(self, key: LiveKey, client_id: str) -> GatewaySession:
         if not client_id:
-            user = self._register.user_of(key.user, key.tenant, self._register.client_of(key, ""))
+            user = self.register.user_of(key.user, key.tenant, self.register.client_of(key, ""))
             charge = partial(self._rate.take, user)
             charge()
-            self._recording.metrics.unrecorded("no_session")
-            return self._engines.open(key.pool, key.tenant, Unrecorded("no-session"), charge)
+            self.recording.metrics.unrecorded("no_session")
+            return self.engines.open(key.pool, key.tenant, Unrecorded("no-session"), charge)
         if len(client_id) > _MAX_ID:
             message = f"must have at most {_MAX_ID} characters"
             raise InvalidFieldError.at("X-Session-Id", message)
@@ -119,8 +112,8 @@ class SessionResolver:
 
     async def _record_of_client(self, key: LiveKey, client_id: str) -> SessionRecord:
         """Return the newest session; an expired one goes on as a new one."""
-        client = self._register.client_of(key, client_id)
-        latest = await self._store.latest_of_client(client)
+        client = self.register.client_of(key, client_id)
+        latest = await self.store.latest_of_client(client)
         if latest is not None and latest.closed_because in (None, ClosedBecause.EXPLICIT):
             return latest
         return await self._open_client(key, client_id, client, latest)
@@ -129,19 +122,19 @@ class SessionResolver:
         self, key: LiveKey, client_id: str, client: str, latest: SessionRecord | None
     ) -> SessionRecord:
         """Open a session under the first free id."""
-        self._engines.policies.check(key.pool)
-        user = self._register.user_of(key.user, key.tenant, client)
+        self.engines.policies.check(key.pool)
+        user = self.register.user_of(key.user, key.tenant, client)
         continues = None if latest is None else latest.session_id
         for number in count(1 if continues is None else _number_of(continues) + 1):
             session_id = _client_session_id(key.name, client_id, number)
             request = SessionRequest(
                 session_id=session_id, pool=key.pool, tenant=key.tenant, train=key.train, continues=continues
             )
-            record = await self._register.make(request, session_id, user, client=client)
-            if await self._register.add(record):
+            record = await self.register.make(request, session_id, user, client=client)
+            if await self.register.add(record):
                 return record
             # The id is somebody else's, or another request of this client was faster.
-            other = await self._store.latest_of_client(client)
+            other = await self.store.latest_of_client(client)
             if other is not None and other.closed_at is None:
                 return other
         raise AssertionError("numbers do not end")
@@ -150,34 +143,34 @@ class SessionResolver:
         if record.closed_because is not None:
             raise SessionEndedError(record.closed_because)
         self._rate.take(record.user)
-        session = await self._active.get(record.session_id, lambda: self._load(record))
-        store, now = self._store, self._clock()
-        self._recording.later(lambda: store.use(record.session_id, now))
+        session = await self.active.get(record.session_id, lambda: self._load(record))
+        store, now = self.store, self.clock()
+        self.recording.later(lambda: store.use(record.session_id, now))
         return session.gateway
 
     async def _load(self, record: SessionRecord) -> ActiveSession:
         """Restore the conversations from stored turns."""
-        record = await self._register.known(record.session_id)  # it may have ended meanwhile
+        record = await self.register.known(record.session_id)  # it may have ended meanwhile
         if record.closed_because is not None:
             raise SessionEndedError(record.closed_because)
-        engines = self._engines
-        turns = await self._store.turns(record.session_id)
+        engines = self.engines
+        turns = await self.store.turns(record.session_id)
         renderer = engines.renderer(record.pool)
         capture = TurnCapture(renderer, LIVE)
         if turns:
             capture = await anyio.to_thread.run_sync(rebuild, renderer, turns)
-        default = TurnKind.MAIN if record.explicit else TurnKind(self._settings.turn_kind)
+        default = TurnKind.MAIN if record.explicit else TurnKind(self.settings.turn_kind)
         consent = ConversationConsent(
-            self._register.conversation_of(record),
-            self._recording.hashes,
-            await self._register.opt_outs_of(record.session_id),
+            self.register.conversation_of(record),
+            self.recording.hashes,
+            await self.register.opt_outs_of(record.session_id),
             # The sessions of a client's own id are one conversation.
-            partial(self._register.opt_outs_before, record) if record.continues and not record.client else None,
+            partial(self.register.opt_outs_before, record) if record.continues and not record.client else None,
         )
         recorder = SessionRecorder(
             record,
             capture,
-            self._recording,
+            self.recording,
             consent,
             default,
             sent={turn.turn for turn in turns if turn.delivered},

@@ -22,15 +22,13 @@ from rollout_service.live.canary import Canaries
 from rollout_service.live.consent import MessageHashes
 from rollout_service.live.detectors import Detectors
 from rollout_service.live.judging.factory import make_judge_stage
-from rollout_service.live.judging.stage import JudgeStage
-from rollout_service.live.judging.teacher import TeacherReader
 from rollout_service.live.metrics import LiveFunnel, LiveMetrics
 from rollout_service.live.parts.work import SessionTraining
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import UserHashes
 from rollout_service.live.serving.app import LiveApp
 from rollout_service.live.serving.engines import SessionEngines
-from rollout_service.live.sessions import LiveSessionParts, LiveSessions
+from rollout_service.live.sessions import LiveSessions
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.server.lifecycle.foundation import Foundation
 from rollout_service.settings import Settings
@@ -41,11 +39,9 @@ class Live:
     sessions: LiveSessions
     app: LiveApp
     store: SqliteLiveStore
-    judging: JudgeStage
     training: SessionTraining
     canaries: Canaries
     funnel: LiveFunnel
-    metrics: LiveMetrics
 
 
 @asynccontextmanager
@@ -64,20 +60,27 @@ async def open_live(
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
         judging = await make_judge_stage(live.judge, store, judge, serving, metrics.judged)
-        training = _make_training(foundation, store, serving, canaries, metrics)
+        training = SessionTraining.make(
+            store,
+            foundation.store,
+            serving,
+            judging=live.judge,
+            trained_pool=canaries.main_of,
+            node=foundation.settings.node_name,
+            metrics=metrics,
+        )
+        foundation.environments.add(training.environment, "live sessions")
         users = UserHashes.load(state_dir / private_files.USERS_SALT)
         hashes = MessageHashes(users.message_key())
         recording = RecordingParts(store, detectors, hashes, metrics, tasks, judging.wake, judging.note_feedback)
         sessions = LiveSessions(
-            LiveSessionParts(
-                settings=live,
-                store=store,
-                users=users,
-                engines=_make_engines(foundation.settings, serving, gateway, tasks, metrics),
-                recording=recording,
-                deletion=training.deletion,
-                choose_pool=canaries.choose,
-            )
+            settings=live,
+            store=store,
+            users=users,
+            engines=_make_engines(foundation.settings, serving, gateway, tasks, metrics),
+            recording=recording,
+            deletion=training.deletion,
+            choose_pool=canaries.choose,
         )
         await sessions.start()
         funnel = LiveFunnel(store, open_sessions=lambda: sessions.open_sessions, judge_queue=lambda: judging.waiting)
@@ -87,29 +90,7 @@ async def open_live(
         settings = foundation.settings.gateway
         app = LiveApp(sessions.served, settings, gateway.metrics, live.hold_seconds, gateway.bodies)
         with gateway.also_serving(app):
-            yield Live(sessions, app, store, judging, training, canaries, funnel, metrics)
-
-
-def _make_training(
-    foundation: Foundation,
-    store: SqliteLiveStore,
-    serving: PolicyServing,
-    canaries: Canaries,
-    metrics: LiveMetrics,
-) -> SessionTraining:
-    judge = foundation.settings.live.judge
-    training = SessionTraining.make(
-        store,
-        foundation.store,
-        serving,
-        judge_pool=judge.pool,
-        teacher=TeacherReader(serving, judge.teacher_pool),
-        trained_pool=canaries.main_of,
-        node=foundation.settings.node_name,
-        metrics=metrics,
-    )
-    foundation.environments.add(training.environment, "live sessions")
-    return training
+            yield Live(sessions, app, store, training, canaries, funnel)
 
 
 def _make_engines(

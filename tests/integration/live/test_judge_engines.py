@@ -38,7 +38,7 @@ from rollout_service.testing import Fault, ScriptedEngine
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.echoing import write
 from tests.support.gateway.service import POLICY, scripted
-from tests.support.live.judge import MarksSeen
+from tests.support.live.judge import MarksSeen, judging
 from tests.support.live.store import a_session, a_turn
 from tests.support.samples import generation
 
@@ -81,7 +81,7 @@ async def judge_it(store: SqliteLiveStore, serving: PolicyServing, **settings: o
     seen = MarksSeen()
     described = LiveJudgeSettings.model_validate(settings)
     stage = await make_judge_stage(described, store, judge, serving, seen.judged)
-    async with stage.running():
+    async with judging(stage):
         [mark] = await seen.wait_for(1)
     return mark
 

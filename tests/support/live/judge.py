@@ -1,5 +1,8 @@
 """A judge of served turns, and what a test of its stage sees of it."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import anyio
 from prometheus_client import CollectorRegistry
 
@@ -8,6 +11,7 @@ from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.live.contract import TurnMarkRecord, TurnRecord
 from rollout_service.live.judging.overrides import Overrides
+from rollout_service.live.judging.stage import JudgeStage
 from rollout_service.live.judging.turn_judge import FindHint, TurnJudge, value_rubric
 from rollout_service.settings.live import LiveJudgeSettings
 from tests.support.sampling import ScriptedSampler
@@ -44,6 +48,14 @@ class MarksSeen:
             while len(self.marks) < count:
                 await self._changed.wait()
         return [mark for _, _, mark in self.marks]
+
+
+@asynccontextmanager
+async def judging(stage: JudgeStage) -> AsyncIterator[None]:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stage.run)
+        yield
+        tasks.cancel_scope.cancel()
 
 
 def a_judge(sampler: ScriptedSampler, find_hint: FindHint | None = None, **settings: object) -> TurnJudge:

@@ -25,7 +25,7 @@ from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import UserHashes
 from rollout_service.live.serving.engines import SessionEngines
-from rollout_service.live.sessions import LiveSessionParts, LiveSessions
+from rollout_service.live.sessions import LiveSessions
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.http import GatewaySettings
 from rollout_service.settings.live import LiveSettings
@@ -116,25 +116,23 @@ class LiveNode(LiveBench):
         tasks, changed = cast(TaskGroup, self._tasks), ChangeSignal()
         hashes = MessageHashes(self.users.message_key())
         self.sessions = LiveSessions(
-            LiveSessionParts(
+            settings=self.settings,
+            store=self.live,
+            users=self.users,
+            engines=SessionEngines(
+                policies=self.engine,
                 settings=self.settings,
-                store=self.live,
-                users=self.users,
-                engines=SessionEngines(
-                    policies=self.engine,
-                    settings=self.settings,
-                    gateway=GatewaySettings(),
-                    tasks=tasks,
-                    metrics=GatewayMetrics(registry),
-                    live_metrics=metrics,
-                    changed=lambda: changed.next,
-                    url="http://gateway",
-                ),
-                recording=RecordingParts(self.live, Detectors({}), hashes, metrics, tasks, clock=lambda: self.now),
-                deletion=self.deletion,
-                choose_pool=lambda pool, _: pool,
-                clock=lambda: self.now,
-            )
+                gateway=GatewaySettings(),
+                tasks=tasks,
+                metrics=GatewayMetrics(registry),
+                live_metrics=metrics,
+                changed=lambda: changed.next,
+                url="http://gateway",
+            ),
+            recording=RecordingParts(self.live, Detectors({}), hashes, metrics, tasks, clock=lambda: self.now),
+            deletion=self.deletion,
+            choose_pool=lambda pool, _: pool,
+            clock=lambda: self.now,
         )
         self.restart()
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import anyio
 import pytest
@@ -130,7 +131,7 @@ async def test_a_turn_that_cannot_be_read_again_has_a_reason():
         raise RecordLostError("nothing is kept of it")
 
     found, _ = finder(ScriptedSampler(*says("End it with =, please.")))
-    found._prompt_of = lost
+    found = replace(found, prompt_of=lost)
     assert (await found.find(TURN)).dropped == "record_lost"
 
 

@@ -12,7 +12,7 @@ from rollout_service.live.contract import TurnMarkRecord, TurnRecord, UnjudgedTu
 from rollout_service.live.judging.stage import JudgeStage
 from rollout_service.live.judging.turn_judge import FoundHint
 from rollout_service.live.sqlite.store import SqliteLiveStore
-from tests.support.live.judge import MarksSeen, ServedPools, a_judge
+from tests.support.live.judge import MarksSeen, ServedPools, a_judge, judging
 from tests.support.live.store import a_session, a_state, a_turn, explicit
 from tests.support.sampling import ScriptedSampler
 from tests.support.waiting import until
@@ -46,7 +46,7 @@ async def test_turns_are_judged_when_they_arrive_and_never_twice(store):
     sampler, seen = ScriptedSampler(GOOD), MarksSeen()
     stage = make_stage(store, sampler, seen)
     await add(store, 0, 1, 2)
-    async with stage.running():
+    async with judging(stage):
         await seen.wait_for(3)
         await add(store, 3)
         stage.wake()
@@ -71,7 +71,7 @@ async def test_what_may_not_be_judged_is_not(store):
     await add(store, 3)
     await store.mark("s", 3, explicit(-1.0))
     await add(store, 4)
-    async with make_stage(store, sampler, seen).running():
+    async with judging(make_stage(store, sampler, seen)):
         await seen.wait_for(1)
     assert [turn for _, turn, _ in seen.marks] == [4]
     assert len(sampler.prompts) == 1
@@ -89,7 +89,7 @@ async def test_at_most_so_many_are_judged_and_held_in_memory(store):
         seen.judged(turn, mark)
 
     stage._on_mark = note
-    async with stage.running():
+    async with judging(stage):
         await seen.wait_for(40)
     assert sampler.most_at_once <= 3
     assert most <= 7
@@ -99,7 +99,7 @@ async def test_at_most_so_many_are_judged_and_held_in_memory(store):
 async def test_a_hung_judge_marks_its_turn_and_holds_up_only_a_worker(store):
     sampler, seen = ScriptedSampler(None, GOOD, GOOD, GOOD), MarksSeen()
     await add(store, *range(4))
-    async with make_stage(store, sampler, seen, at_once=2, vote_seconds=0.2).running():
+    async with judging(make_stage(store, sampler, seen, at_once=2, vote_seconds=0.2)):
         marks = await seen.wait_for(4)
     assert [mark.value for mark in marks] == [1.0, 1.0, 1.0, None]
     assert marks[-1].reason is MarkReason.TIMEOUT
@@ -109,7 +109,7 @@ async def test_without_an_engine_turns_wait_and_are_judged_when_there_is_one(sto
     sampler, seen, pools = ScriptedSampler(GOOD), MarksSeen(), ServedPools()
     sampler.is_served = False
     await add(store, *range(6))
-    async with make_stage(store, sampler, seen, pools=pools).running():
+    async with judging(make_stage(store, sampler, seen, pools=pools)):
         await anyio.sleep(0.1)
         assert seen.marks == []
         assert len(await store.to_judge(10)) == 6
@@ -122,12 +122,12 @@ async def test_engines_that_fail_are_tried_again_and_then_leave_a_reason(store):
     gone = BackendUnreachable("gone")
     sampler, seen = ScriptedSampler(gone, gone, GOOD), MarksSeen()
     await add(store, 0)
-    async with make_stage(store, sampler, seen).running():
+    async with judging(make_stage(store, sampler, seen)):
         [mark] = await seen.wait_for(1)
     assert mark.value == 1.0
     sampler, seen = ScriptedSampler(gone), MarksSeen()
     await add(store, 1)
-    async with make_stage(store, sampler, seen).running():
+    async with judging(make_stage(store, sampler, seen)):
         [mark] = await seen.wait_for(1)
     assert (mark.value, mark.reason, len(sampler.prompts)) == (None, MarkReason.ALL_FAILED, 3)
 
@@ -137,12 +137,12 @@ async def test_what_was_being_judged_when_the_service_ended_is_judged_by_the_nex
     async with SqliteLiveStore(path) as store:
         await add(store, 0, 1, 2)
         sampler = ScriptedSampler(None)
-        async with make_stage(store, sampler, MarksSeen()).running():
+        async with judging(make_stage(store, sampler, MarksSeen())):
             while len(sampler.prompts) < 3:
                 await sampler.asked.wait()
     async with SqliteLiveStore(path) as store:
         seen = MarksSeen()
-        async with make_stage(store, ScriptedSampler(BAD), seen).running():
+        async with judging(make_stage(store, ScriptedSampler(BAD), seen)):
             marks = await seen.wait_for(3)
         assert [mark.value for mark in marks] == [-1.0] * 3
 
@@ -151,7 +151,7 @@ async def test_feedback_that_comes_while_the_judge_thinks_wins(store):
     sampler, seen = ScriptedSampler(None, GOOD), MarksSeen()
     await add(store, 0)
     stage = make_stage(store, sampler, seen, vote_seconds=0.2)
-    async with stage.running():
+    async with judging(stage):
         await sampler.asked.wait()
         await store.mark("s", 0, explicit(-0.5))
         await add(store, 1)
@@ -185,7 +185,7 @@ async def test_a_turn_that_its_user_rated_gets_a_hint_and_keeps_its_value(store)
         await store.mark("s", turn, explicit(-0.5))
         stage.note_feedback("s", turn)
     stage.note_feedback("gone", 7)
-    async with stage.running():
+    async with judging(stage):
         await until(lambda: not stage.waiting and len(finder.asked) >= 2, 10)
     turns = await store.turns("s")
     marks = [turn.mark for turn in turns]
@@ -199,7 +199,7 @@ async def test_a_hint_that_was_found_is_kept_when_feedback_comes_meanwhile(store
     judge = a_judge(sampler, TellsOneHint().find, votes=1, vote_seconds=0.2)
     stage = JudgeStage(store, judge, ServedPools("judge"), at_once=1, queue=4, on_mark=seen.judged)
     await add(store, 0)
-    async with stage.running():
+    async with judging(stage):
         await sampler.asked.wait()
         await store.mark("s", 0, explicit(1.0))
         await until(lambda: not stage.waiting, 10)
@@ -216,7 +216,7 @@ async def test_a_turn_that_was_deleted_meanwhile_is_forgotten(store):
     await add(store, 0)
     await add(store, 0, session_id="other")
     stage = make_stage(store, sampler, seen, pools=pools)
-    async with stage.running():
+    async with judging(stage):
         await anyio.sleep(0.05)
         await store.delete(session_id="s")
         sampler.is_served = True
@@ -229,7 +229,7 @@ async def test_a_turn_that_was_deleted_meanwhile_is_forgotten(store):
 async def test_a_turn_that_breaks_the_judge_stops_nobody(store, capsys):
     sampler, seen = ScriptedSampler(RuntimeError("it said: my secret"), GOOD), MarksSeen()
     await add(store, 0, 1)
-    async with make_stage(store, sampler, seen, at_once=1).running():
+    async with judging(make_stage(store, sampler, seen, at_once=1)):
         marks = await seen.wait_for(2)
     assert [(mark.value, mark.reason) for mark in marks] == [
         (None, MarkReason.ALL_FAILED),
@@ -259,7 +259,7 @@ async def test_a_store_that_fails_for_a_while_loses_no_turn():
         seen = MarksSeen()
         await add(store, 0)
         stage = make_stage(store, ScriptedSampler(GOOD), seen)
-        async with stage.running(), anyio.create_task_group() as tasks:
+        async with judging(stage), anyio.create_task_group() as tasks:
 
             async def keep_waking() -> None:
                 while True:
@@ -277,6 +277,6 @@ async def test_rules_see_the_earlier_turns_of_the_session(store):
     await add(store, 0, calls=("ls",))
     await add(store, 1, calls=("ls",), kind=TurnKind.SIDE)
     await add(store, 2, 3, calls=("cat",))
-    async with make_stage(store, ScriptedSampler(GOOD), seen, overrides=["repeated_call"]).running():
+    async with judging(make_stage(store, ScriptedSampler(GOOD), seen, overrides=["repeated_call"])):
         await seen.wait_for(3)
     assert {turn: mark.value for _, turn, mark in seen.marks} == {0: 1.0, 2: 1.0, 3: -1.0}
