@@ -58,25 +58,10 @@ async def test_new_sessions_try_the_candidate_and_keep_it(service):
     assert "rollout_live_sessions 3.0" in metrics
 
 
-@pytest.mark.parametrize(
-    ("canary", "error"),
-    [
-        (Canary(pool="policy", candidate="policy", share=0.5), InvalidRequestError),
-        (Canary(pool="policy", candidate="nowhere", share=0.5), (InvalidRequestError, UnavailableError)),
-    ],
-)
-async def test_a_canary_that_cannot_be_is_refused(service, canary, error):
+async def test_a_canary_that_cannot_be_is_refused(service):
     service.client.patience_seconds = 0
-    with pytest.raises(error) as caught:
-        await service.client.set_canary(canary)
-    assert caught.value.problem.code in ("invalid_field", "no_backend")
+    for candidate, error in (("policy", InvalidRequestError), ("nowhere", (InvalidRequestError, UnavailableError))):
+        with pytest.raises(error) as caught:
+            await service.client.set_canary(Canary(pool="policy", candidate=candidate, share=0.5))
+        assert caught.value.problem.code in ("invalid_field", "no_backend")
     assert await service.client.canaries() == []
-
-
-@pytest.mark.parametrize("name", ["canary", "feedback"])
-async def test_a_session_cannot_have_the_name_of_a_route(service, name):
-    body = {"session_id": name}
-    async with httpx.AsyncClient(base_url=service.client.base_url) as http:
-        answer = await http.post("/v1/sessions", json=body)
-    assert answer.status_code == 422
-    assert name in answer.text

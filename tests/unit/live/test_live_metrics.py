@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from api_schemas.rollouts.sessions import MarkReason, MaskReason, TurnKind
+from api_schemas.rollouts.sessions import MaskReason
 from api_schemas.sessions import FeedbackByVersion
 from rollout_service.base.errors import StoreError
 from rollout_service.live import metrics as module
-from rollout_service.live.contract import NextStateRecord, TurnMarkRecord, TurnRecord, UnjudgedTurn
+from rollout_service.live.contract import UnjudgedTurn
 from rollout_service.live.metrics import LiveFunnel, LiveMetrics
+from tests.support.live.store import a_state, a_turn, explicit, judged
 
 SAID = "the user's own words"
 
@@ -37,28 +38,6 @@ class Figures:
 
     async def to_judge(self, limit: int) -> Sequence[UnjudgedTurn]:
         return self.waiting[:limit]
-
-
-def turn(arrived_at: float | None = None) -> TurnRecord:
-    state = None
-    if arrived_at is not None:
-        state = NextStateRecord(role="user", text=SAID, arrived_at=arrived_at)
-    return TurnRecord(
-        session_id="s",
-        turn=0,
-        kind=TurnKind.MAIN,
-        answer=SAID,
-        version=3,
-        truncated=False,
-        malformed=0,
-        recorded_at=1.0,
-        body=SAID.encode(),
-        next_state=state,
-    )
-
-
-def mark(value: float | None, source: str = "judge", at: float = 10.0) -> TurnMarkRecord:
-    return TurnMarkRecord(value=value, reason=MarkReason.MAJORITY, source=source, at=at)
 
 
 def funnel(store: Figures, registry: CollectorRegistry, now: float = 100.0) -> LiveFunnel:
@@ -142,10 +121,12 @@ async def test_only_the_newest_versions_of_each_pool_have_series():
 def test_values_are_counted_by_source_and_sign_and_timed():
     registry = CollectorRegistry()
     metrics = LiveMetrics(registry)
+    followed = a_turn(answer=SAID, next_state=a_state(SAID, at=4.0))
     for value in (1.0, -1.0, 0.0, None):
-        metrics.judged(turn(arrived_at=4.0), mark(value))
-    metrics.judged(turn(arrived_at=4.0), mark(-1.0, "override:tool_error"))
-    metrics.judged(turn(), mark(0.5, "explicit"))
+        metrics.judged(followed, judged(value, at=10.0))
+    metrics.judged(followed, judged(-1.0, source="override:tool_error", at=10.0))
+    metrics.judged(a_turn(), explicit(0.5))
+    assert SAID.encode() not in generate_latest(registry)
     read = samples(registry)
     for sign in ("plus", "minus", "zero", "none"):
         assert read["rollout_live_values_total", "judge", sign] == 1
@@ -156,12 +137,12 @@ def test_values_are_counted_by_source_and_sign_and_timed():
 
 
 @pytest.mark.parametrize(
-    ("judged", "explicit", "agree"),
+    ("judge", "user", "agree"),
     [(1.0, 0.2, "yes"), (-1.0, 1.0, "no"), (0.0, 0.0, "yes"), (0.0, 1.0, "no")],
 )
-def test_a_user_and_a_judge_agree_if_they_point_the_same_way(judged, explicit, agree):
+def test_a_user_and_a_judge_agree_if_they_point_the_same_way(judge, user, agree):
     registry = CollectorRegistry()
-    LiveMetrics(registry).compared(judged=judged, explicit=explicit)
+    LiveMetrics(registry).compared(judged=judge, explicit=user)
     assert samples(registry)["rollout_live_compared_total", agree] == 1
 
 
@@ -179,13 +160,3 @@ def test_waiting_redactions_and_unrecorded_requests_are_counted():
     assert read["rollout_live_held_seconds_count", "policy", "refused"] == 1
     assert read["rollout_live_redactions_total", "aws_key"] == 2
     assert read["rollout_live_unrecorded_total", "no-session"] == 1
-
-
-async def test_nothing_that_was_said_is_in_the_metrics():
-    registry = CollectorRegistry()
-    store = Figures()
-    store.waiting = [UnjudgedTurn("s", 0, 1.0)]
-    metrics = LiveMetrics(registry)
-    metrics.judged(turn(arrived_at=1.0), mark(1.0))
-    await funnel(store, registry).refresh()
-    assert SAID.encode() not in generate_latest(registry)

@@ -12,9 +12,9 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample, RescoreRun
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.rollouts.sessions import Hint, MaskReason, RolloutKind, Teacher
-from api_schemas.runs import AppendTasks, Batch, RunState
+from api_schemas.runs import Batch, RunState
 from api_schemas.tasks import Task
-from rollout_service.base.errors import ConflictError, InvalidFieldError
+from rollout_service.base.errors import InvalidFieldError
 from rollout_service.live.judging.teacher import TeacherReading
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.parts.delivery import PartDelivery
@@ -382,31 +382,13 @@ async def test_every_turn_is_delivered_once_though_the_service_is_killed_at_any_
     assert calls > 10
 
 
-async def test_a_run_of_sessions_takes_no_tasks_of_others():
-    async with live_bench() as bench:
-        await bench.create_run()
-        service = RunService(
-            bench.store.runs,
-            lambda _: bench.manager,
-            check_environment=cast(Any, None),
-            check_pool=lambda _: None,
-        )
-        assert (await service.append("run", AppendTasks(tasks=[], close=False))).tasks == 0
-        with pytest.raises(ConflictError, match="trains on live sessions"):
-            await service.append("run", AppendTasks(tasks=[Task(environment="calc", instance={})]))
-
-
 async def test_an_export_has_the_marks_in_the_second_format():
     async with live_bench() as bench:
         await bench.create_run()
         await bench.serve("s", [1.0, None])
         await bench.drive()
-        service = RunService(
-            bench.store.runs,
-            lambda _: bench.manager,
-            check_environment=cast(Any, None),
-            check_pool=lambda _: None,
-        )
+        none = cast(Any, None)
+        service = RunService(bench.store.runs, lambda _: bench.manager, check_environment=none, check_pool=none)
         pieces = await RunExporter(bench.store.runs, service).start("run", compressed=False)
         lines = [json.loads(line) for line in b"".join([piece async for piece in pieces]).splitlines()]
         assert [line["kind"] for line in lines] == ["run", "sample", "end"]
@@ -423,11 +405,7 @@ async def test_a_part_is_scored_again_by_its_recorded_values():
         await bench.drive()
         rescorer = Rescorer(bench.context, cast(Any, None))
         (again,) = [one async for one in await rescorer.rescore_run("run", RescoreRun())]
-        assert (again.error, again.reward, again.recorded_reward) == (
-            None,
-            pytest.approx(1 / 3),
-            again.reward,
-        )
+        assert (again.error, again.reward, again.recorded_reward) == (None, pytest.approx(1 / 3), again.reward)
         (refused,) = [one async for one in await rescorer.rescore_run("run", RescoreRun(replay="always"))]
         assert refused.error.code == "not_replayable"
 

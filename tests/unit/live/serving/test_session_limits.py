@@ -12,7 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
 
+from api_schemas.sessions import SessionRequest
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import GenerateRequest, Generation, TokenChunk, new_request_id
@@ -160,6 +162,12 @@ def test_another_cursor_is_refused(cursor):
 )
 def test_the_path_of_a_call_is_split_behind_the_id(path, expected):
     assert split_session_path({"path": path, "raw_path": path.encode()}) == expected
+
+
+@pytest.mark.parametrize("name", ["canary", "feedback", ".", ".."])
+def test_a_session_cannot_have_a_name_that_no_path_can_have(name):
+    with pytest.raises(ValidationError, match="cannot stand in a path"):
+        SessionRequest(session_id=name)
 
 
 REQUEST = GenerateRequest(new_request_id(), [1])
