@@ -73,6 +73,8 @@ class PartDelivery:
         self._warned: dict[str, str] = {}
         self._short: dict[str, object] = {}
         """Each run's state when its parts did not suffice: nothing is read again until it changes."""
+        self._sessions: dict[str, dict[PartRecord, SessionRecord | None]] = {}
+        """Those of each run's waiting parts, of which there may be many for long. Whose they are never changes."""
 
     def warnings(self) -> list[str]:
         """Return a sentence for each run whose parts wait long."""
@@ -100,7 +102,9 @@ class PartDelivery:
         appended = 0
         for run_id, unsubmitted in waiting.items():
             appended += await self._deliver(runs[run_id], unsubmitted)
-        self._warned = {run_id: text for run_id, text in self._warned.items() if run_id in runs}
+        for kept in (self._warned, self._short, self._sessions):
+            for run_id in kept.keys() - runs.keys():
+                del kept[run_id]
         return appended
 
     async def _is_past(self, run_id: str) -> bool:
@@ -155,8 +159,10 @@ class PartDelivery:
 
     async def _groups(self, run: RunRecord, parts: Sequence[PartRecord]) -> list[PartGroup]:
         """Return whole groups that may be delivered, the oldest first."""
-        found = [(part, await self.store.session(part.session_id)) for part in parts]
-        known = [(part, session) for part, session in found if session is not None]
+        before = self._sessions.get(run.run_id, {})
+        found = {part: before.get(part) or await self.store.session(part.session_id) for part in parts}
+        self._sessions[run.run_id] = found
+        known = [(part, session) for part, session in found.items() if session is not None]
         size = run.request.group_size
         if size == 1:
             return [PartGroup([part], [session]) for part, session in known]

@@ -159,6 +159,26 @@ async def test_sessions_beyond_a_whole_group_wait_for_others():
         assert not any(run.count(name) for name in ("ready", "masked", "retried"))
 
 
+async def test_the_sessions_of_waiting_parts_are_read_once():
+    class Counting:
+        reads = 0
+
+        def __getattr__(self, name: str) -> object:
+            self.reads += name == "session"
+            return getattr(bench.live, name)
+
+    async with live_bench() as bench:
+        await bench.create_run(group_size=2, filters=[])
+        for number in range(5):
+            await bench.serve(f"s{number}", [1.0], group=f"task {number}")
+        await bench.closer.step()
+        store = Counting()
+        bench.restart(live=cast(Any, store))
+        for _ in range(3):
+            await bench.delivery.step()
+        assert store.reads == 5
+
+
 async def test_two_tenants_groups_of_one_name_are_two():
     async with live_bench() as bench:
         await bench.create_run(group_size=2, filters=[], live={"tenants": ["a", "b"]})
