@@ -31,6 +31,7 @@ from rollout_service.judging.rubric import Rubric, without_reasoning
 from rollout_service.live.contract import TurnRecord
 from rollout_service.live.judging.overrides import Overrides
 from rollout_service.live.judging.stage import JudgeStage, OnMark
+from rollout_service.live.judging.teacher import share_vocabulary
 from rollout_service.live.judging.turn_judge import (
     USABLE,
     FoundHint,
@@ -160,6 +161,8 @@ class JudgedHints:
         if not hinted:
             return FoundHint(None, "no_user_message")
         chosen = await self._select(recorded, proposed, hinted)
+        if chosen is None:
+            return FoundHint(None, "other_vocabulary")
         return FoundHint(
             Hint(
                 text=proposed[chosen],
@@ -180,14 +183,21 @@ class JudgedHints:
             prompts.append(renderer.render(messages, recorded.prompt.tools))
         return prompts
 
-    async def _select(self, recorded: RecordedPrompt, hints: Sequence[str], hinted: Sequence[Sequence[int]]) -> int:
+    async def _select(
+        self, recorded: RecordedPrompt, hints: Sequence[str], hinted: Sequence[Sequence[int]]
+    ) -> int | None:
+        """Return None if the teacher cannot read the policy's ids."""
         longest = max(range(len(hints)), key=lambda number: len(hints[number]))
         if self.selection == "longest" or len(hints) == 1:
             return longest
         compared = sorted(range(len(hints)), key=lambda number: len(hints[number]))[:CANDIDATES]
+        policy, policy_engines = self.serving.connect(recorded.pool)
+        teacher, teacher_engines = self.serving.connect(self.teacher_pool or recorded.pool)
+        if not share_vocabulary(policy, teacher, recorded.prompt.output_ids):
+            return None
         scores = await overlaps(
-            self.serving.connect(recorded.pool)[1],
-            self.serving.connect(self.teacher_pool or recorded.pool)[1],
+            policy_engines,
+            teacher_engines,
             recorded.prompt.prompt_ids,
             [hinted[number] for number in compared],
             recorded.prompt.output_ids,

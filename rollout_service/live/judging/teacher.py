@@ -58,7 +58,7 @@ class TeacherReader:
     async def _read(self, policy_pool: str, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> TeacherReading:
         pool = self.pool or policy_pool
         served, engines = self.serving.connect(pool)
-        if pool != policy_pool and not _share_vocabulary(self.serving.connect(policy_pool)[0], served, sampled_ids):
+        if pool != policy_pool and not share_vocabulary(self.serving.connect(policy_pool)[0], served, sampled_ids):
             return TeacherReading(None, "other_vocabulary")
         if len(prompt_ids) + len(sampled_ids) >= served.context_length - 1:
             return TeacherReading(None, "context_full")
@@ -91,7 +91,7 @@ def _model(engines: BackendPool, generation: Generation) -> str:
     return f"{path}@{generation.versions[0]}"
 
 
-def _share_vocabulary(policy: PoolModel, teacher: PoolModel, ids: Sequence[int]) -> bool:
+def share_vocabulary(policy: PoolModel, teacher: PoolModel, ids: Sequence[int]) -> bool:
     """Compare the vocabularies, as far as these ids can tell."""
     one, other = policy.renderer, teacher.renderer
     some = list(ids[:_COMPARED_IDS])

@@ -253,4 +253,8 @@ async def test_a_teacher_with_another_vocabulary_is_not_asked():
     assert (await reader.read("policy", [9], [1])).teacher is not None
     models.served["teacher"] = PoolModel(other, 4_096)
     assert (await reader.read("policy", [9], [1])).reason == "other_vocabulary"
+    hints = ScriptedSampler(*says("Say seven, please.", "Say eight, please."))
+    found, models = finder(hints, selection="overlap", teacher_pool="teacher")
+    models.pools["teacher"], models.served["teacher"] = teacher, PoolModel(other, 4_096)
+    assert (await found.find(TURN)).dropped == "other_vocabulary"
     assert len(teacher.requests) == 1
