@@ -148,11 +148,9 @@ class LiveSessions:
         """
         before = decode_cursor(cursor) if cursor is not None else None
         records = await self.store.sessions(before=before, limit=limit, is_open=is_open)
-        is_last = len(records) < limit
-        last = (records[-1].opened_at, records[-1].session_id) if records else None
         return SessionPage(
             sessions=[await self.show(record) for record in records],
-            next_cursor=None if is_last or last is None else encode_cursor(last),
+            next_cursor=None if len(records) < limit else encode_cursor(records[-1].opened_at, records[-1].session_id),
             counts=show_counts(await self.store.counts()),
         )
 
@@ -219,8 +217,8 @@ class LiveSessions:
         settings, now = self.settings, self.clock()
         expired = await self.store.expired(now, settings.idle_seconds, settings.max_age_seconds)
         for session_id, because in expired:
-            async with self._active.held(session_id) as active:
-                if because is ClosedBecause.MAX_AGE or active is None or not active.gateway.is_busy:
+            async with self._active.held(session_id) as gateway:
+                if because is ClosedBecause.MAX_AGE or gateway is None or not gateway.is_busy:
                     await self._close_held(session_id, because)
 
     async def prune(self) -> None:

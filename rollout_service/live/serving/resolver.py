@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import count
@@ -144,11 +144,10 @@ class SessionResolver:
             raise SessionEndedError(record.closed_because)
         self._rate.take(record.user)
         session = await self.active.get(record.session_id, lambda: self._load(record))
-        store, now = self.store, self.clock()
-        self.recording.later(lambda: store.use(record.session_id, now))
-        return session.gateway
+        self.recording.later(partial(self.store.served, record.session_id, self.clock(), opted_out=False))
+        return session
 
-    async def _load(self, record: SessionRecord) -> ActiveSession:
+    async def _load(self, record: SessionRecord) -> GatewaySession:
         """Restore the conversations from stored turns."""
         record = await self.register.known(record.session_id)  # it may have ended meanwhile
         if record.closed_because is not None:
@@ -176,10 +175,7 @@ class SessionResolver:
             sent={turn.turn for turn in turns if turn.delivered},
         )
         charge = partial(self._rate.take, record.user)
-        gateway = engines.open(
-            record.pool, record.tenant, recorder, charge, session_id=record.session_id, capture=capture
-        )
-        return ActiveSession(record, gateway, recorder)
+        return engines.open(record.pool, record.tenant, recorder, charge, session_id=record.session_id, capture=capture)
 
 
 def _client_session_id(key_name: str, client_id: str, number: int) -> str:
@@ -249,20 +245,9 @@ MIN_KEEP_SECONDS = 10.0
 
 
 @dataclass(slots=True)
-class ActiveSession:
-    record: SessionRecord
+class _ActiveSession:
     gateway: GatewaySession
-    recorder: SessionRecorder
-    used_at: float = field(default_factory=time.monotonic)
-
-
-class _Turnstile:
-    """A lock that exists while someone waits for it."""
-
-    __slots__ = ("__weakref__", "lock")
-
-    def __init__(self) -> None:
-        self.lock = anyio.Lock()
+    used_at: float
 
 
 class ActiveSessions:
@@ -273,29 +258,24 @@ class ActiveSessions:
     """
 
     def __init__(self) -> None:
-        self._sessions: OrderedDict[str, ActiveSession] = OrderedDict()
-        self._turnstiles: WeakValueDictionary[str, _Turnstile] = WeakValueDictionary()
-
-    def __len__(self) -> int:
-        return len(self._sessions)
+        self._sessions: OrderedDict[str, _ActiveSession] = OrderedDict()
+        self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
+        """Each exists while someone waits for it."""
 
     @asynccontextmanager
-    async def held(self, session_id: str) -> AsyncIterator[ActiveSession | None]:
+    async def held(self, session_id: str) -> AsyncIterator[GatewaySession | None]:
         """Let no other request get the session; yield None if it is not in memory."""
-        turnstile = self._turnstiles.setdefault(session_id, _Turnstile())
-        async with turnstile.lock:
-            yield self._sessions.get(session_id)
-
-    async def get(self, session_id: str, load: Callable[[], Awaitable[ActiveSession]]) -> ActiveSession:
-        turnstile = self._turnstiles.setdefault(session_id, _Turnstile())
-        async with turnstile.lock:
+        async with self._locks.setdefault(session_id, anyio.Lock()):
             session = self._sessions.get(session_id)
-            if session is None:
-                session = await load()
-                self._sessions[session_id] = session
-        session.used_at = time.monotonic()
-        self._sessions.move_to_end(session_id)
-        return session
+            yield None if session is None else session.gateway
+
+    async def get(self, session_id: str, load: Callable[[], Awaitable[GatewaySession]]) -> GatewaySession:
+        async with self._locks.setdefault(session_id, anyio.Lock()):
+            session = self._sessions.get(session_id)
+            gateway = await load() if session is None else session.gateway
+            self._sessions[session_id] = _ActiveSession(gateway, time.monotonic())
+            self._sessions.move_to_end(session_id)
+        return gateway
 
     async def end(self, session_id: str) -> None:
         """Cut off the answers under way."""

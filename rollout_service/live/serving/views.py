@@ -91,9 +91,8 @@ def time_of(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def encode_cursor(last: tuple[float, str]) -> str:
-    """Make a cursor of a session's opening time and id."""
-    return urlsafe_b64encode(orjson.dumps(last)).decode().rstrip("=")
+def encode_cursor(opened_at: float, session_id: str) -> str:
+    return urlsafe_b64encode(orjson.dumps((opened_at, session_id))).decode().rstrip("=")
 
 
 def decode_cursor(cursor: str) -> tuple[float, str]:
@@ -105,7 +104,7 @@ def decode_cursor(cursor: str) -> tuple[float, str]:
     try:
         opened_at, session_id = orjson.loads(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
         last = float(opened_at), str(session_id)
-        if encode_cursor(last) == cursor:  # the decoder skips characters, and a time may be NaN
+        if encode_cursor(*last) == cursor:  # the decoder skips characters, and a time may be NaN
             return last
     except (ValueError, TypeError):
         pass

@@ -118,8 +118,7 @@ def parts(
 
 def set_offset(db: sqlite3.Connection, session_id: str, part: int, offset: int | None) -> None:
     """Store the task's number in its run before the task is appended."""
-    values = {"id": session_id, "part": part, "offset": offset}
-    db.execute(_SET_OFFSET, values)
+    db.execute(_SET_OFFSET, {"id": session_id, "part": part, "offset": offset})
 
 
 def claim(db: sqlite3.Connection, parts: Sequence[tuple[str, int]], rollout_id: str) -> PartRecord | None:

@@ -24,6 +24,8 @@ INSERT INTO sessions ({", ".join(f'"{name}"' for name in _COLUMNS)})
 VALUES ({", ".join(f":{name}" for name in _COLUMNS)})
 ON CONFLICT (session_id) DO NOTHING RETURNING seq
 """  # noqa: S608 - the names are ours
+_OF_ID = "SELECT * FROM sessions WHERE session_id = ?"
+_OF_KEY = "SELECT * FROM sessions WHERE key_hash = ? AND key_hash != x''"
 _OF_CLIENT = "SELECT * FROM sessions WHERE client = ? AND client != '' ORDER BY seq DESC LIMIT 1"
 _PAGE = """
 SELECT * FROM sessions
@@ -64,23 +66,25 @@ def open_session(db: sqlite3.Connection, session: SessionRecord) -> bool:
 
 
 def find(db: sqlite3.Connection, session_id: str) -> sqlite3.Row | None:
-    row: sqlite3.Row | None = db.execute("SELECT * FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+    row: sqlite3.Row | None = db.execute(_OF_ID, (session_id,)).fetchone()
     return row
 
 
 def get(db: sqlite3.Connection, session_id: str) -> SessionRecord | None:
-    row = find(db, session_id)
-    return None if row is None else _session(db, row)
+    return _first(db, _OF_ID, session_id)
 
 
 def of_key(db: sqlite3.Connection, key_hash: bytes) -> SessionRecord | None:
     """Find no session by an empty hash."""
-    row = db.execute("SELECT * FROM sessions WHERE key_hash = ? AND key_hash != x''", (key_hash,)).fetchone()
-    return None if row is None else _session(db, row)
+    return _first(db, _OF_KEY, key_hash)
 
 
 def latest_of_client(db: sqlite3.Connection, client: str) -> SessionRecord | None:
-    row = db.execute(_OF_CLIENT, (client,)).fetchone()
+    return _first(db, _OF_CLIENT, client)
+
+
+def _first(db: sqlite3.Connection, query: str, value: str | bytes) -> SessionRecord | None:
+    row = db.execute(query, (value,)).fetchone()
     return None if row is None else _session(db, row)
 
 
@@ -116,7 +120,7 @@ def had(db: sqlite3.Connection, user: str) -> int:
 
 
 def served(db: sqlite3.Connection, session_id: str, at: float, *, opted_out: bool) -> None:
-    """Count an opted-out turn here alone; others are counted when they are recorded."""
+    """Note a request; an opted-out turn is counted here alone, and others when they are recorded."""
     db.execute(_SERVED, {"id": session_id, "at": at, "opted_out": opted_out})
 
 

@@ -109,9 +109,6 @@ class SqliteLiveStore:
     opt_outs = reads(opt_outs)
     forget_opt_outs = writes(forget_opt_outs)
 
-    async def use(self, session_id: str, at: float) -> None:
-        await self._thread.write(session_statements.served, session_id, at, opted_out=False)
-
     close_session = writes(session_statements.close)
     expired = reads(session_statements.expired)
     record = writes(session_statements.record)

@@ -128,7 +128,7 @@ async def test_sessions_expire_when_they_are_idle_or_old(store):
     await store.open(a_session("idle", opened_at=50.0, used_at=60.0))
     await store.open(a_session("old", opened_at=0.0, used_at=99.0))
     await store.open(a_session("fresh", opened_at=50.0, used_at=60.0))
-    await store.use("fresh", 95.0)
+    await store.served("fresh", 95.0, opted_out=False)
     expired = dict(await store.expired(100.0, idle=30.0, age=90.0))
     assert expired == {"idle": ClosedBecause.IDLE, "old": ClosedBecause.MAX_AGE}
 
