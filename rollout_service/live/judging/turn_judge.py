@@ -153,40 +153,24 @@ class TurnJudge:
         poll = await self.judge.poll(self.rubric, instance, texts)
         if not is_last_try and (error := outage(poll.votes)) is not None:
             raise error
-        outcome = tally(poll.votes)
-        return TurnMarkRecord(
-            value=outcome.value,
-            reason=outcome.reason,
-            source="judge",
-            votes=outcome.votes,
-            judge=JudgedBy(pool=self.pool, model=poll.model, prompt_hash=self.rubric.prompt_hash),
-            at=0.0,
-        )
+        judge = JudgedBy(pool=self.pool, model=poll.model, prompt_hash=self.rubric.prompt_hash)
+        return replace(tally(poll.votes), judge=judge)
 
 
-@dataclass(frozen=True, slots=True)
-class VoteTally:
-    value: float | None
-    reason: MarkReason
-    votes: Votes
-
-
-def tally(votes: Sequence[Vote]) -> VoteTally:
-    """Count the votes; one with another label than -1, 0 or 1 has failed.
+def tally(votes: Sequence[Vote]) -> TurnMarkRecord:
+    """Make a mark of the votes; one with another label than -1, 0 or 1 has failed.
 
     The value with most valid votes counts; if several have most, it is 0, and the reason says so. Without valid votes
     there is no value, which is not the same as 0.
     """
     counts = Counter(VALUES[vote.label] for vote in votes if vote.label in VALUES)
     counted = Votes(minus=counts[-1.0], zero=counts[0.0], plus=counts[1.0], failed=len(votes) - counts.total())
-    if not counts:
+    winners = [value for value, count in counts.items() if count == max(counts.values())]
+    value, reason = (0.0, MarkReason.TIE) if len(winners) > 1 else (next(iter(winners), None), MarkReason.MAJORITY)
+    if not winners:
         is_late = bool(votes) and all(vote.outcome is VoteOutcome.TIMED_OUT for vote in votes)
-        return VoteTally(None, MarkReason.TIMEOUT if is_late else MarkReason.ALL_FAILED, counted)
-    most = max(counts.values())
-    winners = [value for value, count in counts.items() if count == most]
-    if len(winners) > 1:
-        return VoteTally(0.0, MarkReason.TIE, counted)
-    return VoteTally(winners[0], MarkReason.MAJORITY, counted)
+        reason = MarkReason.TIMEOUT if is_late else MarkReason.ALL_FAILED
+    return TurnMarkRecord(value=value, reason=reason, source="judge", votes=counted, at=0.0)
 
 
 def outage(votes: Sequence[Vote]) -> InferenceError | None:

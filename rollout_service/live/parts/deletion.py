@@ -48,7 +48,17 @@ class SessionDeletion:
         deleted = await self.live.delete(session_id=session_id, user=user)
         batches |= await self._erase(deleted.parts)
         parts = [*deleted.parts, *left]
-        leased = [_leased(part, batches[part.rollout_id]) for part in parts if part.rollout_id in batches]
+        leased = [
+            LeasedPart(
+                session_id=part.session_id,
+                part=part.part,
+                run_id=part.run_id,
+                rollout_id=part.rollout_id,
+                batch_id=batches[part.rollout_id],
+            )
+            for part in parts
+            if part.rollout_id in batches
+        ]
         log.info("sessions deleted", sessions=len(deleted.sessions), turns=deleted.turns, parts=len(parts))
         return DeletedSessions(
             sessions=len(deleted.sessions),
@@ -72,21 +82,19 @@ class SessionDeletion:
 
     async def _left_in_runs(self, user: str | None) -> list[PartRecord]:
         """Find the parts that runs have of a user's sessions which were removed before."""
-        found: list[PartRecord] = []
-        for rollout_id in [] if user is None else await self.store.runs.rollouts_of(user):
-            sample = SampleId.parse(rollout_id)
-            async for rollout in self._rollouts(sample):
-                if (session := rollout.session) is not None:
-                    part = PartRecord(
-                        session_id=session.session_id,
-                        part=session.part,
-                        run_id=sample.run,
-                        usable=(),
-                        rollout_id=rollout_id,
-                        closed_at=0.0,
-                    )
-                    found.append(part)
-        return found
+        return [
+            PartRecord(
+                session_id=session.session_id,
+                part=session.part,
+                run_id=SampleId.parse(rollout_id).run,
+                usable=(),
+                rollout_id=rollout_id,
+                closed_at=0.0,
+            )
+            for rollout_id in ([] if user is None else await self.store.runs.rollouts_of(user))
+            async for rollout in self._rollouts(SampleId.parse(rollout_id))
+            if (session := rollout.session) is not None
+        ]
 
     async def _end(self, sample: SampleId) -> None:
         """End a sample's rollouts, so that they write nothing after the erasure."""
@@ -110,13 +118,3 @@ class SessionDeletion:
             f"the rollout {rollout_id} has a part of a session that is to be deleted, and does not end",
             hint="Repeat the deletion.",
         )
-
-
-def _leased(part: PartRecord, batch_id: str) -> LeasedPart:
-    return LeasedPart(
-        session_id=part.session_id,
-        part=part.part,
-        run_id=part.run_id,
-        rollout_id=part.rollout_id,
-        batch_id=batch_id,
-    )

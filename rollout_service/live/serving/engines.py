@@ -132,7 +132,6 @@ def _refuse(*_: object) -> NoReturn:
 class _Wait:
     since: float | None = None
     held: float = 0.0
-    refused: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     def begin(self) -> float:
@@ -188,9 +187,9 @@ class HeldPool:
                     failure = error
             tasks.cancel_scope.cancel()
         wait.end()
-        if wait.held or wait.refused:
-            self.metrics.held(self.name, wait.held, refused=wait.refused)
-        if wait.refused or isinstance(failure, NoBackendError | PoolPaused):
+        if wait.held or wait.scope.cancel_called:
+            self.metrics.held(self.name, wait.held, refused=wait.scope.cancel_called)
+        if wait.scope.cancel_called or isinstance(failure, NoBackendError | PoolPaused):
             raise self._error() from failure
         if failure is not None:
             raise failure
@@ -211,7 +210,6 @@ class HeldPool:
                 await changed.wait()
                 continue
             if wait.since is not None:  # otherwise tokens came while the pool began to pause
-                wait.refused = True
                 wait.scope.cancel()
                 return
 

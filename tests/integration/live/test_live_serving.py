@@ -17,7 +17,7 @@ from rollout_service.live.serving.resolver import ActiveSessions
 from rollout_service.testing.engine_turn import Fault
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
-from tests.support.live.service import delivered, live_service, stored
+from tests.support.live.service import delivered, live_service
 from tests.support.waiting import collect, until
 
 BARE = "a-configured-key-of-an-operator"
@@ -370,20 +370,3 @@ async def test_a_request_counts_as_the_answers_that_it_asks_for(tmp_path):
         assert int(refused.headers["retry-after"]) > 1
         assert (await service.ask(opened.key, "c")).status_code == 200
         assert "fewer" in refused.json()["error"]["message"]
-
-
-async def test_deleting_a_user_leaves_no_byte(tmp_path):
-    async with scripted("One.", "Two.") as engine, live_service(tmp_path, [engine]) as service:
-        mine = [await service.open(user="alice") for _ in range(2)]
-        other = await service.open(user="bob")
-        for opened in (*mine, other):
-            await service.ask(opened.key, f"words of {opened.session.session_id}")
-        answer = await service.http.delete("/v1/sessions", params={"user": "alice"})
-        assert answer.json()["sessions"] == 2
-        assert (await service.ask(mine[0].key or "", "a")).status_code == 401
-        assert (await service.http.get("/v1/sessions")).json()["counts"]["served"] == 3
-        gone = await service.http.delete(f"/v1/sessions/{other.session.session_id}")
-        assert gone.json()["turns"] == 1
-    files = stored(tmp_path)
-    for opened in (*mine, other):
-        assert opened.session.session_id.encode() not in files
