@@ -141,10 +141,12 @@ class SessionRecorder:
                 self.parts.later(partial(store.mask, session_id, turn, MaskReason.SUPERSEDED))
 
     def _follow(self, planned: PlannedTurn) -> None:
-        before = planned.follows
-        if before is not None and planned.since:
+        before, since = planned.follows, planned.since
+        if planned.call.lane.purpose == "compaction":
+            since = since[:-1]  # the client itself asks for a summary
+        if before is not None and since:
             calls = {call.id: call.name for call in before.sent.calls}
-            self.parts.later(partial(self._set_next_state, before.turn.turn_id, planned.since, calls))
+            self.parts.later(partial(self._set_next_state, before.turn.turn_id, since, calls))
 
     async def _set_next_state(self, turn: int, messages: Sequence[ClientMessage], calls: dict[str, str]) -> None:
         state = await read_all(messages, partial(next_state, messages, self.parts.clock(), calls))

@@ -46,16 +46,20 @@ async def test_an_answer_is_recorded_as_it_was_sent_and_followed_by_what_came_ne
         assert shown.user != "alice"
 
 
-async def test_a_side_request_between_two_main_ones_changes_nothing(tmp_path):
+SIDE = {"X-Turn-Type": "side"}
+COMPACTION = {"User-Agent": "codex_cli_rs/1", "X-Codex-Turn-Metadata": '{"request_kind": "compaction"}'}
+
+
+@pytest.mark.parametrize(("headers", "mask"), [(SIDE, MaskReason.SIDE), (COMPACTION, None)])
+async def test_a_clients_own_request_between_two_of_its_user_changes_nothing(tmp_path, headers, mask):
     engine = scripted("Hello.", "A title", "Better?")
     async with engine as running, live_service(tmp_path, [running]) as service:
         opened = await service.open()
         await service.ask(opened.key, "Hi")
-        side = {"X-Turn-Type": "side"}
-        await service.ask(opened.key, "Hi", "Hello.", "Make a title of this.", headers=side)
+        await service.ask(opened.key, "Hi", "Hello.", "Make a title of this.", headers=headers)
         await service.ask(opened.key, "Hi", "Hello.", "Not so short!")
         turns = await delivered(service, opened.session.session_id, 3)
-        assert [turn.mask for turn in turns] == [None, MaskReason.SIDE, None]
+        assert [turn.mask for turn in turns] == [None, mask, None]
 
         async def followed():
             turns = await service.turns(opened.session.session_id)
