@@ -129,15 +129,6 @@ async def test_an_engine_keeps_the_cached_prefixes_of_tenants_apart(tmp_path, st
         assert "one" not in first
 
 
-async def test_tenants_may_be_told_to_share_cached_prefixes(tmp_path):
-    live = {"share_prefixes": True}
-    async with scripted("Hi.", "Hi.") as engine, live_service(tmp_path, [engine], live=live) as service:
-        for tenant in ("one", "two"):
-            opened = await service.open(tenant=tenant)
-            await service.ask(opened.key, "a")
-        assert len(set(engine.cache_keys[-2:])) == 1
-
-
 async def test_a_service_with_keys_takes_the_sessions_key_or_its_own_for_a_session(tmp_path):
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
     admin, reader = "an-admin-key-for-tests", "a-reader-key-for-tests"

@@ -104,16 +104,3 @@ async def test_a_deleted_user_leaves_no_byte_and_what_was_leased_is_named(tmp_pa
         for said in (b"question of a person", b"said about answer", b"Better?"):
             assert said not in left
         assert (await service.http.get(f"/v1/sessions/{name}")).status_code == 404
-
-
-async def test_deleted_sessions_are_in_no_later_batch(tmp_path, store):
-    async with scripted(*["Hello."] * 3) as engine, live_service(tmp_path, [engine], **store) as service:
-        await create_run(service, batch_size=2)
-        await talk(service, [1.0], user="alice")
-        answer = await service.http.delete("/v1/sessions", params={"user": "alice"})
-        deleted = DeletedSessions.model_validate_json(answer.content)
-        assert (deleted.sessions, deleted.turns, deleted.leased) == (1, 1, [])
-        others = {await talk(service, [1.0], user=name) for name in ("bob", "carol")}
-        batch = await lease(service)
-        rollouts = [sample.rollout for group in batch.groups for sample in group.samples]
-        assert {rollout.session.session_id for rollout in rollouts if rollout.session} == others

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import anyio
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from api_schemas.sessions import Canary
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
@@ -120,10 +118,3 @@ def test_a_broken_file_is_named_at_the_start(tmp_path, content):
     with pytest.raises(ConfigurationError, match=r"canary\.json") as caught:
         opened(tmp_path)
     assert "remove it" in caught.value.hint
-
-
-@given(st.text(st.characters(codec=None), max_size=300))
-def test_any_id_has_one_place(session_id):
-    place = module._place(session_id)
-    assert 0.0 <= place < 1.0
-    assert place == module._place(session_id)

@@ -15,7 +15,7 @@ from rollout_service.engines.errors import BackendUnreachable, NoBackendError, P
 from rollout_service.judging.contract import Vote, VoteOutcome
 from rollout_service.live.contract import NextStateRecord, TurnRecord
 from rollout_service.live.judging import overrides
-from rollout_service.live.judging.overrides import Overrides, repeated_share
+from rollout_service.live.judging.overrides import Overrides
 from rollout_service.live.judging.turn_judge import (
     VALUES,
     FoundHint,
@@ -123,14 +123,6 @@ def test_both_texts_are_data_between_markers_that_they_cannot_contain(answer, sa
     assert user.content.endswith(r"\boxed{1}, \boxed{0}, \boxed{-1}. Only your last box counts.")
 
 
-def test_long_texts_are_cut_in_the_middle():
-    rubric = value_rubric(LiveJudgeSettings(text_chars=256))
-    [_, user] = rubric.messages(*question("a" * 100_000, a_state("begin" + "b" * 100_000 + "end")))
-    assert len(user.content) < 5_000
-    assert "begin" in user.content
-    assert "end\n</next_state-" in user.content
-
-
 @pytest.mark.parametrize(("role", "says"), [("tool", "It exists because"), ("mixed", "what tools returned and")])
 def test_the_prompt_says_who_spoke(role, says):
     state = NextStateRecord(role=role, text="x", arrived_at=0.0)
@@ -194,12 +186,8 @@ def failed(error: ServiceError) -> Vote:
     ("given", "value", "reason"),
     [
         (votes("1", "1", "-1"), 1.0, MarkReason.MAJORITY),
-        (votes("0", "0", "1"), 0.0, MarkReason.MAJORITY),
-        (votes("-1"), -1.0, MarkReason.MAJORITY),
         ([*votes("1"), LATE, UNREADABLE], 1.0, MarkReason.MAJORITY),
         (votes("1", "1", "0", "-1"), 1.0, MarkReason.MAJORITY),
-        (votes("1", "-1"), 0.0, MarkReason.TIE),
-        (votes("1", "0", "-1"), 0.0, MarkReason.TIE),
         ([*votes("1", "-1"), LATE], 0.0, MarkReason.TIE),
         ([LATE, LATE, LATE], None, MarkReason.TIMEOUT),
         ([LATE, LATE, UNREADABLE], None, MarkReason.ALL_FAILED),
@@ -312,11 +300,6 @@ def test_a_call_is_repeated_if_nothing_new_was_called_since(calls, repeats):
 def test_an_answer_that_was_asked_for_again_is_no_repeat():
     turn, earlier = session("a", "a", followed="0")
     assert Overrides.load(["repeated_call"]).decide(turn, earlier) is None
-
-
-@given(st.text(max_size=2_000))
-def test_a_share_is_a_share(text):
-    assert 0.0 <= repeated_share(text) <= 1.0
 
 
 def test_the_first_rule_that_decides_wins():
