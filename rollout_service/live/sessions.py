@@ -77,11 +77,6 @@ class LiveSessions:
     def open_sessions(self) -> int:
         return self._register.open_sessions
 
-    @property
-    def gateway_url(self) -> str:
-        """The gateway serves every session by its key."""
-        return self.engines.url
-
     async def start(self) -> None:
         await self._register.count_open()
 

@@ -93,9 +93,6 @@ class SqliteLiveStore:
         """Why writing fails at the moment, as far as known."""
         return self._thread.problem
 
-    def size_bytes(self) -> int:
-        return self._thread.size_bytes()
-
     open = writes(session_statements.open_session)
     session = reads(session_statements.get)
     session_of_key = reads(session_statements.of_key)

@@ -66,7 +66,7 @@ class LiveService:
 async def live_service(folder: Path, engines: Sequence[ScriptedEngine], **settings: Any) -> AsyncIterator[LiveService]:
     """Run a service with these engines, which are running."""
     async with gateway_service(folder, engines, **settings) as service, service.http() as http:
-        url = service.app.state.service.live.sessions.gateway_url
+        url = service.app.state.service.live.sessions.engines.url
         yield LiveService(service.app, http, url)
 
 
