@@ -63,6 +63,8 @@ class GatewayApp:
             response = await self._respond(request, codec, scope, receive)
         except Exception as error:  # noqa: BLE001 - told in the form of the API
             self._note(request, error)
+            if not request.is_counted:
+                self._metrics.count_refused(request.dialect, client_name(request.headers))
             refusal = codec.error(error)
             # Its frames hold the body and what was read of it, and a future of theirs holds the error.
             traceback.clear_frames(error.__traceback__)
@@ -109,13 +111,15 @@ class GatewayApp:
         if request.action is Action.COUNT:
             return Response(codec.token_count(await session.count_tokens(call)), media_type=JSON)
         self._check_model(call.model, session)
+        if call.n > 1:
+            session.charge(call.n - 1)
+        request.is_counted = True
         return self._response(codec, call, await self._answers(call, session))
 
     async def _answers(self, call: ModelCall, session: GatewaySession) -> list[LiveAnswer]:
         """Return once all answers have begun."""
         if call.n == 1:
             return [await session.answer(call)]
-        session.charge(call.n - 1)
         answers: list[LiveAnswer] = []
         try:
             for number in range(call.n):
@@ -177,7 +181,6 @@ class GatewayApp:
     def _note(self, request: GatewayRequest, error: Exception) -> None:
         if not isinstance(error, ServiceError):
             log.error("unhandled error in the gateway", path=without_keys(request.path), exc_info=error)
-        self._metrics.count_refused(request.dialect, client_name(request.headers))
 
 
 async def _send_nothing(scope: Scope, receive: Receive, send: Send) -> None:

@@ -49,7 +49,7 @@ _ROUTES = (
 _COMPILED = [(method, re.compile(path), dialect, action) for method, path, dialect, action in _ROUTES]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GatewayRequest:
     method: str
     path: str
@@ -61,6 +61,8 @@ class GatewayRequest:
     """Empty if there is none."""
     action: Action
     dialect: Dialect
+    is_counted: bool = False
+    """Its session counts its calls, whatever becomes of them."""
 
     @classmethod
     def of(cls, scope: Scope) -> GatewayRequest:

@@ -128,6 +128,7 @@ class GatewaySession(UndrivenPolicy):
             self._place.metrics.count_call(call, CallOutcome.REPEATED)
             return repeated
         if self._ended:
+            self._place.metrics.count_call(call, CallOutcome.REFUSED)
             raise RolloutEndedError
         reason = reached_limit(self._limits, self._usage, len(self._open))
         if reason is not None:

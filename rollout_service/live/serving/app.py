@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api_schemas.errors import FieldError
 from rollout_service.base.errors import InvalidFieldError, ServiceError, without_message
 from rollout_service.gateway.contract import ModelCall
-from rollout_service.gateway.dialects import DialectCodec, client_name
+from rollout_service.gateway.dialects import DialectCodec
 from rollout_service.gateway.dialects.fields import parse_json
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import GatewayApp
@@ -86,7 +86,6 @@ class LiveApp(GatewayApp):
     def _note(self, request: GatewayRequest, error: Exception) -> None:
         if not isinstance(error, ServiceError):
             log.error("unhandled error in a live session", **without_message(error))
-        self._metrics.count_refused(request.dialect, client_name(request.headers))
 
     def _response(self, codec: DialectCodec, call: ModelCall, answers: Sequence[LiveAnswer]) -> ASGIApp:
         return AnswerResponse(

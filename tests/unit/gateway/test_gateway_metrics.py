@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from rollout_service.gateway.contract import Dialect, Lane, ModelCall
 from rollout_service.gateway.metrics import MAX_CLIENTS, CallOutcome, GatewayMetrics
+from tests.support.gateway.asgi import CONTEXT, PATHS, gateway_bench
 
 
 def labels(registry: CollectorRegistry, metric: str, label: str) -> set[str]:
@@ -32,3 +33,16 @@ def test_names_that_a_program_makes_up_are_counted_together():
     clients = labels(registry, "rollout_gateway_calls_total", "client")
     assert "claude_code" in clients
     assert len(clients) == MAX_CLIENTS + len({"other", "claude_code"})
+
+
+async def test_a_call_is_counted_once_whatever_becomes_of_it(renderer):
+    async with gateway_bench(renderer) as b:
+        ended = {"messages": [{"role": "user", "content": "hi"}]}
+        overflow = {"messages": [{"role": "user", "content": "hi " * 20 * CONTEXT}]}
+        for status, body in ((200, ended), (400, overflow), (400, {"messages": []}), (410, ended)):
+            if status == 410:
+                await b.session.end()
+            assert (await b.post(PATHS[Dialect.CHAT], body)).status_code == status
+        calls = b.session._place.metrics._calls.collect()
+        counts = {each.labels["outcome"]: each.value for each in calls[0].samples if each.name.endswith("_total")}
+    assert counts == {"answered": 1, "overflow": 1, "refused": 2}
