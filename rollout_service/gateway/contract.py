@@ -123,7 +123,7 @@ class ModelCall:
     train: bool | None = None
     """The consent of a live session's client to train on the turn; None if it does not say."""
     size: int = 0
-    """Bytes of the request's body."""
+    """Bytes of the request's body, with what its references to tools stand for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,7 +146,8 @@ class PlannedTurn:
 
     def _logprobs(self, generation: Generation) -> tuple[TokenLogprob, ...]:
         sampled = zip(generation.output_ids, generation.logprobs, strict=False)
-        return tuple([TokenLogprob(self._renderer.decode([token]), logprob) for token, logprob in sampled])
+        texts = {token: self._renderer.decode([token]) for token in set(generation.output_ids)}
+        return tuple([TokenLogprob(texts[token], logprob) for token, logprob in sampled])
 
     def complete(self, generation: Generation) -> list[AnswerEvent]:
         """Return the events of the missing ids; nothing the second time."""

@@ -6,14 +6,16 @@ is sent faster than the client reads. The last event leaves only after the turn 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import anyio
 from starlette.types import Message, Receive, Scope, Send
 
-from rollout_service.gateway.contract import AnswerEnd, ModelCall
-from rollout_service.gateway.dialects import DialectCodec, ErrorAnswer, WholeAnswer
+from rollout_service.gateway.bounds import in_thread
+from rollout_service.gateway.contract import AnswerEnd, AnswerEvent, ModelCall
+from rollout_service.gateway.dialects import AnswerStream, DialectCodec, ErrorAnswer, WholeAnswer
 from rollout_service.gateway.sessions.answer import LiveAnswer
 
 HEAD_SECONDS = 20.0
@@ -82,8 +84,8 @@ class AnswerResponse:
             events = await answer.after(seen, self._keep_alive_seconds)
             seen += len(events)
             if events:
-                data = b"".join([stream.write(event) for event in events])
                 is_last = is_whole = isinstance(events[-1], AnswerEnd)
+                data = await self._write(partial(_write_all, stream, events), is_long=is_last)
             elif answer.error is not None:
                 data, is_last = stream.fail(answer.error), True
             else:
@@ -118,12 +120,21 @@ class AnswerResponse:
         return False
 
     async def _send_body(self, send: Send, *, is_begun: bool) -> None:
-        body = self._codec.whole(self._call, [WholeAnswer.of(answer.events) for answer in self._answers])
+        parts = [WholeAnswer.of(answer.events) for answer in self._answers]
+        body = await self._write(partial(self._codec.whole, self._call, parts), is_long=True)
         if not is_begun:
             await send(_head(200, JSON, len(body), self._headers))
         await send(_body(body))
         for answer in self._answers:
             answer.deliver()
+
+    async def _write(self, write: Callable[[], bytes], *, is_long: bool) -> bytes:
+        """Use a thread for the log-probabilities of all tokens, of which there may be a hundred thousand."""
+        return await in_thread(write) if is_long and self._call.logprobs else write()
+
+
+def _write_all(stream: AnswerStream, events: Sequence[AnswerEvent]) -> bytes:
+    return b"".join([stream.write(event) for event in events])
 
 
 async def send_error(error: ErrorAnswer, send: Send) -> None:

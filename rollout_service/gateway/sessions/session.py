@@ -32,7 +32,7 @@ from rollout_service.engines.serving.session import with_turn
 from rollout_service.episodes import EpisodeLimits, UndrivenPolicy
 from rollout_service.gateway.bounds import in_thread
 from rollout_service.gateway.capture import PlannedTurn, TurnCapture
-from rollout_service.gateway.contract import AnswerBegin, CallObserver, ModelCall
+from rollout_service.gateway.contract import AnswerBegin, AnswerEvent, CallObserver, ModelCall
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedError
 from rollout_service.gateway.metrics import CallOutcome, GatewayMetrics
@@ -51,6 +51,8 @@ log = structlog.get_logger(__name__)
 
 INLINE_BYTES = 32 * 1024
 """Larger requests are looked up and rendered in a thread."""
+INLINE_IDS = 4_096
+"""Longer answers are read in a thread, which takes some microseconds for each id."""
 RETRY_GRACE_SECONDS = 0.1
 """How long a request waits for the end of the connection of an equal one. If it comes, the request is a retry; if not,
 it is a call of its own."""
@@ -209,7 +211,7 @@ class GatewaySession(UndrivenPolicy):
         if generation is None:
             generation = answer.partial()
         if planned is not None and generation is not None:
-            events = planned.finish(generation) if is_read else []
+            events = await self._read(planned.finish if is_read else planned.complete, generation)
             async with self._capturing:
                 if answer.observer is None:
                     self._capture.record(planned, generation, delivered=is_read)
@@ -225,6 +227,11 @@ class GatewaySession(UndrivenPolicy):
             return CallOutcome.ANSWERED
         answer.fail(RolloutEndedError())
         return CallOutcome.ABANDONED
+
+    async def _read(self, read: Callable[[Generation], list[AnswerEvent]], generation: Generation) -> list[AnswerEvent]:
+        """Return the events that are still to be sent."""
+        is_long = len(generation.output_ids) > INLINE_IDS
+        return await in_thread(read, generation) if is_long else read(generation)
 
     async def _begin(self, answer: LiveAnswer) -> tuple[PlannedTurn, int]:
         """Return the prompt, and the most tokens that the call asks for."""

@@ -83,7 +83,7 @@ class LiveApp(GatewayApp):
         call = super()._parse(request, codec, body)
         return replace(call, **options.apply(call))
 
-    def _note(self, request: GatewayRequest, error: Exception) -> None:
+    def _note(self, request: GatewayRequest, error: Exception) -> None:  # noqa: ARG002
         if not isinstance(error, ServiceError):
             log.error("unhandled error in a live session", **without_message(error))
 

@@ -127,7 +127,11 @@ class CharacterAnswer:
             cached_tokens=generation.cached_tokens,
             sampled_tokens=len(generation.output_ids),
         )
-        return [*self.feed(generation.output_ids[self.fed :]), AnswerEnd(generation.finish_reason, usage)]
+        return [*self.complete(generation), AnswerEnd(generation.finish_reason, usage)]
+
+    def complete(self, generation: Generation) -> list[AnswerEvent]:
+        """Return the events of the ids that were not fed yet."""
+        return self.feed(generation.output_ids[self.fed :])
 
 
 class CharacterCapture:

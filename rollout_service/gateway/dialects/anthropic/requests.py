@@ -94,7 +94,7 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
         ignored=tuple(notes.ignored),
         lane=lane,
         fingerprint=fingerprint(Dialect.ANTHROPIC, fields, lane, limits=_LIMITS),
-        size=len(body),
+        size=len(body) + reader.referenced,
     )
 
 
@@ -167,7 +167,8 @@ class MessageReader:
     def __init__(self, tools: Mapping[str, ToolSpec], notes: Sorted) -> None:
         self._tools = tools
         self._notes = notes
-        self._referenced = 0
+        self.referenced = 0
+        """Characters that references stand for."""
 
     def read(self, fields: Fields) -> Iterator[ClientMessage]:
         """Make each result of a tool a message of its own, in the client's order."""
@@ -248,8 +249,8 @@ class MessageReader:
         name = block.required_text("tool_name")
         tool = self._tools.get(name)
         text = describe_tools([tool]) if tool else name
-        self._referenced += len(text)
-        if self._referenced > _MAX_REFERENCED:
+        self.referenced += len(text)
+        if self.referenced > _MAX_REFERENCED:
             invalid(block.path, f"is one of references to more than {_MAX_REFERENCED} characters of tools")
         return text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -148,9 +149,13 @@ def logprobs(call: ModelCall, end: AnswerEnd) -> dict[str, Any] | None:
 
 
 def _token(sampled: TokenLogprob) -> dict[str, Any]:
-    is_whole = "\ufffd" not in sampled.text  # the bytes of a part of a character are not known
-    content = list(sampled.text.encode()) if is_whole else None
-    return {"token": sampled.text, "logprob": sampled.logprob, "bytes": content, "top_logprobs": []}
+    return {"token": sampled.text, "logprob": sampled.logprob, "bytes": _bytes(sampled.text), "top_logprobs": ()}
+
+
+@lru_cache(maxsize=4_096)
+def _bytes(token: str) -> tuple[int, ...] | None:
+    """Return None for a part of a character, whose bytes are not known."""
+    return None if "\ufffd" in token else tuple(token.encode())
 
 
 def usage(cost: AnswerUsage) -> dict[str, Any]:

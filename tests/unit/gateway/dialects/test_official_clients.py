@@ -251,6 +251,7 @@ def test_references_stand_for_a_bounded_number_of_characters():
         return answers.read(Dialect.ANTHROPIC, body)
 
     assert len(read(20).messages[0].text) > 2_000_000
+    assert read(20).size > 2_000_000, "so that it is rendered in a thread"
     with pytest.raises(InvalidFieldError, match=r"messages\.0\.content\.0\.content\.\d+"):
         read(MANY)
 

@@ -1,14 +1,17 @@
 """A long answer that a client gets at once, as one that repeats its request does, holds up nobody else."""
 
+import threading
 import time
 
 import anyio
 import anyio.lowlevel
-from starlette.types import Message
+import pytest
+from starlette.types import Message, Receive
 
 from api_schemas.trajectories import FinishReason
 from rollout_service.gateway.contract import AnswerBegin, AnswerEnd, CallArguments, Dialect, ModelCall, TextDelta
 from rollout_service.gateway.dialects import CODECS, WholeAnswer
+from rollout_service.gateway.dialects.openai_chat import responses
 from rollout_service.gateway.server.delivery import AnswerResponse
 from rollout_service.gateway.sessions.answer import EVENTS_AT_ONCE, LiveAnswer
 from tests.support.gateway import answers
@@ -18,6 +21,17 @@ PARTS = 20
 
 def sent_events(messages: list[Message]) -> list[int]:
     return [message["body"].count(b"data: ") for message in messages if message["type"] == "http.response.body"]
+
+
+def until_sent(answer: LiveAnswer) -> Receive:
+    """Return the messages of a client that stays until the end."""
+
+    async def receive() -> Message:
+        while not answer.delivered:
+            await anyio.lowlevel.checkpoint()
+        return {"type": "http.disconnect"}
+
+    return receive
 
 
 async def test_others_are_served_between_the_parts_of_a_long_answer():
@@ -31,11 +45,6 @@ async def test_others_are_served_between_the_parts_of_a_long_answer():
     async def send(message: Message) -> None:
         sent.append(message)
 
-    async def receive() -> Message:
-        while not answer.delivered:
-            await anyio.lowlevel.checkpoint()
-        return {"type": "http.disconnect"}
-
     async def other() -> None:
         while not answer.delivered:
             turns_of_others.append(len(sent))
@@ -43,7 +52,7 @@ async def test_others_are_served_between_the_parts_of_a_long_answer():
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(other)
-        tasks.start_soon(AnswerResponse(CODECS[Dialect.CHAT], call, [answer], 60.0), {}, receive, send)
+        tasks.start_soon(AnswerResponse(CODECS[Dialect.CHAT], call, [answer], 60.0), {}, until_sent(answer), send)
     assert len(set(turns_of_others)) > PARTS
     counts = sent_events(sent)
     assert max(counts) <= EVENTS_AT_ONCE + 1, "[DONE] has no event of its own"
@@ -57,3 +66,24 @@ def test_a_whole_answer_is_put_together_in_linear_time():
     whole = WholeAnswer.of(answers.answer(long, [answers.call(0, "c", "f", "")[0], *arguments]))
     assert (len(whole.text), len(whole.calls[0].arguments)) == (2_000_000, 2_000_000)
     assert time.process_time() - began < 1.0, "linear work takes some milliseconds"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_are_written_in_a_thread(monkeypatch, stream):
+    def finish_reason(end: AnswerEnd, calls: int) -> str:
+        threads.append(threading.current_thread())
+        return finished(end, calls)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    sent: list[Message] = []
+    threads: list[threading.Thread] = []
+    finished = responses.finish_reason
+    monkeypatch.setattr(responses, "finish_reason", finish_reason)
+    for logprobs in (False, True):
+        call = ModelCall(dialect=Dialect.CHAT, model="m", messages=(), stream=stream, logprobs=logprobs)
+        answer = LiveAnswer(call, retry_seconds=0.0)
+        answer.end(answers.answer([TextDelta("hi")]))
+        await AnswerResponse(CODECS[Dialect.CHAT], call, [answer], 60.0)({}, until_sent(answer), send)
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]

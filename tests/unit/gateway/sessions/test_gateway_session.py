@@ -14,11 +14,13 @@ from prometheus_client import CollectorRegistry
 
 from api_schemas.rollouts import Sampling, StopReason, TokenExtras
 from rollout_service.base.errors import EnvironmentFailedError
+from rollout_service.engines.contract import Generation
 from rollout_service.engines.errors import NoBackendError, PromptTooLong
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.gateway.contract import (
     AnswerBegin,
     AnswerEnd,
+    AnswerEvent,
     ClientMessage,
     ClientToolCall,
     Dialect,
@@ -30,7 +32,7 @@ from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedErr
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.sessions.answer import LiveAnswer, TokenBudget, TokensSpentError
 from rollout_service.gateway.sessions.engines import UNSTREAMED_CHUNK, PolicyEngines
-from rollout_service.gateway.sessions.session import INLINE_BYTES, GatewaySession, SessionPlace
+from rollout_service.gateway.sessions.session import INLINE_BYTES, INLINE_IDS, GatewaySession, SessionPlace
 from tests.support.gateway.manual_pool import CharacterAnswer, CharacterCapture, ManualPool
 
 LONG = 3_600.0
@@ -379,6 +381,22 @@ async def test_a_large_request_is_planned_in_a_thread_whatever_makes_it_large():
         b.session._capture = NotingCapture()
         await b.session.count_tokens(call("hi", size=INLINE_BYTES))
         await b.session.count_tokens(call("hi", size=INLINE_BYTES + 1))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+async def test_a_long_answer_is_read_in_a_thread(monkeypatch):
+    def finish(answered: CharacterAnswer, generation: Generation) -> list[AnswerEvent]:
+        threads.append(threading.current_thread())
+        return finished(answered, generation)
+
+    threads: list[threading.Thread] = []
+    finished = CharacterAnswer.finish
+    monkeypatch.setattr(CharacterAnswer, "finish", finish)
+    async with bench(max_tokens=10 * INLINE_IDS) as b:
+        for number, length in enumerate((INLINE_IDS, INLINE_IDS + 1)):
+            answer = await b.session.answer(call("hi"))
+            (await b.pool.call(number)).finish("x" * length)
+            assert await read(answer) == "x" * length
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
