@@ -47,12 +47,17 @@ def check_call(call: ModelCall, names: BoundedFields, most: GatewaySettings) -> 
     Raises:
         InvalidFieldError: The field has too much, or a stop string is empty or too long.
     """
-    calls = sum([len(message.calls) for message in call.messages])
-    tools = len(call.tools) + len(call.deferred_tools)
-    _at_most(call.n, most.max_answers, names.answers, "answers", "max_answers")
-    _at_most(len(call.messages) + calls, most.max_messages, names.messages, "messages", "max_messages")
-    _at_most(tools, most.max_tools, names.tools, "tools", "max_tools")
-    _at_most(len(call.stop), most.max_stops, names.stops, "stop strings", "max_stops")
+    messages = len(call.messages) + sum([len(message.calls) for message in call.messages])
+    counts = (
+        (call.n, most.max_answers, names.answers, "answers", "max_answers"),
+        (messages, most.max_messages, names.messages, "messages", "max_messages"),
+        (len(call.tools) + len(call.deferred_tools), most.max_tools, names.tools, "tools", "max_tools"),
+        (len(call.stop), most.max_stops, names.stops, "stop strings", "max_stops"),
+    )
+    for count, limit, path, things, setting in counts:
+        if count > limit:
+            hint = f"Send fewer, or raise `{setting}` in `[gateway]`."
+            _refuse(path, f"asks for {count} {things}, but at most {limit} are allowed", hint)
     check_stops(call.stop, names.stops)
     if len(call.model) > MAX_NAME_CHARS:
         _refuse("model", f"must have at most {MAX_NAME_CHARS} characters")
@@ -81,12 +86,6 @@ def check_stops(stops: Sequence[str], path: str) -> None:
     for index, stop in enumerate(stops):
         if not 0 < len(stop) <= MAX_STOP_CHARS:
             _refuse(f"{path}.{index}", f"must have 1 to {MAX_STOP_CHARS} characters, and has {len(stop)}")
-
-
-def _at_most(count: int, most: int, path: str, what: str, setting: str) -> None:
-    if count > most:
-        hint = f"Send fewer, or raise `{setting}` in `[gateway]`."
-        _refuse(path, f"asks for {count} {what}, but at most {most} are allowed", hint)
 
 
 def _refuse(path: str, message: str, hint: str = "") -> Never:

@@ -69,6 +69,9 @@ class DeclaredTool:
     namespace: str | None = None
 
 
+Purpose = Literal["", "side", "compaction", "subagent"]
+
+
 @dataclass(frozen=True, slots=True)
 class Lane:
     """The conversation that a call belongs to, by its client's headers and body; unknown fields are empty."""
@@ -79,7 +82,7 @@ class Lane:
     agent: str = ""
     """A sub-agent's id; empty for the main one."""
     parent: str = ""
-    purpose: Literal["", "side", "compaction", "subagent"] = ""
+    purpose: Purpose = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from rollout_service.gateway.contract import Dialect
+from rollout_service.gateway.dialects import anthropic, google, openai_chat, openai_responses
 from rollout_service.gateway.dialects.answers import WholeAnswer
-from rollout_service.gateway.dialects.anthropic import AnthropicCodec
 from rollout_service.gateway.dialects.base import (
     AnswerStream,
     DialectCodec,
@@ -13,12 +13,9 @@ from rollout_service.gateway.dialects.base import (
     ListedModel,
     client_name,
 )
-from rollout_service.gateway.dialects.google import GoogleCodec
-from rollout_service.gateway.dialects.openai_chat import ChatCodec
-from rollout_service.gateway.dialects.openai_responses import ResponsesCodec
 
 CODECS: Mapping[Dialect, DialectCodec] = MappingProxyType(
-    {codec.dialect: codec for codec in (ChatCodec(), ResponsesCodec(), AnthropicCodec(), GoogleCodec())}
+    {each.CODEC.dialect: each.CODEC for each in (openai_chat, openai_responses, anthropic, google)}
 )
 
 __all__ = [

@@ -49,7 +49,7 @@ class WholeAnswer:
             raise TypeError(f"an answer begins with AnswerBegin, not {type(first).__name__}")
         answer = cls(first)
         for event in _merged(rest):
-            answer.add(event)
+            answer._add(event)
         return answer
 
     @property
@@ -85,35 +85,19 @@ class WholeAnswer:
                 yield ReasoningDelta(part.text) if part.is_reasoning else TextDelta(part.text)
         yield self.finish
 
-    def add(self, event: AnswerEvent) -> None:
+    def _add(self, event: AnswerEvent) -> None:
+        last = self.parts[-1] if self.parts else None
         match event:
-            case ReasoningDelta(text):
-                self._add_text(text, is_reasoning=True)
-            case TextDelta(text):
-                self._add_text(text, is_reasoning=False)
+            case ReasoningDelta(text) | TextDelta(text) if text:
+                self.parts.append(TextPart(text, isinstance(event, ReasoningDelta)))
             case CallBegin(_, call_id, name):
                 self.parts.append(CallPart(call_id, name))
-            case CallArguments(_, text):
-                self._last_call().arguments += text
-            case CallEnd(_, error):
-                self._last_call().error = error
+            case CallArguments(_, text) if isinstance(last, CallPart):
+                last.arguments += text
+            case CallEnd(_, error) if isinstance(last, CallPart):
+                last.error = error
             case AnswerEnd():
                 self.end = event
-            case AnswerBegin():
-                self.begin = event
-
-    def _add_text(self, text: str, *, is_reasoning: bool) -> None:
-        last = self.parts[-1] if self.parts else None
-        if isinstance(last, TextPart) and last.is_reasoning is is_reasoning:
-            last.text += text
-        elif text:
-            self.parts.append(TextPart(text, is_reasoning))
-
-    def _last_call(self) -> CallPart:
-        last = self.parts[-1]
-        if not isinstance(last, CallPart):
-            raise TypeError("arguments belong to a call that has begun")
-        return last
 
 
 def _merged(events: Iterable[AnswerEvent]) -> Iterator[AnswerEvent]:

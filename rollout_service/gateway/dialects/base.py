@@ -9,19 +9,27 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import orjson
 
 from api_schemas.errors import sentences
 from rollout_service.base.errors import InvalidFieldError, ServiceError, TryLaterError, describe
 from rollout_service.gateway.bounds import BoundedFields
-from rollout_service.gateway.contract import AnswerEvent, ClientMessage, ClientToolCall, Dialect, Lane, ModelCall
+from rollout_service.gateway.contract import (
+    AnswerEvent,
+    ClientMessage,
+    ClientToolCall,
+    Dialect,
+    Lane,
+    ModelCall,
+    Purpose,
+)
 from rollout_service.gateway.dialects.answers import WholeAnswer
-from rollout_service.gateway.dialects.fields import Fields, ParameterTable, invalid, kind, parse_object
+from rollout_service.gateway.dialects.fields import BETWEEN_PARTS, Fields, ParameterTable, invalid, kind, parse_object
 from rollout_service.gateway.errors import ContextOverflowError
 
 
@@ -56,40 +64,39 @@ class AnswerStream(ABC):
     def fail(self, error: BaseException) -> bytes: ...
 
 
-class DialectCodec(ABC):
-    dialect: ClassVar[Dialect]
-    parameters: ClassVar[ParameterTable]
-    bounded: ClassVar[BoundedFields]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialectCodec:
+    dialect: Dialect
+    parameters: ParameterTable
+    bounded: BoundedFields
+    read: Callable[[bytes, Mapping[str, str], str], ModelCall]
+    """The reader of a body, with its headers, whose names are in lower case, and its path with the query.
 
-    @abstractmethod
-    def read(self, body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:
-        """Return the call that a request makes.
+    It raises MalformedBodyError if the body is not JSON, and InvalidFieldError if a field is wrong, refused, or holds
+    content that the policy cannot read."""
+    open_stream: Callable[[ModelCall], AnswerStream]
+    whole: Callable[[ModelCall, Sequence[WholeAnswer]], bytes]
+    """The body of answers that are not streamed; there is more than one only for `n` over 1."""
+    error_body: Callable[[BaseException], dict[str, Any]]
+    counted: Callable[[int], dict[str, Any]]
+    """The body that tells a number of tokens."""
+    describe_model: Callable[[ListedModel], dict[str, Any]]
+    list_models: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    """The body that lists described models."""
 
-        `headers` have names in lower case; `path` is that of the request, with its query.
+    def error(self, error: BaseException) -> ErrorAnswer:
+        status, _ = describe_failure(error)
+        retry_after = error.retry_after if isinstance(error, TryLaterError) else None
+        return ErrorAnswer(status, orjson.dumps(self.error_body(error)), retry_after)
 
-        Raises:
-            MalformedBodyError: The body is not JSON.
-            InvalidFieldError: A field is wrong, refused, or holds content that the policy cannot read.
-        """
+    def token_count(self, tokens: int) -> bytes:
+        return orjson.dumps(self.counted(tokens))
 
-    @abstractmethod
-    def open_stream(self, call: ModelCall) -> AnswerStream: ...
+    def model(self, model: ListedModel) -> bytes:
+        return orjson.dumps(self.describe_model(model))
 
-    @abstractmethod
-    def whole(self, call: ModelCall, answers: Sequence[WholeAnswer]) -> bytes:
-        """Return the body of answers that are not streamed; there is more than one only for `n` over 1."""
-
-    @abstractmethod
-    def error(self, error: BaseException) -> ErrorAnswer: ...
-
-    @abstractmethod
-    def token_count(self, tokens: int) -> bytes: ...
-
-    @abstractmethod
-    def models(self, models: Sequence[ListedModel]) -> bytes: ...
-
-    @abstractmethod
-    def model(self, model: ListedModel) -> bytes: ...
+    def models(self, models: Sequence[ListedModel]) -> bytes:
+        return orjson.dumps(self.list_models([self.describe_model(model) for model in models]))
 
 
 @dataclass(slots=True)
@@ -111,6 +118,21 @@ class FoldedAnswer:
             turn_key=self.turn_key,
             references=frozenset(self.references),
         )
+
+
+def user_messages(parts: Iterable[str | ClientMessage | None]) -> Iterator[ClientMessage]:
+    """Yield results of tools as they are, and the texts between two of them as one message of the user."""
+    texts: list[str] = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif part is not None:
+            if texts:
+                yield ClientMessage("user", BETWEEN_PARTS.join(texts))
+                texts = []
+            yield part
+    if texts:
+        yield ClientMessage("user", BETWEEN_PARTS.join(texts))
 
 
 _NOT_IN_FINGERPRINT = frozenset({"stream", "stream_options"})
@@ -148,11 +170,6 @@ def describe_failure(error: BaseException) -> tuple[int, str]:
     if status == HTTPStatus.UNPROCESSABLE_ENTITY:
         status = HTTPStatus.BAD_REQUEST
     return int(status), sentences(info.message, info.hint)
-
-
-def error_answer(error: BaseException, body: dict[str, Any]) -> ErrorAnswer:
-    status, _ = describe_failure(error)
-    return ErrorAnswer(status, orjson.dumps(body), error.retry_after if isinstance(error, TryLaterError) else None)
 
 
 _CLIENTS = (
@@ -206,7 +223,7 @@ def _codex(headers: Mapping[str, str]) -> Lane:
     return _lane("codex", headers.get("session-id", ""), agent, parent, purpose)
 
 
-def _codex_purpose(kind: Any, is_subagent: bool) -> Literal["", "side", "compaction", "subagent"]:
+def _codex_purpose(kind: Any, is_subagent: bool) -> Purpose:
     if kind == "compaction":
         return "compaction"
     if kind == "prewarm":
@@ -214,13 +231,7 @@ def _codex_purpose(kind: Any, is_subagent: bool) -> Literal["", "side", "compact
     return "subagent" if is_subagent else ""
 
 
-def _lane(
-    client: str,
-    session: str,
-    agent: str,
-    parent: str,
-    purpose: Literal["", "side", "compaction", "subagent"],
-) -> Lane:
+def _lane(client: str, session: str, agent: str, parent: str, purpose: Purpose) -> Lane:
     return Lane(client, session[:_MAX_ID], agent[:_MAX_ID], parent[:_MAX_ID], purpose)
 
 
@@ -249,6 +260,25 @@ def check_tool_choice(fields: Fields) -> None:
         invalid(fields.at("tool_choice"), f"must be auto, none, required, or an object, not {shown}")
 
 
+def read_schema(form: Fields | None, inner: str = "") -> Mapping[str, Any] | None:
+    """Return the schema of an answer's format; the field `inner` of the format has it, or the format itself."""
+    if form is None:
+        return None
+    match form.required_text("type"):
+        case "text":
+            return None
+        case "json_object":
+            return _ANY_OBJECT
+        case "json_schema":
+            holder = form.object(inner) if inner else form
+            schema = holder and holder.object("schema")
+            return schema.values if schema else _ANY_OBJECT
+    return invalid(form.at("type"), "must be text, json_object or json_schema")
+
+
+_ANY_OBJECT = {"type": "object"}
+
+
 def error_object(error: BaseException) -> dict[str, Any]:
     status, message = describe_failure(error)
     param = error.fields[0].path if isinstance(error, InvalidFieldError) else None
@@ -271,20 +301,11 @@ def _overflow(error: ContextOverflowError) -> str:
     )
 
 
-class OpenAICodec(DialectCodec):
-    """The part that Chat Completions and Responses share."""
-
-    def error(self, error: BaseException) -> ErrorAnswer:
-        return error_answer(error, {"error": error_object(error)})
-
-    def models(self, models: Sequence[ListedModel]) -> bytes:
-        return orjson.dumps({"object": "list", "data": [_model_object(model) for model in models]})
-
-    def model(self, model: ListedModel) -> bytes:
-        return orjson.dumps(_model_object(model))
+def openai_models(models: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"object": "list", "data": models}
 
 
-def _model_object(model: ListedModel) -> dict[str, Any]:
+def openai_model(model: ListedModel) -> dict[str, Any]:
     described: dict[str, Any] = {
         "id": model.name,
         "object": "model",

@@ -15,7 +15,6 @@ from typing import Any, Never
 import orjson
 from pydantic import JsonValue
 
-from api_schemas.errors import FieldError
 from rollout_service.base.errors import InvalidFieldError, MalformedBodyError, TooLargeError
 from rollout_service.base.strict_json import MAX_DEPTH, has_more, measure_depth, without_half_pairs
 from rollout_service.gateway.contract import ClientToolCall
@@ -179,8 +178,7 @@ BETWEEN_PARTS = "\n\n"
 
 def unsupported(path: str, what: str) -> Never:
     """Refuse content that is not text."""
-    message = f"the model reads text only, and this is {what}"
-    raise UnsupportedContentError([FieldError(path=path, message=message)], hint="Leave it out.")
+    raise UnsupportedContentError.at(path, f"the model reads text only, and this is {what}", hint="Leave it out.")
 
 
 def custom_tool(name: str, description: str | None, form: Mapping[str, Any] | None) -> ToolSpec:
@@ -240,6 +238,11 @@ class Parameter:
     """Its name in `ModelCall.requested`, where dialects differ; else its path."""
 
 
+def without_notes(treatment: Treatment, paths: str) -> tuple[Parameter, ...]:
+    """Make the rows of parameters of which there is no more to say; `paths` are divided by spaces."""
+    return tuple(Parameter(path, treatment) for path in paths.split())
+
+
 @dataclass(frozen=True)
 class ParameterTable:
     rows: tuple[Parameter, ...]
@@ -296,7 +299,7 @@ def _sort(fields: Fields, table: ParameterTable, prefix: str, result: Sorted) ->
                 result.requested[row.recorded_as or path] = value
         elif row.treatment is Treatment.REFUSED and _asks(value):
             message = f"is not supported: {row.note}" if row.note else "is not supported"
-            raise RefusedParameterError([FieldError(path=path, message=message)])
+            raise RefusedParameterError.at(path, message)
 
 
 def _asks(value: Any) -> bool:

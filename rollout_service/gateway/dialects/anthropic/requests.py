@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
-from rollout_service.gateway.dialects.base import fingerprint, read_lane
+from rollout_service.gateway.dialects.base import fingerprint, read_lane, user_messages
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     FORCES_NOTHING,
@@ -24,6 +24,7 @@ from rollout_service.gateway.dialects.fields import (
     read_body,
     sort_parameters,
     unsupported,
+    without_notes,
 )
 from rollout_service.tokens import ToolSpec, tool_spec
 
@@ -46,17 +47,9 @@ PARAMETERS = ParameterTable(
         Parameter("output_config.format", _HONORED, "as `output_format`"),
         Parameter("output_format", _HONORED, SCHEMA),
         Parameter("output_config.effort", _RECORDED, recorded_as="reasoning_effort"),
-        Parameter("thinking", _RECORDED),
-        Parameter("temperature", _RECORDED),
-        Parameter("top_p", _RECORDED),
-        Parameter("top_k", _RECORDED),
+        *without_notes(_RECORDED, "thinking temperature top_p top_k"),
         Parameter("metadata", _IGNORED, "`user_id` may name the session of the call's lane"),
-        Parameter("cache_control", _IGNORED),
-        Parameter("context_management", _IGNORED),
-        Parameter("service_tier", _IGNORED),
-        Parameter("speed", _IGNORED),
-        Parameter("inference_geo", _IGNORED),
-        Parameter("container", _IGNORED),
+        *without_notes(_IGNORED, "cache_control context_management service_tier speed inference_geo container"),
         Parameter("mcp_servers", _IGNORED),
         Parameter(THREAD, _REFUSED, "nothing is kept between requests; send the whole history"),
         Parameter("compaction", _REFUSED, "ask for a summary in a message"),
@@ -213,18 +206,10 @@ class MessageReader:
         if content is None or type(content) is str:
             yield ClientMessage("user", content or "")
             return
-        texts: list[str] = []
-        for block in message.objects("content"):
-            if block.text("type") != "tool_result":
-                text = self._text(block)
-                texts += [] if text is None else [text]
-                continue
-            if texts:
-                yield ClientMessage("user", BETWEEN_PARTS.join(texts))
-                texts = []
-            yield self._result(block)
-        if texts:
-            yield ClientMessage("user", BETWEEN_PARTS.join(texts))
+        blocks = message.objects("content")
+        yield from user_messages(
+            self._result(block) if block.text("type") == "tool_result" else self._text(block) for block in blocks
+        )
 
     def _result(self, block: Fields) -> ClientMessage:
         text = join_content(block, "content", self._text, BETWEEN_PARTS)

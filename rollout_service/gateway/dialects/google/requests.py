@@ -10,9 +10,8 @@ from itertools import product
 from typing import Any
 from urllib.parse import parse_qs
 
-from api_schemas.errors import FieldError
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall
-from rollout_service.gateway.dialects.base import FoldedAnswer, fingerprint, read_lane
+from rollout_service.gateway.dialects.base import FoldedAnswer, fingerprint, read_lane, user_messages
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     FORCES_NOTHING,
@@ -97,8 +96,7 @@ def read_call(body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:
     options = fields.object("generationConfig") or Fields({})
     stream, n = method == "streamGenerateContent", options.integer("candidateCount") or 1
     if stream and n > 1:
-        path = "generationConfig.candidateCount"
-        raise RefusedParameterError([FieldError(path=path, message="must be 1 in a stream")])
+        raise RefusedParameterError.at("generationConfig.candidateCount", "must be 1 in a stream")
     if any(modality.upper() != "TEXT" for modality in options.texts("responseModalities")):
         unsupported(options.at("responseModalities"), "not only text")
     _check_tool_choice(fields)
@@ -286,7 +284,7 @@ class ContentReader:
                 answer = answer or FoldedAnswer()
                 self._fold(content, answer)
             else:
-                yield from self._user(content)
+                yield from user_messages(map(self._user_part, _parts(content)))
         if answer:
             yield self._model(answer)
 
@@ -312,18 +310,9 @@ class ContentReader:
         self._open_calls = _OpenCalls(answer.calls)
         return answer.message()
 
-    def _user(self, content: Fields) -> Iterator[ClientMessage]:
-        texts: list[str] = []
-        for part in _parts(content):
-            if response := part.object("functionResponse"):
-                if texts:
-                    yield ClientMessage("user", BETWEEN_PARTS.join(texts))
-                    texts = []
-                yield self._response(response)
-            elif (text := self._text(part)) is not None:
-                texts.append(text)
-        if texts:
-            yield ClientMessage("user", BETWEEN_PARTS.join(texts))
+    def _user_part(self, part: Fields) -> str | ClientMessage | None:
+        response = part.object("functionResponse")
+        return self._response(response) if response else self._text(part)
 
     def _response(self, response: Fields) -> ClientMessage:
         name = response.required_text("name")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from api_schemas.errors import FieldError
 from rollout_service.gateway.contract import (
     ClientMessage,
     ClientToolCall,
@@ -13,7 +12,7 @@ from rollout_service.gateway.contract import (
     Dialect,
     ModelCall,
 )
-from rollout_service.gateway.dialects.base import check_tool_choice, fingerprint, read_lane
+from rollout_service.gateway.dialects.base import check_tool_choice, fingerprint, read_lane, read_schema
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     FORCES_NOTHING,
@@ -31,6 +30,7 @@ from rollout_service.gateway.dialects.fields import (
     read_body,
     sort_parameters,
     unsupported,
+    without_notes,
 )
 from rollout_service.gateway.errors import RefusedParameterError
 from rollout_service.tokens import ToolSpec, tool_spec
@@ -52,28 +52,11 @@ PARAMETERS = ParameterTable(
         Parameter("stop", _HONORED),
         Parameter("n", _HONORED, "refused over 1 in a stream"),
         Parameter("modalities", _HONORED, "only `text`"),
-        Parameter("temperature", _RECORDED),
-        Parameter("top_p", _RECORDED),
-        Parameter("top_k", _RECORDED),
-        Parameter("min_p", _RECORDED),
-        Parameter("seed", _RECORDED),
-        Parameter("frequency_penalty", _RECORDED),
-        Parameter("presence_penalty", _RECORDED),
-        Parameter("repetition_penalty", _RECORDED),
-        Parameter("logit_bias", _RECORDED),
-        Parameter("reasoning_effort", _RECORDED),
-        Parameter("chat_template_kwargs", _RECORDED),
-        Parameter("store", _IGNORED),
-        Parameter("metadata", _IGNORED),
-        Parameter("user", _IGNORED),
-        Parameter("safety_identifier", _IGNORED),
-        Parameter("service_tier", _IGNORED),
+        *without_notes(_RECORDED, "temperature top_p top_k min_p seed frequency_penalty presence_penalty"),
+        *without_notes(_RECORDED, "repetition_penalty logit_bias reasoning_effort chat_template_kwargs"),
+        *without_notes(_IGNORED, "store metadata user safety_identifier service_tier"),
         Parameter("prompt_cache_key", _IGNORED, "names the session of the call's lane"),
-        Parameter("prompt_cache_retention", _IGNORED),
-        Parameter("parallel_tool_calls", _IGNORED),
-        Parameter("prediction", _IGNORED),
-        Parameter("verbosity", _IGNORED),
-        Parameter("web_search_options", _IGNORED),
+        *without_notes(_IGNORED, "prompt_cache_retention parallel_tool_calls prediction verbosity web_search_options"),
         Parameter("logprobs", _HONORED, "of all sampled tokens, calls included; a stream has them at its end"),
         Parameter("top_logprobs", _REFUSED, "only the log-probabilities of the sampled tokens are returned"),
         Parameter("audio", _REFUSED, "the model writes text only"),
@@ -101,8 +84,7 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
     options = fields.object("stream_options") or Fields({})
     stream, n = bool(fields.boolean("stream")), fields.integer("n") or 1
     if stream and n > 1:
-        message = "must be 1 in a stream"
-        raise RefusedParameterError([FieldError(path="n", message=message)])
+        raise RefusedParameterError.at("n", "must be 1 in a stream")
     if any(modality != "text" for modality in fields.texts("modalities")):
         unsupported("modalities", "not only text")
     messages = tuple(_read_message(message, notes) for message in fields.objects("messages"))
@@ -120,7 +102,7 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
         max_tokens=fields.integer("max_completion_tokens") or fields.integer("max_tokens"),
         stream=stream,
         include_usage=bool(options.boolean("include_usage")),
-        json_schema=_read_schema(fields),
+        json_schema=read_schema(fields.object("response_format"), "json_schema"),
         stop=fields.texts("stop"),
         n=n,
         logprobs=bool(fields.boolean("logprobs")),
@@ -170,13 +152,9 @@ def _read_calls(message: Fields) -> Iterator[ClientToolCall]:
             yield custom_call(call_id, custom.required_text("name"), custom.text("input") or "")
             continue
         function = call.object("function") or invalid(call.at("function"), "is required")
-        yield ClientToolCall(call_id, function.required_text("name"), read_arguments(function, "arguments"))
-
-
-def read_arguments(call: Fields, name: str) -> str:
-    """Return a call's arguments; clients may send an object in the place of its text."""
-    value = call.values.get(name)
-    return dump_json(value) if isinstance(value, dict) else call.text(name) or ""
+        value = function.values.get("arguments")  # some clients send an object in the place of its text
+        arguments = dump_json(value) if isinstance(value, dict) else function.text("arguments") or ""
+        yield ClientToolCall(call_id, function.required_text("name"), arguments)
 
 
 def _read_tools(fields: Fields, notes: Sorted) -> Iterator[tuple[ToolSpec, DeclaredTool | None]]:
@@ -184,7 +162,9 @@ def _read_tools(fields: Fields, notes: Sorted) -> Iterator[tuple[ToolSpec, Decla
         form = tool.text("type") or "function"
         if form == "function":
             function = tool.object("function") or invalid(tool.at("function"), "is required")
-            yield read_function(function), None
+            parameters = function.object("parameters")
+            name, description = function.required_text("name"), function.text("description")
+            yield tool_spec(name, description, parameters.values if parameters else None), None
         elif form == "custom":
             custom = tool.object("custom") or invalid(tool.at("custom"), "is required")
             name, grammar = custom.required_text("name"), custom.object("format")
@@ -193,25 +173,3 @@ def _read_tools(fields: Fields, notes: Sorted) -> Iterator[tuple[ToolSpec, Decla
             yield custom_tool(name, custom.text("description"), details), DeclaredTool("custom", name)
         else:
             notes.ignore(f"tools[type={form}]")
-
-
-def read_function(function: Fields) -> ToolSpec:
-    parameters = function.object("parameters")
-    name, description = function.required_text("name"), function.text("description")
-    return tool_spec(name, description, parameters.values if parameters else None)
-
-
-def _read_schema(fields: Fields) -> Mapping[str, Any] | None:
-    response_format = fields.object("response_format")
-    if response_format is None:
-        return None
-    match response_format.required_text("type"):
-        case "text":
-            return None
-        case "json_object":
-            return {"type": "object"}
-        case "json_schema":
-            inner = response_format.object("json_schema")
-            schema = inner and inner.object("schema")
-            return schema.values if schema else {"type": "object"}
-    return invalid(response_format.at("type"), "must be text, json_object or json_schema")

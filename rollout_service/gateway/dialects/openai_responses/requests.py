@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
-from api_schemas.errors import FieldError
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, DeclaredTool, Dialect, ModelCall
-from rollout_service.gateway.dialects.base import FoldedAnswer, check_tool_choice, fingerprint, read_lane
+from rollout_service.gateway.dialects.base import FoldedAnswer, check_tool_choice, fingerprint, read_lane, read_schema
 from rollout_service.gateway.dialects.fields import (
     BETWEEN_PARTS,
     FORCES_NOTHING,
@@ -27,6 +26,7 @@ from rollout_service.gateway.dialects.fields import (
     read_body,
     sort_parameters,
     unsupported,
+    without_notes,
 )
 from rollout_service.gateway.errors import RefusedParameterError
 from rollout_service.tokens import ToolSpec, tool_spec
@@ -50,21 +50,12 @@ PARAMETERS = ParameterTable(
         Parameter("stream", _HONORED),
         Parameter("text.format", _HONORED, SCHEMA),
         Parameter("text.verbosity", _IGNORED),
-        Parameter("temperature", _RECORDED),
-        Parameter("top_p", _RECORDED),
-        Parameter("reasoning", _RECORDED),
+        *without_notes(_RECORDED, "temperature top_p reasoning"),
         Parameter("store", _IGNORED, "nothing is kept"),
         Parameter("include", _IGNORED, "reasoning always has its `encrypted_content`"),
-        Parameter("metadata", _IGNORED),
-        Parameter("client_metadata", _IGNORED),
-        Parameter("user", _IGNORED),
-        Parameter("safety_identifier", _IGNORED),
-        Parameter("service_tier", _IGNORED),
+        *without_notes(_IGNORED, "metadata client_metadata user safety_identifier service_tier"),
         Parameter("prompt_cache_key", _IGNORED, "names the session of the call's lane"),
-        Parameter("prompt_cache_retention", _IGNORED),
-        Parameter("parallel_tool_calls", _IGNORED),
-        Parameter("max_tool_calls", _IGNORED),
-        Parameter("stream_options", _IGNORED),
+        *without_notes(_IGNORED, "prompt_cache_retention parallel_tool_calls max_tool_calls stream_options"),
         Parameter("truncation", _IGNORED, "a prompt that is too long is an error"),
         Parameter("context_management", _IGNORED),
         Parameter("top_logprobs", _REFUSED, "log-probabilities are in the trajectory"),
@@ -84,8 +75,7 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
     fields = read_body(body)
     notes = sort_parameters(fields, PARAMETERS)
     if _LOGPROBS in fields.items("include"):
-        message = "is not supported: log-probabilities are in the trajectory"
-        raise RefusedParameterError([FieldError(path="include", message=message)])
+        raise RefusedParameterError.at("include", "is not supported: log-probabilities are in the trajectory")
     check_tool_choice(fields)
     tools = ToolReader(notes)
     head = list(tools.read(fields))
@@ -106,7 +96,7 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
         declared_tools=tools.declared,
         max_tokens=fields.integer("max_output_tokens"),
         stream=bool(fields.boolean("stream")),
-        json_schema=_read_schema(form) if form else None,
+        json_schema=read_schema(form),
         answer_format=form.values if form else None,
         requested=notes.requested,
         ignored=tuple(notes.ignored),
@@ -114,18 +104,6 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
         fingerprint=fingerprint(Dialect.RESPONSES, fields, lane, limits=_LIMITS),
         size=len(body),
     )
-
-
-def _read_schema(form: Fields) -> Mapping[str, Any] | None:
-    match form.required_text("type"):
-        case "text":
-            return None
-        case "json_object":
-            return {"type": "object"}
-        case "json_schema":
-            schema = form.object("schema")
-            return schema.values if schema else {"type": "object"}
-    return invalid(form.at("type"), "must be text, json_object or json_schema")
 
 
 _MEDIA = {"input_image": "an image", "input_file": "a file", "input_audio": "audio"}
