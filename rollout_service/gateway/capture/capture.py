@@ -114,11 +114,6 @@ class PlannedTurn:
         """How many of `prompt_ids` are those of the turn that the call continues, with its output."""
         return self.prompt.known
 
-    @property
-    def routed(self) -> int:
-        """For how many of `prompt_ids` experts are known."""
-        return self.prompt.routed
-
     def feed(self, ids: Sequence[int]) -> list[AnswerEvent]:
         """Return the events that these ids complete; half a character or a possible stop waits."""
         self._fed += len(ids)
@@ -227,7 +222,7 @@ class TurnCapture:
         )
         if planned.compacts and turn.after is not None:
             self._compacted.add(turn.after.turn_id)
-        if turn.parent is not None:  # the history of this turn has the messages of that one
+        if delivered and turn.parent is not None:  # the history of this turn has the messages of that one
             self._by_id[turn.parent.turn_id].messages = ()
         self._turns.append(recorded)
         self._by_id[turn.turn_id] = recorded
@@ -266,26 +261,22 @@ class TurnCapture:
         return self._tree.trajectory(messages)
 
     def messages(self) -> list[Message]:
-        """Return the conversation of the agent's own last turn, with its answer."""
+        """Return the conversation of the agent's own last turn, with its answer.
+
+        It is the last turn whose answer reached the client, if there is one.
+        """
         roles = self._assign_roles()
-        own = (each for each in reversed(self._turns) if each.messages)
-        last = next((each for each in own if roles[each.turn.turn_id] is SegmentRole.MAIN), None)
-        if last is None:
+        own = [each for each in self._turns if each.messages and roles[each.turn.turn_id] is SegmentRole.MAIN]
+        if not own:
             return []
+        last = next((each for each in reversed(own) if each.delivered), own[-1])
         return [*as_messages(last.messages, self._index.calls), last.turn.message]
 
     def report(self) -> CaptureReport:
-        roles = self._assign_roles()
-        turns = [each.turn for each in self._turns]
         echoes = (standing for each in self._turns for standing in each.echoes.values())
         return CaptureReport(
-            calls=len(turns),
-            continued=sum([turn.parent is not None for turn in turns]),
-            prompt_tokens=sum([turn.prompt_length for turn in turns]),
-            kept_tokens=sum([turn.parent.end for turn in turns if turn.parent is not None]),
             standings=Counter(echoes),
             forks=self._tree.fork_counts(),
-            roles=Counter(roles.values()),
             malformed_calls=sum([each.malformed for each in self._turns]),
             undelivered=sum([not each.delivered for each in self._turns]),
             disagreements=sum([each.disagreed for each in self._turns]),

@@ -240,26 +240,14 @@ def _note_answer(match: Match, place: int, message: ClientMessage, candidates: S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureReport:
-    calls: int
-    continued: int
-    """Calls whose prompt extends a recorded turn."""
-    prompt_tokens: int
-    kept_tokens: int
-    """Prompt tokens of a recorded turn, so that they were not rendered again."""
     standings: Mapping[EchoMatch, int]
     """How answers stood when they came back, each form of each answer counted once."""
     forks: Mapping[ForkReason, int]
-    roles: Mapping[SegmentRole, int]
     malformed_calls: int
     undelivered: int
     """Answers that did not reach the client."""
     disagreements: int
     """Answers of which the client was sent something else than the parser found; each is a defect."""
-
-    @property
-    def kept_share(self) -> float | None:
-        """Fraction of prompt tokens that stayed in segments; None before the first call."""
-        return self.kept_tokens / self.prompt_tokens if self.prompt_tokens else None
 
 
 _QUOTED_LINE = 20

@@ -45,13 +45,13 @@ class GatewayApp:
         sessions: SessionSource,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
-        bodies: BodiesInFlight | None = None,
+        bodies: BodiesInFlight,
     ) -> None:
         """`bodies` are shared with other applications."""
         self._sessions = sessions
         self._settings = settings
         self._metrics = metrics
-        self._bodies = bodies or BodiesInFlight(settings.max_bytes_in_flight, settings.max_body_bytes)
+        self._bodies = bodies
         self._logged: set[tuple[str, str]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -62,7 +62,7 @@ class LiveApp(GatewayApp):
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         hold_seconds: float,
-        bodies: BodiesInFlight | None = None,
+        bodies: BodiesInFlight,
     ) -> None:
         super().__init__(GatewaySessions(), settings, metrics, bodies)
         self._served = served

@@ -116,7 +116,7 @@ async def gateway_bench(
     **settings: Any,
 ) -> AsyncIterator[GatewayBench]:
     """Serve one session until the block is left."""
-    metrics = GatewayMetrics(CollectorRegistry())
+    metrics, given = GatewayMetrics(CollectorRegistry()), GatewaySettings(**settings)
     engine = ReadyEngine([*renderer.encode("Yes."), renderer.stop_token_ids[0]])
     engines = PolicyEngines(
         engine,
@@ -134,10 +134,11 @@ async def gateway_bench(
             serve=lambda *_: NotImplemented,
             tasks=tasks,
             metrics=metrics,
-            retry_seconds=GatewaySettings(**settings).retry_seconds,
+            retry_seconds=given.retry_seconds,
         )
         session = GatewaySession(TurnCapture(renderer), engines, limits or many, place)
-        app = GatewayApp(OneSession(session), GatewaySettings(**settings), metrics, bodies)
+        bodies = bodies or BodiesInFlight(given.max_bytes_in_flight, given.max_body_bytes)
+        app = GatewayApp(OneSession(session), given, metrics, bodies)
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as http:
             yield GatewayBench(app, session, engine, http)

@@ -160,13 +160,8 @@ class CharacterCapture:
     def report(self) -> CaptureReport:
         """Return how many turns were recorded and not delivered."""
         return CaptureReport(
-            calls=len(self.recorded),
-            continued=0,
-            prompt_tokens=0,
-            kept_tokens=0,
             standings={},
             forks={},
-            roles={},
             malformed_calls=0,
             undelivered=sum(not delivered for _, delivered in self.recorded),
             disagreements=0,
