@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -19,6 +19,9 @@ from rollout_service.gateway.capture.text_stream import SentAnswer, SentCall
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, ModelCall, raw_call_text
 from rollout_service.gateway.errors import ContextOverflowError
 from rollout_service.tokens import ChatRenderer, TreeTurn
+
+if TYPE_CHECKING:
+    from rollout_service.gateway.capture.capture import PlannedTurn
 
 
 class EchoMatch(StrEnum):
@@ -290,20 +293,10 @@ def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapp
     return roles
 
 
-class TurnHead(Protocol):
-    """The properties that, with the turns before, show whose conversation a turn is in."""
-
-    @property
-    def head(self) -> Head: ...
-
-    @property
-    def call(self) -> ModelCall: ...
-
-
 def role_of_new(
     turns: Sequence[RecordedTurn],
     compacted: frozenset[int],
-    new: TurnHead,
+    new: PlannedTurn,
     parent: TreeTurn | None,
     after: TreeTurn | None,
 ) -> SegmentRole:
@@ -320,7 +313,9 @@ def role_of_new(
     return _role_of_root(new, _main_root(turns), inherited, alone=before is None)
 
 
-def _role_of_root(root: TurnHead, main: RecordedTurn | None, inherited: SegmentRole, *, alone: bool) -> SegmentRole:
+def _role_of_root(
+    root: RecordedTurn | PlannedTurn, main: RecordedTurn | None, inherited: SegmentRole, *, alone: bool
+) -> SegmentRole:
     if main is None or root is main or (root.head == main.head and not _has_only_schema(root, main)):
         return inherited
     if _has_only_schema(root, main) or (main.head.tools and not root.head.tools):
@@ -330,7 +325,7 @@ def _role_of_root(root: TurnHead, main: RecordedTurn | None, inherited: SegmentR
     return SegmentRole.SUBAGENT if root.head.tools else SegmentRole.SIDE
 
 
-def _has_only_schema(root: TurnHead, main: TurnHead) -> bool:
+def _has_only_schema(root: RecordedTurn | PlannedTurn, main: RecordedTurn) -> bool:
     return root.call.json_schema is not None and main.call.json_schema is None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import anyio
@@ -25,39 +26,30 @@ BLANK = b" "
 JSON = "application/json"
 
 
+@dataclass(slots=True, eq=False)
 class AnswerResponse:
     """An ASGI application."""
 
-    def __init__(
-        self,
-        codec: DialectCodec,
-        call: ModelCall,
-        answers: Sequence[LiveAnswer],
-        keep_alive_seconds: float,
-        *,
-        head_seconds: float | None = None,
-        headers: Sequence[tuple[bytes, bytes]] = (),
-    ) -> None:
-        """There is more than one answer only for a call that asks for `n`.
-
-        `head_seconds` is how long the head of a whole answer waits for it; `headers` are added to it.
-        """
-        self._codec = codec
-        self._call = call
-        self._answers = answers
-        self._keep_alive_seconds = keep_alive_seconds
-        self._head_seconds = head_seconds or min(HEAD_SECONDS, 2 * keep_alive_seconds)
-        self._headers = headers
-        self._is_sent = False
+    codec: DialectCodec
+    call: ModelCall
+    answers: Sequence[LiveAnswer]
+    """More than one only for a call that asks for `n`."""
+    keep_alive_seconds: float
+    _: KW_ONLY
+    head_seconds: float = 0.0
+    """How long the head of a whole answer waits for it; 0 for a time by that of keep-alives."""
+    headers: Sequence[tuple[bytes, bytes]] = ()
+    """Added to the head."""
+    _is_sent: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _ = scope
         with ExitStack() as readers:
-            for answer in self._answers:
+            for answer in self.answers:
                 readers.enter_context(answer.reading())
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._cancel_on_disconnect, receive, tasks.cancel_scope)
-                if self._call.stream:
+                if self.call.stream:
                     await self._stream(send)
                     self._is_sent = True
                 else:
@@ -77,11 +69,11 @@ class AnswerResponse:
             scope.cancel()
 
     async def _stream(self, send: Send) -> None:
-        answer, stream = self._answers[0], self._codec.open_stream(self._call)
-        await send(_head(200, stream.media_type, more=self._headers))
+        answer, stream = self.answers[0], self.codec.open_stream(self.call)
+        await send(_head(200, stream.media_type, more=self.headers))
         seen, is_last, is_whole = 0, False, False
         while not is_last:
-            events = await answer.after(seen, self._keep_alive_seconds)
+            events = await answer.after(seen, self.keep_alive_seconds)
             seen += len(events)
             if events:
                 is_last = is_whole = isinstance(events[-1], AnswerEnd)
@@ -97,40 +89,40 @@ class AnswerResponse:
 
     async def _send_whole(self, send: Send) -> bool:
         """Return whether the response is complete."""
-        is_begun = False
-        while not await self._wait(self._keep_alive_seconds if is_begun else self._head_seconds):
+        is_begun, head_seconds = False, self.head_seconds or min(HEAD_SECONDS, 2 * self.keep_alive_seconds)
+        while not await self._wait(self.keep_alive_seconds if is_begun else head_seconds):
             if not is_begun:
-                await send(_head(200, JSON, more=self._headers))
+                await send(_head(200, JSON, more=self.headers))
                 is_begun = True
             await send(_body(BLANK, more=True))
-        error = next((answer.error for answer in self._answers if answer.error is not None), None)
+        error = next((answer.error for answer in self.answers if answer.error is not None), None)
         if error is None:
             await self._send_body(send, is_begun=is_begun)
         elif not is_begun:
-            await send_error(self._codec.error(error), send)
+            await send_error(self.codec.error(error), send)
         # Otherwise the head has left, and only a body that breaks off tells of the error; the server sees to that.
         return error is None or not is_begun
 
     async def _wait(self, seconds: float) -> bool:
         """Return whether all answers came, or failed, in time."""
         with anyio.move_on_after(seconds):
-            for answer in self._answers:
+            for answer in self.answers:
                 await answer.until_whole()
             return True
         return False
 
     async def _send_body(self, send: Send, *, is_begun: bool) -> None:
-        parts = [WholeAnswer.of(answer.events) for answer in self._answers]
-        body = await self._write(partial(self._codec.whole, self._call, parts), is_long=True)
+        parts = [WholeAnswer.of(answer.events) for answer in self.answers]
+        body = await self._write(partial(self.codec.whole, self.call, parts), is_long=True)
         if not is_begun:
-            await send(_head(200, JSON, len(body), self._headers))
+            await send(_head(200, JSON, len(body), self.headers))
         await send(_body(body))
-        for answer in self._answers:
+        for answer in self.answers:
             answer.deliver()
 
     async def _write(self, write: Callable[[], bytes], *, is_long: bool) -> bytes:
         """Use a thread for the log-probabilities of all tokens, of which there may be a hundred thousand."""
-        return await in_thread(write) if is_long and self._call.logprobs else write()
+        return await in_thread(write) if is_long and self.call.logprobs else write()
 
 
 def _write_all(stream: AnswerStream, events: Sequence[AnswerEvent]) -> bytes:

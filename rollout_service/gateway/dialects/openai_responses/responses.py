@@ -267,12 +267,7 @@ class CallItem(Item):
         self._call_id = call_id
 
     def opening(self) -> Events:
-        match self._declared.kind:
-            case "function":
-                return [self._added(self._function("", "in_progress"))]
-            case "custom":
-                return [self._added(self._custom("", "in_progress"))]
-        return []
+        return [self._added(self._item("", "in_progress"))] if self._declared.kind in ("function", "custom") else []
 
     def delta(self, text: str) -> Events:
         self._texts.append(text)
@@ -287,22 +282,19 @@ class CallItem(Item):
             case "custom":
                 return self._close_custom(status)
         if (arguments := parse_object(self._text)) is None:
-            return [self._added(self._function("", "in_progress")), *self._close_function(status)]
+            return [self._added(self._item("", "in_progress")), *self._close_function(status)]
         return self._close_own(arguments, status)
 
     def _close_function(self, status: str) -> Events:
         done = self._where(arguments=self._text, name=self._declared.name)
-        return [
-            ("response.function_call_arguments.done", done),
-            self._done(self._function(self._text, status)),
-        ]
+        return [("response.function_call_arguments.done", done), self._done(self._item(self._text, status))]
 
     def _close_custom(self, status: str) -> Events:
         text = custom_input(self._text)
         return [
             ("response.custom_tool_call_input.delta", self._where(delta=text)),
             ("response.custom_tool_call_input.done", self._where(input=text)),
-            self._done(self._custom(text, status)),
+            self._done(self._item(text, status)),
         ]
 
     def _close_own(self, arguments: dict[str, Any], status: str) -> Events:
@@ -313,19 +305,16 @@ class CallItem(Item):
         item = {"type": form, "id": self.id, "call_id": self._call_id, **own}
         return [self._added(item | {"status": "in_progress"}), self._done(item | {"status": status})]
 
-    def _function(self, arguments: str, status: str) -> dict[str, Any]:
-        return self._named("function_call", status) | {"arguments": arguments}
-
-    def _custom(self, text: str, status: str) -> dict[str, Any]:
-        return self._named("custom_tool_call", status) | {"input": text}
-
-    def _named(self, form: str, status: str) -> dict[str, Any]:
+    def _item(self, text: str, status: str) -> dict[str, Any]:
+        """Return a custom call, or that of a function, which stands for any call that its own form cannot hold."""
+        is_custom = self._declared.kind == "custom"
         item = {
-            "type": form,
+            "type": "custom_tool_call" if is_custom else "function_call",
             "id": self.id,
             "call_id": self._call_id,
             "name": self._declared.name,
             "status": status,
+            "input" if is_custom else "arguments": text,
         }
         return item | ({"namespace": self._declared.namespace} if self._declared.namespace else {})
 

@@ -115,31 +115,6 @@ def test_tools_of_the_server_are_left_out_and_named():
     assert call.ignored == ("tools[type=web_search_20250305]",)
 
 
-def test_parameters_reach_the_call():
-    call = read(
-        max_tokens=9,
-        stream=True,
-        stop_sequences=["END"],
-        thinking={"type": "adaptive"},
-        output_config={"effort": "high", "format": {"type": "json_schema", "schema": {"type": "array"}}},
-        tool_choice={"type": "any", "disable_parallel_tool_use": True},
-        metadata={"user_id": json.dumps({"session_id": "s"})},
-    )
-    assert (call.max_tokens, call.stream, call.stop, call.json_schema) == (
-        9,
-        True,
-        ("END",),
-        {"type": "array"},
-    )
-    assert call.requested == {
-        "thinking": {"type": "adaptive"},
-        "reasoning_effort": "high",
-        "tool_choice.type": "any",
-    }
-    assert call.ignored == ("tool_choice.disable_parallel_tool_use", "metadata")
-    assert call.lane.session == "s"
-
-
 @pytest.mark.parametrize(
     ("change", "error", "path"),
     [
@@ -294,3 +269,4 @@ def test_lanes_of_claude_code():
     assert (lane.client, lane.session, lane.agent, lane.purpose) == ("claude_code", "s", "", "")
     lane = read({**headers, "x-claude-code-agent-id": "a"}).lane
     assert (lane.session, lane.agent, lane.purpose) == ("s", "a", "subagent")
+    assert read(metadata={"user_id": json.dumps({"session_id": "s"})}).lane.session == "s"

@@ -139,8 +139,6 @@ async def test_wrong_and_ended_keys_are_told_in_the_form_of_each_api(renderer):
     [
         (CHAT, [], 400),
         (CHAT, {"model": "policy"}, 400),
-        (CHAT, BODY | {"messages": "hi"}, 400),
-        (MESSAGES, BODY | {"max_tokens": "many"}, 400),
         ("/v1/embeddings", {"input": "x"}, 404),
         ("/v1/chat/completions/more", BODY, 404),
     ],
@@ -215,8 +213,6 @@ async def test_a_silent_answer_is_kept_alive(renderer):
                 (await b.pool.call(number)).finish("done")
                 rest = b"".join([chunk async for chunk in received])
             assert b"done" in rest
-        whole = await b.answered("late", b.post)
-        assert whole.json()["choices"][0]["message"]["content"] == "late"
 
 
 async def test_a_whole_answer_that_is_late_has_its_head_at_once_and_white_space_before(renderer):
