@@ -11,7 +11,6 @@ from pydantic import JsonValue
 from api_schemas.inference import BackendState
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
-from rollout_service.activity import OpenStep
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.pipeline.context import Stages
 from rollout_service.pipeline.fair_slots import FairSlots
@@ -50,8 +49,8 @@ class Holders:
             StepKind.SUBAGENT: self._taken_slots,
         }
 
-    def of(self, step: OpenStep) -> Holder:
-        return self._explain[step.kind](step.name)
+    def of(self, kind: StepKind, name: str) -> Holder:
+        return self._explain[kind](name)
 
     def pause_of(self, pool: str) -> Holder | None:
         found = self._pool(pool)

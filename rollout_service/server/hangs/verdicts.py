@@ -30,6 +30,10 @@ NAMED = frozenset({StepKind.TOOL, StepKind.SANDBOX_START, StepKind.SESSION, Step
 """Kinds whose name tells how long they take: an image does, the id of an engine does not."""
 
 
+HeldBy = Callable[[StepKind, str], Holder]
+"""Returns the holder of an intended wait of this kind and name."""
+
+
 class StepClass(NamedTuple):
     """Steps that may be compared with each other."""
 
@@ -91,13 +95,20 @@ class Verdicts:
             start_soon(self._store.ask)
 
     def of(self, suspects: list[StepWait]) -> list[Judged]:
-        usual = cache(self._durations.usual)  # many waits are of one class
-        found = (self._judge(wait, usual(class_of(wait.activity, wait.step))) for wait in suspects)
+        # Many waits are of one class, and many have the same holder.
+        usual, held_by = cache(self._durations.usual), cache(self._holders.of)
+        found = (self._judge(wait, usual(class_of(wait.activity, wait.step)), held_by) for wait in suspects)
         judged = [one for one in found if one is not None]
         stuck = {one.wait.activity.rollout_id for one in judged if one.verdict is HangVerdict.STUCK}
-        return [self._blamed(one, stuck) for one in judged]
+        jammed = self._jammed_stages(stuck)
+        return [
+            replace(one, verdict=HangVerdict.STUCK, note="every one of them is stuck itself")
+            if one.kind in (StepKind.PLACE, StepKind.WORKER) and one.wait.step.name in jammed
+            else one
+            for one in judged
+        ]
 
-    def _judge(self, wait: StepWait, usual: UsualTimes | None) -> Judged | None:
+    def _judge(self, wait: StepWait, usual: UsualTimes | None, held_by: HeldBy) -> Judged | None:
         signs = self._signs(wait)
         verdict = judge(
             wait.step.kind,
@@ -110,7 +121,7 @@ class Verdicts:
         )
         if verdict is None:
             return None
-        holder = self._holder(wait, verdict)
+        holder = self._holder(wait.step, verdict, held_by)
         if holder is not None:
             verdict = HangVerdict.STUCK if holder.is_gone else HangVerdict.HELD
             signs = Signs(responds=False) if holder.is_gone else UNSEEN
@@ -126,10 +137,9 @@ class Verdicts:
             return self._store.signs()
         return UNSEEN if wait.sandbox is None else self._sandboxes.signs(wait.sandbox.id)
 
-    def _holder(self, wait: StepWait, verdict: HangVerdict) -> Holder | None:
-        step = wait.step
+    def _holder(self, step: OpenStep, verdict: HangVerdict, held_by: HeldBy) -> Holder | None:
         if step.kind in HELD_KINDS:
-            return self._holders.of(step)
+            return held_by(step.kind, step.name)
         if step.kind is StepKind.ENGINE and verdict is HangVerdict.STUCK:
             return self._holders.pause_of(str(step.detail.get("pool", "")))
         return None
@@ -143,15 +153,10 @@ class Verdicts:
             return "" if load is None else f"it reports {load.running} running and {load.waiting} waiting"
         return self._store.error if step.kind is StepKind.STORE else ""
 
-    def _blamed(self, one: Judged, stuck: set[str]) -> Judged:
-        """Turn a held wait into a stuck one if all that hold it back are stuck."""
-        if one.verdict is not HangVerdict.HELD or one.kind not in (StepKind.PLACE, StepKind.WORKER):
-            return one
-        at_work = [
-            each.rollout_id
-            for each in self._board.all()
-            if each.stage == one.wait.step.name and each.working_since is not None
-        ]
-        if not at_work or not stuck.issuperset(at_work):
-            return one
-        return replace(one, verdict=HangVerdict.STUCK, note="every one of them is stuck itself")
+    def _jammed_stages(self, stuck: set[str]) -> set[str]:
+        """Return the stages whose working rollouts are all stuck."""
+        stuck_in, moving_in = set[str](), set[str]()
+        for each in self._board.all():
+            if each.stage is not None and each.working_since is not None:
+                (stuck_in if each.rollout_id in stuck else moving_in).add(each.stage)
+        return stuck_in - moving_in

@@ -1,16 +1,20 @@
 """Work is judged stuck by its kind, its signs and the usual length of such steps."""
 
-from contextlib import suppress
+import time
+from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangVerdict, UsualTimes
 from rollout_service.activity import ActivityBoard, waits_for
 from rollout_service.cli.console import HANG_STYLES
+from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.server.hangs.rules import (
     FACTOR,
     FLOORS,
@@ -22,7 +26,10 @@ from rollout_service.server.hangs.rules import (
     judge,
     patience,
 )
-from rollout_service.server.hangs.verdicts import ENOUGH, KEPT, MAX_KEYS, StepDurations, class_of
+from rollout_service.server.hangs.verdicts import ENOUGH, KEPT, MAX_KEYS, StepDurations, Verdicts, class_of
+from rollout_service.server.hangs.waits import waits_of
+from rollout_service.server.lifecycle.startup import make_stages
+from rollout_service.settings import PipelineSettings
 
 KINDS = st.sampled_from(list(StepKind))
 WORK = st.sampled_from([kind for kind in StepKind if kind not in HELD_KINDS])
@@ -180,3 +187,36 @@ async def test_memory_is_bounded():
         note(board, StepKind.TOOL, f"tool {number}", [1.0])
     assert durations.usual(first) is None
     assert len(durations._recent) == MAX_KEYS
+
+
+class CountedBoard(ActivityBoard):
+    looks = 0
+
+    def all(self):
+        self.looks += 1
+        return super().all()
+
+
+@pytest.mark.parametrize(("at_work", "verdict"), [(1, HangVerdict.STUCK), (2, HangVerdict.HELD)])
+async def test_all_who_wait_for_a_stuck_worker_are_stuck_after_one_look_at_the_board(at_work, verdict):
+    board, asked = CountedBoard(), []
+    places = {f"{stage}_{kind}": 9 for stage in Stage for kind in ("queue", "workers")}
+    stages = make_stages(PipelineSettings(**places), Metrics())
+    context: Any = SimpleNamespace(
+        activities=board, store=None, stages=stages, admission=None, subagent_slots=SimpleNamespace()
+    )
+    serving: Any = SimpleNamespace(backend=lambda _: None, pool=asked.append)
+    with ExitStack() as stack:
+        for number in range(100):
+            activity = stack.enter_context(board.working(f"r-{number}", attempt=1, environment="calc"))
+            activity.enter_stage(Stage.ROLLOUT)
+            if number < at_work:
+                activity.working_since = activity.started
+            kind, name = (StepKind.GRADER, "g") if number == 0 else (StepKind.WORKER, Stage.ROLLOUT)
+            step = stack.enter_context(waits_for(StepKind.POOL_QUEUE, "policy") if number > 50 else waits_for(kind, name))
+            step.started -= 100
+        waits = list(waits_of(board.all(), time.perf_counter()))
+        board.looks = 0
+        found = Verdicts(context, serving, StepDurations()).of(waits)
+    assert {one.verdict for one in found if one.kind is StepKind.WORKER} == {verdict}
+    assert (board.looks, asked) == (1, ["policy"])
