@@ -216,6 +216,9 @@ def in_prompt(found: list[Needle], prompt: str) -> Iterator[str]:
 
 
 async def in_sandbox(sandbox: Sandbox, found: list[Needle]) -> list[str]:
+    probe = await sandbox.exec(["grep", "-IF", "-m1", "--exclude-dir=x", "-e", "x"], stdin=b"x", cwd="/")
+    if probe.exit_code != 0:  # some have fewer options, and report an unknown one like a text that is nowhere
+        return ["this image has no GNU grep, so its files were not searched"]
     leaks: list[str] = []
     options = [f"--exclude-dir={name}" for name in LEFT_OUT]
     whats = dict.fromkeys(needle.what for needle in found)
@@ -229,8 +232,8 @@ async def in_sandbox(sandbox: Sandbox, found: list[Needle]) -> list[str]:
             cwd="/",
             timeout=SEARCH_SECONDS,
         )
-        if result.exit_code == 127:
-            return ["this image has no grep, so its files were not searched"]
+        if result.timed_out:
+            leaks.append(f"the files were searched for {what} for only {SEARCH_SECONDS:g} s")
         paths = result.stdout.decode(errors="replace").splitlines()
         leaks += [f"{path} holds {what}" for path in paths[:SHOWN]]
     return leaks

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -35,6 +36,8 @@ GRACE_SECONDS = 120.0
 """Time added to the evaluation's own limit for the attack, the sandboxes' starts and the transfer of files."""
 MAX_CONCURRENT = 4
 IDLE_ANSWER = "done"
+MAX_TURNS = 1_000
+"""The most turns, such as one for each step of a task; the attack begins with the first."""
 
 
 class AttackVerdict(StrEnum):
@@ -196,15 +199,15 @@ class _AgentSandboxRecorder(SandboxSource):
 
 class _Attacker(ScriptedPolicy):
     def __init__(self, watched: _AgentSandboxRecorder, attack: Attack | None) -> None:
-        super().__init__([attack.answer if attack and attack.answer else IDLE_ANSWER])
+        answer = attack.answer if attack and attack.answer else IDLE_ANSWER
+        super().__init__([answer] * MAX_TURNS)
         self._watched = watched
         self._attack = attack
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
-        if self._attack is not None and self._watched.agent is not None:
-            try:
-                bash = await self._watched.agent.bash()
-                await bash.run(PRELUDE + self._attack.script, timeout=ATTACK_SECONDS)
-            except SandboxError:
-                pass  # an attack may end its shell or its whole sandbox on purpose
+        attack, self._attack = self._attack, None
+        if attack is not None and self._watched.agent is not None:
+            bash = await self._watched.agent.bash()
+            with suppress(SandboxError):  # an attack may end its shell or its whole sandbox on purpose
+                await bash.run(PRELUDE + attack.script, timeout=ATTACK_SECONDS)
         return await super().respond(new_messages, max_tokens=max_tokens)

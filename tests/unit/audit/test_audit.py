@@ -1,6 +1,7 @@
 """An audit finds what makes a task worthless, and counts no failure as a reward."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -173,3 +174,23 @@ def test_files_that_an_image_is_built_from_are_not_the_graders(make, tmp_path):
     (image / "Dockerfile").write_text("FROM base\nCOPY data.txt /data.txt\n")
     (image / "data.txt").write_text("what the agent is meant to read\n")
     assert set(load_folder(tmp_path / "env").private_texts()) == {"grade.py"}
+
+
+@pytest.mark.parametrize(
+    ("grep", "finding"),
+    [
+        ("echo 'grep: unrecognized option: I' >&2; exit 1", "this image has no GNU grep, so its files were not searched"),
+        ('[ "$1" = -rlIF ] || exit 0; sleep 100', "the files were searched for instance.answer for only 0.2 s"),
+    ],
+)
+async def test_files_that_could_not_be_searched_are_not_said_to_be_without_leaks(
+    make, sandboxes, tmp_path, monkeypatch, grep, finding
+):
+    program = tmp_path / "bin" / "grep"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{grep}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setattr("rollout_service.authoring.audit.SEARCH_SECONDS", 0.2)
+    report = await audited(make(), sandboxes)
+    assert any(finding in found for found in report.findings), report.findings
