@@ -161,7 +161,6 @@ class BackendFigures(StepObserver):
         now, name = self._clock(), backend.backend_id
         seconds = [one for one in self._seconds.get(name, ()) if one.number > now - BACKEND_SECONDS - 1]
         if not seconds:
-            self._seconds.pop(name, None)
             return BackendOverview(backend=backend)
         window = max(1.0, min(float(BACKEND_SECONDS), now - self._began))
         prompt = sum(one.prompt for one in seconds)
@@ -176,6 +175,8 @@ class BackendFigures(StepObserver):
     def _second(self, backend_id: str, number: int) -> _EngineSecond:
         seconds = self._seconds.get(backend_id)
         if seconds is None:
+            since = number - BACKEND_SECONDS  # engines that are gone are forgotten when others come
+            self._seconds = {name: kept for name, kept in self._seconds.items() if kept[-1].number >= since}
             seconds = self._seconds[backend_id] = deque(maxlen=BACKEND_SECONDS + 1)
         if not seconds or seconds[-1].number < number:
             seconds.append(_EngineSecond(number))

@@ -10,7 +10,7 @@ from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.tasks import Task
 from api_schemas.views.overview import Overview
-from rollout_service.activity import ActivityBoard, waits_for
+from rollout_service.activity import Activity, ActivityBoard, OpenStep, waits_for
 from rollout_service.base.errors import ServiceError
 from rollout_service.server.overview import BackendFigures, Outcomes, OverviewFeed
 from rollout_service.server.overview.outcomes import MAX_FAILURES, MAX_GROUPS, TIMES_PER_SECOND, success_share
@@ -77,7 +77,15 @@ async def test_figures_of_engines_are_forgotten_after_a_minute_and_bounded_befor
     assert all(len(second.times) <= TIMES_PER_SECOND for second in figures._seconds["a"])
     clock.now = ended + 70
     assert figures.of(samples.backend_view("a")).tokens_per_second == 0
-    assert not figures._seconds
+
+
+async def test_an_engine_that_has_left_is_forgotten_although_nobody_looks():
+    activity, figures = Activity("one", attempt=1, environment="calc"), BackendFigures()
+    for number in range(3):
+        step = OpenStep(StepKind.ENGINE, f"engine-{number}", "", None, {})
+        step.ended = step.started + 100 * number
+        figures.closed(activity, step)
+    assert list(figures._seconds) == ["engine-2"]
 
 
 def test_outcomes_are_counted_for_five_minutes():
