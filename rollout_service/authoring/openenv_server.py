@@ -7,7 +7,6 @@ allowed. Web pages in a browser are refused; there is no other access control.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -137,10 +136,9 @@ class _Session:
 
     async def answer(self, text: str) -> dict[str, Any]:
         try:
-            message = json.loads(text)
+            message = _parse(text)
         except ValueError as error:
             return failure("INVALID_JSON", f"Invalid JSON: {error}")
-        message = message if isinstance(message, dict) else {}
         kind, data = message.get("type"), message.get("data", {})
         try:
             match kind:
@@ -156,6 +154,8 @@ class _Session:
             return invalid(error)
         except InvalidFieldError as error:
             return invalid(error.fields)
+        except Exception as error:  # noqa: BLE001 - the client gets any error of the environment
+            return _error(error)
         return failure("UNKNOWN_TYPE", f"Unknown message type: {kind}")
 
     async def _reset(self, data: ResetData) -> dict[str, Any]:
@@ -190,10 +190,21 @@ async def _read(socket: web.WebSocketResponse, texts: MemoryObjectSendStream[str
 
 def _is_close(text: str) -> bool:
     try:
-        message = json.loads(text)
+        return _parse(text).get("type") == "close"
     except ValueError:
         return False
-    return isinstance(message, dict) and message.get("type") == "close"
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: The text is not JSON.
+    """
+    try:
+        message = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return message if isinstance(message, dict) else {}
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
@@ -326,8 +337,6 @@ class RemoteEpisode:
 
 def _result(trial: Trial) -> dict[str, object]:
     score = trial.score
-    if not math.isfinite(score.reward):
-        return failure("EXECUTION_ERROR", f"the reward {score.reward} is not a finite number")
     metadata = {
         "stop_reason": trial.stop_reason.value,
         "reward_parts": dict(score.parts),

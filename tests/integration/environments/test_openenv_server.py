@@ -60,6 +60,11 @@ class Files(AgentEnvironment):
         return TASKS
 
 
+class Lacking(Files):
+    def check(self, instance: dict[str, Any]) -> None:
+        raise ConfigurationError("a library is not installed")
+
+
 def served(environment: Environment, provider: SandboxProvider, sessions: int = 1) -> Any:
     server = EnvironmentServer(environment, environment.dataset(), SandboxSource(provider), sessions)
     return server.listening("127.0.0.1", 0)
@@ -208,14 +213,16 @@ async def test_a_limit_that_passes_between_steps_ends_the_episode_with_its_rewar
     ("text", "code"),
     [
         ("{", "INVALID_JSON"),
+        pytest.param("[" * 100_000, "INVALID_JSON", id="deep"),
         ("[]", "UNKNOWN_TYPE"),
         ('{"type": "mcp"}', "UNKNOWN_TYPE"),
         ('{"type": "step", "data": {}}', "EXECUTION_ERROR"),
         ('{"type": "step", "data": 3}', "VALIDATION_ERROR"),
+        ('{"type": "reset"}', "EXECUTION_ERROR"),
     ],
 )
-async def test_messages_that_are_none_are_errors_and_the_session_lives_on(provider, text, code):
-    async with served(Files(), provider) as url, connected(url) as socket:
+async def test_messages_that_fail_are_errors_and_the_session_lives_on(provider, text, code):
+    async with served(Lacking(), provider) as url, connected(url) as socket:
         await socket.send_str(text)
         assert (await socket.receive_json())["data"]["code"] == code
         await socket.send_json({"type": "state"})
