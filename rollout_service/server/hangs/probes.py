@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import anyio
 import anyio.to_thread
 
-from rollout_service.base.errors import StoreError
+from rollout_service.base.errors import StoreError, describe
 from rollout_service.engines.contract import BackendLoad
-from rollout_service.engines.errors import BackendRejected, InferenceError
+from rollout_service.engines.errors import BackendRejected
 from rollout_service.engines.pool.backend_handle import BackendHandle
 from rollout_service.server.hangs.rules import UNSEEN, Signs
 from rollout_service.store.contract import Store
@@ -63,9 +64,10 @@ class EngineProbes:
         try:
             with anyio.fail_after(PROBE_SECONDS):
                 seen.load = await self._ask(handle)
-        except (InferenceError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - a plug-in's defect is its engine's failure alone
+            is_late = isinstance(error, TimeoutError)
+            seen.error = f"no answer within {PROBE_SECONDS:g} s" if is_late else describe(error).message
             seen.failures += 1
-            seen.error = str(error) or f"no answer within {PROBE_SECONDS:g} s"
             return
         seen.failures, seen.error = 0, ""
         seen.answers += 1
@@ -131,11 +133,11 @@ class SandboxProbes:
                 tasks.start_soon(self._read, sandboxes)
 
     async def _ask(self, sandbox: Sandbox, seen: _SeenSandbox) -> None:
-        if await sandbox.responds(PROBE_SECONDS):
-            seen.failures = 0
-            seen.answers += 1
-        else:
-            seen.failures += 1
+        seen.failures += 1
+        with suppress(Exception):  # a plug-in's defect is its sandbox's failure alone
+            if await sandbox.responds(PROBE_SECONDS):
+                seen.failures = 0
+                seen.answers += 1
 
     async def _read(self, sandboxes: Mapping[str, Sandbox]) -> None:
         pids = {sandbox.pid: one for one, sandbox in sandboxes.items() if sandbox.pid is not None}

@@ -179,7 +179,10 @@ def test_files_that_an_image_is_built_from_are_not_the_graders(make, tmp_path):
 @pytest.mark.parametrize(
     ("grep", "finding"),
     [
-        ("echo 'grep: unrecognized option: I' >&2; exit 1", "this image has no GNU grep, so its files were not searched"),
+        (
+            "echo 'grep: unrecognized option: I' >&2; exit 1",
+            "this image has no GNU grep, so its files were not searched",
+        ),
         ('[ "$1" = -rlIF ] || exit 0; sleep 100', "the files were searched for instance.answer for only 0.2 s"),
     ],
 )

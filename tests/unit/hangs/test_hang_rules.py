@@ -15,6 +15,7 @@ from api_schemas.views.hangs import HangVerdict, UsualTimes
 from rollout_service.activity import ActivityBoard, waits_for
 from rollout_service.cli.console import HANG_STYLES
 from rollout_service.observability.telemetry.metrics import Metrics
+from rollout_service.server.hangs.probes import FAILURES, EngineProbes, SandboxProbes
 from rollout_service.server.hangs.rules import (
     FACTOR,
     FLOORS,
@@ -213,10 +214,31 @@ async def test_all_who_wait_for_a_stuck_worker_are_stuck_after_one_look_at_the_b
             if number < at_work:
                 activity.working_since = activity.started
             kind, name = (StepKind.GRADER, "g") if number == 0 else (StepKind.WORKER, Stage.ROLLOUT)
-            step = stack.enter_context(waits_for(StepKind.POOL_QUEUE, "policy") if number > 50 else waits_for(kind, name))
+            step = stack.enter_context(
+                waits_for(StepKind.POOL_QUEUE, "policy") if number > 50 else waits_for(kind, name)
+            )
             step.started -= 100
         waits = list(waits_of(board.all(), time.perf_counter()))
         board.looks = 0
         found = Verdicts(context, serving, StepDurations()).of(waits)
     assert {one.verdict for one in found if one.kind is StepKind.WORKER} == {verdict}
     assert (board.looks, asked) == (1, ["policy"])
+
+
+async def test_a_plugin_whose_probe_fails_is_gone_and_ends_nothing():
+    class Broken:
+        async def load(self):
+            raise KeyError("num_running")
+
+        async def responds(self, seconds: float):
+            raise KeyError("state")
+
+        id, pid, backend = "broken", None, property(lambda self: self)
+
+    broken: Any = Broken()
+    engines, sandboxes = EngineProbes(lambda _: broken), SandboxProbes()
+    for _ in range(FAILURES):
+        await engines.look(["broken"])
+        await sandboxes.look({"broken": broken})
+    assert (engines.signs("broken").responds, engines.error("broken")) == (False, "KeyError: 'num_running'")
+    assert sandboxes.signs("broken").responds is False
