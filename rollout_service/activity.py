@@ -1,4 +1,12 @@
-"""The steps of rollouts under way, noted at each boundary for timelines, traces and the search for hangs."""
+"""The steps of rollouts under way, noted at each boundary for timelines, traces and the search for hangs.
+
+`waits_for` costs microseconds, never fails, and does nothing outside of an attempt. A step ends with its block, however
+that is left, so no step outlives what it describes. An attempt keeps at most `MAX_STEPS` ended steps; more are counted
+and dropped.
+
+The current attempt is a context variable, which tasks inherit from the task that starts them. A callback that serves an
+attempt from another task, such as a request of a black-box agent, enters it with `Activity.entered`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +28,6 @@ if TYPE_CHECKING:
     import anyio
 
     from sandboxes import Sandbox
-
-
-# The record of one attempt: its open steps, and those that have ended.
-#
-# Guarantees: - `waits_for` costs microseconds, never fails, and does nothing outside of an attempt. - A step ends
-# with its block, however that is left, so no step outlives what it describes. - An attempt keeps at most `MAX_STEPS`
-# ended steps; more are counted and dropped.
-#
-# The current attempt is a context variable, which tasks inherit from the task that starts them. A callback that
-# serves an attempt from another task, such as a request of a black-box agent, enters it with `Activity.entered`.
 
 MAX_STEPS = 4_096
 
@@ -53,50 +52,32 @@ class StepObserver:
     def finished(self, activity: Activity) -> None: ...
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class OpenStep:
     """A step that has begun. Times are on `time.perf_counter`."""
 
-    __slots__ = (
-        "answer",
-        "detail",
-        "ended",
-        "error",
-        "kind",
-        "lane",
-        "limit",
-        "moved",
-        "name",
-        "request",
-        "sandbox",
-        "stage",
-        "started",
-        "task",
-        "traceparent",
-    )
-
-    def __init__(self, kind: StepKind, name: str, lane: str, stage: Stage | None, detail: dict[str, Any]) -> None:
-        self.kind = kind
-        self.name = name
-        self.lane = lane
-        self.stage = stage
-        self.detail = detail
-        self.task = asyncio.current_task()
-        """The task that waits, whose stack tells where."""
-        self.limit: float | None = None
-        """The seconds after which it is to end, if it has a limit of its own."""
-        self.sandbox: Sandbox | None = None
-        """The sandbox that works on it, until it has ended."""
-        self.started = time.perf_counter()
-        self.moved: float | None = None
-        """When something last moved, such as a token that arrived."""
-        self.ended: float | None = None
-        self.error: str | None = None
-        self.traceparent: str | None = None
-        """The step as a span, for those who are asked to continue its trace; None if there is no trace."""
-        self.request: object = None
-        """The request, as an object, until the step has ended; observers may read it."""
-        self.answer: object = None
-        """The answer, likewise."""
+    kind: StepKind
+    name: str
+    lane: str
+    stage: Stage | None
+    detail: dict[str, Any]
+    task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
+    """The task that waits, whose stack tells where."""
+    limit: float | None = None
+    """The seconds after which it is to end, if it has a limit of its own."""
+    sandbox: Sandbox | None = None
+    """The sandbox that works on it, until it has ended."""
+    started: float = field(default_factory=time.perf_counter)
+    moved: float | None = None
+    """When something last moved, such as a token that arrived."""
+    ended: float | None = None
+    error: str | None = None
+    traceparent: str | None = None
+    """The step as a span, for those who are asked to continue its trace; None if there is no trace."""
+    request: object = None
+    """The request, as an object, until the step has ended; observers may read it."""
+    answer: object = None
+    """The answer, likewise."""
 
     def move(self, **detail: Any) -> None:
         """Note progress, with new details."""
@@ -108,57 +89,50 @@ class OpenStep:
         self.detail.update(detail)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Activity:
-    def __init__(
-        self,
-        rollout_id: str,
-        *,
-        attempt: int,
-        environment: str,
-        run_id: str | None = None,
-        group: int | None = None,
-        trace: TraceContext | None = None,
-        observers: tuple[StepObserver, ...] = (),
-    ) -> None:
-        """Begin now; `trace` is the caller's span, if it sent one."""
-        self.rollout_id = rollout_id
-        self.attempt = attempt
-        self.environment = environment
-        self.run_id = run_id
-        self.group = group
-        self.trace = trace
-        self.trace_id: str | None = None
-        """The id of the attempt's trace, if it is traced."""
-        self.outcome: dict[str, Any] = {}
-        """How it ended, once it is settled: `state`, and `reward`, `stop_reason` and `code` if there are any."""
-        self.stage: Stage | None = None
-        """The stage that the attempt is in, or waits for; None before the first."""
-        self.stage_since = 0.0
-        """When it came to that stage, on `time.perf_counter`."""
-        self.stages: list[tuple[Stage, float]] = []
-        """All stages that it came to so far, with that time."""
-        self.working_since: float | None = None
-        """When its work in the stage began; None while it waits for a worker."""
-        self.limit_seconds: float | None = None
-        """The limit of the stage that it works in."""
-        self.limit: anyio.CancelScope | None = None
-        """The scope whose deadline ends the work in the stage."""
-        self.sandbox: Sandbox | None = None
-        """The sandbox that is open for it."""
-        self.moved: float | None = None
-        """When a step last ended."""
-        self.task = asyncio.current_task()
-        self.started = time.perf_counter()
-        self.started_at = time.time()
-        """The same moment as Unix time."""
-        self.finished: float | None = None
-        """When the attempt ended, on `time.perf_counter`; None while it lasts."""
-        self.open: list[OpenStep] = []
-        """The steps that have not ended, in the order in which they began."""
-        self.ended: list[OpenStep] = []
-        self.dropped = 0
-        """Ended steps that were not kept."""
-        self._observers = observers
+    """The record of one attempt, which begins as it is made. Times are on `time.perf_counter`."""
+
+    rollout_id: str
+    _: KW_ONLY
+    attempt: int
+    environment: str
+    run_id: str | None = None
+    group: int | None = None
+    trace: TraceContext | None = None
+    """The caller's span, if it sent one."""
+    observers: tuple[StepObserver, ...] = ()
+    trace_id: str | None = None
+    """The id of the attempt's trace, if it is traced."""
+    outcome: dict[str, Any] = field(default_factory=dict)
+    """How it ended, once it is settled: `state`, and `reward`, `stop_reason` and `code` if there are any."""
+    stage: Stage | None = None
+    """The stage that the attempt is in, or waits for; None before the first."""
+    stage_since: float = 0.0
+    """When it came to that stage."""
+    stages: list[tuple[Stage, float]] = field(default_factory=list)
+    """All stages that it came to so far, with that time."""
+    working_since: float | None = None
+    """When its work in the stage began; None while it waits for a worker."""
+    limit_seconds: float | None = None
+    """The limit of the stage that it works in."""
+    limit: anyio.CancelScope | None = None
+    """The scope whose deadline ends the work in the stage."""
+    sandbox: Sandbox | None = None
+    """The sandbox that is open for it."""
+    moved: float | None = None
+    """When a step last ended."""
+    task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
+    started: float = field(default_factory=time.perf_counter)
+    started_at: float = field(default_factory=time.time)
+    """The same moment as Unix time."""
+    finished: float | None = None
+    """When the attempt ended; None while it lasts."""
+    open: list[OpenStep] = field(default_factory=list)
+    """The steps that have not ended, in the order in which they began."""
+    ended: list[OpenStep] = field(default_factory=list)
+    dropped: int = 0
+    """Ended steps that were not kept."""
 
     def enter_stage(self, stage: Stage) -> None:
         """Note that the attempt is in a stage from now on, or waits for it."""
@@ -184,7 +158,7 @@ class Activity:
 
     def begin(self, step: OpenStep) -> None:
         self.open.append(step)
-        for observer in self._observers:
+        for observer in self.observers:
             observer.opened(self, step)
 
     def end(self, step: OpenStep, error: BaseException | None) -> None:
@@ -197,7 +171,7 @@ class Activity:
             self.ended.append(step)
         else:
             self.dropped += 1
-        for observer in self._observers:
+        for observer in self.observers:
             observer.closed(self, step)
         step.request = step.answer = step.sandbox = None
 
@@ -273,12 +247,9 @@ def _code(error: BaseException) -> str:
     return describe(error).code if isinstance(error, Exception) else type(error).__name__
 
 
-# All attempts under way at this node.
-#
-# Guarantee: an activity is on the board exactly as long as its attempt's block lasts.
-
-
 class ActivityBoard:
+    """All attempts under way at this node, each exactly as long as its block lasts."""
+
     def __init__(self) -> None:
         self._observers: tuple[StepObserver, ...] = ()
         self._active: dict[str, Activity] = {}
