@@ -51,7 +51,7 @@ class Manifest(BaseModel):
     """The moment whose state the backup has."""
     states: list[str]
     counts: Mapping[str, int]
-    """Rollouts, runs, live sessions and engines."""
+    """Rollouts, runs and live sessions."""
     files: Mapping[str, BackedUpFile]
     """Keyed by paths in the backup."""
 

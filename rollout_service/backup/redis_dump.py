@@ -93,8 +93,8 @@ def _write_parts(dump: _Dump, parts: Iterable[list[bytes]], dumps: Sequence[_Dum
 
 def begin_restore(config: RedisConfig) -> None:
     """Keep services from using what is loaded, until `end_restore`."""
+    remove(config)
     with _explained(config), closing(open_owner(config)) as client:
-        _remove(client, config)
         execute(client, "HSET", f"{config.root}:{_META}", "application", RESTORING)
 
 
@@ -146,12 +146,7 @@ def check_empty(config: RedisConfig) -> None:
 
 def remove(config: RedisConfig) -> None:
     with _explained(config), closing(open_owner(config)) as client:
-        _remove(client, config)
-
-
-def _remove(client: redis.Redis, config: RedisConfig) -> None:
-    for keys in _scan(client, config):
-        if keys:
+        for keys in filter(None, _scan(client, config)):
             execute(client, "UNLINK", *keys)
 
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import anyio
@@ -233,26 +232,20 @@ def decode(record: bytes) -> AttemptSteps:
 
 def rows(attempt: AttemptSteps) -> list[RolloutStep]:
     began = datetime.fromtimestamp(attempt.started_at, UTC)
-    found = []
-    columns = zip_longest(attempt.lanes, attempt.errors)
-    for kind, name, start, length, detail in zip(
-        attempt.kinds, attempt.names, attempt.starts, attempt.lengths, attempt.details, strict=True
-    ):
-        lane, error = next(columns, ("", None))
-        found.append(
-            RolloutStep(
-                kind=kind,
-                name=name,
-                lane=lane or "",
-                stage=stage_at(attempt.stages, start),
-                attempt=attempt.attempt,
-                started_at=began + timedelta(microseconds=start),
-                seconds=length / _MICROSECONDS,
-                error=error,
-                detail=detail,
-            )
+    return [
+        RolloutStep(
+            kind=kind,
+            name=attempt.names[number],
+            lane=attempt.lanes[number] if attempt.lanes else "",
+            stage=stage_at(attempt.stages, attempt.starts[number]),
+            attempt=attempt.attempt,
+            started_at=began + timedelta(microseconds=attempt.starts[number]),
+            seconds=attempt.lengths[number] / _MICROSECONDS,
+            error=attempt.errors[number] if attempt.errors else None,
+            detail=attempt.details[number],
         )
-    return found
+        for number, kind in enumerate(attempt.kinds)
+    ]
 
 
 def stage_at(stages: Sequence[tuple[Stage, int]], moment: int) -> Stage | None:

@@ -14,6 +14,7 @@ from api_schemas.rollouts.steps import StepKind
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.pipeline.context import Stages
 from rollout_service.pipeline.fair_slots import FairSlots
+from rollout_service.pipeline.stage import StageLimiter
 from sandboxes.scheduling.admission import AdmissionController
 
 
@@ -65,24 +66,22 @@ class Holders:
         )
 
     def _full_queue(self, name: str) -> Holder:
-        limiter = getattr(self._stages, Stage(name))
-        workers = limiter.workers
-        return Holder(
-            name,
-            f"all {limiter.places.size} places before the stage {name} are taken, and {workers.in_use} of its "
-            f"{workers.size} workers are at work",
-            f"It goes on once a worker of {name} is free. If this lasts, raise [pipeline] {name}_workers.",
-            detail={"places": limiter.places.size, "workers": workers.size, "working": workers.in_use},
-        )
+        places, workers = self._stage(name).places, self._stage(name).workers
+        why = f"all {places.size} places before the stage {name} are taken, and {workers.in_use} of its "
+        return self._waits_for_worker(name, f"{why}{workers.size} workers are at work", places=places.size)
 
     def _busy_workers(self, name: str) -> Holder:
-        workers = getattr(self._stages, Stage(name)).workers
-        return Holder(
-            name,
-            f"all {workers.size} workers of the stage {name} are at work",
-            f"It goes on once one of them is free. If this lasts, raise [pipeline] {name}_workers.",
-            detail={"workers": workers.size, "working": workers.in_use},
-        )
+        size = self._stage(name).workers.size
+        return self._waits_for_worker(name, f"all {size} workers of the stage {name} are at work")
+
+    def _waits_for_worker(self, name: str, why: str, **detail: int) -> Holder:
+        workers = self._stage(name).workers
+        hint = f"It goes on once a worker of {name} is free. If this lasts, raise [pipeline] {name}_workers."
+        return Holder(name, why, hint, detail={**detail, "workers": workers.size, "working": workers.in_use})
+
+    def _stage(self, name: str) -> StageLimiter:
+        limiter: StageLimiter = getattr(self._stages, Stage(name))
+        return limiter
 
     def _host(self, _: str) -> Holder:
         reasons = self._admission.hold_reasons

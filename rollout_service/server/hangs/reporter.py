@@ -7,24 +7,22 @@ from __future__ import annotations
 
 from collections import deque
 from datetime import UTC, datetime
-from typing import NamedTuple
+from functools import partial
 
-import anyio
 import structlog
 from pydantic import JsonValue
 
 from api_schemas.events import EventKind
 from api_schemas.views.hangs import HangFinding, HangVerdict
-from rollout_service.base.errors import StoreError
 from rollout_service.base.signals import ResettableEvent
 from rollout_service.server.hangs.heartbeat import BlockedLoop, lines_of
 from rollout_service.server.hangs.problems import RUN, WEIGHTS
 from rollout_service.store.contract import Store
+from rollout_service.store.retrying import retry_until_stored
 
 log = structlog.get_logger(__name__)
 
 MAX_EVENTS = 256
-RETRY_SECONDS = 1.0
 LINES = {
     HangVerdict.STUCK: "rollouts are stuck",
     HangVerdict.IDLE: "rollouts are idle",
@@ -34,16 +32,10 @@ LINES = {
 _LEFT_OUT = {"subject", "usual", "detail", "stack"}
 
 
-class _HangEvent(NamedTuple):
-    kind: EventKind
-    finding: HangFinding
-    at: datetime
-
-
 class HangReporter:
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._events: deque[_HangEvent] = deque(maxlen=MAX_EVENTS)
+        self._events: deque[tuple[EventKind, str, dict[str, JsonValue]]] = deque(maxlen=MAX_EVENTS)
         self._waiting = ResettableEvent()
         self._told_blocks: set[str] = set()
 
@@ -61,7 +53,8 @@ class HangReporter:
         self._told_blocks = {block.finding_id for block in blocks}
 
     def _record(self, kind: EventKind, finding: HangFinding) -> None:
-        self._events.append(_HangEvent(kind, finding, datetime.now(UTC)))
+        data: dict[str, JsonValue] = finding.model_dump(mode="json", exclude=_LEFT_OUT)
+        self._events.append((kind, finding.subject, data | {"at": str(datetime.now(UTC))}))
         self._waiting.set()
 
     async def write_events(self) -> None:
@@ -69,17 +62,8 @@ class HangReporter:
             await self._waiting.wait()
             self._waiting.clear()
             while self._events:
-                await self._write(self._events.popleft())
-
-    async def _write(self, event: _HangEvent) -> None:
-        data: dict[str, JsonValue] = event.finding.model_dump(mode="json", exclude=_LEFT_OUT)
-        while True:
-            try:
-                await self._store.record(event.kind, event.finding.subject, data | {"at": str(event.at)})
-            except StoreError:  # the store itself may be what hangs
-                await anyio.sleep(RETRY_SECONDS)
-            else:
-                return
+                # The store itself may be what hangs.
+                await retry_until_stored("record a hang", partial(self._store.record, *self._events.popleft()))
 
 
 def _log(kind: EventKind, finding: HangFinding) -> None:

@@ -9,10 +9,8 @@ it.
 from rollout_service.authoring.attacks.scripts.attack import PRELUDE, Attack
 from rollout_service.authoring.attacks.scripts.files import FILES
 from rollout_service.authoring.attacks.scripts.processes import PROCESSES
-from rollout_service.authoring.attacks.scripts.programs import PROGRAMS
-from rollout_service.authoring.attacks.scripts.python import PYTHON
-from rollout_service.authoring.attacks.scripts.results import RESULTS
-from rollout_service.authoring.attacks.scripts.submissions import SUBMISSIONS
+from rollout_service.authoring.attacks.scripts.programs import PROGRAMS, PYTHON
+from rollout_service.authoring.attacks.scripts.results import RESULTS, SUBMISSIONS
 
 SCRIPTS: tuple[Attack, ...] = (
     Attack("idle", "does nothing", ":"),
