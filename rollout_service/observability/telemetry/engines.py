@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
@@ -23,14 +22,6 @@ from rollout_service.observability.telemetry.families import gauge
 REQUEST_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
 LOAD_SECONDS: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 900)
 UPDATES: Final = ("loaded", "partly", "failed")
-
-
-@dataclass(frozen=True, slots=True)
-class BackendSeries:
-    """The series of one backend, kept because every request needs them and looking them up is expensive."""
-
-    requests: Mapping[RequestEnd, Counter]
-    seconds: Histogram
 
 
 log = structlog.get_logger(__name__)
@@ -95,7 +86,8 @@ class PoolMetrics(RoutingTrace, Collector):
         super().__init__(registry)
         self._views = views
         labels = ["pool", "backend"]
-        self._backends: dict[tuple[str, str], BackendSeries] = {}
+        self._backends: dict[tuple[str, str], tuple[Mapping[RequestEnd, Counter], Histogram]] = {}
+        """Kept because every request needs them and looking them up is expensive."""
         self._requests = Counter(
             "rollout_backend_requests_total",
             "Requests to an engine by how they ended: answered, failed, or cancelled by this service",
@@ -127,10 +119,10 @@ class PoolMetrics(RoutingTrace, Collector):
         registry.register(self)
 
     def ended(self, pool: str, backend_id: str, seconds: float, end: RequestEnd) -> None:
-        series = self._series(pool, backend_id)
-        series.requests[end].inc()
+        requests, times = self._series(pool, backend_id)
+        requests[end].inc()
         if end is RequestEnd.ANSWERED:
-            series.seconds.observe(seconds)
+            times.observe(seconds)
 
     def answered(self, pool: str, seconds: float) -> None:
         self._turns_of(pool).observe(seconds)
@@ -160,12 +152,10 @@ class PoolMetrics(RoutingTrace, Collector):
             for outcome in UPDATES:
                 self._updates.labels(pool, outcome)
 
-    def _series(self, pool: str, backend: str) -> BackendSeries:
-        found = self._backends.get((pool, backend))
-        if found is None:
+    def _series(self, pool: str, backend: str) -> tuple[Mapping[RequestEnd, Counter], Histogram]:
+        if (found := self._backends.get((pool, backend))) is None:
             requests = {end: self._requests.labels(pool, backend, end) for end in RequestEnd}
-            found = BackendSeries(requests, self._seconds.labels(pool, backend))
-            self._backends[pool, backend] = found
+            found = self._backends[pool, backend] = requests, self._seconds.labels(pool, backend)
         return found
 
 

@@ -10,42 +10,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from api_schemas.nodes import NodeState
-from rollout_service.activity import ActivityBoard
 from rollout_service.base.errors import InvalidFieldError
 from rollout_service.cluster.membership import ClusterNodes, Membership, Placement
-from rollout_service.cluster.node import Node
 from rollout_service.environments.contract import EnvironmentSpec
-from rollout_service.pipeline.context import Stages
+from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.settlement import ClaimRules
 from rollout_service.runs import RunManager
+from rollout_service.server.lifecycle.foundation import Foundation
 from rollout_service.server.overview.stages import stage_overviews
-from rollout_service.settings import Settings
 from rollout_service.store.cluster_contract import Heartbeat, NodeReport
-from rollout_service.store.contract import Store
 
 
 @dataclass(slots=True)
 class ClusterMember:
-    settings: Settings
-    store: Store
-    owner: str
-    node: Node
+    foundation: Foundation
+    context: AttemptContext
     placement: Placement
     claims: ClaimRules
     pipeline: Pipeline
     managers: Sequence[RunManager]
     """One for each shard."""
-    stages: Stages
-    board: ActivityBoard
 
     def manager_of(self, run_id: str) -> RunManager:
         """Return the manager of a run, which may be yet to be created."""
-        return self.managers[self.store.shard_of(run_id)]
+        return self.managers[self.foundation.store.shard_of(run_id)]
 
     def membership(self) -> Membership:
         return Membership(
-            self.store.cluster,
+            self.foundation.store.cluster,
             self.report,
             look=self.placement.look,
             on_beat=self._follow,
@@ -53,25 +46,26 @@ class ClusterMember:
         )
 
     def nodes(self) -> ClusterNodes:
-        return ClusterNodes(self.store.cluster, self.report)
+        return ClusterNodes(self.foundation.store.cluster, self.report)
 
     def report(self) -> NodeReport:
-        before = (self.stages.init, self.stages.rollout)  # what is evaluated needs no place
+        foundation, stages = self.foundation, self.context.stages
+        before = (stages.init, stages.rollout)  # what is evaluated needs no place
         figures = {
-            "address": self.settings.address,
+            "address": foundation.settings.address,
             "labels": list(self.placement.labels),
             "environments": self.placement.suited,
             "images": list(self.placement.images),
             "rollouts": self.pipeline.live(),
             "finished": self.pipeline.finished,
             "places": sum(each.places.size + each.workers.size for each in before),
-            "stages": stage_overviews(self.stages, self.board),
+            "stages": stage_overviews(stages, self.context.activities),
             "state": NodeState.READY if self.claims.is_open else NodeState.DRAINING,
         }
-        view = self.node.view().model_copy(update=figures)
+        view = foundation.node.view().model_copy(update=figures)
         return NodeReport(
             name=view.node,
-            owner=self.owner,
+            owner=foundation.owner,
             address=view.address,
             labels=view.labels,
             environments=view.environments,
@@ -82,7 +76,7 @@ class ClusterMember:
 
     def _follow(self, beat: Heartbeat) -> None:
         self.claims.open(beat.state is NodeState.READY)
-        if self.store.cluster.is_shared:
+        if self.foundation.store.cluster.is_shared:
             self.claims.suit(self.placement.waits(beat))
         elif len(self.placement.suited) < len(self.placement.environments.list()):
             self.claims.suit(dict.fromkeys(self.placement.suited, 0.0))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import anyio
@@ -64,8 +63,8 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
     async with AsyncExitStack() as stack:
         foundation = await open_foundation(stack, settings, metrics)
         engines = await open_engines(stack, foundation)
-        attempts = await open_attempts(stack, foundation, engines, shutdown)
-        context, serving = attempts.context, engines.serving
+        context, steps = await open_attempts(stack, foundation, engines, shutdown)
+        serving = engines.serving
         member = await make_member(foundation, serving, context)
         managers = member.managers
         hangs = HangWatch(
@@ -75,28 +74,23 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             foundation.state_dir,
             troubled_runs=lambda: [run for manager in managers for run in manager.troubled],
         )
-        overview = await _make_overview(context, engines, member, hangs)
-        membership = await begin_work(stack, foundation, serving, member, hangs)
-        service = _service(foundation, engines, attempts, hangs, member, membership, overview, shutdown)
+        overview = await _make_overview(engines, member, hangs)
+        membership = await begin_work(stack, serving, member, hangs)
+        service = _service(engines, steps, hangs, member, membership, overview, shutdown)
         overview.readiness = service
         ready = Gauge("rollout_ready", "1 while the service takes work, else 0", registry=metrics.registry)
         ready.set_function(lambda: float(not service.unready()))
         yield service
 
 
-async def _make_overview(
-    context: AttemptContext, engines: EngineContext, member: ClusterMember, hangs: HangWatch
-) -> OverviewBuilder:
+async def _make_overview(engines: EngineContext, member: ClusterMember, hangs: HangWatch) -> OverviewBuilder:
     """Make the overview, and subscribe it to everything that ends from now on."""
-    live = engines.live
+    live, context = engines.live, member.context
     overview = OverviewBuilder(
-        store=context.store,
-        stages=context.stages,
-        serving=engines.serving,
+        context=context,
         manager_of=member.manager_of,
         nodes=member.nodes(),
-        board=context.activities,
-        node=member.node.name,
+        node=member.foundation.node.name,
         open_sessions=lambda: live.sessions.open_sessions,
         hangs=hangs,
     )
@@ -108,16 +102,16 @@ async def _make_overview(
 
 
 def _service(
-    foundation: Foundation,
     engines: EngineContext,
-    attempts: Attempts,
+    steps: StepArchive,
     hangs: HangWatch,
     member: ClusterMember,
     membership: Membership,
     overview: OverviewBuilder,
     shutdown: Shutdown,
 ) -> Service:
-    store, serving = foundation.store, engines.serving
+    foundation, context, serving = member.foundation, member.context, engines.serving
+    store = foundation.store
     suitability = Suitability(member.placement, membership)
     check_environment = partial(check_environment_here, foundation.environments, foundation.sandboxes, suitability)
     run_service = RunService(
@@ -137,9 +131,9 @@ def _service(
         nodes=member.nodes(),
         suitability=suitability,
         claims=member.claims,
-        concurrency=make_concurrency(foundation, attempts.context.stages, member.managers),
+        concurrency=make_concurrency(member),
         serving=serving,
-        external=attempts.context.external,
+        external=context.external,
         live=engines.live,
         overview=OverviewFeed(overview.build),
         event_tails=[EventTail(shard) for shard in store.shards],
@@ -149,22 +143,16 @@ def _service(
         run_service=run_service,
         delivery=Delivery(store.runs, member.manager_of),
         run_exporter=RunExporter(store.runs, run_service),
-        rescorer=Rescorer(attempts.context, check_environment),
-        steps=attempts.steps,
+        rescorer=Rescorer(context, check_environment),
+        steps=steps,
         clock=foundation.clock,
         shutdown=shutdown,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Attempts:
-    context: AttemptContext
-    steps: StepArchive
-
-
 async def open_attempts(
     stack: AsyncExitStack, foundation: Foundation, engines: EngineContext, shutdown: Shutdown
-) -> Attempts:
+) -> tuple[AttemptContext, StepArchive]:
     """Open the context of attempts, and the records of their steps, turns and traces."""
     settings, store, metrics = foundation.settings, foundation.store, foundation.metrics
     activities, step_writer = ActivityBoard(), StepWriter(store)
@@ -200,7 +188,7 @@ async def open_attempts(
         activities=activities,
         is_stopping=lambda: shutdown.begun,
     )
-    return Attempts(context, StepArchive(store, activities, step_writer))
+    return context, StepArchive(store, activities, step_writer)
 
 
 def make_stages(settings: PipelineSettings, metrics: Metrics) -> Stages:
@@ -247,18 +235,13 @@ async def make_member(foundation: Foundation, serving: PolicyServing, context: A
     """Make this node's member, with a pipeline and run managers that have not begun."""
     settings, environments = foundation.settings, foundation.environments
     claims = ClaimRules(one.spec.name for one in environments.list())
-    pipeline = Pipeline(context, settings.pipeline, claims)
     return ClusterMember(
-        settings=settings,
-        store=foundation.store,
-        owner=foundation.owner,
-        node=foundation.node,
+        foundation,
+        context,
         placement=Placement(environments, foundation.sandboxes, settings.cluster.labels),
         claims=claims,
-        pipeline=pipeline,
+        pipeline=Pipeline(context, settings.pipeline, claims),
         managers=await _make_run_managers(foundation, serving),
-        stages=context.stages,
-        board=context.activities,
     )
 
 
@@ -289,29 +272,27 @@ def _places(stages: PipelineSettings) -> int:
     return stages.init_queue + stages.init_workers + stages.rollout_queue + stages.rollout_workers
 
 
-def make_concurrency(foundation: Foundation, stages: Stages, managers: Sequence[RunManager]) -> Concurrency:
+def make_concurrency(member: ClusterMember) -> Concurrency:
+    foundation = member.foundation
+
     def on_change(pipeline: PipelineSettings) -> None:
         # At nodes that share a store, the next heartbeat tells the leader, wherever it is.
         if not foundation.store.cluster.is_shared:
-            for manager in managers:
+            for manager in member.managers:
                 manager.resize(_places(pipeline))
 
-    return Concurrency(stages, foundation.node, foundation.settings, on_change)
+    return Concurrency(member.context.stages, foundation.node, foundation.settings, on_change)
 
 
 async def begin_work(
-    stack: AsyncExitStack,
-    foundation: Foundation,
-    serving: PolicyServing,
-    member: ClusterMember,
-    hangs: HangWatch,
+    stack: AsyncExitStack, serving: PolicyServing, member: ClusterMember, hangs: HangWatch
 ) -> Membership:
     """Join the cluster, and work until the stack is closed.
 
     The pipeline claims nothing before this node has joined, and hands back what it held before the node leaves. This
     node leads the runs only while its pipeline works.
     """
-    membership = member.membership()
+    foundation, membership = member.foundation, member.membership()
     await stack.enter_async_context(membership.joined())
     await stack.enter_async_context(hangs.running())  # also while the pipeline ends
     await stack.enter_async_context(member.pipeline.running())
@@ -321,7 +302,7 @@ async def begin_work(
     tasks = await stack.enter_async_context(anyio.create_task_group())
     stack.callback(tasks.cancel_scope.cancel)
     tasks.start_soon(watcher.run)
-    leaderships = [Leadership(shard.cluster, member.owner) for shard in foundation.store.shards]
+    leaderships = [Leadership(shard.cluster, foundation.owner) for shard in foundation.store.shards]
     foundation.metrics.registry.register(
         NodeMetrics(lambda: membership.beat, lambda: {role for one in leaderships for role in one.leases})
     )

@@ -18,18 +18,15 @@ from api_schemas.rollouts import RolloutState
 from api_schemas.runs import RunState
 from api_schemas.views.overview import Overview, RunOverview
 from rollout_service import __version__
-from rollout_service.activity import ActivityBoard
 from rollout_service.base.errors import StoreError
 from rollout_service.cluster.membership import ClusterNodes
-from rollout_service.engines.serving.policies import PolicyServing
-from rollout_service.pipeline.context import Stages
+from rollout_service.pipeline.context import AttemptContext
 from rollout_service.runs import ManagerOf
 from rollout_service.server.hangs import HangWatch
 from rollout_service.server.overview.bottleneck import StageLoads, bottleneck
 from rollout_service.server.overview.next_node import next_node
 from rollout_service.server.overview.outcomes import WINDOW_SECONDS, BackendFigures, Outcomes, success_share
 from rollout_service.server.overview.stages import stage_overviews, stages_of_all
-from rollout_service.store.contract import Store
 from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import RunRecord
 
@@ -57,12 +54,9 @@ class _Stored:
 
 @dataclass(slots=True)
 class OverviewBuilder:
-    store: Store
-    stages: Stages
-    serving: PolicyServing
+    context: AttemptContext
     manager_of: ManagerOf
     nodes: ClusterNodes
-    board: ActivityBoard
     node: str
     open_sessions: Callable[[], int]
     hangs: HangWatch
@@ -80,7 +74,7 @@ class OverviewBuilder:
         stored, now = self._stored, datetime.now(UTC)
         reasons = self.readiness.unready() if self.readiness is not None else []
         outcomes = self.outcomes.counts(now)
-        views = self.serving.views()
+        views = self.context.policies.views()
         overview = Overview(
             at=now,
             version=__version__,
@@ -94,7 +88,7 @@ class OverviewBuilder:
             finished_per_second=self.outcomes.per_second(now),
             outcomes=outcomes,
             success_share=success_share(outcomes),
-            stages=stage_overviews(self.stages, self.board),
+            stages=stage_overviews(self.context.stages, self.context.activities),
             nodes=list(stored.nodes),
             backends=[self.figures.of(view) for view in views],
             paused_pools=sorted({view.pool for view in views if view.state is BackendState.PAUSED}),
@@ -111,7 +105,7 @@ class OverviewBuilder:
         """Read from the store how rollouts ended just before this start; nothing depends on it."""
         since = datetime.now(UTC) - timedelta(seconds=WINDOW_SECONDS)
         try:
-            (shard,) = self.store.shards
+            (shard,) = self.context.store.shards
             newest = await shard.last_event()
             events = await shard.events(after=max(0, newest - REMEMBERED_EVENTS), limit=REMEMBERED_EVENTS)
             ended = [
@@ -125,7 +119,7 @@ class OverviewBuilder:
             for event in ended:
                 self.outcomes.note(event.time, str(event.data.get("code") or event.data["state"]))
             for event in failed[-REMEMBERED_ERRORS:]:
-                rollout = await self.store.get(event.subject)
+                rollout = await self.context.store.get(event.subject)
                 if rollout is not None:
                     self.outcomes.note_failure(event.time, rollout)
         except StoreError as error:
@@ -134,12 +128,12 @@ class OverviewBuilder:
     async def _look(self) -> None:
         """Ask the store; if it fails, `unready` says so."""
         try:
-            counts = await self.store.counts()
-            failing = self.store.failing
-            asked = [shard for number, shard in enumerate(self.store.shards) if number not in failing]
+            counts = await self.context.store.counts()
+            failing = self.context.store.failing
+            asked = [shard for number, shard in enumerate(self.context.store.shards) if number not in failing]
             last_event = sum([await shard.last_event() for shard in asked])
             in_progress = (RunState.RUNNING, RunState.PAUSED)
-            runs = [run for run in await self.store.runs.active() if run.state in in_progress]
+            runs = [run for run in await self.context.store.runs.active() if run.state in in_progress]
             runs.sort(key=lambda run: run.created_at, reverse=True)
             nodes = await self.nodes.list()
         except StoreError as error:
