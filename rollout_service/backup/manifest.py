@@ -121,11 +121,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _flushed(path: Path) -> BackedUpFile:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
     return describe(path)
 
 

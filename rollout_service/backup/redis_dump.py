@@ -168,11 +168,13 @@ class _Dump:
     @contextmanager
     def begun(cls, config: RedisConfig, path: Path) -> Iterator[Self]:
         """Begin a dump, and note all changes from now on."""
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        make_private(path)
         with (
             _explained(config),
             closing(open_owner(config)) as client,
             _changes(config, client) as changes,
-            _private(path) as file,
+            path.open("r+b") as file,
         ):
             yield cls(config, client, changes, file)
 
@@ -234,14 +236,6 @@ class _Dump:
     def counts(self) -> Counter[str]:
         kinds = (KINDS.get(name.partition(b":")[0].decode()) for name in self._names)
         return Counter(kind for kind in kinds if kind is not None)
-
-
-@contextmanager
-def _private(path: Path) -> Iterator[IO[bytes]]:
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    make_private(path)
-    with path.open("r+b") as file:
-        yield file
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, bytes, int]]:

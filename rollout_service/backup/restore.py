@@ -14,7 +14,6 @@ from rollout_service.backup.manifest import STATES, Manifest, Places, SharedStor
 from rollout_service.base import private_files
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.base.private_files import make_private, open_state_folder
-from rollout_service.store.segments.contract import SegmentFiles
 from rollout_service.store.segments.files import SharedFiles
 from rollout_service.store.sqlite.connection import FileClaim
 
@@ -133,9 +132,9 @@ def _end(states: Iterable[Path], shared: Iterable[SharedStore]) -> None:
 def _restore_shared(backup: Path, store: SharedStore, undo: ExitStack) -> None:
     from rollout_service.backup import redis_dump
 
-    if store.files is not None and (backup / store.copied).exists():
-        undo.callback(_empty, store.files)
-        copy_shared(SharedFiles(backup / store.copied), store.files)
+    if (files := store.files) is not None and (backup / store.copied).exists():
+        undo.callback(lambda: files.delete(*shared_files(files)))
+        copy_shared(SharedFiles(backup / store.copied), files)
     redis_dump.load(store.redis, backup / store.dump)
 
 
@@ -144,10 +143,6 @@ def _restore_state(source: Path, state: Path, undo: ExitStack) -> None:
         for path in source.iterdir():
             undo.callback((state / path.name).unlink, missing_ok=True)
             copy(path, state / path.name)
-
-
-def _empty(files: SegmentFiles) -> None:
-    files.delete(*shared_files(files))
 
 
 @contextmanager

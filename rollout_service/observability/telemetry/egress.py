@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import anyio
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
 
 from rollout_service.observability.telemetry.families import counter
 from sandboxes import SandboxProvider
@@ -39,31 +37,15 @@ class EgressMeter:
             await anyio.sleep(self._seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class UseCollector(Collector):
-    """The time of sandboxes on other people's servers, which their provider counts."""
-
-    seconds: Callable[[], float]
-
-    def collect(self) -> Iterator[Metric]:
-        text = "Lifetime of sandboxes on servers that may ask money for it"
-        yield CounterMetricFamily("rollout_sandbox_use_seconds", text, value=self.seconds())
+def use_metrics(seconds: float) -> Iterator[Metric]:
+    text = "Lifetime of sandboxes on servers that may ask money for it"
+    yield CounterMetricFamily("rollout_sandbox_use_seconds", text, value=seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class EgressCollector(Collector):
-    """Metrics that the process of the proxies counts, not this one."""
-
-    counts: Callable[[], EgressCounts]
-
-    def collect(self) -> Iterator[Metric]:
-        counts = self.counts()
-        yield CounterMetricFamily(
-            "rollout_egress_connections",
-            "Connections from sandboxes to their proxies",
-            value=counts.connections,
-        )
-        size = "Bytes between sandboxes and hosts on their lists"
-        yield counter("rollout_egress_bytes", size, ["direction"], {"out": counts.bytes_out, "in": counts.bytes_in})
-        refused = "Sandbox requests that the proxies refused"
-        yield counter("rollout_egress_refused", refused, ["reason"], counts.refused)
+def egress_metrics(counts: EgressCounts) -> Iterator[Metric]:
+    connections = "Connections from sandboxes to their proxies"
+    yield CounterMetricFamily("rollout_egress_connections", connections, value=counts.connections)
+    size = "Bytes between sandboxes and hosts on their lists"
+    yield counter("rollout_egress_bytes", size, ["direction"], {"out": counts.bytes_out, "in": counts.bytes_in})
+    refused = "Sandbox requests that the proxies refused"
+    yield counter("rollout_egress_refused", refused, ["reason"], counts.refused)

@@ -67,14 +67,8 @@ class HealthMetrics(Collector):
         yield from self.store.commit_seconds.collect()
 
 
-@dataclass(frozen=True, slots=True)
-class NodeMetrics(Collector):
-    beat: Callable[[], Heartbeat]
-    roles: Callable[[], Iterable[str]]
-
-    def collect(self) -> Iterator[Metric]:
-        known = self.beat().states
-        states = {state: known.get(state, 0) for state in NodeState}
-        yield gauge("rollout_nodes", "Nodes that share the store, by state", ["state"], states)
-        roles = dict.fromkeys(sorted(self.roles()), 1)
-        yield gauge("rollout_node_leads", "1 for each role that this node leads", ["role"], roles)
+def node_metrics(beat: Heartbeat, roles: Iterable[str]) -> Iterator[Metric]:
+    states = {state: beat.states.get(state, 0) for state in NodeState}
+    yield gauge("rollout_nodes", "Nodes that share the store, by state", ["state"], states)
+    leads = dict.fromkeys(sorted(roles), 1)
+    yield gauge("rollout_node_leads", "1 for each role that this node leads", ["role"], leads)

@@ -17,7 +17,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Stage
-from rollout_service.observability.telemetry.egress import EgressCollector, UseCollector
+from rollout_service.observability.telemetry.egress import egress_metrics, use_metrics
+from rollout_service.observability.telemetry.families import Collected
 from rollout_service.observability.telemetry.parallel import ParallelMetrics
 from sandboxes.egress.messages import EgressCounts
 from sandboxes.scheduling.pressure import Resource
@@ -206,10 +207,10 @@ class Metrics:
             self._sandboxes.labels(state).set_function(count)
 
     def watch_egress(self, counts: Callable[[], EgressCounts]) -> None:
-        self.registry.register(EgressCollector(counts))
+        self.registry.register(Collected(lambda: egress_metrics(counts())))
 
     def watch_use(self, seconds: Callable[[], float]) -> None:
-        self.registry.register(UseCollector(seconds))
+        self.registry.register(Collected(lambda: use_metrics(seconds())))
 
     def acquired(self, *, warm: bool, seconds: float) -> None:
         self._acquire_duration.labels("warm" if warm else "cold").observe(seconds)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
-from prometheus_client.registry import Collector
 
 from api_schemas.rollouts import Rollout
 from api_schemas.rollouts.trees import Work
@@ -22,15 +20,9 @@ UNEXECUTED = ("over_cap", "refused", "abandoned")
 TOTALS = ("created", "turns", "direct_calls", "subagent_tokens", "result_chars")
 
 
-@dataclass(frozen=True, slots=True)
-class SlotMetrics(Collector):
-    held: Callable[[], int]
-    waiting: Callable[[], int]
-    total: int
-
-    def collect(self) -> Iterator[Metric]:
-        counts = {"active": self.held(), "waiting": self.waiting(), "limit": self.total}
-        yield gauge("rollout_subagents", "Sub-agents by state, and their limit", ["state"], counts)
+def slot_metrics(held: int, waiting: int, total: int) -> Iterator[Metric]:
+    counts = {"active": held, "waiting": waiting, "limit": total}
+    yield gauge("rollout_subagents", "Sub-agents by state, and their limit", ["state"], counts)
 
 
 class ParallelMetrics:

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,7 +22,6 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
@@ -31,7 +29,7 @@ from api_schemas.views.hangs import HangFinding, HangReport, HangVerdict, Rollou
 from rollout_service.activity import ActivityBoard
 from rollout_service.base.private_files import make_private
 from rollout_service.engines.serving.policies import PolicyServing
-from rollout_service.observability.telemetry.families import gauge
+from rollout_service.observability.telemetry.families import Collected, gauge
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.server.hangs.findings import FindingLog, stack_of_task, worst_first
 from rollout_service.server.hangs.heartbeat import (
@@ -75,7 +73,7 @@ class HangWatch:
         self._findings = FindingLog()
         self._reporter = HangReporter(context.store)
         self._heartbeat: LoopHeartbeat | None = None
-        context.metrics.registry.register(HangMetrics(self.findings, lambda: self.loop_lag, self._board))
+        context.metrics.registry.register(Collected(lambda: hang_metrics(self.findings(), self.loop_lag, self._board)))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -183,30 +181,19 @@ def dumping_stacks(path: Path) -> Iterator[None]:
             faulthandler.unregister(signal.SIGUSR1)
 
 
-# Every kind, verdict and stage always has a value, so that an alert never meets an absent series.
-
-
-@dataclass(frozen=True, slots=True)
-class HangMetrics(Collector):
-    findings: Callable[[], Iterable[HangFinding]]
-    lag: Callable[[], float]
-    board: ActivityBoard
-
-    def collect(self) -> Iterator[Metric]:
-        kinds = (*StepKind, EVENT_LOOP, RUN, WEIGHTS)
-        counts = Counter({(kind, verdict): 0 for kind in kinds for verdict in HangVerdict})
-        for finding in self.findings():
-            counts[finding.kind, finding.verdict] += max(1, finding.count)
-        text = "Rollouts that wait longer than usual by what they wait for, and runs and engines with a problem"
-        yield gauge("rollout_stuck", text, ["kind", "verdict"], counts)
-        yield GaugeMetricFamily(
-            "rollout_loop_lag_seconds",
-            "The greatest delay of the event loop within the last ten seconds",
-            self.lag(),
-        )
-        text = "How long the oldest rollout in a stage has been worked on"
-        oldest = oldest_in_stages(self.board, time.perf_counter())
-        yield gauge("rollout_stage_oldest_seconds", text, ["stage"], oldest)
+def hang_metrics(findings: Iterable[HangFinding], lag: float, board: ActivityBoard) -> Iterator[Metric]:
+    """Give every kind, verdict and stage a value, so that an alert never meets an absent series."""
+    kinds = (*StepKind, EVENT_LOOP, RUN, WEIGHTS)
+    counts = Counter({(kind, verdict): 0 for kind in kinds for verdict in HangVerdict})
+    for finding in findings:
+        counts[finding.kind, finding.verdict] += max(1, finding.count)
+    text = "Rollouts that wait longer than usual by what they wait for, and runs and engines with a problem"
+    yield gauge("rollout_stuck", text, ["kind", "verdict"], counts)
+    text = "The greatest delay of the event loop within the last ten seconds"
+    yield GaugeMetricFamily("rollout_loop_lag_seconds", text, lag)
+    text = "How long the oldest rollout in a stage has been worked on"
+    oldest = oldest_in_stages(board, time.perf_counter())
+    yield gauge("rollout_stage_oldest_seconds", text, ["stage"], oldest)
 
 
 def oldest_in_stages(board: ActivityBoard, now: float) -> dict[Stage, float]:

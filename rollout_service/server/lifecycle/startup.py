@@ -23,9 +23,10 @@ from rollout_service.cluster.membership import Membership, Placement
 from rollout_service.cluster.node import Concurrency
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.groups.filters import FilterRegistry
-from rollout_service.observability.telemetry.health import NodeMetrics
+from rollout_service.observability.telemetry.families import Collected
+from rollout_service.observability.telemetry.health import node_metrics
 from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.observability.telemetry.parallel import SlotMetrics
+from rollout_service.observability.telemetry.parallel import slot_metrics
 from rollout_service.observability.tracing.otel.setup import tracing
 from rollout_service.observability.tracing.steps import StepArchive, StepWriter
 from rollout_service.pipeline.context import AttemptContext, Stages
@@ -159,7 +160,7 @@ async def open_attempts(
     activities.observe(step_writer)
     await stack.enter_async_context(step_writer.running())
     slots = FairSlots(settings.pipeline.subagent_slots)
-    metrics.registry.register(SlotMetrics(lambda: slots.held, lambda: slots.waiting, slots.total))
+    metrics.registry.register(Collected(lambda: slot_metrics(slots.held, slots.waiting, slots.total)))
     await stack.enter_async_context(tracing(activities, metrics.registry, settings.node_name, engines.serving.views))
     admission = foundation.node.admission
     setups = SharedSetups(lambda: bool(admission.pressure_reasons), metrics.count_shared_setup)
@@ -304,7 +305,7 @@ async def begin_work(
     tasks.start_soon(watcher.run)
     leaderships = [Leadership(shard.cluster, foundation.owner) for shard in foundation.store.shards]
     foundation.metrics.registry.register(
-        NodeMetrics(lambda: membership.beat, lambda: {role for one in leaderships for role in one.leases})
+        Collected(lambda: node_metrics(membership.beat, {role for one in leaderships for role in one.leases}))
     )
     for leadership, manager in zip(leaderships, member.managers, strict=True):
         roles: dict[str, Work] = {RUNS_ROLE: manager.manage, RETENTION_ROLE: manager.prune}

@@ -18,7 +18,7 @@ from rollout_service.server.hangs.findings import MAX_ROLLOUTS, FindingLog, Judg
 from rollout_service.server.hangs.problems import problem_of_run
 from rollout_service.server.hangs.rules import UNSEEN
 from rollout_service.server.hangs.waits import StepWait, oldest_of_stages, waits_of
-from rollout_service.server.hangs.watch import HangMetrics, oldest_in_stages
+from rollout_service.server.hangs.watch import hang_metrics, oldest_in_stages
 from rollout_service.store.runs_contract import RunRecord
 
 
@@ -85,8 +85,7 @@ async def test_of_steps_that_contain_each_other_the_innermost_waits():
 
 async def test_metrics_have_a_value_for_everything_at_all_times():
     board, log = ActivityBoard(), FindingLog()
-    metrics = HangMetrics(log.list, lambda: 0.25, board)
-    stuck, lag, oldest = metrics.collect()
+    stuck, lag, oldest = hang_metrics(log.list(), 0.25, board)
     assert {sample.value for sample in stuck.samples} == {0}
     assert len(stuck.samples) == len(HangVerdict) * (len(StepKind) + 3)
     assert [sample.value for sample in lag.samples] == [0.25]
@@ -95,7 +94,7 @@ async def test_metrics_have_a_value_for_everything_at_all_times():
         log.update(judged(waits(stack, board, 7)))
         activity = board.all()[0]
         activity.stage, activity.working_since = Stage.ROLLOUT, time.perf_counter() - 5
-        stuck, _, _ = metrics.collect()
+        stuck, _, _ = hang_metrics(log.list(), 0.25, board)
         assert [sample.labels for sample in stuck.samples if sample.value == 7] == [
             {"kind": "engine", "verdict": "stuck"}
         ]

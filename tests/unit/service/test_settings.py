@@ -119,12 +119,9 @@ def test_a_key_that_would_protect_nothing_is_refused_without_being_shown(value, 
     assert refused.value.__cause__ is None
 
 
-def test_lists_in_variables_may_be_plain(monkeypatch):
-    monkeypatch.setenv("ROLLOUT_ENVIRONMENTS", "./a, b")
-    monkeypatch.setenv("ROLLOUT_BACKENDS", "http://gpu-1:30000,http://gpu-2:30000")
-    settings = load_settings()
-    assert settings.environments == [Path("a"), Path("b")]
-    assert [backend.url.host for backend in settings.backends] == ["gpu-1", "gpu-2"]
+def test_addresses_of_engines_in_a_variable_may_be_plain(monkeypatch):
+    monkeypatch.setenv("ROLLOUT_BACKENDS", "http://gpu-1:30000, http://gpu-2:30000")
+    assert [backend.url.host for backend in load_settings().backends] == ["gpu-1", "gpu-2"]
 
 
 @pytest.mark.parametrize("key", LISTS_OF_TEXTS)
@@ -253,11 +250,6 @@ def test_a_key_of_the_sandbox_needs_no_provider(empty_folder, monkeypatch):
     assert (sandbox.provider, sandbox.user, sandbox.run_dir) == ("apptainer", "agent", Path("/run/mine"))
 
 
-def test_a_pool_is_set_by_a_variable(monkeypatch):
-    monkeypatch.setenv("ROLLOUT_POOLS__JUDGE__MAX_IN_FLIGHT", "8")
-    assert load_settings().pools["judge"].max_in_flight == 8
-
-
 def test_variables_of_the_scripts_are_accepted(monkeypatch):
     without = load_settings().model_dump()
     monkeypatch.setenv("ROLLOUT_PYTHON", "python3.12")
@@ -278,9 +270,11 @@ def test_models_of_further_pools_in_a_variable(value, monkeypatch):
     assert load_settings().embedded.pools == {"frozen-1": "calc-tuned", "frozen-2": "/models/old=er"}
 
 
-def test_a_variable_may_name_a_key_of_a_table_of_texts(monkeypatch):
+def test_a_variable_may_name_a_key_of_a_table(monkeypatch):
     monkeypatch.setenv("ROLLOUT_EMBEDDED__POOLS__JUDGE", "calc-base")
-    assert load_settings().embedded.pools == {"judge": "calc-base"}
+    monkeypatch.setenv("ROLLOUT_POOLS__JUDGE__MAX_IN_FLIGHT", "8")
+    settings = load_settings()
+    assert (settings.embedded.pools, settings.pools["judge"].max_in_flight) == ({"judge": "calc-base"}, 8)
 
 
 def test_models_of_further_pools_in_the_file_and_by_flags(empty_folder):

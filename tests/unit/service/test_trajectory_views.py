@@ -99,11 +99,6 @@ def test_a_cut_character_ends_where_it_begins_except_for_its_last_part():
     assert shown.pieces == {1: "e6", 2: "97", 3: "a562"}
 
 
-def test_characters_beyond_the_first_plane_count_twice():
-    shown = join(["👧".encode(), b"x"])
-    assert (shown.text, shown.ends) == ("👧x", [2, 3])
-
-
 def test_bytes_that_are_no_text_are_marked():
     shown = join([b"\xff", b"ok", b"\xe6"])
     assert shown.text == "\ufffdok\ufffd"
