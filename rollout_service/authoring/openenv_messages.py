@@ -71,12 +71,8 @@ class EpisodeState(_Strict):
 
 
 def schemas() -> dict[str, Any]:
-    models: dict[str, type[BaseModel]] = {
-        "action": TurnAction,
-        "observation": TurnObservation,
-        "state": EpisodeState,
-    }
-    return {name: model.model_json_schema() for name, model in models.items()}
+    models = (("action", TurnAction), ("observation", TurnObservation), ("state", EpisodeState))
+    return {name: model.model_json_schema() for name, model in models}
 
 
 def observation(seen: TurnObservation, reward: float | None = None, *, done: bool = False) -> dict[str, Any]:

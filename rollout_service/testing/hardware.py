@@ -67,21 +67,12 @@ class KVCache:
         As in an engine, the last token counts as uncached: it has to be read for the next one to be sampled.
         """
         pages: list[_Page] = []
-        at = self._root
-        for tokens in self._split(ids):
-            found = at.below.get(tokens)
-            if found is None:
-                break
-            at = found
-            self._use(at)
-            pages.append(at)
-        cached = min(len(pages) * self._page, len(ids) - 1)
-        self._grow(at, ids, pages)
-        return CacheHold(cached, pages)
+        cached = self._grow(pages, ids) * self._page
+        return CacheHold(min(cached, len(ids) - 1), pages)
 
     def extend(self, hold: CacheHold, ids: Sequence[int]) -> None:
         """Add the pages of an answer; `ids` are prompt and answer."""
-        self._grow(hold.pages[-1] if hold.pages else self._root, ids, hold.pages)
+        self._grow(hold.pages, ids)
 
     def release(self, hold: CacheHold) -> None:
         """Release the pages; they stay cached until their room is needed."""
@@ -94,24 +85,26 @@ class KVCache:
         while self._evict_one():
             continue
 
-    def _split(self, ids: Sequence[int], start: int = 0) -> Iterator[tuple[int, ...]]:
+    def _split(self, ids: Sequence[int], start: int) -> Iterator[tuple[int, ...]]:
         for begin in range(start * self._page, len(ids) - self._page + 1, self._page):
             yield tuple(ids[begin : begin + self._page])
 
-    def _grow(self, at: _Page, ids: Sequence[int], pages: list[_Page]) -> None:
+    def _grow(self, pages: list[_Page], ids: Sequence[int]) -> int:
+        """Hold the whole pages of `ids` behind these, as far as there is room; return how many were cached."""
+        cached = 0
         for tokens in self._split(ids, len(pages)):
-            found = at.below.get(tokens)
-            if found is None:
-                if not self._has_room():
-                    return
-                found = at.below[tokens] = _Page(tokens, at)
-            at = found
-            self._use(at)
-            pages.append(at)
-
-    def _use(self, page: _Page) -> None:
-        page.users += 1
-        self._touch(page)
+            above = pages[-1] if pages else self._root
+            page = above.below.get(tokens)
+            if page is not None:
+                cached += 1
+            elif self._has_room():
+                page = above.below[tokens] = _Page(tokens, above)
+            else:
+                break
+            page.users += 1
+            self._touch(page)
+            pages.append(page)
+        return cached
 
     def _touch(self, page: _Page) -> None:
         self._pages.pop(page, None)

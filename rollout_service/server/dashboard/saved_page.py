@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from html import escape
@@ -24,42 +23,29 @@ _STYLES = re.compile(r'<link rel="stylesheet" href="dashboard/([^"]+)">')
 _NO_SCRIPT = "This page needs JavaScript. Its data is in this file, as JSON."
 
 
-@dataclass(frozen=True)
-class _Viewer:
-    script: str
-    style: str
-
-    @property
-    def policy(self) -> str:
-        parts = {
-            "default-src": "'none'",
-            "script-src": _hash(self.script),
-            "style-src": _hash(self.style),
-            "connect-src": "'none'",
-            "base-uri": "'none'",
-            "form-action": "'none'",
-        }
-        return "; ".join(f"{name} {value}" for name, value in parts.items())
+def _policy(script: str, style: str) -> str:
+    none = "; ".join(f"{name} 'none'" for name in ("default-src", "connect-src", "base-uri", "form-action"))
+    return f"{none}; script-src {_hash(script)}; style-src {_hash(style)}"
 
 
 def saved_page(title: str, answers: Mapping[str, bytes]) -> bytes:
     """Return the file with these answers: JSON by the paths that the page's modules ask for."""
-    viewer = _viewer()
+    script, style = _viewer()
     head = f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{escape(viewer.policy, quote=False)}">
+<meta http-equiv="Content-Security-Policy" content="{escape(_policy(script, style), quote=False)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="no-referrer">
 <title>{escape(title)}</title>
-<style>{viewer.style}</style>
+<style>{style}</style>
 </head>
 <body>
 <div id="app"><noscript>{_NO_SCRIPT}</noscript></div>
 """
-    end = f'<script type="module">{viewer.script}</script>\n</body>\n</html>\n'
+    end = f'<script type="module">{script}</script>\n</body>\n</html>\n'
     blocks = [json_block(path, content) for path, content in answers.items()]
     return b"".join([head.encode(), *blocks, end.encode()])
 
@@ -71,13 +57,12 @@ def json_block(path: str, content: bytes) -> bytes:
 
 
 @cache
-def _viewer() -> _Viewer:
+def _viewer() -> tuple[str, str]:
+    """Return the page's script and its style sheet."""
     texts = {path: file.content.decode() for path, file in static_files().items()}
     styles = dict.fromkeys(_STYLES.findall(texts[INDEX]))
-    return _Viewer(
-        script=join_modules(texts, ENTRY, INSTEAD),
-        style=check_embeddable("\n".join(texts[name] for name in styles)),
-    )
+    style = check_embeddable("\n".join(texts[name] for name in styles))
+    return join_modules(texts, ENTRY, INSTEAD), style
 
 
 def _hash(text: str) -> str:

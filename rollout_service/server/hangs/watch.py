@@ -64,7 +64,7 @@ class HangWatch:
         """Learn from steps from now on; look at nothing before `running`."""
         self._node = node
         self._board = context.activities
-        self._state_dir = state_dir
+        self._stacks = state_dir / STACKS
         self.durations = StepDurations()
         self._board.observe(self.durations)
         self._verdicts = Verdicts(context, serving, self.durations)
@@ -72,14 +72,15 @@ class HangWatch:
         self._backends = serving.views
         self._findings = FindingLog()
         self._reporter = HangReporter(context.store)
-        self._heartbeat: LoopHeartbeat | None = None
-        context.metrics.registry.register(Collected(lambda: hang_metrics(self.findings(), self.loop_lag, self._board)))
+        self._heartbeat = LoopHeartbeat(LastReport(state_dir), self._rollout_of)
+        context.metrics.registry.register(
+            Collected(lambda: hang_metrics(self.findings(), self._heartbeat.lag, self._board))
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        self._heartbeat = LoopHeartbeat(LastReport(self._state_dir), self._rollout_of)
         self._heartbeat.report = self.report()  # the loop may be blocked before the first look
-        with self._heartbeat.running(), dumping_stacks(self._state_dir / STACKS):
+        with self._heartbeat.running(), dumping_stacks(self._stacks):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, tasks, name="hang watch")
                 tasks.start_soon(self._reporter.write_events, name="hang events")
@@ -88,13 +89,9 @@ class HangWatch:
                 finally:
                     tasks.cancel_scope.cancel()
 
-    @property
-    def loop_lag(self) -> float:
-        return 0.0 if self._heartbeat is None else self._heartbeat.lag
-
     def findings(self, *, stacks: bool = False) -> list[HangFinding]:
-        blocks = [] if self._heartbeat is None else self._heartbeat.recent()
-        found = worst_first([*self._findings.list(), *(block.finding() for block in blocks)])
+        blocks = (block.finding() for block in self._heartbeat.recent())
+        found = worst_first([*self._findings.list(), *blocks])
         return found if stacks else [one.model_copy(update={"stack": []}) for one in found]
 
     def report(self) -> HangReport:
@@ -102,7 +99,7 @@ class HangWatch:
             node=self._node,
             at=datetime.now(UTC),
             working=len(self._board.all()),
-            loop_lag_seconds=self.loop_lag,
+            loop_lag_seconds=self._heartbeat.lag,
             findings=self.findings(stacks=True),
             oldest=oldest_of_stages(waits_of(self._board.all(), time.perf_counter())),
         )
@@ -139,9 +136,8 @@ class HangWatch:
             # After a blocked loop everything looks late, because nothing has had a turn yet.
             if time.perf_counter() - began < TICK_SECONDS + BLOCKED_SECONDS:
                 await self._look(tasks)
-            if self._heartbeat is not None:
-                self._reporter.tell_of_blocks(self._heartbeat.recent())
-                self._heartbeat.report = self.report()
+            self._reporter.tell_of_blocks(self._heartbeat.recent())
+            self._heartbeat.report = self.report()
 
     async def _look(self, tasks: TaskGroup) -> None:
         suspects = [wait async for wait in self._in_slices() if wait.quiet >= LOOK_SECONDS]
