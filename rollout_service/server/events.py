@@ -88,13 +88,10 @@ class EventSelection:
             InvalidFieldError: There is no such kind.
         """
         known = {*map(str, EventKind), *PREFIXES}
-        unknown = [kind for kind in kinds if kind not in known]
-        if unknown:
+        texts = [f"no kind of event{did_you_mean(kind, known)}" for kind in kinds if kind not in known]
+        if texts:
             raise InvalidFieldError(
-                [
-                    FieldError(path="query.kind", message=f"no kind of event{did_you_mean(kind, known)}")
-                    for kind in unknown
-                ],
+                [FieldError(path="query.kind", message=text) for text in texts],
                 hint="Name a kind, such as `rollout.state`, or a prefix with its dot, such as `rollout.`.",
             )
         return cls(frozenset(kinds), frozenset(subjects))

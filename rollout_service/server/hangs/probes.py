@@ -93,13 +93,12 @@ class EngineProbes:
         is_idle = seen.load is not None and seen.load.running + seen.load.waiting == 0
         return Signs(responds=True if seen.answers else None, still_seconds=still, is_idle=is_idle)
 
-    def load(self, backend_id: str) -> BackendLoad | None:
+    def note(self, backend_id: str) -> str:
+        """Return why it does not answer, or what it reports."""
         seen = self._seen.get(backend_id)
-        return None if seen is None else seen.load
-
-    def error(self, backend_id: str) -> str:
-        seen = self._seen.get(backend_id)
-        return "" if seen is None else seen.error
+        if seen is None or seen.error or seen.load is None:
+            return "" if seen is None else seen.error
+        return f"it reports {seen.load.running} running and {seen.load.waiting} waiting"
 
 
 @dataclass(slots=True)

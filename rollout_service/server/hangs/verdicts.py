@@ -147,10 +147,7 @@ class Verdicts:
     def _note(self, wait: StepWait) -> str:
         step = wait.step
         if step.kind is StepKind.ENGINE:
-            if error := self._engines.error(step.name):
-                return error
-            load = self._engines.load(step.name)
-            return "" if load is None else f"it reports {load.running} running and {load.waiting} waiting"
+            return self._engines.note(step.name)
         return self._store.error if step.kind is StepKind.STORE else ""
 
     def _jammed_stages(self, stuck: set[str]) -> set[str]:

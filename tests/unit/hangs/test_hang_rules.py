@@ -240,5 +240,5 @@ async def test_a_plugin_whose_probe_fails_is_gone_and_ends_nothing():
     for _ in range(FAILURES):
         await engines.look(["broken"])
         await sandboxes.look({"broken": broken})
-    assert (engines.signs("broken").responds, engines.error("broken")) == (False, "KeyError: 'num_running'")
+    assert (engines.signs("broken").responds, engines.note("broken")) == (False, "KeyError: 'num_running'")
     assert sandboxes.signs("broken").responds is False

@@ -75,8 +75,7 @@ class AttemptTrace:
             span = self._begin_turn(step, parent)
             step.traceparent = traceparent_of(span)
         elif step.kind is StepKind.TOOL:
-            attributes = {names.OPERATION: names.EXECUTE_TOOL, names.TOOL_NAME: step.name}
-            attributes[names.TOOL_TYPE] = "function"
+            attributes = {names.OPERATION: names.EXECUTE_TOOL, names.TOOL_NAME: step.name, names.TOOL_TYPE: "function"}
             span = self._begin(f"{names.EXECUTE_TOOL} {step.name}", parent, step.started, attributes)
         else:
             span = self._begin(f"{names.WORK[step.kind]} {step.name}".rstrip(), parent, step.started)
@@ -174,8 +173,7 @@ class AttemptTrace:
         }
         parent = main.span if lane and main is not None else stage.span
         span = self._begin(f"{names.INVOKE_AGENT} {name}", parent, step.started, attributes)
-        agent = stage.agents[lane] = Agent(span, step.started)
-        return agent
+        return stage.agents.setdefault(lane, Agent(span, step.started))
 
     # -- spans ---------------------------------------------------------------------
 
