@@ -464,7 +464,7 @@ class ControlledSandbox(SandboxWithFiles):
 
     async def _feed(self, argv: Sequence[str], data: AsyncIterable[bytes]) -> int:
         with self._operation():
-            return await stream_in(self._launched.control, argv, data, cwd="/", env=self._env)
+            return await stream_in(self._launched.control, argv, data, env=self._env)
 
 
 async def _wait_for_own_files(control: int) -> list[int]:

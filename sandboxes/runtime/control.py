@@ -17,7 +17,7 @@ from pathlib import Path
 import anyio
 
 from sandboxes.errors import NoProcessError, SandboxClosedError, SandboxStartError
-from sandboxes.runtime.pipes import INPUT, OUTPUT, Pipes, StatusLines
+from sandboxes.runtime.pipes import Pipes, StatusLines
 
 SCRIPT = Path(__file__).with_name("control.sh")
 ANSWERS = "answers"
@@ -332,11 +332,3 @@ class Child:
         self.status.close()
         self.pipes.unlink()
         self.pipes.close()
-
-    @property
-    def stdin(self) -> int | None:
-        return self.pipes.fds.get(INPUT)
-
-    @property
-    def stdout(self) -> int:
-        return self.pipes.fds[OUTPUT]

@@ -1,25 +1,16 @@
 """Run a program in a sandbox: collect its output, stream it, or speak with it over its pipes."""
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 
 import anyio
 import anyio.lowlevel
 
 from sandboxes.contract import ExecResult, RunningProgram
-from sandboxes.errors import FileStalledError, FileTooLargeError
+from sandboxes.errors import FileStalledError, FileTooLargeError, SandboxClosedError
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import Child, ControlShell
-from sandboxes.runtime.pipes import (
-    ERROR,
-    INPUT,
-    OUTPUT,
-    READ_SIZE,
-    OutputBuffer,
-    Reader,
-    read_some,
-    write_all,
-)
+from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, READ_SIZE, OutputBuffer, Reader
 
 GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL at the timeout."""
@@ -73,8 +64,7 @@ async def _feed(child: Child, stdin: bytes) -> int | None:
     async with anyio.create_task_group() as tasks:
 
         async def write() -> None:
-            if stdin and child.stdin is not None:
-                await write_all(child.stdin, stdin)
+            await child.pipes.write(stdin)
             child.pipes.close(INPUT)
 
         if stdin:
@@ -88,7 +78,7 @@ async def _feed(child: Child, stdin: bytes) -> int | None:
 
 async def _terminate(child: Child) -> None:
     """End a program that has timed out, and keep its last output."""
-    with anyio.CancelScope(shield=True), anyio.move_on_after(GRACE):
+    with anyio.CancelScope(shield=True), anyio.move_on_after(GRACE), suppress(SandboxClosedError):
         await child.signal("TERM")
         await child.wait_for_exit()
 
@@ -99,6 +89,29 @@ class ProgramFailedError(Exception):
         self.exit_code = exit_code
         self.said = said
         """The end of the program's standard error."""
+
+
+@asynccontextmanager
+async def _started(
+    control: ControlShell, argv: Sequence[str], mode: str, env: Mapping[str, str], collected: Sequence[str]
+) -> AsyncIterator[Child]:
+    """Start a program in `/`, and see it end well after the block; an error quotes its `collected` outputs."""
+    child, said = await control.spawn(mode, argv, cwd="/", env=env), OutputBuffer(MESSAGE_LIMIT)
+    readers = [Reader(child.pipes.fds[name]) for name in collected]
+    try:
+        for reader in readers:
+            reader.start(said.add)
+        yield child
+        with _stall_limit():
+            code = child.shell_exit_code(await child.wait_for_exit())
+        for reader in readers:
+            reader.stop()
+        if code != 0:
+            raise ProgramFailedError(code, said.text())
+    finally:
+        for reader in readers:
+            reader.close()
+        child.discard()
 
 
 async def stream_out(
@@ -116,66 +129,38 @@ async def stream_out(
         FileStalledError: Nothing arrived for `STALL_SECONDS`.
         ProgramFailedError: The program failed.
     """
-    child = await control.spawn(mode, argv, cwd="/", env=env)
-    errors, total = OutputBuffer(MESSAGE_LIMIT), 0
-    reader = Reader(child.pipes.fds[ERROR])
-    reader.start(errors.add)
-    try:
+    total = 0
+    async with _started(control, argv, mode, env, (ERROR,)) as child:
         child.pipes.close(INPUT)
-        while data := await _read_some(child.stdout):
+        while data := await _read_some(child):
             total += len(data)
             if limit is not None and total > limit:
                 raise FileTooLargeError(f"more than {limit} bytes", hint="raise the limit, or request less")
             yield data
-        code = await _wait_for_exit(child)
-        reader.stop()
-        if code != 0:
-            raise ProgramFailedError(code, errors.text())
-    finally:
-        reader.stop()
-        child.discard()
 
 
 async def stream_in(
-    control: ControlShell,
-    argv: Sequence[str],
-    data: AsyncIterable[bytes],
-    *,
-    cwd: str,
-    env: Mapping[str, str],
+    control: ControlShell, argv: Sequence[str], data: AsyncIterable[bytes], *, env: Mapping[str, str]
 ) -> int:
-    """Return how many bytes the program took.
+    """Return how many bytes the program took, which starts in `/`.
 
     Raises:
         FileStalledError: The program took nothing for `STALL_SECONDS`.
         ProgramFailedError: The program failed.
     """
-    child = await control.spawn("run", argv, cwd=cwd, env=env)
-    output, total = OutputBuffer(MESSAGE_LIMIT), 0
-    readers = [Reader(child.pipes.fds[name]) for name in (OUTPUT, ERROR)]
-    try:
-        for reader in readers:
-            reader.start(output.add)
+    total = 0
+    async with _started(control, argv, "run", env, (OUTPUT, ERROR)) as child:
         async for part in data:
             if not await _send(child, part, _stall_limit):
                 break
             total += len(part)
         child.pipes.close(INPUT)
-        code = await _wait_for_exit(child)
-        for reader in readers:
-            reader.stop()
-        if code != 0:
-            raise ProgramFailedError(code, output.text())
-    finally:
-        for reader in readers:
-            reader.stop()
-        child.discard()
     return total
 
 
-async def _read_some(fd: int) -> bytes:
+async def _read_some(child: Child) -> bytes:
     with _stall_limit():
-        return await _receive(fd)
+        return await child.pipes.read(OUTPUT)
 
 
 async def _send(child: Child, data: bytes, each: Callable[[], AbstractContextManager[object]] = nullcontext) -> bool:
@@ -183,14 +168,9 @@ async def _send(child: Child, data: bytes, each: Callable[[], AbstractContextMan
     for at in range(0, len(data), READ_SIZE):
         with each():
             await anyio.lowlevel.checkpoint()
-            if child.stdin is None or not await write_all(child.stdin, data[at : at + READ_SIZE]):
+            if not await child.pipes.write(data[at : at + READ_SIZE]):
                 return False
     return True
-
-
-async def _wait_for_exit(child: Child) -> int:
-    with _stall_limit():
-        return child.shell_exit_code(await child.wait_for_exit())
 
 
 @contextmanager
@@ -211,6 +191,7 @@ class ProgramPipes(RunningProgram):
         self._errors = OutputBuffer(ERRORS_LIMIT)
         self._reader = Reader(child.pipes.fds[ERROR])
         self._reader.start(self._errors.add)
+        self._sending = anyio.Lock(fast_acquire=True)
         self._code: int | None = None
         self._leaves_group = False
 
@@ -219,20 +200,21 @@ class ProgramPipes(RunningProgram):
         return self._child.group
 
     async def send(self, data: bytes) -> bool:
-        return await _send(self._child, data)
+        async with self._sending:  # the pieces of two callers must not mix
+            return await _send(self._child, data)
 
     def close_input(self) -> None:
         self._child.pipes.close(INPUT)
 
     async def receive(self) -> bytes:
-        return await _receive(self._child.stdout)
+        return await self._child.pipes.read(OUTPUT)
 
     async def receive_errors(self) -> bytes:
         self._reader.close()  # what is in the pipe stays there: it may be more than `errors` keeps
         if early := self._errors.bytes():
             self._errors = OutputBuffer(ERRORS_LIMIT)
             return early
-        return await _receive(self._child.pipes.fds[ERROR])
+        return await self._child.pipes.read(ERROR)
 
     def errors(self) -> str:
         return self._errors.text()
@@ -253,14 +235,6 @@ class ProgramPipes(RunningProgram):
             self._child.release()
         else:
             self._child.discard()
-
-
-async def _receive(fd: int) -> bytes:
-    """Return the next bytes, or b"" at the end. Other tasks get a turn in between, however fast bytes arrive."""
-    await anyio.lowlevel.checkpoint()
-    while (data := read_some(fd, READ_SIZE)) is None:
-        await anyio.wait_readable(fd)
-    return data
 
 
 @asynccontextmanager

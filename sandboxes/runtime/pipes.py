@@ -18,11 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 
 READ_SIZE = 64 * 1024
 FLOOD_BYTES = 256 * 1024
 """The reader pauses after so many bytes, so a flood costs the service a small part of a processor."""
 FLOOD_PAUSE = 0.004
+LEAST_COUNTED = 4096
+"""A reading counts as so many bytes at least: a flood of single bytes costs the service as much as one of pages."""
 LONG_FLOOD_BYTES = 16 * 1024 * 1024
 """Output beyond this is cut from a result, so there is no hurry to read it."""
 LONG_FLOOD_PAUSE = 0.016
@@ -74,10 +77,40 @@ class Pipes:
             with suppress(FileNotFoundError):
                 path.unlink()
 
+    async def write(self, data: bytes, until: float = math.inf) -> bool:
+        """Wait for room in the input; return False if its reader has gone, or this end is closed meanwhile.
+
+        Raises:
+            TimeoutError: There was not enough room by `until`, on the event loop's clock.
+        """
+        view = memoryview(data)
+        with suppress(BrokenPipeError, anyio.ClosedResourceError):
+            while view and (fd := self.fds.get(INPUT)) is not None:
+                try:
+                    view = view[os.write(fd, view) :]
+                except BlockingIOError:
+                    with anyio.fail_after(until - anyio.current_time()):
+                        await anyio.wait_writable(fd)
+        return not view
+
+    async def read(self, name: str) -> bytes:
+        """Return the next bytes of an output, or b"" at its end or once it is closed here.
+
+        Other tasks get a turn in between, however fast bytes arrive.
+        """
+        await anyio.lowlevel.checkpoint()
+        with suppress(anyio.ClosedResourceError):
+            while (fd := self.fds.get(name)) is not None:
+                if (data := read_some(fd)) is not None:
+                    return data
+                await anyio.wait_readable(fd)
+        return b""
+
     def close(self, *names: str) -> None:
-        """Close the given ends, or all. Idempotent."""
+        """Close the given ends, or all, also while they are read or written. Idempotent."""
         for name in names or NAMES:
             if (fd := self.fds.pop(name, None)) is not None:
+                anyio.notify_closing(fd)  # or a waiting call would go on with whatever has its number next
                 os.close(fd)
 
 
@@ -95,24 +128,6 @@ def read_some(fd: int, size: int = READ_SIZE) -> bytes | None:
         return None
     except ConnectionResetError:  # a control shell that was killed before it read its last message
         return b""
-
-
-async def write_all(fd: int, data: bytes, until: float = math.inf) -> bool:
-    """Wait for room; return False if the reader has gone.
-
-    Raises:
-        TimeoutError: There was not enough room by `until`, on the event loop's clock.
-    """
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(fd, view) :]
-        except BlockingIOError:
-            with anyio.fail_after(until - anyio.current_time()):
-                await anyio.wait_writable(fd)
-        except BrokenPipeError:
-            return False
-    return True
 
 
 class Reader:
@@ -169,7 +184,7 @@ class Reader:
             self.ended = True
             self._loop.remove_reader(self._fd)
             return
-        self._seen += len(data)
+        self._seen += max(len(data), LEAST_COUNTED)
         self._sink(data)
         if self._seen > self._rest_at:
             self._rest_at = self._seen + FLOOD_BYTES

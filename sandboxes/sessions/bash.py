@@ -25,7 +25,7 @@ import anyio
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashResult, BashSession, OnOutput
 from sandboxes.errors import SandboxClosedError, SandboxUnsavedError, SessionDiedError
 from sandboxes.runtime.control import Child, ControlShell, ticks_now
-from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, OutputBuffer, Reader, count_pending, write_all
+from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, OUTPUT, OutputBuffer, Reader, count_pending
 from sandboxes.sessions.bash_state import DUMP_SECONDS, MAX_BYTES, make_dump, parse_dump
 from sandboxes.sessions.output_feed import OutputFeed
 from sandboxes.sessions.serial_session import SerialSession
@@ -41,7 +41,7 @@ class _Shell:
 
     def __init__(self, control: ControlShell, child: Child) -> None:
         self.child = child
-        self.reader = Reader(child.stdout)
+        self.reader = Reader(child.pipes.fds[OUTPUT])
         self.interrupter = Interrupter(control, child)
 
     @property
@@ -183,7 +183,7 @@ class Interrupter:
         child, timing = self._child, self.timing
         for _ in range(timing.looks):
             await anyio.sleep(FIRST_LOOK)
-            if child.stdin is None or not count_pending(child.stdin):
+            if (fd := child.pipes.fds.get(INPUT)) is None or not count_pending(fd):
                 break
         now = asyncio.get_running_loop().time
         for number, (name, grace) in enumerate(steps):
@@ -216,9 +216,9 @@ class Interrupter:
         raise SessionDiedError("the shell did not settle after it was interrupted")
 
     def _ask(self, nonce: str) -> None:
-        if self._child.stdin is not None:
+        if (fd := self._child.pipes.fds.get(INPUT)) is not None:
             with suppress(BlockingIOError, BrokenPipeError):
-                os.write(self._child.stdin, frame_report(nonce))
+                os.write(fd, frame_report(nonce))
 
 
 class ShellSession(SerialSession[_Shell], BashSession):
@@ -232,8 +232,12 @@ class ShellSession(SerialSession[_Shell], BashSession):
         child = await self._control.spawn("session", ARGV, cwd=self._cwd, env={**self._env, **ENV})
         child.pipes.close(ERROR)  # the shell's own complaints go nowhere, its commands' to the output
         self._process = _Shell(self._control, child)
-        state, self.state = self.state, b""
-        await write_all(child.pipes.fds[INPUT], SETUP + (frame_state(state) if state else b""))
+        try:
+            await child.pipes.write(SETUP + (frame_state(self.state) if self.state else b""))
+        except BaseException:
+            self.discard()  # it would take the next command for the rest of its state
+            raise
+        self.state = b""
 
     async def describe(self) -> bytes:
         """Return a script that gives another shell the state; empty if no shell was started.
@@ -303,7 +307,7 @@ class ShellSession(SerialSession[_Shell], BashSession):
         """Return None if the timeout ended the command."""
         interrupter = shell.interrupter
         with suppress(TimeoutError):
-            await write_all(shell.child.pipes.fds[INPUT], frame_command(command, running.nonce), until)
+            await shell.child.pipes.write(frame_command(command, running.nonce), until)
             return await interrupter.read_report(running.nonce, until, stops_at_request=True)
         if interrupter.is_requested:
             if (code := await interrupter.interrupt(running, until)) is not None:

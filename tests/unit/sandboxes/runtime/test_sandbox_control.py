@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from sandboxes import SandboxClosedError
 from sandboxes.runtime import control
 from sandboxes.runtime.control import ControlShell
-from sandboxes.runtime.execution import ERRORS_LIMIT, ProgramPipes
+from sandboxes.runtime.execution import ERRORS_LIMIT, ProgramPipes, run_collected
 from sandboxes.runtime.pipes import (
     ERROR,
-    INPUT,
+    FLOOD_BYTES,
+    LEAST_COUNTED,
     NAMES,
     OUTPUT,
     OutputBuffer,
@@ -29,7 +30,6 @@ from sandboxes.runtime.pipes import (
     Reader,
     StatusLines,
     read_some,
-    write_all,
 )
 
 LARGE = "x" * 4_000_000
@@ -57,6 +57,22 @@ async def test_a_program_that_starts_as_the_sandbox_ends_is_told_so_at_once(ends
             tasks.start_soon(start)
             await anyio.wait_readable(theirs)  # the message has left, and nobody opens the pipes
             (theirs if by_itself else shell).close()
+
+
+async def test_a_program_that_times_out_as_its_sandbox_ends_leaves_nothing_open(ends, tmp_path):
+    shell, theirs = ends
+    before, unseen = len(os.listdir("/proc/self/fd")), SimpleNamespace(drain_with_call=lambda *_: ())  # noqa: PTH208
+    asked: dict[str, Any] = {"stdin": b"", "cwd": "/", "env": {}, "output_limit": 1, "violations": unseen}
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(run_collected, shell, ["sleep"], timeout=1, **asked))
+        await anyio.wait_readable(theirs)
+        status = (tmp_path / f"{theirs.recv(1000).split(bytes(1))[2].decode()}.st").open("wb", buffering=0)
+        status.write(b"+5\n")
+        while shell._starting:
+            await anyio.lowlevel.checkpoint()
+        shell.close()  # and nothing inside notices
+    status.close()
+    assert len(os.listdir("/proc/self/fd")) < before  # noqa: PTH208 - without the shell's own
 
 
 async def test_a_program_whose_start_is_cancelled_ends_even_if_it_runs_already(local_sandbox, monkeypatch):
@@ -225,20 +241,58 @@ async def test_names_are_removed_once_opened(tmp_path):
     inside = os.open(tmp_path / "token.in", os.O_RDONLY | os.O_NONBLOCK)
     pipes.mark_opened()
     assert not any((tmp_path / f"token.{name}").exists() for name in NAMES)
-    assert await write_all(pipes.fds[INPUT], b"hello")
+    assert await pipes.write(b"hello")
     assert read_some(inside) == b"hello"
     os.close(inside)
-    assert not await write_all(pipes.fds[INPUT], b"nobody reads")
+    assert not await pipes.write(b"nobody reads")
     pipes.close()
     pipes.close()
 
 
-def test_nothing_is_left_if_a_pipe_cannot_be_made(tmp_path):
+async def test_an_input_that_closes_under_its_senders_ends_their_calls_alone(local_sandbox):
+    """Its number is another program's next, so nobody may wait for it any more."""
+    taken: list[bool] = []
+    with anyio.fail_after(10):
+        async with local_sandbox.program(["sleep", "1000"]) as program, anyio.create_task_group() as tasks:
+
+            async def send() -> None:
+                taken.append(await program.send(LARGE.encode()))
+
+            tasks.start_soon(send)
+            tasks.start_soon(send)
+            await anyio.wait_all_tasks_blocked()
+            program.close_input()
+            counted = await local_sandbox.exec(["bash", "-c", "sleep 0.1; wc -c"], stdin=LARGE.encode())
+    assert (taken, counted.stdout.strip()) == ([False, False], b"4000000")
+
+
+async def test_a_flood_of_single_bytes_is_read_as_slowly_as_any(tmp_path):
+    """A reading of one byte takes the event loop as long as one of a page."""
+    pipes = Pipes(tmp_path / "token")
+    writer, readings = os.open(tmp_path / "token.out", os.O_WRONLY), list[bytes]()
+    reader = Reader(pipes.fds[OUTPUT])
+
+    def take(data: bytes) -> None:
+        readings.append(data)
+        os.write(writer, b"x")
+
+    reader.start(take)
+    os.write(writer, b"x")
+    while not readings or reader._timer is None:
+        await anyio.lowlevel.checkpoint()
+    reader.close()
+    os.close(writer)
+    pipes.unlink()
+    pipes.close()
+    assert len(readings) <= FLOOD_BYTES // LEAST_COUNTED + 1
+
+
+async def test_nothing_is_left_if_a_pipe_cannot_be_made(tmp_path):
     (tmp_path / "token.err").touch()
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with pytest.raises(FileExistsError):
         Pipes(tmp_path / "token")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
 async def test_a_writer_that_never_rests_does_not_prolong_the_end(tmp_path):
@@ -293,11 +347,14 @@ async def test_a_line_without_end_ends_the_stream():
     os.close(reading)
 
 
-async def test_errors_that_are_read_as_they_come_are_not_cut():
+async def test_errors_that_are_read_as_they_come_are_not_cut(tmp_path):
     """However much a program has written before the event loop gets to it."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
-    child: Any = SimpleNamespace(pipes=SimpleNamespace(fds={ERROR: reading}))
+    pipes = Pipes(tmp_path / "token")
+    pipes.close()
+    pipes.fds[ERROR] = reading
+    child: Any = SimpleNamespace(pipes=pipes)
     program = ProgramPipes(child)
     text = bytes(range(256)) * (ERRORS_LIMIT // 64)
     os.write(writing, text)

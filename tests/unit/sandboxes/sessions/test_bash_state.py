@@ -5,6 +5,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import anyio
+import anyio.lowlevel
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,3 +80,16 @@ def test_no_text_takes_long(limits: str) -> None:
 def test_a_shell_that_does_not_describe_itself_is_not_saved(output: str) -> None:
     with pytest.raises(SandboxUnsavedError):
         parse_dump(output, "N")
+
+
+async def test_a_start_that_is_cancelled_within_the_state_is_begun_anew(local_sandbox) -> None:
+    shell = local_sandbox._shell
+    shell.state = b"kept=" + b"x" * MAX_BYTES + b"\n"
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(local_sandbox.bash)
+        while not shell.is_open:
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    with anyio.fail_after(60):
+        found = await shell.run("echo ${#kept}")
+    assert found.output == f"{MAX_BYTES}\n"

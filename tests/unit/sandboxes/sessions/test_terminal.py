@@ -1,25 +1,15 @@
 """Keys reach a terminal as they were typed, whoever stops to type."""
 
 import os
-from collections.abc import Iterator
 from select import PIPE_BUF
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
-import pytest
 
-from sandboxes.runtime.pipes import write_all
+from sandboxes.runtime.pipes import INPUT, Pipes
 from sandboxes.sessions.terminal import SandboxTerminal
 from sandboxes.sessions.terminal_program import FRAME
-
-
-@pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
-    ends = os.pipe2(os.O_NONBLOCK)
-    yield ends
-    for end in ends:
-        os.close(end)
 
 
 def frames(data: bytes) -> list[bytes]:
@@ -32,13 +22,10 @@ def frames(data: bytes) -> list[bytes]:
     return found
 
 
-async def test_a_caller_that_is_cancelled_leaves_no_half_of_a_frame(pipe):
-    reading, writing = pipe
-
-    async def send(data: bytes) -> bool:
-        return await write_all(writing, data)
-
-    program: Any = SimpleNamespace(send=send)
+async def test_a_caller_that_is_cancelled_leaves_no_half_of_a_frame(tmp_path):
+    pipes = Pipes(tmp_path / "token")
+    reading = pipes.fds[INPUT]
+    program: Any = SimpleNamespace(send=pipes.write)
     terminal = SandboxTerminal(program, b"")
     with anyio.move_on_after(0.05) as scope:
         await terminal.type(b"a" * 1_000_000)
@@ -47,3 +34,4 @@ async def test_a_caller_that_is_cancelled_leaves_no_half_of_a_frame(pipe):
     assert await terminal.type(b"b" * PIPE_BUF)
     assert set(b"".join(frames(pasted))) == set(b"a")
     assert b"".join(frames(os.read(reading, 1 << 20))) == b"b" * PIPE_BUF
+    pipes.close()
