@@ -20,7 +20,6 @@ import shutil
 import subprocess
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from functools import cached_property
 from pathlib import Path
 
 import anyio
@@ -33,6 +32,8 @@ from sandboxes.errors import (
     ProviderUnavailableError,
     SandboxClosedError,
     SandboxConfigError,
+    SandboxError,
+    SandboxLostError,
 )
 from sandboxes.host.children import LingeringChildren
 from sandboxes.host.processes import MARKER, FirstProcess, processes_of
@@ -52,6 +53,8 @@ REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 NO_IMAGE = ("No such image", "No such object")
 ENDED_BY_ITSELF = (0, 1)
 """Exit codes of a control shell whose input closed; others may leave a container."""
+DAEMON_FAILED = 125
+"""The client's exit code if the daemon fails under it."""
 OVERHEAD_PROCESSES = 16
 """The control shell's own, on top of the limit."""
 OWN_IMAGES = "rollout-service"
@@ -60,9 +63,9 @@ SHM_BYTES = 64 * 1024 * 1024
 KNOWN_FAILURES = {"reachable_owner": "the daemon makes the container's network, and hands no socket of it out"}
 INSIDE = FirstProcess(1, 0)
 """As a container that joins the process namespace sees it."""
-
-
 ASK_SECONDS = 30.0
+LIMITS = {"MemoryLimit": "memory", "PidsLimit": "processes", "CPUCfsQuota": "cpus", "CpuCfsQuota": "cpus"}
+"""The limits that a daemon can hold, by their names in what it says of itself."""
 
 
 class Containers:
@@ -94,30 +97,36 @@ class Containers:
         said = done.stdout if done.returncode == 0 else done.stderr
         return done.returncode, said.decode("utf-8", errors="replace")
 
-    def find_limits(self) -> frozenset[str]:
-        """Return none if the daemon does not answer. Blocks."""
-        code, said = self._ask(("info", "--format", "{{json .}}"))
+    async def find_limits(self) -> frozenset[str]:
+        """
+        Raises:
+            ProviderUnavailableError: The daemon does not answer.
+        """
+        code, said = await self.ask("info", "--format", "{{json .}}")
+        if code != 0:
+            raise ProviderUnavailableError(f"{self._binary} does not answer: {said.strip()}", hint=HINT)
         try:
-            info = json.loads(said) if code == 0 else {}
+            info = json.loads(said)
         except ValueError:
             return frozenset()
-        names = {"MemoryLimit": "memory", "PidsLimit": "processes", "CPUCfsQuota": "cpus"}
-        names |= {"CpuCfsQuota": "cpus"}
-        return frozenset(found for name, found in names.items() if info.get(name))
+        return frozenset(limit for name, limit in LIMITS.items() if info.get(name))
 
     async def remove_sandbox(self, sandbox_id: str) -> None:
         """Remove its containers; if that fails, the next sweep tries again."""
-        for container, _ in await self._labeled(f"{self.SANDBOX}={sandbox_id}"):
-            await self.ask("rm", "--force", "--volumes", container)
+        with suppress(SandboxLostError):
+            for container, _ in await self._labeled(f"{self.SANDBOX}={sandbox_id}", "--all"):
+                await self.ask("rm", "--force", "--volumes", container)
 
     async def count_processes(self, sandbox_id: str) -> int:
         """
         Raises:
-            SandboxClosedError: The container no longer exists.
+            SandboxClosedError: The container has ended.
+            SandboxLostError: The daemon does not answer.
         """
         code, said = await self.ask("top", await self._container(sandbox_id), "-o", "pid")
         if code != 0:
-            raise SandboxClosedError(f"cannot list the processes of sandbox {sandbox_id}: {said.strip()}")
+            await self._container(sandbox_id)
+            raise SandboxLostError(f"{self._binary} lists no processes of sandbox {sandbox_id}: {said.strip()}")
         return len(said.split()) - 1  # without the heading
 
     async def make_reader(self, sandbox_id: str, image: str, command: Sequence[str]) -> list[str]:
@@ -126,7 +135,8 @@ class Containers:
         It has no network, and no rights except to read and inspect. The reader's script is bound from the host.
 
         Raises:
-            SandboxClosedError: The sandbox's container no longer exists.
+            SandboxClosedError: The sandbox's container has ended.
+            SandboxLostError: The daemon does not answer.
         """
         _, *flags, script, path, limit, pid, parent = command
         return [
@@ -147,19 +157,28 @@ class Containers:
     async def sweep(self) -> tuple[int, tuple[str, ...]]:
         """Return how many containers of dead services were removed, and why others were not."""
         removed, failures = 0, []
-        for container, folder in await self._labeled(self.SERVICE):
-            if await anyio.to_thread.run_sync(is_dead, Path(folder)):
-                code, said = await self.ask("rm", "--force", "--volumes", container)
-                removed += code == 0
-                if code != 0 and "No such container" not in said:
-                    failures.append(f"container {container}: {said.strip()}")
+        try:
+            for container, folder in await self._labeled(self.SERVICE, "--all"):
+                if await anyio.to_thread.run_sync(is_dead, Path(folder)):
+                    code, said = await self.ask("rm", "--force", "--volumes", container)
+                    removed += code == 0
+                    if code != 0 and "No such container" not in said:
+                        failures.append(f"container {container}: {said.strip()}")
+        except SandboxLostError as error:
+            failures.append(str(error))
         return removed, tuple(failures)
 
-    async def _labeled(self, label: str) -> list[tuple[str, str]]:
+    async def _labeled(self, label: str, *which: str) -> list[tuple[str, str]]:
+        """Return the containers that run, or `--all`, each with its service's folder.
+
+        Raises:
+            SandboxLostError: The daemon does not answer. That says nothing about the containers.
+        """
         shown = '{{.ID}} {{.Label "' + self.SERVICE + '"}}'
-        code, said = await self.ask("ps", "--all", "--no-trunc", "--filter", f"label={label}", "--format", shown)
-        lines = said.splitlines() if code == 0 else []
-        return [(container, folder) for container, _, folder in (line.partition(" ") for line in lines)]
+        code, said = await self.ask("ps", *which, "--no-trunc", "--filter", f"label={label}", "--format", shown)
+        if code != 0:
+            raise SandboxLostError(f"{self._binary} does not answer: {said.strip()}", hint=HINT)
+        return [(container, folder) for container, _, folder in (line.partition(" ") for line in said.splitlines())]
 
 
 def container_group(sandbox_id: str) -> ControlGroup | None:
@@ -225,6 +244,15 @@ class DockerSandbox(ControlledSandbox):
         self._containers = containers
         self._image = image
 
+    @property
+    def loss(self) -> SandboxError | None:
+        process = self._launched.resources.process
+        code = None if process is None else process.poll()
+        if code is None or 0 <= code != DAEMON_FAILED:
+            return None
+        said = f"the client or the daemon of sandbox {self.id} has failed (exit code {code})"
+        return SandboxLostError(said, hint="look at the daemon's log, and at the host's memory")
+
     async def _has_processes_left(self) -> bool:
         return await self._containers.count_processes(self.id) > 1
 
@@ -255,13 +283,24 @@ class DockerProvider(HostProvider):
         self._binary = binary
         self._env = _client_env(config.host)
         self._containers = Containers(binary, self._env)
+        self._held: frozenset[str] | None = None
 
     def groups(self) -> ControlGroups:
         return ControlGroups({})  # the daemon makes its own
 
-    @cached_property
+    @property
     def enforced(self) -> frozenset[str]:
-        return frozenset({"disk"}) | self._containers.find_limits()
+        """As the daemon has said when it was swept, or when the first sandbox was started."""
+        return frozenset({"disk"}) | (self._held or frozenset())
+
+    async def _find_held(self) -> frozenset[str]:
+        """
+        Raises:
+            ProviderUnavailableError: The daemon does not answer, so nobody knows which limits hold.
+        """
+        if self._held is None:
+            self._held = await self._containers.find_limits()
+        return self._held
 
     def make_resources(self, folder: RunFolder, group: ControlGroup | None) -> LauncherResources:
         return ContainerResources(folder, group, self._leftovers, self.lingering_children, self._containers)
@@ -302,13 +341,14 @@ class DockerProvider(HostProvider):
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         name = spec.image or self._config.image
-        image = await self._image_id(name)
+        image, held = await self._image_id(name), await self._find_held()
+        memory = spec.memory_bytes or self._config.limits.memory_bytes if "memory" in held else None
         # Never the image's own: a memory file system covers it, and the image's files below it.
         workdir = spec.workdir or DEFAULT_WORKDIR
         command = [
             *(self._binary, "run", "--rm", "--interactive", "--pull", "never", "--log-driver", "none"),
             *self._isolation_flags(spec),
-            *self._limit_flags(spec),
+            *self._limit_flags(spec, memory, held),
             *self._mount_flags(spec, folder),
             *("--label", f"{Containers.SANDBOX}={folder.id}"),
             *("--label", f"{Containers.SERVICE}={folder.path.parent}"),
@@ -319,7 +359,7 @@ class DockerProvider(HostProvider):
             argv=command,
             env=self._env,
             image=name,
-            limits=ResourceLimits(self._memory_limit(spec), None, None),  # the daemon enforces them
+            limits=ResourceLimits(memory, None, None),  # the daemon enforces them
             user=self._user,
             group=self._group,
             pipes_inside=PIPES,
@@ -341,23 +381,15 @@ class DockerProvider(HostProvider):
                 "the docker provider cannot listen inside a sandbox without a network",
                 hint='use the network "full", or the apptainer provider',
             )
-        network = "none" if spec.network == "none" else "host"
-        flags = [
-            "--network",
-            network,
-            "--user",
-            f"{self._user}:{self._group}",
-            "--read-only",
-            "--ipc",
-            "private",
+        return [
+            *("--network", "none" if spec.network == "none" else "host", "--user", f"{self._user}:{self._group}"),
+            *("--read-only", "--ipc", "private", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+            *("--ulimit", "core=0"),
         ]
-        flags += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--ulimit", "core=0"]
-        return flags
 
-    def _limit_flags(self, spec: SandboxSpec) -> list[str]:
+    def _limit_flags(self, spec: SandboxSpec, memory: int | None, held: frozenset[str]) -> list[str]:
         defaults, found = self._config.limits, []
-        held = self.enforced
-        if (memory := self._memory_limit(spec)) is not None:
+        if memory is not None:
             found += ["--memory", str(memory), "--memory-swap", str(memory)]
         if "processes" in held:
             processes = (spec.max_processes or defaults.max_processes) + OVERHEAD_PROCESSES
@@ -365,11 +397,6 @@ class DockerProvider(HostProvider):
         if (cpus := spec.cpus or defaults.cpus) is not None and "cpus" in held:
             found += ["--cpus", str(cpus)]
         return found
-
-    def _memory_limit(self, spec: SandboxSpec) -> int | None:
-        """Return bytes, or None if the daemon enforces no limit."""
-        held = "memory" in self.enforced
-        return spec.memory_bytes or self._config.limits.memory_bytes if held else None
 
     def _mount_flags(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
         disk = spec.disk_bytes or self._config.limits.disk_bytes
@@ -386,21 +413,15 @@ class DockerProvider(HostProvider):
 
     async def sweep(self) -> SweepReport:
         swept = await super().sweep()
+        with suppress(ProviderUnavailableError):
+            await self._find_held()
         removed, failures = await self._containers.sweep()
         return SweepReport(swept.sandboxes + removed, swept.processes, (*swept.failures, *failures))
 
 
 def _client_env(host: str | None) -> dict[str, str]:
     """Return only what the client needs to find its daemon."""
-    names = (
-        "PATH",
-        "HOME",
-        "XDG_RUNTIME_DIR",
-        "DOCKER_HOST",
-        "DOCKER_CONFIG",
-        "DOCKER_CONTEXT",
-        "CONTAINER_HOST",
-    )
+    names = ("PATH", "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "CONTAINER_HOST")
     found = {name: os.environ[name] for name in names if name in os.environ}
     return {**found, **({"DOCKER_HOST": host} if host else {})}
 

@@ -175,6 +175,11 @@ class ControlledSandbox(SandboxWithFiles):
         return not self._closing and self._launched.control.alive
 
     @property
+    def loss(self) -> SandboxError | None:
+        """Why the sandbox has ended, if neither its user nor code inside ended it."""
+        return None
+
+    @property
     def healthy(self) -> bool:
         return self.running and all(session.healthy for session in self._sessions)
 
@@ -406,6 +411,10 @@ class ControlledSandbox(SandboxWithFiles):
         try:
             with self._freezer:
                 yield
+        except SandboxClosedError as error:
+            if (loss := self.loss) is not None:
+                raise loss from error
+            raise
         except SandboxStartError as error:
             if not self.running:
                 raise self._make_ended_error() from error
@@ -441,8 +450,8 @@ class ControlledSandbox(SandboxWithFiles):
         self._freezer.close()
 
     def _make_ended_error(self) -> SandboxError:
-        if self._lifetime_error is not None:
-            return self._lifetime_error
+        if (known := self.loss or self._lifetime_error) is not None:
+            return known
         how = "has been closed" if self._closing else "has ended by itself"
         return SandboxClosedError(f"sandbox {self.id} {how}")
 

@@ -19,8 +19,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +93,10 @@ class E2BSandbox(ControlledSandbox):
         super().__init__(launched, spec, forget)
         self._remote = remote
 
+    @property
+    def loss(self) -> SandboxError | None:
+        return self._remote.failure
+
     async def _has_processes_left(self) -> bool:
         return await asyncio.wrap_future(self._remote.link.end_processes())
 
@@ -106,19 +110,6 @@ class E2BSandbox(ControlledSandbox):
                     yield part
         except ProgramFailedError as error:
             export.raise_for_exit(path, error.exit_code, error.said)
-
-    def _make_ended_error(self) -> SandboxError:
-        return self._remote.failure or super()._make_ended_error()
-
-    @contextmanager
-    def _operation(self) -> Iterator[None]:
-        try:
-            with super()._operation():
-                yield
-        except SandboxClosedError as error:
-            if self._remote.failure is None:
-                raise
-            raise self._remote.failure from error
 
 
 class E2BProvider(HostProvider):

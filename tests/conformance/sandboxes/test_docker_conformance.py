@@ -80,8 +80,8 @@ async def test_docker(provider, check):
 
 
 async def test_limits_hold(provider):
-    assert provider.enforced == {"memory", "processes", "cpus", "disk"}
     async with await provider.start(SandboxSpec(memory_bytes=64 << 20, max_processes=40)) as sandbox:
+        assert provider.enforced == {"memory", "processes", "cpus", "disk"}
         hog = await sandbox.exec(["python3", "-c", "x = bytearray(200 << 20)"], timeout=30)
         assert hog.exit_code == 137
         assert [(violation.limit, str(violation)) for violation in hog.limit_violations] == [
