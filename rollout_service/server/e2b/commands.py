@@ -20,6 +20,7 @@ from connectrpc.errors import ConnectError
 from e2b.envd.process import process_connect, process_pb
 from protobuf import Oneof
 
+from api_schemas.errors import sentences
 from rollout_service.server.e2b.boxes import CURRENT_BOX, Box
 from sandboxes import RunningProgram, SandboxClosedError, SandboxError
 from sandboxes.sessions.terminal import SandboxTerminal, open_terminal
@@ -76,7 +77,10 @@ class Command:
         except ValueError as error:
             await self._tell(ConnectError(Code.INVALID_ARGUMENT, str(error)))
         except SandboxError as error:
-            log.info("a command of a program was lost", sandbox=box.sandbox.id, error=str(error))
+            if isinstance(error, SandboxClosedError) or not box.sandbox.running:
+                log.info("a command of a program was lost", sandbox=box.sandbox.id, error=str(error))
+            else:
+                await self._tell(ConnectError(Code.FAILED_PRECONDITION, sentences(str(error), error.hint)))
         finally:
             self.started.set()
             for listener in self.listeners:

@@ -60,7 +60,7 @@ class BoxQuery(BaseModel):
     started_after: datetime | None = Field(None, alias="startedAfter")
 
     def has(self, box: Box) -> bool:
-        pairs = [(unquote(name), unquote(value)) for name, value in parse_qsl(self.metadata)]  # quoted twice
+        pairs = [(unquote(name), unquote(value)) for name, value in parse_qsl(self.metadata, True)]  # quoted twice
         return (
             all(box.new.metadata.get(name) == value for name, value in pairs)
             and box.state in self.state.split(",")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +70,19 @@ async def output_of(program: Printing, *, pause: float) -> bytes:
 @pytest.mark.parametrize("pause", [0, 2 * IDLE_SECONDS])
 async def test_a_client_that_reads_late_gets_the_last_piece(pause):
     assert await output_of(Printing(BUFFERED + 2), pause=pause) == b"0123456789"
+
+
+async def test_a_terminal_that_cannot_be_made_says_why(local_sandbox):
+    local_sandbox._launched = replace(local_sandbox._launched, python="no-such-python")
+    size = process_pb.PTY.Size(rows=9, cols=9)
+    process = process_pb.ProcessConfig(cmd="bash")
+    command = Command(process_pb.StartRequest(process=process, pty=process_pb.PTY(size=size)), deadline=math.inf)
+    box: Any = SimpleNamespace(sandbox=local_sandbox, scope=anyio.CancelScope())
+    with command.listen() as events:
+        await command.run(box)
+        refused = await events.receive()
+    assert "no terminal could be made" in str(refused)
+    assert "install python3" in str(refused)
 
 
 @pytest.mark.parametrize("pause", [0, 2 * IDLE_SECONDS])

@@ -118,6 +118,12 @@ def test_any_moment_may_be_asked_for(moment, is_before):
     assert BoxQuery.model_validate({"startedAfter": moment}).has(box) is is_before
 
 
+@pytest.mark.parametrize(("metadata", "is_found"), [("job=", True), ("job=1", False), ("other=", False), ("", True)])
+def test_an_empty_value_is_a_filter_too(metadata, is_found):
+    box: Any = SimpleNamespace(new=SimpleNamespace(template="base", metadata={"job": ""}), state="running")
+    assert BoxQuery(metadata=metadata).has(box) is is_found
+
+
 @pytest.mark.parametrize(("stall", "says"), [(99.0, "under pressure: cpu: "), (0.0, "e2b.max_sandboxes")])
 def test_a_refused_creation_names_the_pressure_of_the_host(stall, says):
     pressure = PressureController(PressureConfig(), 8, 2)
