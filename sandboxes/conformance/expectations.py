@@ -1,6 +1,7 @@
 """The type of a check, and the functions that state its expectations."""
 
 from collections.abc import Awaitable, Callable
+from functools import wraps
 from inspect import iscoroutinefunction
 from types import ModuleType
 from typing import TypeVar
@@ -36,9 +37,23 @@ ATTACKS = "unshare --user true; mount -t tmpfs none /mnt; mknod device c 1 3; ki
 
 
 def checks_in(module: ModuleType) -> tuple[Check, ...]:
-    """Return the checks of a module, in their order: all of its own coroutines without an underscore."""
+    """Return the checks of a module, in their order: all of its own coroutines without an underscore.
+
+    One named `_is_possible` says where they can be run; elsewhere it is the check.
+    """
     own = (one for one in vars(module).values() if iscoroutinefunction(one) and one.__module__ == module.__name__)
-    return tuple(one for one in own if not one.__name__.startswith("_"))
+    checks = tuple(one for one in own if not one.__name__.startswith("_"))
+    possible = getattr(module, "_is_possible", None)
+    return checks if possible is None else tuple(_where(possible, check) for check in checks)
+
+
+def _where(possible: Callable[[Sandbox, SandboxProvider], Awaitable[bool]], check: Check) -> Check:
+    @wraps(check)
+    async def checked(sandbox: Sandbox, provider: SandboxProvider) -> None:
+        if await possible(sandbox, provider):
+            await check(sandbox, provider)
+
+    return checked
 
 
 class ConformanceError(AssertionError):

@@ -29,11 +29,10 @@ async def files_round_trip(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect(await sandbox.read_file(f"{sandbox.workdir}/{name}") == data, "relative is not absolute")
     entries = await sandbox.list("a dir")
     expect([(entry.name, entry.size) for entry in entries] == [("ü 'quoted' $name\n.bin", len(data))], entries)
-    await expect_error(FileTooLargeError, sandbox.read_file(name, limit=1000))
+    expect(await sandbox.read_file(name, limit=len(data)) == data, "its size is above the limit")
+    await expect_error(FileTooLargeError, sandbox.read_file(name, limit=len(data) - 1))
     await expect_error(FileMissingError, sandbox.read_file("missing"))
     await expect_error(FileMissingError, sandbox.list("missing"))
-    await expect_error(SandboxError, sandbox.read_file("a dir"))
-    await expect_error(SandboxError, sandbox.read_file("/dev/zero"))
 
 
 async def files_edit(sandbox: Sandbox, _: SandboxProvider) -> None:
@@ -49,20 +48,13 @@ async def files_edit(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def files_to_another(sandbox: Sandbox, provider: SandboxProvider) -> None:
-    """A tree can be streamed to a fresh sandbox, within a limit."""
+    """A tree can be streamed to a fresh sandbox."""
     await (await sandbox.bash()).run("mkdir -p out/d && echo hi >out/d/f && ln -s d out/link")
     async with await provider.start(SandboxSpec()) as fresh:
         await fresh.import_path(fresh.workdir, sandbox.export_path("out"))
         expect(await fresh.read_file("out/d/f") == b"hi\n", "not copied")
         kinds = {entry.name: entry.kind for entry in await fresh.list("out")}
         expect(kinds == {"d": "directory", "link": "symlink"}, kinds)
-
-    async def export(path: str, limit: int) -> None:
-        async for _ in sandbox.export_path(path, limit=limit):
-            pass
-
-    await expect_error(FileTooLargeError, export("out", 1000))
-    await expect_error(FileMissingError, export("missing", 1000))
 
 
 async def files_stream(sandbox: Sandbox, _: SandboxProvider) -> None:
@@ -81,7 +73,7 @@ async def files_stream(sandbox: Sandbox, _: SandboxProvider) -> None:
 
     await expect_error(FileTooLargeError, read(1000))
     await expect_error(FileMissingError, _first(sandbox, "missing"))
-    expect(len(await _first(sandbox, "large")) > 0, "nothing came")  # the rest is left
+    expect(0 < len(await _first(sandbox, "large")) <= 65536, "too little or too much came")  # the rest is left
 
 
 async def files_whole_or_not(sandbox: Sandbox, _: SandboxProvider) -> None:

@@ -18,7 +18,7 @@ HOGS = "for number in 1 2 3; do (while :; do :; done &); done >/dev/null 2>&1"
 DATA = "import hashlib, os; data = os.urandom(20_000_000); hashlib.md5(data).hexdigest()"
 
 
-async def _can_pause(sandbox: Sandbox, provider: SandboxProvider) -> bool:
+async def _is_possible(sandbox: Sandbox, provider: SandboxProvider) -> bool:
     """Return whether pauses work; if not, see that they are refused, and that the sandbox goes on."""
     if provider.pausing != "none":
         return True
@@ -43,8 +43,6 @@ async def _beats(sandbox: Sandbox) -> list[float]:
 
 async def pause_stops_processes(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """No process of a paused sandbox runs, not even in the background; after its next use all of them do."""
-    if not await _can_pause(sandbox, provider):
-        return
     await sandbox.exec(["bash", "-c", BEATS])
     with anyio.fail_after(GRACE):
         while not await _beats(sandbox):  # noqa: ASYNC110  they are in the sandbox
@@ -62,8 +60,6 @@ async def pause_stops_processes(sandbox: Sandbox, provider: SandboxProvider) -> 
 
 async def pause_keeps_state(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """Sessions, files and background processes survive a pause, whether their memory is given back or not."""
-    if not await _can_pause(sandbox, provider):
-        return
     bash, python = await sandbox.bash(), await sandbox.python()
     await bash.run("mkdir -p inner; cd inner; NAME=kept; sleep 100 & echo file >file")
     digest = (await python.execute(DATA)).result
@@ -81,8 +77,6 @@ async def pause_keeps_state(sandbox: Sandbox, provider: SandboxProvider) -> None
 
 async def any_use_resumes(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """Every call lets a paused sandbox go on first, and works."""
-    if not await _can_pause(sandbox, provider):
-        return
     bash, python = await sandbox.bash(), await sandbox.python()
 
     async def read_stream() -> None:
@@ -124,8 +118,6 @@ async def any_use_resumes(sandbox: Sandbox, provider: SandboxProvider) -> None:
 
 async def calls_are_not_paused(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """A sandbox is not paused while a call or a program is under way, whichever of them began first."""
-    if not await _can_pause(sandbox, provider):
-        return
     bash = await sandbox.bash()
     async with sandbox.program(["cat"]):
         expect(not await sandbox.pause(), "it was paused under a program")
@@ -153,8 +145,6 @@ async def _reclaim(sandbox: Sandbox) -> None:
 
 async def paused_closes(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """A paused sandbox closes as promptly as any, also while it is being paused, or its memory is given back."""
-    if not await _can_pause(sandbox, provider):
-        return
     for meanwhile in (_pause_or_end, _reclaim):
         other = await provider.start(sandbox.spec)
         await other.exec(["bash", "-c", HOGS])
@@ -172,8 +162,6 @@ async def paused_closes(sandbox: Sandbox, provider: SandboxProvider) -> None:
 
 async def pause_keeps_limits(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """The limits of a sandbox hold after a pause, and its lifetime ends during one."""
-    if not await _can_pause(sandbox, provider):
-        return
     async with await provider.start(replace(sandbox.spec, lifetime_seconds=1.0)) as brief:
         await _pause(brief, provider)
         await anyio.sleep(1.5)

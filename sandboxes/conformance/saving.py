@@ -38,13 +38,17 @@ kill -USR1 $$; number+=1; echo $number; FIXED=2; echo done
 """
 
 
+async def _is_possible(sandbox: Sandbox, provider: SandboxProvider) -> bool:
+    """Return whether sandboxes can be saved; if not, see that it is refused."""
+    if await provider.saves(sandbox.spec):
+        return True
+    await expect_error(SandboxConfigError, _save(sandbox))
+    return False
+
+
 @asynccontextmanager
-async def _saved(sandbox: Sandbox, provider: SandboxProvider) -> AsyncIterator[Path | None]:
-    """Yield a file with what was saved, or None once a provider that cannot save has refused to."""
-    if not await provider.saves(sandbox.spec):
-        await expect_error(SandboxConfigError, _save(sandbox))
-        yield None
-        return
+async def _saved(sandbox: Sandbox) -> AsyncIterator[Path]:
+    """Yield a file with what was saved."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "saved")
         await _save(sandbox, path)
@@ -61,20 +65,19 @@ async def _save(sandbox: Sandbox, path: Path = Path(os.devnull), limit: int = 1 
 async def saved_has_files(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """A sandbox that begins with what was saved has the files, with modes, links and times; the first one goes on."""
     removed = (await said(sandbox, WRITE + (IMAGE_CHANGES if provider.isolates else ""))).strip()
-    async with _saved(sandbox, provider) as saved:
-        if saved is None:
-            return
+    async with _saved(sandbox) as saved:
         look = f"{LOOK}ls -d {removed} 2>&1 | wc -l"
         async with await provider.start(replace(sandbox.spec, saved=saved)) as other:
             found = await said(other, look)
             expect(found == await said(sandbox, look), found)
             expect("first\na\0bsecret\n1\n" in found, found)
             await said(other, "echo changed >>kept/file; rm kept/link")
-            async with _saved(other, provider) as later:
-                expect(later is not None, "it was saved before")
-                async with await provider.start(replace(sandbox.spec, saved=later)) as third:
-                    found = await said(third, "cat kept/hard; ls kept/link 2>&1 | wc -l")
-                    expect(found == "first\nchanged\n1\n", found)
+            async with (
+                _saved(other) as later,
+                await provider.start(replace(sandbox.spec, saved=later)) as third,
+            ):
+                found = await said(third, "cat kept/hard; ls kept/link 2>&1 | wc -l")
+                expect(found == "first\nchanged\n1\n", found)
         expect(await said(sandbox, "cat kept/link") == "first\n", "the first has changed")
 
 
@@ -83,21 +86,16 @@ async def saved_has_shell(sandbox: Sandbox, provider: SandboxProvider) -> None:
     await said(sandbox, "mkdir -p kept/deep")
     bash = await sandbox.bash()
     await bash.run(SHELL)
-    async with _saved(sandbox, provider) as saved:
-        if saved is None:
-            return
-        async with await provider.start(replace(sandbox.spec, saved=saved)) as other:
-            first, second = await bash.run(ASK), await (await other.bash()).run(ASK)
-            expect(first.output == second.output, f"{first.output}\n---\n{second.output}")
-            expect((await bash.run("echo $(($! == last))")).output == "1\n", "the first has changed")
-            parts = ("one|two 2|2|", "aliased\nhello you\n", "trapped\n8\n")
-            expect(all(part in first.output for part in parts), first.output)
+    async with _saved(sandbox) as saved, await provider.start(replace(sandbox.spec, saved=saved)) as other:
+        first, second = await bash.run(ASK), await (await other.bash()).run(ASK)
+        expect(first.output == second.output, f"{first.output}\n---\n{second.output}")
+        expect((await bash.run("echo $(($! == last))")).output == "1\n", "the first has changed")
+        parts = ("one|two 2|2|", "aliased\nhello you\n", "trapped\n8\n")
+        expect(all(part in first.output for part in parts), first.output)
 
 
-async def save_refuses_the_rest(sandbox: Sandbox, provider: SandboxProvider) -> None:
+async def save_refuses_the_rest(sandbox: Sandbox, _: SandboxProvider) -> None:
     """A sandbox with a program in the background, open files, another session or a used Python is not saved."""
-    if not await provider.saves(sandbox.spec):
-        return
     bash = await sandbox.bash()
     for begin, end in (
         ("sleep 100 & job=$!", "kill $job; wait $job"),
@@ -131,9 +129,7 @@ async def _size_once_saved(sandbox: Sandbox) -> int | None:
 
 async def saved_is_walled(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """A sandbox that begins with what was saved has the rights, limits, mounts and network of any other."""
-    async with _saved(sandbox, provider) as saved:
-        if saved is None:
-            return
+    async with _saved(sandbox) as saved:
         plain = await walls(sandbox, provider)
         async with await provider.start(replace(sandbox.spec, saved=saved)) as other:
             await expect_walls(other, provider, plain)

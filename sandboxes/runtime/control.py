@@ -23,8 +23,7 @@ SCRIPT = Path(__file__).with_name("control.sh")
 ANSWERS = "answers"
 SPAWN_TIMEOUT = 30.0
 """The shell retries a failed fork for 15 s."""
-END_TIMEOUT = 20.0
-REST_TIMEOUT = 20.0
+ANSWER_TIMEOUT = 20.0
 SEND_TIMEOUT = 30.0
 """A shell that accepts nothing for so long is lost."""
 KILLED = 128 + 9
@@ -140,8 +139,7 @@ class ControlShell:
         Raises:
             SandboxClosedError: The sandbox has ended, or does not answer.
         """
-        if not await self._ask("end", END_TIMEOUT):
-            raise SandboxClosedError("the sandbox's processes did not end")
+        await self._ask("end", "the sandbox's processes did not end")
 
     async def wait_until_done(self) -> None:
         """Wait until every message sent so far has been carried out, including signals.
@@ -149,19 +147,18 @@ class ControlShell:
         Raises:
             SandboxClosedError: The sandbox has ended, or does not answer.
         """
-        if not await self._ask("rest", REST_TIMEOUT):
-            raise SandboxClosedError("the sandbox does not answer")
+        await self._ask("rest", "the sandbox does not answer")
 
-    async def _ask(self, question: str, timeout: float) -> bool:
-        """Return whether the shell has done it. Answers to cancelled callers are skipped."""
+    async def _ask(self, question: str, failure: str) -> None:
+        """Wait until the shell has done it. Answers to cancelled callers are skipped."""
         token = secrets.token_hex(8)
         async with self._asking:
             await self.send(question, token)
-            with anyio.move_on_after(timeout):
+            with anyio.move_on_after(ANSWER_TIMEOUT):
                 while (line := await self._next_reply()) is not None:
                     if line == token:
-                        return True
-        return False
+                        return
+        raise SandboxClosedError(failure)
 
     async def send(self, *fields: str) -> None:
         """Send one message. Cancellation sends nothing before the first byte, and waits for the last one after it.

@@ -13,7 +13,7 @@ The image needs bash, coreutils and tar.
 import secrets
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Literal
 
 import anyio
@@ -59,13 +59,13 @@ target=$(realpath -m -- "$1" && printf x) || exit
 target=${target%$'\\nx'}
 folder=${target%/*}/
 draft=$folder.$2.part
-fail() { echo "$1" >&2; rm -f -- "$draft"; exit 1; }
+fail() { echo "$1" >&2; exit 1; }
 """
 RECEIVE = f"""{TARGET}
 [[ ! -e $target || -f $target ]] || fail "not a file"
 [[ ! -e $target || -w $target ]] || fail "Permission denied"
 mkdir -p -- "$folder" || exit
-(set -C; exec cat >"$draft") || {{ code=$?; rm -f -- "$draft"; exit "$code"; }}
+(set -C; exec cat >"$draft") || exit
 """
 PLACE = """
 [[ $(stat -c %s -- "$draft") == "$3" ]] || fail "not all of it arrived"
@@ -136,15 +136,24 @@ class SandboxWithFiles(Sandbox):
 
     async def write_file(self, path: str, data: bytes | str) -> None:
         content = data.encode() if isinstance(data, str) else data
-        await self._feed_script(path, WRITE, secrets.token_hex(8), _as_stream(content), size=len(content))
+        async with self._draft(path) as token:
+            await self._feed_script(path, WRITE, token, _as_stream(content), size=len(content))
 
     async def write_stream(self, path: str, data: AsyncIterable[bytes]) -> None:
-        token = secrets.token_hex(8)
-        try:
+        async with self._draft(path) as token:
             size = await self._feed_script(path, RECEIVE, token, data)
             await self._feed_script(path, COMMIT, token, _as_stream(b""), size=size)
+
+    @asynccontextmanager
+    async def _draft(self, path: str) -> AsyncIterator[str]:
+        """Yield the token of a draft, which is removed if the block fails; a closed sandbox has none left."""
+        token = secrets.token_hex(8)
+        try:
+            yield token
         except BaseException:
-            await self._remove_draft(path, token)
+            script = bash_argv(DROP, self.resolve(path), token)
+            with anyio.CancelScope(shield=True), suppress(SandboxError):
+                await self.exec(script, cwd="/", timeout=DROP_SECONDS, output_limit=4096)
             raise
 
     async def _feed_script(
@@ -156,16 +165,6 @@ class SandboxWithFiles(Sandbox):
             return await self._feed(bash_argv(text, *arguments), data)
         except ProgramFailedError as error:
             raise _make_error(path, error.exit_code, error.said) from error
-
-    async def _remove_draft(self, path: str, token: str) -> None:
-        """Remove the draft of a failed write; a closed sandbox has none left."""
-        with anyio.CancelScope(shield=True):
-            try:
-                await self.exec(
-                    bash_argv(DROP, self.resolve(path), token), cwd="/", timeout=DROP_SECONDS, output_limit=4096
-                )
-            except SandboxError:
-                return
 
     async def edit_file(self, path: str, old: str, new: str, *, replace_all: bool = False) -> int:
         content = await self.read_file(path)

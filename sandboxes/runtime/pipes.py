@@ -7,6 +7,7 @@ and a longer pause for a long flood, bound the processor time.
 
 import array
 import asyncio
+import codecs
 import errno
 import fcntl
 import math
@@ -275,8 +276,8 @@ class StatusLines:
             self._wake()
 
 
-CONTINUATION, FIRST_BYTE, FIRST_OF_THREE, FIRST_OF_FOUR = 0x80, 0xC0, 0xE0, 0xF0
-"""The lowest continuation byte of UTF-8, and lowest first bytes of characters with 2, 3 and 4 bytes."""
+CONTINUATIONS = bytes(range(0x80, 0xC0))
+"""The bytes of a character in UTF-8 after its first."""
 
 
 class OutputBuffer:
@@ -310,40 +311,27 @@ class OutputBuffer:
     def truncated(self) -> bool:
         return self.total > self._head_limit + self._tail_limit
 
+    def _end(self) -> bytes:
+        return b"".join(self._tail)[-self._tail_limit :] if self._tail_limit else b""
+
     def bytes(self) -> bytes:
         """Put a note in place of bytes that were left out."""
-        head, tail = bytes(self._head), b"".join(self._tail)
-        if not self.truncated:
-            return head + tail
-        return _join_with_note(head, tail[-self._tail_limit :] if self._tail_limit else b"", self.total)
+        return _join(bytes(self._head), self._end(), self.total)
 
     def text(self) -> str:
         """Replace invalid UTF-8 by U+FFFD; leave out a character that the cut divides."""
-        if not self.truncated:
-            return self.bytes().decode("utf-8", errors="replace")
-        tail = b"".join(self._tail)[-self._tail_limit :] if self._tail_limit else b""
-        kept = _join_with_note(_drop_partial_end(bytes(self._head)), _drop_partial_start(tail), self.total)
-        return kept.decode("utf-8", errors="replace")
+        head, tail = bytes(self._head), self._end()
+        if self.truncated:
+            head, tail = _drop_partial_end(head), tail[:3].lstrip(CONTINUATIONS) + tail[3:]
+        return _join(head, tail, self.total).decode("utf-8", errors="replace")
 
 
-def _join_with_note(head: bytes, tail: bytes, total: int) -> bytes:
+def _join(head: bytes, tail: bytes, total: int) -> bytes:
     left_out = total - len(head) - len(tail)
-    return head + f"\n[... {left_out} bytes left out ...]\n".encode() + tail
+    return head + (f"\n[... {left_out} bytes left out ...]\n".encode() if left_out else b"") + tail
 
 
 def _drop_partial_end(data: bytes) -> bytes:
-    for length in range(1, min(len(data), 3) + 1):
-        first = data[-length]
-        if first >= FIRST_BYTE:
-            needed = 4 if first >= FIRST_OF_FOUR else 3 if first >= FIRST_OF_THREE else 2
-            return data[:-length] if needed > length else data
-        if first < CONTINUATION:
-            break
-    return data
-
-
-def _drop_partial_start(data: bytes) -> bytes:
-    at = 0
-    while at < min(len(data), 3) and CONTINUATION <= data[at] < FIRST_BYTE:
-        at += 1
-    return data[at:]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return data[: len(data) - len(decoder.getstate()[0])]

@@ -39,7 +39,7 @@ from sandboxes.errors import (
 from sandboxes.extras import extra_hint
 from sandboxes.host.children import LingeringChildren
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits
-from sandboxes.providers.base import OWNER_BACKLOG, HostProvider, LaunchPlan
+from sandboxes.providers.base import HostProvider, LaunchPlan
 from sandboxes.providers.e2b import relay_program
 from sandboxes.providers.e2b.link import CONTROL_SHELL, PROGRAM, TRUSTED, Link
 from sandboxes.providers.sandbox import ControlledSandbox, LaunchedSandbox
@@ -160,6 +160,7 @@ class E2BProvider(HostProvider):
             workdir=spec.workdir or DEFAULT_WORKDIR,
             session_env={"TERM": "dumb", "LANG": "C.UTF-8"},
             python=self._config.python,
+            listens="host" if spec.listens else None,
         )
 
     async def start(self, spec: SandboxSpec) -> E2BSandbox:
@@ -185,7 +186,7 @@ class E2BProvider(HostProvider):
         resources = RemoteResources(folder, self._leftovers, self.lingering_children, remote)
         try:
             folder.create(plan.user, plan.group)
-            listener = _listen(resources) if spec.listens else None
+            listener = await self._open_sockets(plan, folder, resources, None)
             link.owner = listener.getsockname()[1] if listener is not None else 0
             sizes = str(len(PROGRAM)), str(len(CONTROL_SHELL))
             arguments = [*sizes, _inside(folder), plan.workdir, self._config.user, str(link.owner)]
@@ -244,11 +245,3 @@ class E2BProvider(HostProvider):
 
 def _inside(folder: RunFolder) -> str:
     return f"/tmp/rollout-{folder.id}"  # noqa: S108
-
-
-def _listen(resources: LauncherResources) -> socket.socket:
-    """Listen for programs that call the owner, as every program of this host can."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=OWNER_BACKLOG)
-    resources.before_release.callback(listener.close)
-    listener.setblocking(False)
-    return listener

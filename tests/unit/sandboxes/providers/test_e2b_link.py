@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio
 import pytest
+from anyio.abc import TaskGroup
 
 from sandboxes.contract import RunningProgram
 from sandboxes.errors import SandboxClosedError
@@ -79,12 +80,16 @@ def carrier() -> Iterator[Carrier]:
         found.close_channel(channel)
 
 
-def program(carrier: Carrier) -> dict[int, int]:
-    """Add the channel of a program as the sandbox has it; return the program's ends of its pipes."""
+@pytest.fixture
+def ends(carrier: Carrier) -> Iterator[dict[int, int]]:
+    """Add the channel of a program as the sandbox has it; yield the program's ends of its pipes."""
     pipes = {stream: os.pipe2(os.O_NONBLOCK) for stream in (IN, OUT, ERR, STATUS)}
     reads = {pipes[stream][0]: stream for stream in (OUT, ERR, STATUS)}
     carrier.channels[1] = LinkChannel(1, reads, {IN: pipes[IN][1]}, [])
-    return {IN: pipes[IN][0], **{stream: pipes[stream][1] for stream in (OUT, ERR, STATUS)}}
+    found = {IN: pipes[IN][0], **{stream: pipes[stream][1] for stream in (OUT, ERR, STATUS)}}
+    yield found
+    for end in found.values():
+        os.close(end)
 
 
 def sent(carrier: Carrier) -> list[Frame]:
@@ -94,8 +99,7 @@ def sent(carrier: Carrier) -> list[Frame]:
     return found
 
 
-def test_a_status_comes_after_all_that_its_program_wrote_before(carrier):
-    ends = program(carrier)
+def test_a_status_comes_after_all_that_its_program_wrote_before(carrier, ends):
     os.write(ends[STATUS], b"0\n")  # the poll may well report it first
     os.write(ends[OUT], b"x" * READ_SIZE)
     os.write(ends[ERR], b"y")
@@ -105,13 +109,13 @@ def test_a_status_comes_after_all_that_its_program_wrote_before(carrier):
     assert streams.index(STATUS) > max(streams.index(OUT), streams.index(ERR))
     for end in ends.values():
         os.close(end)
+    ends.clear()
     ended = [(kind, content) for kind, _, content in [*sent(carrier), *sent(carrier)]]
     assert sorted(ended) == [(END, bytes([stream])) for stream in (OUT, ERR, STATUS)]
     assert carrier.channels == {}
 
 
-def test_a_stream_that_nobody_takes_stops_at_the_window(carrier):
-    ends = program(carrier)
+def test_a_stream_that_nobody_takes_stops_at_the_window(carrier, ends):
     total = 0
     for _ in range(50):
         try:
@@ -122,12 +126,9 @@ def test_a_stream_that_nobody_takes_stops_at_the_window(carrier):
     assert WINDOW <= total < WINDOW + READ_SIZE
     carrier.feed(frame(TAKEN, 1, NUMBER.pack(total)))
     assert [kind for kind, _, _ in sent(carrier)] == [DATA]
-    for end in ends.values():
-        os.close(end)
 
 
-def test_input_is_written_as_it_is_taken_and_then_ends(carrier):
-    ends = program(carrier)
+def test_input_is_written_as_it_is_taken_and_then_ends(carrier, ends):
     data = os.urandom(3 * READ_SIZE)
     carrier.feed(frame(DATA, 1, bytes([IN]) + data) + frame(END, 1, bytes([IN])))
     read, taken = b"", 0
@@ -143,27 +144,20 @@ def test_input_is_written_as_it_is_taken_and_then_ends(carrier):
     assert read == data
     assert taken == len(data)
     assert IN not in carrier.channels[1].writes
-    for end in ends.values():
-        os.close(end)
 
 
-def test_input_that_nobody_reads_any_more_is_dropped(carrier):
-    ends = program(carrier)
+def test_input_that_nobody_reads_any_more_is_dropped(carrier, ends):
     os.close(ends.pop(IN))
     carrier.feed(frame(DATA, 1, bytes([IN]) + b"x" * 100))
     assert (TAKEN, 1, NUMBER.pack(100)) in [*sent(carrier), *sent(carrier)]
     carrier.feed(frame(CLOSE, 1) + frame(DATA, 1, bytes([IN]) + b"late"))
     assert carrier.channels == {}
-    for end in ends.values():
-        os.close(end)
 
 
+@pytest.mark.usefixtures("ends")
 def test_a_stream_in_small_pieces_takes_no_more_memory_than_in_large_ones(carrier):
-    ends = program(carrier)
     carrier.feed(frame(DATA, 1, bytes([IN]) + b"x") * READ_SIZE + frame(END, 1, bytes([IN])))
     assert len(carrier.channels[1].pending) == 2
-    for end in ends.values():
-        os.close(end)
 
 
 def test_a_connection_may_end_in_one_direction_first(carrier):
@@ -214,6 +208,16 @@ class Far:
                         return found
                 await anyio.sleep(0.01)
 
+    @asynccontextmanager
+    async def serving(self, *said: bytes) -> AsyncIterator[TaskGroup]:
+        """Serve the link in the block, in which the relay has said this first."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.link.serve, self.take)
+            await self.say(*said)
+            yield tasks
+            self.control.close()
+        self.close()
+
     def close(self) -> None:
         self.control.close()
         self.link.close()
@@ -224,9 +228,7 @@ HELLO_FRAME = frame(HELLO, 0, json.dumps({"ticks": 0, "prefix": ["drop", "--"], 
 
 async def test_the_relay_gets_its_program_and_a_message_in_the_words_of_the_inside(folder):
     far = Far(folder)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(far.link.serve, far.take)
-        await far.say(HELLO_FRAME + frame(DATA, CONTROL, bytes([OUT]) + b"ready\n"))
+    async with far.serving(HELLO_FRAME + frame(DATA, CONTROL, bytes([OUT]) + b"ready\n")) as tasks:
         assert await far.control.wait_until_ready()
         tasks.start_soon(spawn_and_fail, far)
         _, number, token = await far.arrived(OPEN)
@@ -236,10 +238,8 @@ async def test_the_relay_gets_its_program_and_a_message_in_the_words_of_the_insi
         assert fields[6:10] == [b"drop", b"--", b"echo", b"x"]
         await far.say(frame(DATA, number, bytes([STATUS]) + b"no\n"))
         assert (await far.arrived(CLOSE))[1] == number
-        far.control.close()
     assert far.data.startswith(PROGRAM + CONTROL_SHELL)
     assert far.link.home == "/home/x"
-    far.close()
 
 
 async def spawn_and_fail(far: Far, *argv: str) -> None:
@@ -249,9 +249,7 @@ async def spawn_and_fail(far: Far, *argv: str) -> None:
 
 async def test_a_program_may_be_given_any_path_of_the_relays_folder(folder):
     far = Far(folder)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(far.link.serve, far.take)
-        await far.say(HELLO_FRAME)
+    async with far.serving(HELLO_FRAME) as tasks:
         tasks.start_soon(spawn_and_fail, far, "cat", "/tmp/inside/pipes/control.sh", "/tmp/inside/pipes/..", "ü")
         _, number, _ = await far.arrived(OPEN)
         _, _, message = await far.arrived(DATA)
@@ -267,15 +265,11 @@ async def test_a_program_may_be_given_any_path_of_the_relays_folder(folder):
         )
         assert (await far.arrived(CLOSE))[1] == number
         assert far.link.channels[CONTROL].room == WINDOW
-        far.control.close()
-    far.close()
 
 
 async def test_a_program_whose_caller_left_before_its_start_was_known_is_ended(folder):
     far = Far(folder)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(far.link.serve, far.take)
-        await far.say(HELLO_FRAME)
+    async with far.serving(HELLO_FRAME):
         async with anyio.create_task_group() as starting:
             starting.start_soon(spawn_and_fail, far)
             _, number, _ = await far.arrived(OPEN)
@@ -284,8 +278,6 @@ async def test_a_program_whose_caller_left_before_its_start_was_known_is_ended(f
         await far.say(frame(DATA, number, bytes([STATUS]) + b"+77\n"))
         _, _, message = await far.arrived(DATA, b"signal")
         assert message == bytes([IN]) + b"3\0signal\x0077\0KILL\0"
-        far.control.close()
-    far.close()
 
 
 @pytest.mark.parametrize(
@@ -319,28 +311,26 @@ async def test_a_relay_that_sends_no_frames_ends_the_link(folder, text):
 
 async def test_nobody_inside_calls_an_owner_that_there_is_not(folder):
     far = Far(folder)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(far.link.serve, far.take)
-        await far.say(HELLO_FRAME + frame(CONNECT, INSIDE_FIRST))
+    async with far.serving(HELLO_FRAME + frame(CONNECT, INSIDE_FIRST)):
         assert (await far.arrived(CLOSE))[1] == INSIDE_FIRST
-        far.control.close()
-    far.close()
 
 
 async def test_a_question_is_answered_even_if_the_link_ends(folder):
     far = Far(folder)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(far.link.serve, far.take)
+    async with far.serving():
         answer, lost = far.link.end_processes(), far.link.end_processes()
         _, number, _ = await far.arrived(ASK)
         await far.say(frame(ASK, number, b"true"))
         assert await anyio.to_thread.run_sync(answer.result, 5) is True
-        far.control.close()
-    far.close()
     with pytest.raises(SandboxClosedError):
         lost.result(0)
     with pytest.raises(SandboxClosedError):
         far.link.end_processes()
+
+
+def relay_command(folder: Path, port: int = 0) -> list[str]:
+    sizes = str(len(PROGRAM)), str(len(CONTROL_SHELL))
+    return [sys.executable, "-I", "-S", "-c", BOOT, *sizes, str(folder / "inside"), str(folder), "root", str(port)]
 
 
 class Near:
@@ -348,9 +338,7 @@ class Near:
 
     def __init__(self, tmp_path: Path, port: int = 0) -> None:
         self.inside = tmp_path / "inside"
-        sizes = str(len(PROGRAM)), str(len(CONTROL_SHELL))
-        command = [sys.executable, "-I", "-S", "-c", BOOT, *sizes, str(self.inside), str(tmp_path), "root", str(port)]
-        limited = ["bash", "-c", 'ulimit -n 256; exec "$@"', "limited", *command]
+        limited = ["bash", "-c", 'ulimit -n 256; exec "$@"', "limited", *relay_command(tmp_path, port)]
         self.relay = subprocess.Popen(limited, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._found: deque[Frame] = deque()
         self.say(PROGRAM + CONTROL_SHELL)
@@ -428,9 +416,7 @@ def test_many_connections_to_the_owner_wait_for_each_other(near):
 async def test_a_real_relay_carries_programs_and_leaves_nothing(folder, tmp_path):
     inside = tmp_path / "inside"
     far = Far(folder, str(inside))
-    sizes = str(len(PROGRAM)), str(len(CONTROL_SHELL))
-    command = [sys.executable, "-I", "-S", "-c", BOOT, *sizes, str(inside), str(tmp_path), "root", "0"]
-    async with await anyio.open_process(command, stderr=None) as relay:
+    async with await anyio.open_process(relay_command(tmp_path), stderr=None) as relay:
 
         async def receive() -> None:
             async for data in relay.stdout:

@@ -229,13 +229,6 @@ def test_many_small_reads_are_kept_in_bounds():
     assert buffer.bytes().endswith(b"56789")
 
 
-def test_invalid_utf8_is_replaced():
-    buffer = OutputBuffer(100)
-    buffer.add(b"caf\xc3")
-    buffer.add(b"\xa9 \xff")
-    assert buffer.text() == "café \ufffd"
-
-
 async def test_names_are_removed_once_opened(tmp_path):
     pipes = Pipes(tmp_path / "token")
     inside = os.open(tmp_path / "token.in", os.O_RDONLY | os.O_NONBLOCK)

@@ -9,12 +9,13 @@ from contextlib import aclosing
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sandboxes import FileEntry, LocalConfig, SandboxSpec, make_provider
-from sandboxes.errors import FileMissingError, FileTooLargeError, SandboxFileError
+from sandboxes.errors import SandboxFileError
 from sandboxes.runtime import files
 
 pytestmark = pytest.mark.slow
@@ -61,27 +62,14 @@ async def test_a_file_keeps_its_mode_and_a_link_is_written_through(local_sandbox
     assert stat.S_IMODE((folder / "fresh").stat().st_mode) & 0o600 == 0o600
 
 
-async def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(local_sandbox):
-    folder = Path(local_sandbox.workdir)
-    await local_sandbox.write_file("f", "old")
-
-    async def broken() -> AsyncIterator[bytes]:
-        yield b"x" * 100_000
-        raise ConnectionResetError("the source has gone")
-
-    with pytest.raises(ConnectionResetError):
-        await local_sandbox.write_stream("f", broken())
-
-    async def endless() -> AsyncIterator[bytes]:
-        while True:
-            yield b"y" * 10_000
-            await anyio.sleep(0.01)
-
-    with anyio.move_on_after(0.3) as scope:
-        await local_sandbox.write_stream("f", endless())
-    assert scope.cancelled_caught
-    assert (folder / "f").read_text() == "old"
-    assert os.listdir(folder) == ["f"]  # noqa: PTH208
+async def test_a_file_whose_writing_is_cancelled_leaves_nothing(local_sandbox):
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(local_sandbox.write_file, "f", bytes(100_000_000))
+        with anyio.fail_after(60):
+            while not os.listdir(local_sandbox.workdir):  # noqa: PTH208
+                await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert os.listdir(local_sandbox.workdir) == []  # noqa: PTH208
 
 
 async def test_a_reader_inside_never_sees_half_a_file(local_sandbox):
@@ -102,29 +90,6 @@ async def test_a_reader_inside_never_sees_half_a_file(local_sandbox):
             assert len(set(found)) == 1
             await anyio.sleep(0.001)
     assert sizes == {300_000}
-
-
-@pytest.mark.parametrize("kind", ["directory", "fifo", "device", "missing"])
-async def test_an_unreadable_path_is_a_typed_error(local_sandbox, kind):
-    path = Path(local_sandbox.workdir) / "p"
-    expected: type[Exception] = SandboxFileError
-    match kind:
-        case "directory":
-            path.mkdir()
-        case "fifo":
-            os.mkfifo(path)
-        case "device":
-            path.symlink_to("/dev/zero")
-        case "missing":
-            expected = FileMissingError
-    with pytest.raises(expected), anyio.fail_after(20):
-        await local_sandbox.read_file("p")
-    if kind in {"directory", "fifo", "device"}:
-        with pytest.raises(SandboxFileError):
-            await local_sandbox.write_file("p", b"x")
-        with pytest.raises(SandboxFileError):
-            await local_sandbox.write_stream("p", pieces(b"x"))
-        assert os.listdir(path.parent) == ["p"]  # noqa: PTH208
 
 
 async def test_a_file_that_grows_is_read_up_to_its_size_and_one_that_shrinks_is_an_error(local_sandbox):
@@ -149,15 +114,6 @@ async def test_a_file_that_grows_is_read_up_to_its_size_and_one_that_shrinks_is_
         await shrink()
 
 
-async def test_limits_of_reading(local_sandbox):
-    await local_sandbox.write_file("f", b"x" * 1000)
-    assert len(await local_sandbox.read_file("f", limit=1000)) == 1000
-    with pytest.raises(FileTooLargeError):
-        await local_sandbox.read_file("f", limit=999)
-    with pytest.raises(FileTooLargeError):
-        [part async for part in local_sandbox.read_stream("f", limit=10)]
-
-
 async def test_a_large_folder_is_listed_at_once(local_sandbox):
     folder = Path(local_sandbox.workdir)
     for number in range(3000):
@@ -165,15 +121,6 @@ async def test_a_large_folder_is_listed_at_once(local_sandbox):
     with anyio.fail_after(30):
         entries = await local_sandbox.list()
     assert [entry.name for entry in entries] == [f"{number:04}" for number in range(3000)]
-
-
-async def test_a_stream_that_is_left_early_ends_its_program(local_sandbox):
-    (Path(local_sandbox.workdir) / "f").write_bytes(bytes(10_000_000))
-    async with aclosing(local_sandbox.read_stream("f")) as parts:
-        async for part in parts:
-            assert 0 < len(part) <= 65536
-            break
-    assert await local_sandbox.read_file("f") == bytes(10_000_000)
 
 
 async def test_kernel_files_without_a_size_are_read(local_sandbox):

@@ -20,7 +20,7 @@ from sandboxes.errors import SessionDiedError
 from sandboxes.runtime.control import Child, ControlShell
 from sandboxes.runtime.pipes import Pipes
 from sandboxes.sessions.bash import REPORT, Interrupter, InterruptTiming
-from sandboxes.sessions.kernel import MAX_FORMATS, Cell, _open_socket, make_connection_info
+from sandboxes.sessions.kernel import MAX_FORMATS, Cell, _open_socket
 from sandboxes.sessions.kernel_wire import DELIM, Wire, decode, make_session
 from sandboxes.sessions.output_feed import LEFT_OUT, OutputFeed
 from sandboxes.sessions.zmtp import GREETING, MESSAGE_LIMIT, ZmtpConnection, encode_frame
@@ -259,19 +259,6 @@ def test_only_sockets_are_opened_and_no_link_is_followed(tmp_path):
         os.close(held)
 
 
-def test_connection_info_names_all_channels():
-    info = make_connection_info("/x/y")
-    assert info["ip"] == "/x/y"
-    assert sorted(value for key, value in info.items() if key.endswith("_port")) == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3])
-def test_the_smallest_limits(limit):
-    cell = Cell(limit)
-    cell.add_message("stream", {"text": "abcdef"})
-    assert cell.output.truncated
-
-
 def frames(kind: str, content: object, parent: object = None) -> list[bytes]:
     parts = (
         {"msg_id": "answer", "msg_type": kind, "version": "5.3"},
@@ -280,13 +267,6 @@ def frames(kind: str, content: object, parent: object = None) -> list[bytes]:
         content,
     )
     return [b"topic", DELIM, b"", *(json.dumps(part).encode() for part in parts)]
-
-
-def test_an_answer_is_decoded():
-    assert decode(frames("stream", {"text": "hello"}), "request") == (
-        "stream",
-        {"text": "hello"},
-    )
 
 
 @pytest.mark.parametrize("parent", [{"msg_id": "another"}, ["request"], "request", 7])
