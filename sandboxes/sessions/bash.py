@@ -255,6 +255,8 @@ class ShellSession(SerialSession[_Shell], BashSession):
             found = await self.run(command, timeout=DUMP_SECONDS, output_limit=MAX_BYTES)
         except SessionDiedError as error:
             raise SandboxUnsavedError(f"the shell did not describe its state: {error}") from error
+        if found.truncated:
+            raise SandboxUnsavedError(f"the shell's state has more than {MAX_BYTES} bytes")
         return parse_dump(found.output, nonce)
 
     async def run(

@@ -15,6 +15,8 @@ from sandboxes.errors import SandboxUnsavedError
 MEMBER = "bash"
 MAX_BYTES = 1 << 20
 """A shell reads its input byte by byte, so a longer script would take it a second."""
+MORE_BYTES = 4096
+"""A script is longer than what its shell has printed, by its limits."""
 DUMP_SECONDS = 10.0
 
 # Only builtins: what programs the image has, and what PATH finds, does not matter. No subshell per variable, and no
@@ -101,7 +103,7 @@ def read_state(archive: Path) -> bytes:
             member = members.next()
             content = members.extractfile(member) if member is not None and member.name == MEMBER else None
             if content is not None:
-                return content.read(MAX_BYTES)
+                return content.read(MAX_BYTES + MORE_BYTES)
     except tarfile.TarError as error:
         raise OSError(f"{archive} is damaged: {error}") from error
     raise OSError(f"{archive} does not begin with the state of a shell")

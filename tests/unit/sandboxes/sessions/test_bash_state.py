@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import anyio
@@ -68,7 +69,9 @@ def test_the_archive_begins_with_the_script(tmp_path: Path) -> None:
             read_state(path)
 
 
-@pytest.mark.parametrize("limits", ["(" * MAX_BYTES, "(" + ", " * (MAX_BYTES // 2), "(-a)" + " " * MAX_BYTES])
+@pytest.mark.parametrize(
+    "limits", ["(" * MAX_BYTES, "(" + ", " * (MAX_BYTES // 2), "(-a)" + " " * MAX_BYTES], ids=["(", ",", "spaces"]
+)
 def test_no_text_takes_long(limits: str) -> None:
     """Code inside may replace the builtins that describe its shell, and the event loop waits."""
     begun = time.process_time()
@@ -80,6 +83,14 @@ def test_no_text_takes_long(limits: str) -> None:
 def test_a_shell_that_does_not_describe_itself_is_not_saved(output: str) -> None:
     with pytest.raises(SandboxUnsavedError):
         parse_dump(output, "N")
+
+
+async def test_a_state_that_is_too_large_is_not_cut(local_sandbox) -> None:
+    shell = await local_sandbox.bash()
+    for length, fits in ((MAX_BYTES // 2, True), (MAX_BYTES, False)):
+        await shell.run(f"large=$(head -c {length} /dev/zero | tr '\\0' x)")
+        with nullcontext() if fits else pytest.raises(SandboxUnsavedError, match="more than"):
+            assert b"x" * length in await shell.describe()
 
 
 async def test_a_start_that_is_cancelled_within_the_state_is_begun_anew(local_sandbox) -> None:
