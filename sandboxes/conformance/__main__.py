@@ -26,8 +26,7 @@ UNUSABLE = 2
 
 def main(
     provider: Annotated[
-        str,
-        typer.Argument(help="A provider's name, or MODULE:FACTORY, a function that takes a state folder."),
+        str, typer.Argument(help="A provider's name, or MODULE:FACTORY, a function that takes a state folder.")
     ],
     image: Annotated[
         str | None, typer.Option(help="The image of the sandboxes; by default the provider's own.")

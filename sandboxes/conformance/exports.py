@@ -45,15 +45,9 @@ async def exported_entries(sandbox: Sandbox, _: SandboxProvider) -> None:
     files = {"out/d/file", "out/a\nb", "out/old", "out/new"}
     hard = {name for name, kind in kinds.items() if kind == tarfile.LNKTYPE}
     expect(len(hard & {"out/hard", "out/d/file"}) == 1 and len(hard) == 1, kinds)
-    expect(
-        {name for name, kind in kinds.items() if kind == tarfile.REGTYPE} - {"out/hard"} >= files - hard,
-        kinds,
-    )
+    expect({name for name, kind in kinds.items() if kind == tarfile.REGTYPE} - {"out/hard"} >= files - hard, kinds)
     links = {entry.name: entry.linkname for entry in entries if entry.issym()}
-    expect(
-        links == {"out/inside": "d/file", "out/d/e/up": "../file", "out/dangling": "nothing"},
-        links,
-    )
+    expect(links == {"out/inside": "d/file", "out/d/e/up": "../file", "out/dangling": "nothing"}, links)
     expect({entry.name for entry in entries if entry.isdir()} == {"out", "out/d", "out/d/e"}, kinds)
     expect(all(entry.mode & ~0o777 == 0 and entry.uid == entry.gid == 0 for entry in entries), entries)
     expect(all(entry.mtime >= 0 for entry in entries), entries)

@@ -94,12 +94,7 @@ async def no_rights(sandbox: Sandbox, _: SandboxProvider) -> None:
         found = await _status(sandbox)
         expect(int(found[b"CapEff"], 16) == 0 and int(found[b"CapBnd"], 16) >= 0, found)
         expect(found[b"NoNewPrivs"] == b"1", found)
-    for path in (
-        "/proc/sys/kernel/core_pattern",
-        "/proc/sysrq-trigger",
-        "/sys/kernel/uevent_helper",
-        "/dev/mem",
-    ):
+    for path in ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/sys/kernel/uevent_helper", "/dev/mem"):
         result = await sandbox.exec(["bash", "-c", '[[ -e $1 ]] && exec 3>>"$1"', "-", path])
         expect(result.exit_code != 0, (path, result))
 

@@ -2,13 +2,7 @@
 
 import anyio
 
-from sandboxes.conformance.expectations import (
-    ConformanceError,
-    expect,
-    expect_cut,
-    expect_error,
-    interrupted,
-)
+from sandboxes.conformance.expectations import ConformanceError, expect, expect_cut, expect_error, interrupted
 from sandboxes.contract import BashSession, PythonSession, Sandbox, SandboxProvider, SessionOutput
 from sandboxes.errors import SandboxStartError, SessionDiedError
 
@@ -30,10 +24,7 @@ async def python_time_out(sandbox: Sandbox, _: SandboxProvider) -> None:
     """A timeout interrupts the cell and keeps the output and the session's variables."""
     python = await sandbox.python()
     await python.execute("x = 'kept'")
-    for code in (
-        "print('part', flush=True)\nwhile True: pass",
-        "print('part')\nimport time; time.sleep(100)",
-    ):
+    for code in ("print('part', flush=True)\nwhile True: pass", "print('part')\nimport time; time.sleep(100)"):
         result = await python.execute(code, timeout=2)
         expect(result.timed_out and result.output.startswith("part\n"), (code, result))
     expect((await python.execute("x")).result == "'kept'", "state lost")

@@ -72,10 +72,7 @@ async def saved_has_files(sandbox: Sandbox, provider: SandboxProvider) -> None:
             expect(found == await said(sandbox, look), found)
             expect("first\na\0bsecret\n1\n" in found, found)
             await said(other, "echo changed >>kept/file; rm kept/link")
-            async with (
-                _saved(other) as later,
-                await provider.start(replace(sandbox.spec, saved=later)) as third,
-            ):
+            async with _saved(other) as later, await provider.start(replace(sandbox.spec, saved=later)) as third:
                 found = await said(third, "cat kept/hard; ls kept/link 2>&1 | wc -l")
                 expect(found == "first\nchanged\n1\n", found)
         expect(await said(sandbox, "cat kept/link") == "first\n", "the first has changed")

@@ -69,10 +69,7 @@ async def snapshot_is_shared(sandbox: Sandbox, provider: SandboxProvider) -> Non
             await provider.start(_from(snapshot, sandbox)) as second,
         ):
             expect(await said(first, CHANGE) == "moved\n", "the files cannot be changed")
-            expect(
-                await said(second, "ls; cat kept/file") == "gone\nkept\nfirst\n",
-                await said(second, "ls"),
-            )
+            expect(await said(second, "ls; cat kept/file") == "gone\nkept\nfirst\n", await said(second, "ls"))
         async with await provider.start(_from(snapshot, sandbox)) as third:
             expect(await said(third, "ls; cat kept/file kept/link") == "gone\nkept\nfirst\nfirst\n", "changed")
 

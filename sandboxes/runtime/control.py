@@ -71,24 +71,10 @@ class ControlShell:
 
     async def wait_until_ready(self) -> bool:
         """Return False if the shell ended instead."""
-        ready = await self._next_reply() == "ready"
+        ready = await self._replies.next() == "ready"
         if self._answers is not None:
             self._answers.unlink()
         return ready
-
-    async def _next_reply(self) -> str | None:
-        line: str | None = None
-        async with anyio.create_task_group() as tasks:
-            if self._answers is not None:
-                tasks.start_soon(self._end_with_channel)
-            line = await self._replies.next()
-            tasks.cancel_scope.cancel()
-        return line
-
-    async def _end_with_channel(self) -> None:
-        while await self._other_end.next() is not None:
-            pass
-        self._replies.close()
 
     async def spawn(self, mode: str, argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> "Child":
         """Start a process. Mode "run" reports its exit code; mode "session" leaves it the status pipe.
@@ -119,9 +105,6 @@ class ControlShell:
             self._starting.discard(child.status)
         return child
 
-    async def signal(self, group: int, name: str) -> None:
-        await self.send("signal", str(group), name)
-
     async def stop(self, group: int, name: str, since: int, kept: Sequence[int], tries: int = 1) -> None:
         """Interrupt a session's shell, and signal its processes that started after `since`, in ticks.
 
@@ -129,9 +112,6 @@ class ControlShell:
         for example between two programs of a loop, the search is repeated up to `tries` times.
         """
         await self.send("stop", str(group), name, str(since), str(tries), *map(str, kept))
-
-    async def interrupt(self, leader: int) -> None:
-        await self.send("interrupt", str(leader))
 
     async def end_all(self) -> None:
         """End every process except the control shell.
@@ -155,7 +135,7 @@ class ControlShell:
         async with self._asking:
             await self.send(question, token)
             with anyio.move_on_after(ANSWER_TIMEOUT):
-                while (line := await self._next_reply()) is not None:
+                while (line := await self._replies.next()) is not None:
                     if line == token:
                         return
         raise SandboxClosedError(failure)
@@ -219,13 +199,12 @@ class ControlShell:
     def _end(self) -> None:
         if not self._lock.locked():
             self._loop.remove_writer(self._channel)
-        for status in self._starting:  # pipes that nobody will open
+        for status in (*self._starting, self._replies):  # pipes that nobody will open, and answers that nobody gives
             status.close()
 
     def close(self) -> None:
         """Close the host's end, which ends everything inside. Idempotent."""
         self._other_end.close()
-        self._replies.close()
         if self._answers is not None:
             self._answers.close()
         if self._lock.locked():  # the event loop watches it for a sender, who closes it
@@ -314,7 +293,7 @@ class Child:
         return self.status.ended or self.status.waiting
 
     async def signal(self, name: str) -> None:
-        await self._control.signal(self.group, name)
+        await self._control.send("signal", str(self.group), name)
 
     def discard(self) -> None:
         """Kill the group and close the pipes, without waiting. Idempotent."""

@@ -196,7 +196,7 @@ class Interrupter:
                 if asks:
                     self._ask(command.nonce)
                 else:
-                    await self._control.interrupt(child.group)
+                    await self._control.send("interrupt", str(child.group))
                 asks = not asks
         return None
 

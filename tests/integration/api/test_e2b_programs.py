@@ -345,10 +345,7 @@ def test_a_terminal_is_killed_with_what_runs_in_it(shared):
 
 
 def test_files_are_arranged(shared):
-    files, written = (
-        shared.files,
-        [{"path": f"/tmp/many/{number}", "data": str(number)} for number in range(20)],
-    )
+    files, written = (shared.files, [{"path": f"/tmp/many/{number}", "data": str(number)} for number in range(20)])
     assert len(files.write_files(written)) == 20
     assert files.read("/tmp/many/7") == "7"
     assert {entry.name for entry in files.list("/tmp/many")} == {str(number) for number in range(20)}
@@ -371,11 +368,7 @@ def test_files_are_arranged(shared):
     for call in (files.read, files.list, files.get_info, lambda path: files.rename(path, "x")):
         with pytest.raises(e2b.FileNotFoundException):
             call("missing")
-    for call in (
-        lambda: files.read("/tmp"),
-        lambda: files.list("else/where"),
-        lambda: files.write("/tmp", "x"),
-    ):
+    for call in (lambda: files.read("/tmp"), lambda: files.list("else/where"), lambda: files.write("/tmp", "x")):
         with pytest.raises(e2b.InvalidArgumentException):
             call()
 

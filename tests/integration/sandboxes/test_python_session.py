@@ -36,11 +36,7 @@ async def python(local_sandbox: Sandbox) -> PythonSession:
         ("import jupyter_client\njupyter_client.KernelManager.__name__", "", "'KernelManager'"),
         ("from jupyter_client import find_connection_file, __version__ as v\nlen(v) > 3", "", "True"),
         ("import gc\ngc.isenabled()", "", "True"),
-        (
-            "import sys\n'manager' in dir(sys.modules.get('jupyter_client')), sys.path.count('')",
-            "",
-            "(False, 1)",
-        ),
+        ("import sys\n'manager' in dir(sys.modules.get('jupyter_client')), sys.path.count('')", "", "(False, 1)"),
         ("__name__, 'main' in dir(), 'cut' in dir()", "", "('__main__', False, False)"),
     ],
 )
@@ -50,8 +46,7 @@ async def test_cells(python, code, output, result):
 
 
 @pytest.mark.parametrize(
-    ("leave", "value"),
-    [("exit()", "None"), ("quit()", "None"), ("exit(1)", "1"), ("get_ipython().ask_exit()", "None")],
+    ("leave", "value"), [("exit()", "None"), ("quit()", "None"), ("exit(1)", "1"), ("get_ipython().ask_exit()", "None")]
 )
 async def test_a_cell_that_exits_ends_there_and_the_session_goes_on(python, leave, value):
     await python.execute("kept = 41")

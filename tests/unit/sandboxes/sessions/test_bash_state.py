@@ -37,12 +37,7 @@ def described(setup: str) -> tuple[str, str]:
 ASK = 'printf "%s\\0" "$?" "$text" "${list[@]}" "${!map[@]}" "${map[@]}" "$@" "$PWD" "$-" "${EXPORTED-unset}"; trap -p'
 
 
-@given(
-    text=TEXTS,
-    items=st.lists(TEXTS, max_size=3),
-    key=TEXTS.filter(bool),
-    flags=st.sets(st.sampled_from("fuC")),
-)
+@given(text=TEXTS, items=st.lists(TEXTS, max_size=3), key=TEXTS.filter(bool), flags=st.sets(st.sampled_from("fuC")))
 @settings(max_examples=25, deadline=None)
 def test_another_shell_has_any_values(text: str, items: list[str], key: str, flags: set[str]) -> None:
     setup = "\n".join(
