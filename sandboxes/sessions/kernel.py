@@ -73,6 +73,8 @@ class Cell:
         """The result or the error was cut; `output` knows whether it was."""
         self.replied = anyio.Event()
         self.idle = anyio.Event()
+        self.ending = anyio.Event()
+        """Set with the first of both."""
         self.taken = 0
         self._limit = limit
 
@@ -80,6 +82,7 @@ class Cell:
         self.taken += 1
         if kind == "execute_reply":
             self.replied.set()
+            self.ending.set()
         elif kind == "stream":
             self.output.add(data := _encode(content.get("text")))
             self.feed.add("stderr" if content.get("name") == "stderr" else "stdout", {PLAIN: data.decode()})
@@ -97,6 +100,7 @@ class Cell:
             )
         elif kind == "status" and content.get("execution_state") == "idle":
             self.idle.set()
+            self.ending.set()
 
     def _cut(self, text: object) -> str:
         buffer = OutputBuffer(self._limit)
@@ -206,7 +210,11 @@ class Kernel:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._cancel_at_end, tasks.cancel_scope)
-                await cell.replied.wait()
+                await cell.ending.wait()
+                with anyio.move_on_after(SILENCE):
+                    await cell.replied.wait()
+                if not cell.replied.is_set() and cell.error is None:  # an interrupt came before or after its code
+                    cell.error = PythonErrorInfo("KeyboardInterrupt", "", "KeyboardInterrupt outside of the code")
                 await self._wait_until_idle(cell)
                 done = True
                 tasks.cancel_scope.cancel()

@@ -8,6 +8,7 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 
 import anyio
 
@@ -49,6 +50,7 @@ class KernelSession(SerialSession[Kernel], PythonSession):
         self._has_run = False
         """Whether a kernel has run before; code inside may then keep the next one from starting."""
         self._running = False
+        self._interrupting = anyio.Lock(fast_acquire=True)
         self.has_run_code = False
         """Whether any cell was run, so that the kernel differs from a new one."""
 
@@ -141,7 +143,9 @@ class KernelSession(SerialSession[Kernel], PythonSession):
         with anyio.move_on_after(timeout) as scope:
             await kernel.collect(request, cell)
         if scope.cancelled_caught:
-            await _stop(kernel, request, cell)
+            await self._stop(kernel, request, cell)
+        async with self._interrupting:  # an interrupt under way is still for this cell
+            self._running = False
         timed_out, truncated = scope.cancelled_caught, cell.truncated or cell.output.truncated
         return PythonResult(
             output=cell.output.text(),
@@ -156,13 +160,19 @@ class KernelSession(SerialSession[Kernel], PythonSession):
         )
 
     async def interrupt(self) -> None:
-        if self._running and self._process is not None:
-            await self._process.child.signal("INT")
+        async with self._interrupting:
+            if self._running and self._process is not None:
+                await self._signal(self._process)
 
+    async def _signal(self, kernel: Kernel) -> None:
+        """Interrupt the cell; return once no later one can be hit."""
+        await kernel.child.signal("INT")
+        with anyio.move_on_after(INTERRUPT_GRACE), suppress(SandboxClosedError):
+            await self._control.wait_until_done()
 
-async def _stop(kernel: Kernel, request: str, cell: Cell) -> None:
-    await kernel.child.signal("INT")
-    with anyio.move_on_after(INTERRUPT_GRACE):
-        await kernel.collect(request, cell)
-        return
-    raise SessionDiedError("the cell timed out, and only ending its kernel could stop it", timed_out=True)
+    async def _stop(self, kernel: Kernel, request: str, cell: Cell) -> None:
+        await self._signal(kernel)
+        with anyio.move_on_after(INTERRUPT_GRACE):
+            await kernel.collect(request, cell)
+            return
+        raise SessionDiedError("the cell timed out, and only ending its kernel could stop it", timed_out=True)

@@ -70,6 +70,23 @@ async def test_an_awaiting_cell_is_interrupted_and_the_session_goes_on(python):
     assert (await python.execute("x")).result == "7"
 
 
+LOSE_THE_REPLY = """
+kept, session = 7, get_ipython().kernel.session
+def lose(stream, message, *arguments, send=session.send, **named):
+    if message != "execute_reply":
+        return send(stream, message, *arguments, **named)
+    session.send = send
+    raise KeyboardInterrupt
+session.send = lose
+"""
+
+
+async def test_an_interrupt_in_place_of_a_reply_ends_the_cell_and_the_session_goes_on(python):
+    found = await python.execute(LOSE_THE_REPLY, timeout=60)
+    assert (found.error.ename, found.timed_out) == ("KeyboardInterrupt", False)
+    assert (await python.execute("kept")).result == "7"
+
+
 async def test_the_session_is_handed_out_while_a_cell_runs(local_sandbox, python):
     results: list[PythonResult] = []
 
