@@ -77,9 +77,9 @@ async def files_stream(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def files_whole_or_not(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A write that fails or is cancelled leaves the old contents and no other file; modes are kept."""
+    """A write that fails or is cancelled leaves the old contents and no other file; modes and links are kept."""
     await sandbox.write_file("f", "old")
-    await sandbox.exec(["chmod", "750", "f"])
+    await sandbox.exec(["bash", "-c", "chmod 750 f; ln -s f link"])
 
     async def failing() -> AsyncIterator[bytes]:
         yield b"x" * 100_000
@@ -95,9 +95,9 @@ async def files_whole_or_not(sandbox: Sandbox, _: SandboxProvider) -> None:
     with anyio.move_on_after(0.5):
         await sandbox.write_stream("f", endless())
     expect(await sandbox.read_file("f") == b"old", await sandbox.read_file("f"))
-    await sandbox.write_stream("f", _repeated(b"new", 2))
-    result = await sandbox.exec(["bash", "-c", "ls -A; stat -c %a f; cat f"])
-    expect(result.stdout == b"f\n750\nnewnew", result)
+    await sandbox.write_stream("link", _repeated(b"new", 2))
+    result = await sandbox.exec(["bash", "-c", "ls -A; stat -c %a f; cat f; readlink link"])
+    expect(result.stdout == b"f\nlink\n750\nnewnewf\n", result)
 
 
 async def files_odd_names(sandbox: Sandbox, _: SandboxProvider) -> None:

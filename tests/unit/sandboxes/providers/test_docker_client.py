@@ -5,7 +5,6 @@ import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -50,8 +49,7 @@ def test_a_client_that_fails_is_no_end_of_its_sandbox(code: str, is_lost: bool) 
     with subprocess.Popen(["sh", "-c", code]) as process:
         process.wait()
     sandbox = DockerSandbox.__new__(DockerSandbox)
-    launched: Any = SimpleNamespace(id="one", resources=SimpleNamespace(process=process))
-    sandbox._launched = launched
+    sandbox._launched = SimpleNamespace(id="one", resources=SimpleNamespace(process=process))
     assert isinstance(sandbox.loss, SandboxLostError) == is_lost
 
 

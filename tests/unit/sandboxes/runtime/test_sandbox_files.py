@@ -1,7 +1,6 @@
 """A sandbox's files, of any size and name, arrive whole or not at all, with typed errors."""
 
 import os
-import stat
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -47,19 +46,6 @@ def test_any_bytes_under_any_name_come_back(tmp_path_factory, name, data, piece)
         await provider.close()
 
     anyio.run(round_trip)
-
-
-async def test_a_file_keeps_its_mode_and_a_link_is_written_through(local_sandbox):
-    folder = Path(local_sandbox.workdir)
-    (folder / "run").write_text("old")
-    (folder / "run").chmod(0o751)
-    (folder / "link").symlink_to("run")
-    await local_sandbox.write_file("link", "new")
-    assert (folder / "link").is_symlink()
-    assert (folder / "run").read_text() == "new"
-    assert stat.S_IMODE((folder / "run").stat().st_mode) == 0o751
-    await local_sandbox.write_file("fresh", "")
-    assert stat.S_IMODE((folder / "fresh").stat().st_mode) & 0o600 == 0o600
 
 
 async def test_a_file_whose_writing_is_cancelled_leaves_nothing(local_sandbox):
