@@ -185,6 +185,8 @@ class _BoundedInfo(tarfile.TarInfo):
 
 
 def _is_archive(path: Path) -> bool:
+    if not path.is_file():  # opening a named pipe would wait for its other end
+        return False
     try:
         with tarfile.open(path, tarinfo=_BoundedInfo):
             return True

@@ -139,6 +139,8 @@ class PlanExecutor:
             return [*state.shell, f"{one.text.replace('<<-', '<<')}\n{texts}"], {}
         (heredoc,) = one.heredocs
         if heredoc.text.startswith("#!"):
+            if "/" in heredoc.name:  # it would be a path of the host
+                raise ValueError(f"the here-document {heredoc.name} is a program, whose name cannot have a slash")
             return [f"/dev/pipes/{heredoc.name}"], {heredoc.name: heredoc.text}
         return [*state.shell, heredoc.text], {}
 
@@ -174,11 +176,11 @@ class PlanExecutor:
         return state
 
     def _other(self, name: str, one: Instruction) -> StageState:
-        number = self._plan.stages[int(name)].name if name.isdecimal() and name not in self._states else name
-        for known in (number, number.lower()):
-            if known in self._states:
-                return self._states[known]
-        self._states[name] = self._base_state(name, one)
+        numbers = {str(stage.index): stage.name for stage in self._plan.stages}
+        if (found := self._states.get(numbers.get(name, name.lower()))) is not None:
+            return found
+        if name not in self._states:
+            self._states[name] = self._base_state(name, one)
         return self._states[name]
 
     def _copy(self, state: StageState, one: Instruction) -> None:
@@ -233,8 +235,8 @@ class PlanExecutor:
     def _pairs(self, state: StageState, one: Instruction) -> dict[str, str]:
         words = split_words(one.text, self._plan.parsed.escape)
         if "=" not in words[0]:  # the old form: one name, and the rest of the line
-            name, _, value = one.text.partition(" ")
-            return {self._expand(state, name): self._expand(state, value.strip())}
+            name, value = one.text.split(maxsplit=1)
+            return {self._expand(state, name): self._expand(state, value)}
         pairs = (word.partition("=") for word in words)
         return {self._expand(state, name): self._expand(state, value) for name, _, value in pairs}
 

@@ -11,6 +11,7 @@ The folder must be on a disk of this machine: overlays do not work on shared fil
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,7 @@ class LayerStore:
     def cache(self, name: str) -> Path:
         """Return the folder of a `RUN --mount=type=cache`, which all builds of this user share."""
         folder = self.root / "caches" / make_key(name)
-        if not folder.is_dir():
-            folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # another build may make it now
             self.namespace.make_folder(folder)
         return folder
 

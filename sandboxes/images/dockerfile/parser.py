@@ -97,7 +97,7 @@ def parse(text: str, file: str = "Dockerfile") -> ParsedDockerfile:
     Raises:
         DockerfileError: A line has no known instruction, or a here-document or an array has no end.
     """
-    lines = text.removeprefix("\ufeff").splitlines()
+    lines = re.split("\r?\n", text.removeprefix("\ufeff"))  # `splitlines` would split at a form feed, too
     reader = _InstructionReader(lines, file, _escape_of(lines, file))
     return ParsedDockerfile(file, tuple(reader.instructions()), reader.escape)
 

@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.apptainer, pytest.mark.slow(seconds=100)]
 
 STAGES = r"""
 ARG BASE=base
+FROM none AS unused
 FROM ${BASE} AS made
 ARG WHO=world
 ENV GREETING="hello ${WHO}" PATH=/opt/tools:$PATH
@@ -58,7 +59,7 @@ RUN --mount=type=bind,source=src,target=/bound --mount=type=cache,target=/cache 
 FROM base
 RUN useradd --create-home --uid 1234 app && rm -r /usr/share/doc && mkdir /usr/share/doc
 COPY --from=made --chown=app /src/out /opt/made/
-COPY --from=0 /src/p* /src/bound /opt/
+COPY --from=1 /src/p* /src/bound /opt/
 COPY <<ONE <<"TWO" /opt/docs/
 path $PATH
 ONE
@@ -69,6 +70,7 @@ USER app
 WORKDIR place/here
 RUN id -un >/tmp/user; touch ~/mine; stat -c %U ~/mine /opt/made/out >>/tmp/user
 ENV A=1 B="two words" C='$A'
+ENV	D	$A x
 LABEL my.label="x y"
 ENTRYPOINT ["/bin/echo", "ran"]
 CMD ["by default"]
@@ -148,7 +150,7 @@ def test_stages_heredocs_copies_and_settings(store, context, tmp_path, built):
     assert tree.names("/usr/share/doc") == []
     assert tree.names("/src") == [], "only the last stage is the image"
     variables = read_environment(tree)
-    assert (variables["A"], variables["B"], variables["C"]) == ("1", "two words", "$A")
+    assert [variables[name] for name in "ABCD"] == ["1", "two words", "$A", "1 x"]
     assert "GREETING" not in variables
     labels = read_labels(tree)
     assert (labels["docker.workdir"], labels["docker.user"]) == ("/place/here", "app")
@@ -203,6 +205,7 @@ def test_only_what_changed_runs_again(store, context):
         ),
         ('FROM base\nRUN ["/no/such"]', ImageBuildError, "Dockerfile:2: .* 127\n/no/such: No such file"),
         ("FROM base\nUSER nobody-here\nRUN true", ImageBuildError, "Dockerfile:3: .* no user 'nobody-here'"),
+        ("FROM base\nRUN <<../x\n#!/bin/sh\n../x", DockerfileError, "Dockerfile:2: .* cannot have a slash"),
         ("FROM base\nCOPY missing /x", ImageNotFoundError, "'missing' is not in the context"),
         ("FROM base\nCOPY src/left.out /x", ImageNotFoundError, "leaves it out"),
         (

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from sandboxes.errors import DockerfileError, ImageError, ImageNotFoundError
 from sandboxes.images.dockerfile import context
 from sandboxes.images.dockerfile.context import BuildContext, IgnoreRules, digest, send
+from sandboxes.images.dockerfile.layers import LayerStore
+from sandboxes.images.dockerfile.namespace import BuildNamespace
 from sandboxes.images.dockerfile.parser import Instruction, parse
 from sandboxes.images.dockerfile.plan import BuildPlan, Mount, make_plan, parse_mount
 from sandboxes.images.dockerfile.words import Expander, split_words
@@ -74,6 +76,8 @@ def test_lines_continuations_heredocs_and_flags():
         "true",
     )
     assert found[8].array is None, "an array of strings, or no array"
+    (heredoc,) = only("RUN <<EOF\r\na\x0cb\u2028c\r\nEOF\r\n").heredocs
+    assert heredoc.text == "a\x0cb\u2028c\n", "lines end at line feeds alone"
 
 
 def test_the_escape_directive():
@@ -305,6 +309,17 @@ def test_what_is_sent_belongs_to_root_and_archives_are_unpacked(root):
     assert [member.name for member in members[:3]] == ["f/a.py", "d/up", "d/up/a.py"]
     assert (members[0].uid, members[0].uname) == (0, "")
     assert names(root, "packed.tar.xz") == ["f/packed.tar.xz"], "COPY copies it as it is"
+    os.mkfifo(root / "pipe.tar")
+    assert [file.name for file in BuildContext(root).select(["pipe.tar"], unpack=True)] == ["f/pipe.tar"]
+
+
+def test_two_builds_make_the_folder_of_a_cache_at_once(tmp_path):
+    class Late(BuildNamespace):
+        def make_folder(self, path):
+            super().make_folder(path)  # that of the other build
+            return super().make_folder(path)
+
+    assert LayerStore(tmp_path, Late()).cache("pip").is_dir()
 
 
 def test_an_archive_takes_no_memory_for_its_headers(root):
