@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sandboxes.config import default_cache
-from sandboxes.errors import ImageBuildError, ImageNotFoundError
+from sandboxes.errors import ImageBuildError, ImageError, ImageNotFoundError
 from sandboxes.images.build import ApptainerBuilder, Progress
 from sandboxes.images.eviction import EvictionCandidate, evict, why_recent
 from sandboxes.images.shared_folder import SharedFolder, modified
@@ -98,11 +98,15 @@ class ImageStore:
         """Do as `resolve`, but return None if there is no such image.
 
         Raises:
-            ImageError: The text cannot be an image's, or is a reference with a password in it.
+            ImageError: The text cannot be an image's, or is a reference with a password in it, or a path that cannot
+                be looked at.
         """
         path, _ = self._find(os.fspath(image))
-        if path is None or not path.exists():
-            return None
+        try:
+            if path is None or not path.exists():
+                return None
+        except OSError as error:
+            raise ImageError(f"cannot look for the image {image}: {error.strerror}") from error
         if path.is_relative_to(self.root):
             self._stamp(path)
         return path

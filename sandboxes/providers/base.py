@@ -188,9 +188,9 @@ class HostProvider(SandboxProvider):
             raise SandboxClosedError("the provider has been closed")
         try:
             folder = await self._service_resources.new_folder(self.groups())
+            plan = await self.plan(spec, folder)
         except OSError as error:
-            raise SandboxStartError(f"no folder for the sandbox could be made: {error}") from error
-        plan = await self.plan(spec, folder)
+            raise SandboxStartError(f"the start of a sandbox cannot be prepared: {error}") from error
         # From here until the sandbox's own `close` nothing may be lost, so cleanup is shielded from cancellation.
         resources = self._resources_of(plan, folder, None)
         control: ControlShell | None = None
@@ -218,10 +218,8 @@ class HostProvider(SandboxProvider):
             if plan.on_ready is not None:
                 plan.on_ready()
             watched = await resources.watched_group()
-            launched = self._make_launched(plan, folder, control, resources, watched, listener)
-            if spec.saved is not None:
-                state = await anyio.to_thread.run_sync(read_state, spec.saved)
-                launched = replace(launched, shell_state=state)
+            state = b"" if spec.saved is None else await anyio.to_thread.run_sync(read_state, spec.saved)
+            launched = self._make_launched(plan, folder, control, resources, watched, listener, state)
             # Without isolation, paths below the folder's usual name are mapped to where it is.
             named = spec.workdir or (plan.workdir if self.isolates else DEFAULT_WORKDIR)
             sandbox = self.make_sandbox(launched, replace(spec, workdir=named))
@@ -342,8 +340,10 @@ class HostProvider(SandboxProvider):
         resources: LauncherResources,
         watched: ControlGroup | None,
         listener: socket.socket | None,
+        shell_state: bytes,
     ) -> LaunchedSandbox:
-        if self._closed:  # meanwhile, so nobody would close the sandbox
+        """Make it without a wait, so that `close` ends the sandbox, or this sees that the provider has been closed."""
+        if self._closed:
             raise SandboxClosedError("the provider has been closed")
         paths = KernelPaths(
             plan.sockets_inside,
@@ -372,6 +372,7 @@ class HostProvider(SandboxProvider):
             listener=listener,
             make_snapshot=None if plan.make_snapshot is None else partial(plan.make_snapshot, resources),
             save_command=plan.save_command,
+            shell_state=shell_state,
         )
 
     @property

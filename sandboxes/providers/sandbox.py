@@ -86,11 +86,11 @@ class LaunchedSandbox:
     env: Mapping[str, str]
     python: str
     start_timeout: float
-    listener: socket.socket | None = None
-    make_snapshot: Callable[[], Snapshot] | None = None
+    listener: socket.socket | None
+    make_snapshot: Callable[[], Snapshot] | None
     """Called while the sandbox runs; None if no snapshot can be made here."""
-    save_command: Callable[[int, int], list[str]] | None = None
-    shell_state: bytes = b""
+    save_command: Callable[[int, int], list[str]] | None
+    shell_state: bytes
 
 
 class ControlledSandbox(SandboxWithFiles):

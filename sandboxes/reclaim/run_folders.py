@@ -150,12 +150,18 @@ def run_base(configured: Path | None) -> Path:
     It is the configured one, or below XDG_RUNTIME_DIR, or in /tmp.
 
     Raises:
-        SandboxConfigError: Other users can write to the folder, or its path is too long for sockets.
+        SandboxConfigError: The folder cannot be made, other users can write to it, or its path is too long for sockets.
     """
     base = _choices(configured)[0]
-    with suppress(FileExistsError):
+    try:
         base.parent.mkdir(parents=True, exist_ok=True)
         _make_enterable(base)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise SandboxConfigError(
+            f"the folder {base} cannot be made: {error}", hint="set sandbox.run_dir to another folder"
+        ) from error
     if not _is_private(base):
         raise SandboxConfigError(
             f"{base} is not a folder that only this user can write to",
@@ -186,8 +192,7 @@ def run_bases(configured: Path | None, state_dir: Path) -> list[Path]:
     """Return where services of this user run, ran, or would run by default."""
     notes = state_dir / NOTES
     noted = [note.readlink() for note in notes.iterdir() if note.is_symlink()] if notes.is_dir() else []
-    found = dict.fromkeys([*_choices(configured), *noted])
-    return [base for base in found if base.exists() and _is_private(base)]
+    return [base for base in dict.fromkeys([*_choices(configured), *noted]) if _is_private(base)]
 
 
 def _choices(configured: Path | None) -> list[Path]:
@@ -201,5 +206,8 @@ def _choices(configured: Path | None) -> list[Path]:
 
 
 def _is_private(base: Path) -> bool:
-    found = base.lstat()
+    try:
+        found = base.lstat()
+    except OSError:  # it does not exist, or this user cannot look at it
+        return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022

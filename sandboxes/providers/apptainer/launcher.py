@@ -20,7 +20,7 @@ from typing import Literal
 
 import structlog
 
-from sandboxes.errors import SandboxConfigError
+from sandboxes.errors import SandboxConfigError, SandboxStartError
 from sandboxes.host.kernel_calls import alone
 from sandboxes.host.subordinate_ids import SUBGID, SUBUID, has_subordinate_ids, subordinate_ids_of
 from sandboxes.providers.apptainer import seccomp
@@ -268,16 +268,26 @@ class Launcher:
             return self._run([path, *command[1:]], told, space)
 
     def _run(self, command: Sequence[str], told: dict[str, str], space: str) -> str | None:
+        """Return why a launch fails, or None.
+
+        Raises:
+            SandboxStartError: It takes too long to tell.
+        """
         told |= {"LAUNCH_SPACE": space, "LAUNCH_BYTES": str(PROBE_BYTES)} | _filter_env()
-        done = subprocess.run(
-            self.make_command(command),
-            env={"PATH": PATH, **told},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PROBE_SECONDS,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                self.make_command(command),
+                env={"PATH": PATH, **told},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=PROBE_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise SandboxStartError(
+                f"a trial launch took more than {PROBE_SECONDS:g} s", hint="check what keeps this host busy"
+            ) from error
         return None if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
 
     @property

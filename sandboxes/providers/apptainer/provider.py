@@ -23,7 +23,7 @@ import structlog
 from sandboxes.config import ApptainerConfig, default_cache, parse_user_range
 from sandboxes.contract import DEFAULT_WORKDIR, Bind, Pausing, SandboxSpec
 from sandboxes.egress.rules import AllowList
-from sandboxes.errors import ImageNotFoundError, ProviderUnavailableError, SandboxConfigError
+from sandboxes.errors import ImageNotFoundError, ProviderUnavailableError, SandboxConfigError, SandboxStartError
 from sandboxes.host.children import ChildProcess
 from sandboxes.host.facts import INSTALL_HINT, find_apptainer
 from sandboxes.host.processes import MARKER
@@ -444,8 +444,14 @@ class PreparedImages:
         Raises:
             ImageNotFoundError: The image does not exist, or the toolkit is required and its image does not exist.
             ImageError: The image cannot be unpacked, or the toolkit cannot be made.
+            SandboxStartError: The folder of unpacked images cannot be written.
         """
-        return await anyio.to_thread.run_sync(self._prepare, name)
+        try:
+            return await anyio.to_thread.run_sync(self._prepare, name)
+        except OSError as error:
+            raise SandboxStartError(
+                f"the image {name} cannot be prepared: {error}", hint=f"see whether {self.unpacked.root} has room"
+            ) from error
 
     def _prepare(self, name: str) -> PreparedImage:
         image = self._images.resolve(name)

@@ -15,7 +15,15 @@ import anyio
 import psutil
 import pytest
 
-from sandboxes import ApptainerConfig, Bind, Sandbox, SandboxProvider, SandboxSpec, make_provider
+from sandboxes import (
+    ApptainerConfig,
+    Bind,
+    Sandbox,
+    SandboxProvider,
+    SandboxSpec,
+    SandboxStartError,
+    make_provider,
+)
 from sandboxes.host.processes import find_first_process
 from sandboxes.host.subordinate_ids import resolve_user
 from sandboxes.providers.apptainer.fork_server import ForkServer
@@ -261,6 +269,15 @@ async def test_containers_are_made_only_of_images_of_which_one_was_tried(tmp_pat
         assert not Launcher(os.geteuid(), os.getegid(), fakeroot=True).can_make_container(image)
     finally:
         await provider.close()
+
+
+async def test_a_folder_of_unpacked_images_that_cannot_be_written_fails_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    provider = ApptainerProvider(ApptainerConfig(unpacked_dir=tmp_path / "file/unpacked"), tmp_path / "state")
+    for act in (provider.start, provider.saves):
+        with pytest.raises(SandboxStartError, match=r"image base cannot be prepared: .* Not a directory"):
+            await act(SandboxSpec())
+    await provider.close()
 
 
 if __name__ == "__main__":

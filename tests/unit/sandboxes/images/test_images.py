@@ -241,6 +241,8 @@ def test_errors_are_typed(store, tmp_path):
         store.provide(Tree(tmp_path))
     with pytest.raises(ImageNotFoundError, match="no image 'calc'"):
         store.remove("calc")
+    with pytest.raises(ImageError, match="File name too long"):
+        store.resolve(tmp_path / ("x" * 300))
 
 
 @pytest.mark.parametrize("secret", ["docker://me:hush@ghcr.io/org/image:1", "docker://me:hush@image"])

@@ -1,23 +1,33 @@
 """A start that fails leaves nothing, and the conformance command names the promises that a provider breaks."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from sandboxes import LocalConfig, SandboxError, SandboxProvider, SandboxSpec
+from sandboxes import (
+    LocalConfig,
+    SandboxClosedError,
+    SandboxError,
+    SandboxProvider,
+    SandboxSpec,
+    SandboxStartError,
+)
 from sandboxes.conformance import CHECKS
 from sandboxes.conformance.__main__ import main
 from sandboxes.host.processes import find_processes
-from sandboxes.providers.base import LOG_BYTES, LaunchLog
+from sandboxes.providers.base import LOG_BYTES, LaunchLog, LaunchPlan
 from sandboxes.providers.local import LocalProvider
 from tests.support.processes.children import children, held
 
@@ -100,6 +110,32 @@ async def test_a_start_under_way_when_the_provider_closes_makes_no_sandbox(provi
         closed.set()
     assert provider.live() == []
     assert left(run_dir) == []
+
+
+async def test_a_provider_that_closes_while_a_saved_shell_is_read_has_no_sandbox(provider, run_dir, monkeypatch):
+    plan = provider.plan
+
+    async def can_save(*arguments: Any) -> LaunchPlan:
+        return replace(await plan(*arguments), save_command=lambda _launcher, _limit: [])
+
+    def read(_saved: Path) -> bytes:
+        anyio.from_thread.run(provider.close)
+        return b""
+
+    monkeypatch.setattr(provider, "plan", can_save)
+    monkeypatch.setattr("sandboxes.providers.base.read_state", read)
+    with pytest.raises(SandboxClosedError):
+        await provider.start(SandboxSpec(saved=run_dir))
+    assert provider.live() == []
+
+
+async def test_a_host_that_fails_before_the_launch_fails_the_start(provider, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(provider, "plan", full)
+    with pytest.raises(SandboxStartError, match="No space left"):
+        await provider.start(SandboxSpec())
 
 
 async def test_a_launcher_without_a_control_shell_is_collected(provider, run_dir, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from rollout_service.cli.doctor.checks import check_sharing
 from rollout_service.settings import Settings
-from sandboxes import ApptainerConfig, LocalConfig
+from sandboxes import ApptainerConfig, LocalConfig, SandboxStartError
 from sandboxes.host.kernel_calls import KEYCTL, find_inside
 from sandboxes.providers.apptainer import seccomp
 from sandboxes.providers.apptainer.launch.files import make_point
@@ -234,3 +234,12 @@ def test_doctor_names_what_can_be_used_up_and_how_to_prevent_it(tmp_path):
     assert checks["system calls of sandboxes"].state == "ok"
     assert checks["terminals of sandboxes"].found
     assert list(check_sharing(Settings(sandbox=LocalConfig(provider="local"), state_dir=tmp_path))) == []
+
+
+def test_a_busy_host_is_asked_again(monkeypatch):
+    launcher = Launcher(os.geteuid(), os.getegid())
+    with monkeypatch.context() as patched:
+        patched.setattr("sandboxes.providers.apptainer.launcher.PROBE_SECONDS", 0.0)
+        with pytest.raises(SandboxStartError, match="a trial launch took more"):
+            _ = launcher.namespaces
+    assert launcher.namespaces in {True, False}

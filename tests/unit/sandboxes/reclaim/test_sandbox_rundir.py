@@ -27,6 +27,14 @@ def test_a_folder_of_others_is_refused_and_never_swept(tmp_path):
     assert base not in run_bases(base, tmp_path)
 
 
+def test_a_folder_that_cannot_be_made_is_refused_and_one_that_cannot_be_reached_is_not_swept(tmp_path):
+    with pytest.raises(SandboxConfigError, match="cannot be made") as error:
+        run_base(Path("/proc/none/rs"))
+    assert "run_dir" in error.value.hint
+    remember(tmp_path, gone := tmp_path / ("x" * 300))
+    assert gone not in run_bases(None, tmp_path)
+
+
 async def test_a_provider_refuses_a_folder_of_others_at_its_start(tmp_path):
     base = tmp_path / "open"
     base.mkdir()
