@@ -340,7 +340,7 @@ class HostProvider(SandboxProvider):
         resources: LauncherResources,
         watched: ControlGroup | None,
         listener: socket.socket | None,
-        shell_state: bytes,
+        shell_state: bytes = b"",
     ) -> LaunchedSandbox:
         """Make it without a wait, so that `close` ends the sandbox, or this sees that the provider has been closed."""
         if self._closed:
@@ -398,7 +398,7 @@ class HostProvider(SandboxProvider):
         self._live.pop(sandbox_id, None)
 
     async def sweep(self) -> SweepReport:
-        return SweepReport(*await self._service_resources.sweep(self.groups()))
+        return await self._service_resources.sweep(self.groups())
 
     def live(self) -> list[SandboxInfo]:
         return [sandbox.info for sandbox in self._live.values()]
