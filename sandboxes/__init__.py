@@ -6,32 +6,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sandboxes.contract import (
-    DEFAULT_FILE_LIMIT,
-    DEFAULT_OUTPUT_LIMIT,
-    DEFAULT_TIMEOUT,
-    DEFAULT_TREE_LIMIT,
-    DEFAULT_WORKDIR,
-    BashResult,
-    BashSession,
-    Bind,
-    ExecResult,
-    FileEntry,
-    Network,
-    Pausing,
-    PythonErrorInfo,
-    PythonResult,
-    PythonSession,
-    RunningProgram,
-    Sandbox,
-    SandboxInfo,
-    SandboxProvider,
-    SandboxSpec,
-    SessionName,
-    SessionOutput,
-    Snapshot,
-    SweepReport,
-)
+from sandboxes import contract
+from sandboxes.contract import *  # noqa: F403  its `__all__` names them
 from sandboxes.egress.messages import EgressCounts
 from sandboxes.errors import (
     DiskFullError,
@@ -76,23 +52,13 @@ if TYPE_CHECKING:
     from sandboxes.factory import make_provider
 
 __all__ = [
-    "DEFAULT_FILE_LIMIT",
-    "DEFAULT_OUTPUT_LIMIT",
-    "DEFAULT_TIMEOUT",
-    "DEFAULT_TREE_LIMIT",
-    "DEFAULT_WORKDIR",
     "ApptainerConfig",
-    "BashResult",
-    "BashSession",
-    "Bind",
     "DiskFullError",
     "DockerConfig",
     "DockerfileError",
     "E2BConfig",
     "EditMatchError",
     "EgressCounts",
-    "ExecResult",
-    "FileEntry",
     "FileMissingError",
     "FileStalledError",
     "FileTooLargeError",
@@ -103,40 +69,27 @@ __all__ = [
     "LimitDefaults",
     "LimitExceededError",
     "LocalConfig",
-    "Network",
     "NoProcessError",
-    "Pausing",
     "PressureConfig",
     "ProviderConfig",
     "ProviderUnavailableError",
-    "PythonErrorInfo",
-    "PythonResult",
-    "PythonSession",
-    "RunningProgram",
-    "Sandbox",
     "SandboxClosedError",
     "SandboxConfigError",
     "SandboxError",
     "SandboxFileError",
-    "SandboxInfo",
     "SandboxLostError",
     "SandboxPauseError",
-    "SandboxProvider",
     "SandboxQuotaError",
     "SandboxResumeError",
-    "SandboxSpec",
     "SandboxStartError",
     "SandboxUnsavedError",
     "SessionDiedError",
-    "SessionName",
-    "SessionOutput",
-    "Snapshot",
-    "SweepReport",
     "WarmPoolConfig",
     "default_cache",
     "default_state_dir",
     "make_provider",
 ]
+__all__ += contract.__all__
 
 
 def __getattr__(name: str) -> Any:

@@ -33,9 +33,9 @@ from sandboxes.contract.values import (
     SessionName,
     SessionOutput,
     Snapshot,
-    SweepReport,
 )
 from sandboxes.limits.cgroups import Pausing
+from sandboxes.reclaim.reaper import SweepReport
 
 __all__ = [
     "DEFAULT_FILE_LIMIT",

@@ -15,11 +15,11 @@ from sandboxes.contract.values import (
     SandboxSpec,
     SessionName,
     Snapshot,
-    SweepReport,
 )
 from sandboxes.egress.messages import EgressCounts
 from sandboxes.errors import LimitExceededError, SandboxConfigError
 from sandboxes.limits.cgroups import Pausing
+from sandboxes.reclaim.reaper import SweepReport
 
 DEFAULT_FILE_LIMIT = 16 * 1024 * 1024
 DEFAULT_TREE_LIMIT = 1024 * 1024 * 1024

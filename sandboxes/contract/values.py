@@ -183,12 +183,3 @@ class SandboxInfo:
 
     state: Literal["in_use", "paused", "warm"] = "in_use"
     """A warm sandbox waits in a pool and belongs to nobody yet; in a paused one nothing runs until it is used."""
-
-
-@dataclass(frozen=True, slots=True)
-class SweepReport:
-    """The result of `sweep`: counts of the removed things, and each that could not be removed, with the reason."""
-
-    sandboxes: int = 0
-    processes: int = 0
-    failures: tuple[str, ...] = ()

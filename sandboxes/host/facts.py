@@ -19,6 +19,10 @@ INSTALL_PREFIX = Path("/opt/apptainer")
 """Where `scripts/install-apptainer` puts Apptainer if the distribution has no package of it."""
 
 INSTALL_HINT = "run scripts/install-apptainer (as root), or name the binary in ROLLOUT_APPTAINER"
+NAMESPACES_HINT = (
+    "allow user namespaces: sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, and on Ubuntu "
+    "kernel.apparmor_restrict_unprivileged_userns=0"
+)
 
 CAP_SYS_ADMIN = 21
 """From linux/capability.h. Apptainer as root needs it to mount."""
@@ -108,7 +112,7 @@ def read_host_facts(environ: Mapping[str, str] | None = None) -> HostFacts:
         subuid_ranges=tuple(map(str, subordinate_ids_of(os.getuid(), SUBUID))),
         subgid_ranges=tuple(map(str, subordinate_ids_of(os.getuid(), SUBGID))),
         sys_admin=_permits(CAP_SYS_ADMIN),
-        max_open_files=_number(Path("/proc/sys/fs/file-max")),
+        max_open_files=read_number(Path("/proc/sys/fs/file-max")),
     )
 
 
@@ -131,7 +135,8 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _number(path: Path) -> int | None:
+def read_number(path: Path) -> int | None:
+    """Return the number that a file of the kernel has, if it can be read."""
     text = _read(path).strip()
     return int(text) if text.isdecimal() else None
 

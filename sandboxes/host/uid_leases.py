@@ -156,7 +156,8 @@ def is_taken(block: range) -> bool:
     others = users_of_processes() | users_in_file()
     if any(number in block for number in others):
         return True
-    return any(_overlap(block, found.ids) for file in ID_FILES for found in read_subordinate_ids(file))
+    ranges = (found.ids for file in ID_FILES for found in read_subordinate_ids(file))
+    return any(block.start < ids.stop and ids.start < block.stop for ids in ranges)
 
 
 def users_in_file(path: Path = Path("/etc/passwd")) -> set[int]:
@@ -165,10 +166,6 @@ def users_in_file(path: Path = Path("/etc/passwd")) -> set[int]:
     except OSError:
         return set()
     return {int(number) for number in re.findall(r"^[^:]*:[^:]*:(\d+):", text, re.MULTILINE)}
-
-
-def _overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
 
 
 def users_of_processes() -> set[int]:

@@ -5,14 +5,13 @@ the image is run.
 """
 
 import os
-import posixpath
 import stat
 import struct
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-LINK_LIMIT = 40
+from sandboxes.host.kernel_calls import find_inside
+
 READ_LIMIT = 8 * 1024 * 1024
 ELF_MACHINES = {62: "x86_64", 183: "aarch64", 21: "ppc64le", 22: "s390x", 243: "riscv64"}
 PT_INTERP = 3
@@ -32,27 +31,12 @@ class ImageTree:
 
     def find(self, path: str) -> str | None:
         """Follow every link in the path; return None if it leads nowhere."""
-        todo, done, links = deque(_parts(path)), "/", 0
-        while todo:
-            part = todo.popleft()
-            if part == "..":
-                done = posixpath.dirname(done)
-                continue
-            here = posixpath.join(done, part)
-            try:
-                mode = self.host(here).lstat().st_mode
-                target = str(self.host(here).readlink()) if stat.S_ISLNK(mode) else None
-            except (OSError, ValueError):
-                return None
-            if target is None:
-                done = here
-                continue
-            links += 1
-            if links > LINK_LIMIT:
-                return None
-            todo.extendleft(reversed(_parts(target)))
-            done = "/" if target.startswith("/") else done
-        return done
+        root = str(self.root)
+        try:
+            found = find_inside(root, path)
+        except (OSError, ValueError):
+            return None
+        return (found.removeprefix(root) or "/") if os.path.lexists(found) else None
 
     def host(self, found: str) -> Path:
         return self.root / found.lstrip("/")
@@ -123,7 +107,3 @@ def _loader(data: bytes, table: int, size: int, count: int) -> str | None:
             (length,) = struct.unpack_from("<Q", data, entry + 32)
             return data[offset : offset + length].rstrip(b"\0").decode(errors="replace")
     return None
-
-
-def _parts(path: str) -> list[str]:
-    return [part for part in path.split("/") if part not in {"", "."}]

@@ -134,9 +134,6 @@ class ControlGroup:
                     return ControlGroupFile(folder / name)
         return None
 
-    def processes(self) -> list[int]:
-        return sorted(set().union(*map(group_members, self.paths)))
-
     def remove(self) -> bool:
         """Return whether all folders are gone. Blocks for at most `REMOVE_SECONDS`."""
         return remove_groups(self.paths, REMOVE_SECONDS)

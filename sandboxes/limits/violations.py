@@ -81,26 +81,14 @@ class LimitMonitor:
         return tuple(self.make_error(limit) for limit in WHOLE if counts.get(limit))
 
     def make_error(self, limit: str) -> LimitExceededError:
-        match limit:
-            case "memory":
-                size = _format_size(self.limits.memory_bytes)
-                return LimitExceededError(
-                    f"the sandbox ran out of memory{size}, and a process in it was killed", limit=limit
-                )
-            case "processes":
-                return LimitExceededError(
-                    f"the sandbox reached its limit of {self.limits.max_processes} processes", limit=limit
-                )
-            case "disk":
-                size = _format_size(self.limits.disk_bytes)
-                return LimitExceededError(f"the sandbox's disk{size} was full", limit=limit)
-            case "watches":
-                return LimitExceededError(
-                    "the sandbox used up its share of epoll watches, and every process in it was killed",
-                    limit=limit,
-                )
-            case _:
-                return LimitExceededError(f"the sandbox reached its limit: {limit}", limit=limit)
+        memory, disk = _format_size(self.limits.memory_bytes), _format_size(self.limits.disk_bytes)
+        texts = {
+            "memory": f"the sandbox ran out of memory{memory}, and a process in it was killed",
+            "processes": f"the sandbox reached its limit of {self.limits.max_processes} processes",
+            "disk": f"the sandbox's disk{disk} was full",
+            "watches": "the sandbox used up its share of epoll watches, and every process in it was killed",
+        }
+        return LimitExceededError(texts.get(limit, f"the sandbox reached its limit: {limit}"), limit=limit)
 
     def close(self) -> None:
         """Close the files; while they are open, the sandbox's file system cannot end. Idempotent."""

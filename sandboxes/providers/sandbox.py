@@ -111,7 +111,9 @@ class ControlledSandbox(SandboxWithFiles):
         self._under_way = 0
         self._at_rest = anyio.Event()
         self._lifetime: asyncio.TimerHandle | None = None
-        self.begin_lifetime()
+        """At its end everything inside ends. Folders and groups are removed when the sandbox is closed."""
+        if spec.lifetime_seconds is not None:
+            self._lifetime = asyncio.get_running_loop().call_later(spec.lifetime_seconds, self._expire)
         self._info = SandboxInfo(
             id=launched.id,
             label=spec.label,
@@ -379,7 +381,8 @@ class ControlledSandbox(SandboxWithFiles):
                 await self._closed.wait()
                 return
             self._closing = True
-            self._end_lifetime()
+            if self._lifetime is not None:
+                self._lifetime.cancel()
             try:
                 self._launched.control.close()
                 self._freezer.close()
@@ -424,21 +427,6 @@ class ControlledSandbox(SandboxWithFiles):
         finally:
             self._under_way -= 1
             self._at_rest.set()
-
-    def begin_lifetime(self) -> None:
-        """Start `spec.lifetime_seconds` now, also anew for a sandbox that was started ahead of its use.
-
-        When it is over, everything inside ends. Folders and groups are removed when the sandbox is closed.
-        """
-        self._end_lifetime()
-        if self._spec.lifetime_seconds is not None and not self._closing:
-            loop = asyncio.get_running_loop()
-            self._lifetime = loop.call_later(self._spec.lifetime_seconds, self._expire)
-
-    def _end_lifetime(self) -> None:
-        if self._lifetime is not None:
-            self._lifetime.cancel()
-            self._lifetime = None
 
     def _expire(self) -> None:
         seconds = self._spec.lifetime_seconds or 0.0

@@ -80,7 +80,7 @@ class ServiceResources:
         """Pids: one, unless a folder was removed under it."""
         return [guard.process.pid for guard in self._guards if guard.alive]
 
-    async def sweep(self, groups: ControlGroups) -> reaper.ReclaimResult:
+    async def sweep(self, groups: ControlGroups) -> reaper.SweepReport:
         """Reclaim the remains of this user's dead services.
 
         Raises:
@@ -88,11 +88,11 @@ class ServiceResources:
         """
         parents = sorted({str(path.parent) for path in groups.paths_of("").values()})
 
-        def sweep_all() -> reaper.ReclaimResult:
+        def sweep_all() -> reaper.SweepReport:
             run_base(self._run_dir)
             return sum(
                 (reaper.sweep(base, parents) for base in run_bases(self._run_dir, self._state_dir)),
-                reaper.ReclaimResult(),
+                reaper.SweepReport(),
             )
 
         return await anyio.to_thread.run_sync(sweep_all)

@@ -35,17 +35,17 @@ QUIET_ROUNDS = 2
 PAUSE = 0.02
 
 
-class ReclaimResult(NamedTuple):
-    """Counts of removed items, and failures with their reasons."""
+class SweepReport(NamedTuple):
+    """Counts of the things that were removed, and each that could not be, with the reason."""
 
     sandboxes: int = 0
     processes: int = 0
     failures: tuple[str, ...] = ()
 
-    def __add__(self, other: object) -> "ReclaimResult":
-        if not isinstance(other, ReclaimResult):
+    def __add__(self, other: object) -> "SweepReport":
+        if not isinstance(other, SweepReport):
             return NotImplemented
-        return ReclaimResult(
+        return SweepReport(
             self.sandboxes + other.sandboxes,
             self.processes + other.processes,
             (*self.failures, *other.failures),
@@ -58,21 +58,21 @@ def write_owner(folder: Path, groups: Iterable[str]) -> None:
     (folder / OWNER).write_text(json.dumps(owner))
 
 
-def sweep(base: Path, groups: Iterable[str] = ()) -> ReclaimResult:
+def sweep(base: Path, groups: Iterable[str] = ()) -> SweepReport:
     """Reclaim the remains below a folder. It blocks for as long as the kernel needs.
 
     `groups` are the parents of control groups, for folders that do not say where theirs are.
     """
-    total = ReclaimResult()
+    total = SweepReport()
     with suppress(OSError):
         for folder in sorted(base.iterdir()):
             if NAME.fullmatch(folder.name):
                 guesses = [f"{parent}/rollout-{folder.name}" for parent in groups]
-                total += sweep_service(folder, guesses) or ReclaimResult()
+                total += sweep_service(folder, guesses) or SweepReport()
     return total
 
 
-def sweep_service(folder: Path, groups: Iterable[str] = ()) -> ReclaimResult | None:
+def sweep_service(folder: Path, groups: Iterable[str] = ()) -> SweepReport | None:
     """Reclaim the remains of one service; return None if it lives, is not ours, or another process is reclaiming it."""
     with claim(folder) as owner:
         if owner is None:
@@ -105,7 +105,7 @@ def is_dead(folder: Path) -> bool:
 
 def reclaim(
     folder: Path, groups: Iterable[str], seconds: float = RECLAIM_SECONDS, rounds: int = QUIET_ROUNDS
-) -> ReclaimResult:
+) -> SweepReport:
     """End the processes that a service started and remove the files that it created; the caller holds its lock.
 
     It is done once nothing was found `rounds` times. One round is enough for a service that starts nothing more.
@@ -125,7 +125,7 @@ def reclaim(
     failures = [] if quiet >= rounds else ["processes or control groups are still in use"]
     if not failures and (problem := remove_tree(folder, deadline)):
         failures.append(problem)
-    return ReclaimResult(sandboxes if not failures else 0, killed, tuple(f"{folder}: {what}" for what in failures))
+    return SweepReport(sandboxes if not failures else 0, killed, tuple(f"{folder}: {what}" for what in failures))
 
 
 def kill_groups(paths: Iterable[Path]) -> int:

@@ -7,7 +7,6 @@ whose name begins the ids of its sandboxes, and holds a lock on it for as long a
 pipes/    named pipes of processes; read-only inside, where it can be entered but not listed
 sockets/  the kernel's sockets; writable inside
 overlay/  files that the sandbox writes
-image     the image, as the launcher sees it
 log       the launcher's output until the sandbox is ready
 """
 
@@ -50,10 +49,6 @@ class RunFolder:
     @property
     def overlay(self) -> Path:
         return self.path / "overlay"
-
-    @property
-    def image(self) -> Path:
-        return self.path / "image"
 
     @property
     def log(self) -> Path:

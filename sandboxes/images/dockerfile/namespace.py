@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from sandboxes.errors import ImageBuildError
+from sandboxes.host.facts import NAMESPACES_HINT
 from sandboxes.host.kernel_calls import alone
 from sandboxes.host.subordinate_ids import SUBGID, SUBUID, has_subordinate_ids, subordinate_ids_of
 from sandboxes.host.uid_leases import covered_by_this_namespace
@@ -33,10 +34,6 @@ ROOT_IDS = 1_879_048_192 - COUNT
 LAST_LINES = 15
 ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)")
 """Terminal escapes, which neither a log nor an error should repeat."""
-NAMESPACES = (
-    "allow user namespaces: sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, and on Ubuntu "
-    "kernel.apparmor_restrict_unprivileged_userns=0"
-)
 # From asm/unistd_64.h and asm-generic/unistd.h: calls that change an owner or the user, and capset.
 PRETENDED = {
     "x86_64": (0xC000003E, (92, 93, 94, 260, 105, 106, 113, 114, 116, 117, 119, 122, 123, 126)),
@@ -317,9 +314,9 @@ def _read_report(report: int, exit_code: int, last: tuple[str, ...]) -> StepResu
         with suppress(ValueError):
             found |= json.loads(line)
     if not found:
-        hint = NAMESPACES if exit_code > 0 else "start the build again"
+        hint = NAMESPACES_HINT if exit_code > 0 else "start the build again"
         message = f"a step of the build ended with {exit_code} before it could report"
         raise ImageBuildError(message, hint=hint, output="\n".join(last))
     if "error" in found and "unshare" in found["error"]:
-        raise ImageBuildError(f"no namespace for the build: {found['error']}", hint=NAMESPACES)
+        raise ImageBuildError(f"no namespace for the build: {found['error']}", hint=NAMESPACES_HINT)
     return StepResult(int(found.get("exit", 1)), last, bool(found.get("full")), str(found.get("error", "")))

@@ -21,6 +21,7 @@ from typing import Literal
 import structlog
 
 from sandboxes.errors import SandboxConfigError, SandboxStartError
+from sandboxes.host.facts import NAMESPACES_HINT
 from sandboxes.host.kernel_calls import alone
 from sandboxes.host.subordinate_ids import SUBGID, SUBUID, has_subordinate_ids, subordinate_ids_of
 from sandboxes.providers.apptainer import seccomp
@@ -35,10 +36,6 @@ OVERLAYS_OF_MAPPED = (5, 19)
 MAPPED_TMPFS = (6, 3)
 POINTS = ("/dev/", "/proc/", "/sys/", "/etc/hosts", "/etc/resolv.conf")
 """Apptainer mounts something here in every image; a folder ends with "/"."""
-NAMESPACES_HINT = (
-    "allow user namespaces: sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, and on Ubuntu "
-    "kernel.apparmor_restrict_unprivileged_userns=0"
-)
 
 
 class Launcher:

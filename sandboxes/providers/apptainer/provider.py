@@ -25,7 +25,7 @@ from sandboxes.contract import DEFAULT_WORKDIR, Bind, Pausing, SandboxSpec
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import ImageNotFoundError, ProviderUnavailableError, SandboxConfigError, SandboxStartError
 from sandboxes.host.children import ChildProcess
-from sandboxes.host.facts import INSTALL_HINT, find_apptainer
+from sandboxes.host.facts import INSTALL_HINT, NAMESPACES_HINT, find_apptainer
 from sandboxes.host.processes import MARKER
 from sandboxes.host.subordinate_ids import has_subordinate_ids, resolve_user, subordinate_ids_command
 from sandboxes.host.uid_leases import HostUsers, UserLease
@@ -35,7 +35,7 @@ from sandboxes.images.unpacked import UnpackedImages, file_identity, portable_id
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
 from sandboxes.providers.apptainer.fork_server import ForkServer
 from sandboxes.providers.apptainer.launch.container import ContainerCommand
-from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher
+from sandboxes.providers.apptainer.launcher import Launcher
 from sandboxes.providers.apptainer.setups import REPORT, ContainerSetups
 from sandboxes.providers.base import (
     BASH,

@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.config import ApptainerConfig, default_cache, parse_user_range
+from sandboxes.host.facts import read_number
 from sandboxes.host.subordinate_ids import resolve_user
 from sandboxes.host.uid_leases import HostUsers
 from sandboxes.providers.apptainer import seccomp
@@ -44,8 +44,8 @@ def read_sharing(config: ApptainerConfig, kernel: Path = Path("/proc/sys")) -> S
         SandboxConfigError: The configured user does not exist.
     """
     launcher = Launcher(*resolve_user(config.user), fakeroot=config.fakeroot)
-    counts = {name: found for name, path in COUNTED_BY_USER.items() if (found := _number(kernel / path))}
-    terminals = (_number(kernel / PTYS_OF_HOST) or 0) - (_number(kernel / PTYS_RESERVED) or 0)
+    counts = {name: found for name, path in COUNTED_BY_USER.items() if (found := read_number(kernel / path))}
+    terminals = (read_number(kernel / PTYS_OF_HOST) or 0) - (read_number(kernel / PTYS_RESERVED) or 0)
     return Sharing(
         own_users=_has_own_users(config, launcher),
         filtered=seccomp.build_program() is not None and (kernel / FILTERS).exists(),
@@ -70,9 +70,3 @@ def _has_own_users(config: ApptainerConfig, launcher: Launcher) -> bool:
         return users.available and launcher.can_map(there, numbers.start)
     finally:
         users.close()
-
-
-def _number(path: Path) -> int | None:
-    with suppress(OSError, ValueError):
-        return int(path.read_text())
-    return None

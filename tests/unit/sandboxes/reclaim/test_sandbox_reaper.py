@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sandboxes.host.processes import MARKER
 from sandboxes.reclaim.guard import Guard
-from sandboxes.reclaim.reaper import OWNER, ReclaimResult, reclaim, sweep, sweep_service
+from sandboxes.reclaim.reaper import OWNER, SweepReport, reclaim, sweep, sweep_service
 from sandboxes.reclaim.run_folders import ServiceFolder
 from tests.support.processes.children import killed
 from tests.support.processes.service import eventually
@@ -70,16 +70,16 @@ def service(base: Path) -> Iterator[ServiceFolder]:
 def test_a_dead_service_is_swept_with_its_processes(base, stack):
     folder = dead_service(base, 2)
     process = start_marked(stack, f"{folder.name}-1")
-    assert sweep(base) == ReclaimResult(2, 1)
+    assert sweep(base) == SweepReport(2, 1)
     assert process.wait() == -signal.SIGKILL
     assert list(base.iterdir()) == []
-    assert sweep(base) == ReclaimResult()
+    assert sweep(base) == SweepReport()
 
 
 def test_a_live_service_is_not_swept(base, service, stack):
     service.new().create(os.geteuid(), os.getegid())
     process = start_marked(stack, f"{service.name}-1")
-    assert sweep(base) == ReclaimResult()
+    assert sweep(base) == SweepReport()
     assert sweep_service(service.path) is None
     assert process.poll() is None
     assert (service.path / "1").exists()
@@ -90,7 +90,7 @@ def test_other_entries_are_not_touched(base):
         (base / name).mkdir()
     (base / "0000000f").symlink_to(base / "notes")
     (base / "0000000e").touch()
-    assert sweep(base) == ReclaimResult()
+    assert sweep(base) == SweepReport()
     assert len(list(base.iterdir())) == 6
 
 
@@ -99,7 +99,7 @@ def test_a_folder_of_another_host_is_not_touched(base):
     owner = json.loads((folder / OWNER).read_text())
     assert owner["host"] == socket.gethostname()
     (folder / OWNER).write_text(json.dumps({**owner, "host": "another"}))
-    assert sweep(base) == ReclaimResult()
+    assert sweep(base) == SweepReport()
     assert (folder / "1").exists()
 
 
@@ -107,7 +107,7 @@ def test_a_folder_of_another_user_is_not_touched(base, monkeypatch):
     folder = dead_service(base)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert sweep(base) == ReclaimResult()
+    assert sweep(base) == SweepReport()
     assert (folder / "1").exists()
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_owner_file_does_not_stop_the_sweep(tmp_path_factory, damage):
     base = tmp_path_factory.mktemp("run")
     folder = dead_service(base)
     (folder / OWNER).write_bytes(damage)
-    assert sweep(base) == ReclaimResult(1)
+    assert sweep(base) == SweepReport(1)
     assert list(base.iterdir()) == []
 
 
@@ -137,20 +137,20 @@ def test_control_groups_outside_the_hierarchy_are_ignored(base, tmp_path):
         "/sys/fs/cgroup/memory",
     ]
     (folder / OWNER).write_text(json.dumps({"groups": groups}))
-    assert sweep(base) == ReclaimResult(1)
+    assert sweep(base) == SweepReport(1)
     assert victim.exists()
 
 
 def test_a_service_killed_before_its_owner_file(base):
     (base / "0123abcd").mkdir()
-    assert sweep(base) == ReclaimResult()
+    assert sweep(base) == SweepReport()
     assert list(base.iterdir()) == []
 
 
 def test_processes_are_ended_even_without_the_folder(base, stack):
     process = start_marked(stack, "0c0c0c0c-3")
     swept = sweep_service(base / "0c0c0c0c")
-    assert swept == ReclaimResult(0, 1)
+    assert swept == SweepReport(0, 1)
     assert process.wait() == -signal.SIGKILL
 
 
@@ -158,7 +158,7 @@ def test_many_sweeps_at_once_do_no_harm(base, service):
     service.new().create(os.geteuid(), os.getegid())
     for _ in range(6):
         dead_service(base, 3)
-    results: list[ReclaimResult] = []
+    results: list[SweepReport] = []
     threads = [threading.Thread(target=lambda: results.append(sweep(base))) for _ in range(6)]
     for thread in threads:
         thread.start()
@@ -234,7 +234,7 @@ def test_the_guard_spares_a_live_service_that_lost_its_pipe(base, stack):
     stack.enter_context(killed(guard.process))
     guard.dismiss(clean=False)
     eventually(lambda: b"guard" not in Path(f"/proc/{guard.process.pid}/cmdline").read_bytes().split(b"\0"))
-    assert sweep(base) == ReclaimResult()
+    assert sweep(base) == SweepReport()
     assert guard.alive
     assert process.poll() is None
     service.close()
