@@ -90,7 +90,7 @@ class SandboxQuotaError(SandboxStartError):
 
 
 class SandboxLostError(SandboxError):
-    """A server ended the sandbox, or cannot be reached any more. It says nothing about the code inside."""
+    """A server, or what the sandbox needs on this host, ended or is out of reach; the code inside is not the cause."""
 
     code = "sandbox_lost"
     retryable = True

@@ -101,6 +101,10 @@ class EgressHost:
                     )
                 self._open.add(sandbox)
 
+    def serves(self, sandbox: str) -> bool:
+        """Return whether a sandbox's proxy runs, as far as is known without asking."""
+        return sandbox in self._open and self.process is not None and self.process.poll() is None
+
     async def close(self, sandbox: str) -> EgressCounts:
         """Return the proxy's counts, which are zero if there was none."""
         async with self._lock:
@@ -156,7 +160,8 @@ class EgressHost:
         return decode_counts(packet)
 
     def _hang_up(self) -> None:
-        """Close the channel; the process ends when it notices."""
+        """Close the channel; the process ends when it notices, and its proxies with it."""
+        self._open.clear()
         if self._channel is not None:
             self._channel.close()
             self._channel = None

@@ -373,6 +373,7 @@ class HostProvider(SandboxProvider):
             make_snapshot=None if plan.make_snapshot is None else partial(plan.make_snapshot, resources),
             save_command=plan.save_command,
             shell_state=shell_state,
+            has_network=(lambda: True) if plan.egress is None else partial(self.egress.serves, folder.id),
         )
 
     @property

@@ -41,6 +41,7 @@ from sandboxes.errors import (
     SandboxClosedError,
     SandboxConfigError,
     SandboxError,
+    SandboxLostError,
     SandboxStartError,
     SandboxUnsavedError,
     SessionDiedError,
@@ -59,6 +60,7 @@ from sandboxes.sessions.kernel import KernelPaths
 from sandboxes.sessions.python import PROGRAM_INSIDE, KernelSession
 
 SAVE_HINT = "this needs Apptainer without fakeroot, unpacked images, and a kernel and a user that may mount overlays"
+PROXY_HINT = "start a new sandbox; the service's log may say why the process of the egress proxies ended"
 DRAIN_SECONDS = 3.0
 """`close` waits so long for calls under way to notice the end."""
 END_SECONDS = 25.0
@@ -91,6 +93,8 @@ class LaunchedSandbox:
     """Called while the sandbox runs; None if no snapshot can be made here."""
     save_command: Callable[[int, int], list[str]] | None
     shell_state: bytes
+    has_network: Callable[[], bool]
+    """Returns whether the way out that it was given is still there."""
 
 
 class ControlledSandbox(SandboxWithFiles):
@@ -174,12 +178,14 @@ class ControlledSandbox(SandboxWithFiles):
 
     @property
     def running(self) -> bool:
-        return not self._closing and self._launched.control.alive
+        return not self._closing and self._launched.control.alive and self._launched.has_network()
 
     @property
     def loss(self) -> SandboxError | None:
         """Why the sandbox has ended, if neither its user nor code inside ended it."""
-        return None
+        if self._closing or self._launched.has_network():
+            return None
+        return SandboxLostError(f"the proxy of sandbox {self.id} has ended, so it reaches no host", hint=PROXY_HINT)
 
     @property
     def healthy(self) -> bool:

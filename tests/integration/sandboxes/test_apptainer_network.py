@@ -17,8 +17,17 @@ import anyio
 import psutil
 import pytest
 
-from sandboxes import ApptainerConfig, Sandbox, SandboxConfigError, SandboxSpec, make_provider
+from sandboxes import (
+    ApptainerConfig,
+    Sandbox,
+    SandboxConfigError,
+    SandboxLostError,
+    SandboxSpec,
+    SandboxStartError,
+    make_provider,
+)
 from sandboxes.contract import LISTENER_ADDRESS
+from sandboxes.host.children import wait_exit
 from tests.support.processes.children import killed
 from tests.support.users.as_user import ordinary_user
 from tests.support.waiting import until
@@ -148,6 +157,21 @@ async def test_a_list_admits_the_hosts_it_names_and_explains_refusals(provider, 
             assert counts.allowed == 1
             assert counts.refused == {"port": 1, "host": 2}
     assert (await provider.egress_counts()).refused == counts.refused
+
+
+async def test_a_sandbox_whose_proxy_has_ended_is_lost_and_not_the_agents_failure(provider):
+    spec = SandboxSpec(network=("example.org",))
+    async with await provider.start(spec) as sandbox:
+        assert sandbox.healthy
+        provider.egress.process.kill()
+        await wait_exit(provider.egress.process, 10)
+        with pytest.raises(SandboxLostError, match=r"the proxy of sandbox .* has ended"):
+            await sandbox.bash()
+        with pytest.raises(SandboxStartError, match="does not answer"):
+            await provider.start(spec)
+        async with await provider.start(spec) as other:
+            assert (await get(other, "http://example.net/"))[0] == 403
+            assert (other.healthy, sandbox.healthy) == (True, False), "the new process has only the other's proxy"
 
 
 async def test_a_sandbox_with_a_proxy_reaches_its_owner_too(provider):

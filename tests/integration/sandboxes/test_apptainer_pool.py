@@ -64,25 +64,6 @@ async def test_without_the_python_session_no_kernel_is_started(pool):
         assert b"--noediting" in found.stdout
 
 
-async def test_a_warm_sandbox_whose_shell_was_killed_is_not_handed_out(pool):
-    await (await pool.start(SPEC)).close()
-    await warmed(pool)
-    (kept,) = pool._warm
-    await kept.sandbox.exec(["bash", "-c", "kill -9 -1"])
-    await until(lambda: not kept.sandbox.healthy, 10)
-    async with await pool.start(SPEC) as sandbox:
-        assert sandbox.id != kept.sandbox.id
-        assert (await (await sandbox.bash()).run("echo here")).output == "here\n"
-
-
-async def test_other_limits_are_another_kind(pool):
-    await (await pool.start(SPEC)).close()
-    await warmed(pool)
-    (kept,) = pool._warm
-    async with await pool.start(replace(SPEC, memory_bytes=256 * 1024**2)) as sandbox:
-        assert sandbox.id != kept.sandbox.id
-
-
 CHANGE = """
 set -eu
 rm -r /usr/share/doc

@@ -462,17 +462,3 @@ async def test_many_at_once(provider):
         for number in range(8):
             tasks.start_soon(one, number)
     assert found == {number: f"{number}\nmine\n" for number in range(8)}
-
-
-async def test_closing_while_sandboxes_start_leaves_nothing(run, provider):
-    async def one() -> None:
-        with suppress(SandboxStartError, SandboxClosedError):
-            await (await provider.start(SandboxSpec())).close()
-
-    async with anyio.create_task_group() as tasks:
-        for _ in range(6):
-            tasks.start_soon(one)
-        await anyio.sleep(0.05)
-        await provider.close()
-    assert services(run) == set()
-    assert guards(run) == []
