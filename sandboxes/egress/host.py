@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 import anyio
 
-from sandboxes.egress.messages import PACKET_BYTES, EgressCounts, ProxyRequest, decode_counts
+from sandboxes.egress.messages import PACKET_BYTES, EgressCounts, ProxyRequest, decode_answer
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import SandboxClosedError, SandboxStartError
 from sandboxes.host.children import LingeringChildren, end_process
@@ -85,7 +85,7 @@ class EgressHost:
 
         Raises:
             SandboxClosedError: `aclose` was called.
-            SandboxStartError: The process of the proxies does not answer.
+            SandboxStartError: The process of the proxies does not answer, or can serve no more.
         """
         with listening:
             request = ProxyRequest("open", sandbox, allowed.entries, private)
@@ -96,8 +96,8 @@ class EgressHost:
                     await self._start(owner)
                 if await self._ask(request, [listening.fileno()]) is None:
                     raise SandboxStartError(
-                        "the process of the egress proxies does not answer",
-                        hint="see its lines in the service's log; the next start tries a new process",
+                        "the process of the egress proxies does not answer, or has no descriptor left",
+                        hint="see its lines in the service's log; raise the hard limit on open files",
                     )
                 self._open.add(sandbox)
 
@@ -144,7 +144,7 @@ class EgressHost:
             self.process = _spawn(theirs, owner)
 
     async def _ask(self, request: ProxyRequest, descriptors: list[int] | None = None) -> EgressCounts | None:
-        """Return the answer, or None if the process has ended. Cancellation cannot separate request and answer."""
+        """Return the answer, or None if there is none. Cancellation cannot separate request and answer."""
         packet = b""
         with anyio.move_on_after(ANSWER_SECONDS, shield=True):
             try:
@@ -157,7 +157,7 @@ class EgressHost:
         if not packet:
             self._hang_up()
             return None
-        return decode_counts(packet)
+        return decode_answer(packet)
 
     def _hang_up(self) -> None:
         """Close the channel; the process ends when it notices, and its proxies with it."""

@@ -45,9 +45,10 @@ class EgressCounts:
             self.refused[code] = self.refused.get(code, 0) + number
 
 
-def encode_counts(counts: EgressCounts) -> bytes:
-    return json.dumps(asdict(counts)).encode()
+def encode_answer(counts: EgressCounts | None) -> bytes:
+    return json.dumps(counts and asdict(counts)).encode()
 
 
-def decode_counts(packet: bytes) -> EgressCounts:
-    return EgressCounts(**json.loads(packet))
+def decode_answer(packet: bytes) -> EgressCounts | None:
+    found = json.loads(packet)
+    return found and EgressCounts(**found)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import anyio
 import structlog
 
-from sandboxes.egress.messages import PACKET_BYTES, EgressCounts, ProxyRequest, encode_counts
+from sandboxes.egress.messages import PACKET_BYTES, EgressCounts, ProxyRequest, encode_answer
 from sandboxes.egress.proxy import EgressProxy, resolve
 from sandboxes.egress.rules import AllowList, normalize_host
 from sandboxes.limits.cgroups import raise_open_files
@@ -43,8 +43,11 @@ class ProxySet:
         self._tasks = tasks
         self._running: dict[str, RunningProxy] = {}
 
-    async def answer(self, request: ProxyRequest, descriptors: list[int]) -> EgressCounts:
+    async def answer(self, request: ProxyRequest, descriptors: list[int]) -> EgressCounts | None:
+        """Return None if this process has no descriptor left for the socket of one more proxy."""
         if request.act == "open":
+            if not descriptors:
+                return None
             proxy = EgressProxy(request.sandbox, AllowList(request.allowed), private=request.private)
             one = self._running[request.sandbox] = RunningProxy(proxy)
             self._tasks.start_soon(one.serve, socket.socket(fileno=descriptors[0]))
@@ -77,7 +80,7 @@ async def serve(channel: socket.socket, user: int, group: int) -> None:
             if not packet:
                 tasks.cancel_scope.cancel()
                 return
-            channel.send(encode_counts(await proxies.answer(ProxyRequest.decode(packet), descriptors)))
+            channel.send(encode_answer(await proxies.answer(ProxyRequest.decode(packet), descriptors)))
 
 
 async def load_everything() -> None:

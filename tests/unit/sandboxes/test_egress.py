@@ -1,5 +1,7 @@
 """The proxy enforces the list of hosts, with real sockets and a scripted resolver."""
 
+import os
+import resource
 import secrets
 import signal
 import socket
@@ -10,6 +12,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 import anyio
+import psutil
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 from hypothesis import given
@@ -461,6 +464,19 @@ async def test_a_killed_process_is_one_error_and_is_then_replaced():
         await host.open("b", allowed, False, socket.create_server(("127.0.0.1", 0)), OWNER)
     await host.open("c", allowed, False, socket.create_server(("127.0.0.1", 0)), OWNER)
     assert (await host.close("a")).connections == 0
+    await host.aclose()
+
+
+@pytest.mark.slow
+async def test_a_process_without_descriptors_refuses_one_sandbox_and_serves_the_others():
+    host, owner = EgressHost(), OWNER._replace(user=os.geteuid(), group=os.getegid())
+    await host.open("a", AllowList([]), False, socket.create_server(("127.0.0.1", 0)), owner)
+    used = psutil.Process(host.process.pid).num_fds()
+    resource.prlimit(host.process.pid, resource.RLIMIT_NOFILE, (used, used))
+    with pytest.raises(SandboxStartError, match="no descriptor left"):
+        await host.open("b", AllowList([]), False, socket.create_server(("127.0.0.1", 0)), owner)
+    await host.counts()
+    assert (host.serves("a"), host.serves("b")) == (True, False)
     await host.aclose()
 
 
