@@ -6,35 +6,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sandboxes import contract
-from sandboxes.contract import *  # noqa: F403  its `__all__` names them
+from sandboxes import contract, errors
+from sandboxes.contract import *  # noqa: F403  each `__all__` has the public names
 from sandboxes.egress.messages import EgressCounts
-from sandboxes.errors import (
-    DiskFullError,
-    DockerfileError,
-    EditMatchError,
-    FileMissingError,
-    FileStalledError,
-    FileTooLargeError,
-    ImageBuildError,
-    ImageError,
-    ImageNotFoundError,
-    ImagePathError,
-    LimitExceededError,
-    NoProcessError,
-    ProviderUnavailableError,
-    SandboxClosedError,
-    SandboxConfigError,
-    SandboxError,
-    SandboxFileError,
-    SandboxLostError,
-    SandboxPauseError,
-    SandboxQuotaError,
-    SandboxResumeError,
-    SandboxStartError,
-    SandboxUnsavedError,
-    SessionDiedError,
-)
+from sandboxes.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     from sandboxes.config import (
@@ -53,43 +28,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ApptainerConfig",
-    "DiskFullError",
     "DockerConfig",
-    "DockerfileError",
     "E2BConfig",
-    "EditMatchError",
     "EgressCounts",
-    "FileMissingError",
-    "FileStalledError",
-    "FileTooLargeError",
-    "ImageBuildError",
-    "ImageError",
-    "ImageNotFoundError",
-    "ImagePathError",
     "LimitDefaults",
-    "LimitExceededError",
     "LocalConfig",
-    "NoProcessError",
     "PressureConfig",
     "ProviderConfig",
-    "ProviderUnavailableError",
-    "SandboxClosedError",
-    "SandboxConfigError",
-    "SandboxError",
-    "SandboxFileError",
-    "SandboxLostError",
-    "SandboxPauseError",
-    "SandboxQuotaError",
-    "SandboxResumeError",
-    "SandboxStartError",
-    "SandboxUnsavedError",
-    "SessionDiedError",
     "WarmPoolConfig",
     "default_cache",
     "default_state_dir",
     "make_provider",
 ]
 __all__ += contract.__all__
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,33 @@ that fails is not an error but a result with an exit code.
 
 from typing import ClassVar
 
+__all__ = [
+    "DiskFullError",
+    "DockerfileError",
+    "EditMatchError",
+    "FileMissingError",
+    "FileStalledError",
+    "FileTooLargeError",
+    "ImageBuildError",
+    "ImageError",
+    "ImageNotFoundError",
+    "ImagePathError",
+    "LimitExceededError",
+    "NoProcessError",
+    "ProviderUnavailableError",
+    "SandboxClosedError",
+    "SandboxConfigError",
+    "SandboxError",
+    "SandboxFileError",
+    "SandboxLostError",
+    "SandboxPauseError",
+    "SandboxQuotaError",
+    "SandboxResumeError",
+    "SandboxStartError",
+    "SandboxUnsavedError",
+    "SessionDiedError",
+]
+
 
 class SandboxError(Exception):
     code: ClassVar[str] = "sandbox_error"

@@ -8,6 +8,7 @@ Only the standard library is used here, because the guard starts without anythin
 """
 
 import os
+import re
 import secrets
 import subprocess
 import time
@@ -15,6 +16,7 @@ from contextlib import suppress
 from errno import ENOTEMPTY
 from pathlib import Path
 
+ESCAPED = re.compile(r"\\(\d{3})")
 PASSES = 3
 """A file system may skip entries of a folder that is emptied while it is listed."""
 
@@ -139,13 +141,5 @@ def _still_mounted(path: Path) -> str | None:
 def mounts_below(path: Path) -> list[str]:
     real = str(path.parent.resolve() / path.name)
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").split("\n")
-    points = [_unescape(line.split(" ", 5)[4]) for line in lines if line]
+    points = [ESCAPED.sub(lambda code: chr(int(code[1], 8)), line.split(" ", 5)[4]) for line in lines if line]
     return [point for point in points if point == real or point.startswith(f"{real}/")]
-
-
-def _unescape(field: str) -> str:
-    if "\\" not in field:
-        return field
-    for code, character in (("040", " "), ("011", "\t"), ("012", "\n"), ("134", "\\")):
-        field = field.replace(f"\\{code}", character)
-    return field

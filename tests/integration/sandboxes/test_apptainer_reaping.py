@@ -447,18 +447,3 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(run, provider, tmp
     with pytest.raises(SandboxStartError):
         await provider.start(SandboxSpec(image=str(empty)))
     assert contents(run) == ["owner"]
-
-
-async def test_many_at_once(provider):
-    found: dict[int, str] = {}
-
-    async def one(number: int) -> None:
-        async with await provider.start(SandboxSpec()) as sandbox:
-            bash = await sandbox.bash()
-            await bash.run(f"echo {number} >mine")
-            found[number] = (await bash.run("cat mine; ls")).output
-
-    async with anyio.create_task_group() as tasks:
-        for number in range(8):
-            tasks.start_soon(one, number)
-    assert found == {number: f"{number}\nmine\n" for number in range(8)}

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from sandboxes.errors import ImageBuildError, ImageError, ImageNotFoundError
 from sandboxes.images.build import ApptainerBuilder, Progress, hint_for
 from sandboxes.images.eviction import EvictionCandidate, choose_evictions
 from sandboxes.images.sources import (
-    DEFINITIONS,
     Definition,
     Reference,
     Source,
@@ -534,12 +532,6 @@ def test_base_is_packaged_and_pins_what_the_lock_pins():
     pins = re.findall(r"^\s*([\w.-]+==\S+) \\$", text, re.MULTILINE)
     assert len(pins) > 20
     assert set(pins) <= locked
-
-
-def test_definitions_are_part_of_the_wheel():
-    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())
-    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert DEFINITIONS.parent.name in packages
 
 
 @given(st.lists(st.text(), min_size=1), st.lists(st.text(), min_size=1))

@@ -94,19 +94,11 @@ def test_other_entries_are_not_touched(base):
     assert len(list(base.iterdir())) == 6
 
 
-def test_a_folder_of_another_host_is_not_touched(base):
-    folder = dead_service(base)
-    owner = json.loads((folder / OWNER).read_text())
-    assert owner["host"] == socket.gethostname()
-    (folder / OWNER).write_text(json.dumps({**owner, "host": "another"}))
-    assert sweep(base) == SweepReport()
-    assert (folder / "1").exists()
-
-
-def test_a_folder_of_another_user_is_not_touched(base, monkeypatch):
-    folder = dead_service(base)
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+@pytest.mark.parametrize("of", ["host", "user"])
+def test_a_folder_of_another_host_or_user_is_not_touched(base, monkeypatch, of):
+    folder, name, user = dead_service(base), socket.gethostname(), os.geteuid()
+    changed = (socket, "gethostname", lambda: f"not-{name}") if of == "host" else (os, "geteuid", lambda: user + 1)
+    monkeypatch.setattr(*changed)
     assert sweep(base) == SweepReport()
     assert (folder / "1").exists()
 
