@@ -7,6 +7,7 @@ now.
 from __future__ import annotations
 
 from contextlib import suppress
+from http import HTTPStatus
 from typing import TypeVar
 
 import httpx
@@ -69,7 +70,9 @@ def error_from(response: httpx.Response) -> ClientError:
         problem = Problem(title="Unavailable", status=status, detail=detail, code="unavailable", retryable=True)
     if "outcome" in problem.context and problem.code in ORDERS:
         return ORDERS[problem.code](problem)
-    error = PROBLEMS.get(status, ProblemError)(problem)
+    # An engine's refusal stays the same, however often it is asked.
+    is_final = status == HTTPStatus.BAD_GATEWAY and not problem.retryable
+    error = (ProblemError if is_final else PROBLEMS.get(status, ProblemError))(problem)
     if isinstance(error, UnavailableError):
         error.retry_after = _seconds(response.headers.get("retry-after", ""))
     return error

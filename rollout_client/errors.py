@@ -7,7 +7,7 @@ ClientError
  |- ProxySettingsError     the proxy that the environment names cannot be used
  |- CaFileError            the file of certificates to trust cannot be used
  |- ProtocolError          a response that is not one of this API
- `- ProblemError           the server refused; `.problem` is its problem document
+ `- ProblemError           the server refused, or an engine (502); `.problem` is the problem document
      |- InvalidRequestError    400, 413, 422
      |- UnauthorizedError      401, 403
      |- NotFoundError          404
@@ -15,10 +15,12 @@ ClientError
      |- GoneError              410
      |- OrderError             engines did not carry out an order; `.outcome` has the answer of each
      |   `- WeightsError           ... to load weights
-     `- UnavailableError       408, 429, 502, 503, 504
+     `- UnavailableError       408, 429, 502 if it may pass, 503, 504
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from rollout_client import _wire as wire
 
@@ -57,6 +59,9 @@ class ProblemError(ClientError):
     def __init__(self, problem: wire.Problem) -> None:
         super().__init__(f"{problem.title}: {problem.detail}")
         self.problem = problem
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problem,), vars(self)  # trainers pass errors between processes
 
 
 class InvalidRequestError(ProblemError):

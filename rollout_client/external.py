@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import anyio
 
@@ -30,6 +30,9 @@ class RolloutOverError(ClientError):
         why = rollout.error.message if rollout.error is not None else rollout.state
         super().__init__(f"rollout {rollout.rollout_id} ended before its program began: {why}")
         self.rollout = rollout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rollout,)
 
 
 class OpenAIOptions(TypedDict):

@@ -131,7 +131,7 @@ def response(rollout: Rollout, max_length: int) -> dict[str, Any]:
         raise ValueError(f"rollout {rollout.rollout_id} sampled nothing")
     [sample] = only_largest([one.cut(max(0, max_length - len(one.prompt_ids))) for one in samples])
     if not sample.sampled:
-        raise RowTooLongError(samples, f"max_length ({max_length})")
+        raise RowTooLongError.of(samples, f"max_length ({max_length})")
     before = len(sample.prompt_ids)
     return {
         "mm_train_inputs": None,

@@ -77,9 +77,10 @@ class Sample:
 class RowTooLongError(ValueError):
     """No row of a rollout has room for a token to train on."""
 
-    def __init__(self, samples: Sequence[Sample], limit: str) -> None:
+    @classmethod
+    def of(cls, samples: Sequence[Sample], limit: str) -> RowTooLongError:
         shortest = min(len(sample.prompt_ids) for sample in samples)
-        super().__init__(
+        return cls(
             f"rollout {samples[0].rollout_id} has prompts of {shortest} tokens and more, which leave no room for a "
             f"token to train on: raise {limit}"
         )

@@ -44,11 +44,15 @@ class NoRewardError(RuntimeError):
 
     def __init__(self, rollout: Rollout) -> None:
         cause = rollout.error
-        why = f"{cause.code}: {sentences(cause.message, cause.hint)}" if cause else f"it was {rollout.state.value}"
+        end = "it sampled nothing" if rollout.reward is not None else f"it was {rollout.state.value}"
+        why = f"{cause.code}: {sentences(cause.message, cause.hint)}" if cause else end
         super().__init__(
             f"rollout {rollout.rollout_id} of {rollout.task.environment!r} has no reward to train on: {why.strip()}"
         )
         self.rollout = rollout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rollout,)  # trainers pass errors between processes
 
 
 def task_text(task: Task) -> str:

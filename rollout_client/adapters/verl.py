@@ -116,7 +116,7 @@ def rows_of(rollout: Rollout, *, prompt_length: int, response_length: int, takes
         fitting = [sample.with_prompt(prompt_length).cut(response_length) for sample in samples]
         rows = only_largest(fitting)
     if not (rows := [row for row in rows if row.sampled]):
-        raise RowTooLongError(samples, f"prompt_length ({prompt_length}) or response_length ({response_length})")
+        raise RowTooLongError.of(samples, f"prompt_length ({prompt_length}) or response_length ({response_length})")
     return rows
 
 

@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import json
 import math
+import pickle
 import sys
 from dataclasses import dataclass, field, make_dataclass
 from enum import Enum
@@ -414,8 +415,9 @@ def test_openrlhf_gets_a_row_that_has_room_or_none():
     response = openrlhf.response(rollout(longest, segment([1, 9], [0, 1], parent=0)), max_length=4)
     assert (response["observation_tokens"], response["action_ranges"]) == ([1, 9], [(1, 2)])
     assert response["extra_logs"]["left_out"] == 2
-    with pytest.raises(RowTooLongError, match=r"4 tokens and more.*max_length \(4\)"):
+    with pytest.raises(RowTooLongError, match=r"4 tokens and more.*max_length \(4\)") as caught:
         openrlhf.response(rollout(longest), max_length=4)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # as between Ray's actors
 
 
 def test_ranges_of_turns_that_follow_each_other():

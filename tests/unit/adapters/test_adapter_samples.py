@@ -164,6 +164,12 @@ async def test_a_rollout_without_a_reward_is_retried_and_then_an_error():
     with pytest.raises(NoRewardError, match=r"sandbox_start_failed.*free some memory") as raised:
         await submitter.run_scored(submitter.request({"environment": "calc"}))
     assert raised.value.rollout is bad
+    passed_on = pickle.loads(pickle.dumps(raised.value))  # as between a trainer's processes
+    assert (str(passed_on), passed_on.rollout) == (str(raised.value), bad)
+
+    client.answers = [rollout()] * 3
+    with pytest.raises(NoRewardError, match="it sampled nothing"):
+        await submitter.run_scored(submitter.request({"environment": "calc"}))
 
 
 async def test_connections_are_kept_for_a_loop_and_closed():

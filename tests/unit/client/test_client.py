@@ -1,5 +1,6 @@
 """The client copes with every failure that a network or a restart can cause."""
 
+import pickle
 from contextlib import aclosing
 from datetime import UTC, datetime
 
@@ -98,6 +99,7 @@ async def test_submit_that_waits_says_for_how_long():
         (413, InvalidRequestError),
         (422, InvalidRequestError),
         (500, ProblemError),
+        (502, ProblemError),  # of an engine, and not retryable
     ],
 )
 async def test_a_refusal_is_typed_by_its_status_and_not_repeated(status, kind):
@@ -108,6 +110,8 @@ async def test_a_refusal_is_typed_by_its_status_and_not_repeated(status, kind):
     assert type(caught.value) is kind
     assert caught.value.problem.code == "some_code"
     assert len(seen) == 1
+    passed_on = pickle.loads(pickle.dumps(caught.value))  # as between a trainer's processes
+    assert (type(passed_on), str(passed_on), passed_on.problem) == (kind, str(caught.value), caught.value.problem)
 
 
 async def test_patience_ends():
