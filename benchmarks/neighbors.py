@@ -55,6 +55,8 @@ SHELL = {
     "invalid_utf8": "while :; do printf '\\xff\\xfe\\xc3('; done",
     "escapes": "yes $'\\e[2J\\e]0;title\\a\\e[31m'",
 }
+ENDING = {"daemon", "long_line"}
+"""The attacks that end by themselves; any other one has failed if it ends without an error."""
 CELLS = {
     "kernel_exit": "import os; os._exit(1)",
     "kernel_flood": "while True: print('y' * 1000)",
@@ -138,8 +140,9 @@ def attacks() -> dict[str, Callable[[Sandbox], Awaitable[object]]]:
 class Attacker:
     """A sandbox that attacks, replaced by a new one when it has ended."""
 
-    def __init__(self, provider: SandboxProvider, attack: Callable[[Sandbox], Awaitable[object]]) -> None:
+    def __init__(self, provider: SandboxProvider, name: str, attack: Callable[[Sandbox], Awaitable[object]]) -> None:
         self._provider = provider
+        self._name = name
         self._attack = attack
         self._sandbox: Sandbox | None = None
 
@@ -152,7 +155,11 @@ class Attacker:
 
     @asynccontextmanager
     async def attacking(self) -> AsyncIterator[None]:
-        """Attack over and over during the block."""
+        """Attack over and over during the block.
+
+        Raises:
+            ExceptionGroup: The attack did not take place, so that figures would mean nothing.
+        """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._go_on)
             await anyio.sleep(SETTLE)
@@ -167,7 +174,9 @@ class Attacker:
         while True:
             await anyio.lowlevel.checkpoint()
             try:
-                await self._attack(await self.start())
+                ended = await self._attack(await self.start())
+                if self._name not in ENDING:
+                    raise RuntimeError(f"the attack {self._name} ended at once: {ended}")
             except SandboxClosedError:
                 await self.aclose()
             except SandboxError:
@@ -207,7 +216,7 @@ async def ratios(
 ) -> dict[str, float]:
     """Measure one attack."""
     pairs: list[tuple[Times, Times]] = []
-    async with aclosing(Attacker(provider, attack)) as attacker:
+    async with aclosing(Attacker(provider, name, attack)) as attacker:
         for _ in range(rounds):
             await attacker.start()
             quiet = await found.measure(seconds)

@@ -60,6 +60,11 @@ class User:
         """Return how many requests were not answered."""
         return self.requests - len(self.answers)
 
+    def answer(self, turn: int, text: str) -> Answer | None:
+        """Return the answer of a turn if it was read; after a lost one, turns are known by their text alone."""
+        possible = self.answers if self.lost else self.answers[turn : turn + 1]
+        return next((one for one in possible if one.text.strip() == text), None)
+
     async def ask(self, http: aiohttp.ClientSession) -> None:
         """Take a turn."""
         self.messages.append({"role": "user", "content": f"Question {self.requests} of {self.session_id}."})
