@@ -139,7 +139,6 @@ def tokens_to_learn(right: Sequence[float], shape: tuple[int, BranchAt], by_toke
 
 
 def ratios(seeds: int) -> dict[str, float]:
-    """Return the figures of all tasks."""
     found = {}
     for task, right in TASKS.items():
         for loss, by_token in (("by_token", True), ("by_sample", False)):
@@ -151,7 +150,6 @@ def ratios(seeds: int) -> dict[str, float]:
 
 
 async def main(given: Options) -> None:
-    """Measure and report."""
     seeds = given.plan(31, 7, 1)
     figures = await anyio.to_thread.run_sync(ratios, seeds)
     headline = statistics.median(figures[f"{task}_half_by_token"] for task in TASKS)

@@ -81,8 +81,6 @@ Cost = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amounts of what is counted."""
-
     rounds: int
     holds_budget: bool = True
 
@@ -111,7 +109,6 @@ class Counted:
     rollouts: int = 0
 
     async def roll_out(self, turns: int) -> Window:
-        """Run a rollout to its end."""
         self.rollouts += 1
         request = RolloutRequest(
             task=Task(environment="echo", instance={"number": self.rollouts}),
@@ -126,7 +123,6 @@ class Counted:
         return window
 
     async def rest(self) -> Window:
-        """Wait for some seconds."""
         await self._order()
         await anyio.sleep(IDLE_SECONDS)
         return await self._window(IDLE_SECONDS)
@@ -143,7 +139,6 @@ class Counted:
 
 
 def part_of(file: str) -> str:
-    """Return the part that a file belongs to."""
     return next((part for prefix, part in PARTS if file.startswith(prefix)), OTHER)
 
 
@@ -187,7 +182,6 @@ async def counted_service() -> AsyncIterator[Counted]:
 
 
 def start_counted(folder: Path, engine_url: str) -> subprocess.Popen[str]:
-    """Start the service."""
     settings = {
         "ROLLOUT_BACKENDS": json.dumps([engine_url]),
         "ROLLOUT_ENVIRONMENTS": json.dumps([str(HERE / "environments" / "echo")]),
@@ -209,7 +203,6 @@ async def address_of(process: subprocess.Popen[str], folder: Path) -> str:
 
 
 async def ready(client: RolloutClient) -> None:
-    """Wait until the service serves."""
     with anyio.fail_after(TRACED_START_SECONDS):
         while True:
             if (await client.readiness()).ready:
@@ -228,7 +221,6 @@ async def count_once(service: Counted) -> Mapping[str, Cost]:
 
 
 def median(rounds: Sequence[Mapping[str, Cost]]) -> Mapping[str, Cost]:
-    """Return the median of each part over the rounds."""
     parts = {kind: {part for one in rounds for part in one[kind]} for kind in rounds[0]}
     return {
         kind: {part: statistics.median(one[kind].get(part, 0.0) for one in rounds) for part in sorted(names)}

@@ -139,7 +139,6 @@ class Trainer:
 
 
 async def main(given: Options) -> None:
-    """Break, drain, and count."""
     seed, began = time.time_ns(), time.monotonic()
     plan = replace(given.plan(FULL, QUICK, QUICK), **given.chosen)
     await connect()
@@ -168,7 +167,6 @@ async def main(given: Options) -> None:
 
 
 async def start_work(cluster: Cluster) -> Trainer:
-    """Create the run, and start the trainer."""
     path = cluster.folder / "tasks.jsonl"
     numbers = range(FIRST_GROUP_NUMBER, FIRST_GROUP_NUMBER + TASKS)
     path.write_text("\n".join(json.dumps({"number": number}) for number in numbers))
@@ -237,7 +235,6 @@ def opened(cluster: Cluster) -> AbstractAsyncContextManager[Store]:
 
 
 async def ended(store: Store) -> Counter[str]:
-    """Return how often each rollout has ended."""
     found: Counter[str] = Counter()
     for shard in store.shards:
         after = 0

@@ -40,8 +40,6 @@ PlanT = TypeVar("PlanT")
 
 
 class Size(StrEnum):
-    """How much a benchmark does."""
-
     FULL = "full"
     QUICK = "quick"
     SMOKE = "smoke"
@@ -49,15 +47,12 @@ class Size(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of every benchmark."""
-
     json: Path | None
     size: Size
     chosen: Mapping[str, str] = field(default_factory=dict)
     """The values of the benchmark's own options by name."""
 
     def plan(self, full: PlanT, quick: PlanT, smoke: PlanT) -> PlanT:
-        """Return the one of the chosen size."""
         return {Size.FULL: full, Size.QUICK: quick, Size.SMOKE: smoke}[self.size]
 
 
@@ -150,8 +145,6 @@ def folder_kept_on_error(prefix: str) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running service, with a client."""
-
     client: RolloutClient
     process: psutil.Process
 

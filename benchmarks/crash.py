@@ -166,7 +166,6 @@ def order(folder: Path) -> RunRequest:
 
 
 async def main(given: Options) -> None:
-    """Kill, drain, and count."""
     kind = given.chosen["store"]
     kinds = VICTIMS[kind]
     redis = await redis_program() if kind == "redis" else None
@@ -229,7 +228,6 @@ async def open_store(folder: Path, *, is_shared: bool) -> SqliteStore | RedisSto
 
 
 async def compare(ledger: Ledger, store: Store) -> dict[str, float | int | None]:
-    """Compare the two sides."""
     run_record = await store.runs.get(RUN_ID)
     standing = await store.runs.group_states(RUN_ID)
     by_service = {number for number, state in standing.items() if state == "acknowledged"}

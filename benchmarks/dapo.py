@@ -60,8 +60,6 @@ AIMS = {"speedup_vs_sync": ">= 2", "ratio_to_oracle": "<= 1.10"}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The parameters of a simulation."""
-
     places: int
     batches: int
     uninformative: float
@@ -83,8 +81,6 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of a scheduler."""
-
     seconds: float
     idle_share: float
     begun: Sequence[DrawnTask] = ()
@@ -103,7 +99,6 @@ class Groups:
         self._tasks: dict[int, DrawnTask] = {}
 
     def begin(self, chosen: Sequence[DrawnTask]) -> None:
-        """Run groups."""
         self.engine.run(chosen)
         for task in chosen:
             self._tasks[task.number], self._left[task.number] = task, len(task.seconds)
@@ -164,7 +159,6 @@ class Service:
             self.found[self.delivered] += task.informative
 
     def step(self) -> None:
-        """Move on to the next rollout's end."""
         number, sample = self.engine.step()
         group = self._open[number]
         group.samples.append(SampleOutcome(sample, group.task.rewards[sample]))
@@ -248,7 +242,6 @@ def _rounds(setting: Setting, size: int) -> Result:
 
 
 def measure(setting: Setting) -> dict[str, float]:
-    """Compare all schedulers on the same tasks."""
     service = by_service(setting)
     oracle = by_oracle(setting, service.informative_by_batch)
     return {

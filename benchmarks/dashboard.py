@@ -45,8 +45,6 @@ AIMS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amounts of what is measured."""
-
     rollouts: int
     """In the lists."""
     page: page.Plan = page.FULL
@@ -60,7 +58,6 @@ SMOKE = Plan(2_000, page.SMOKE, updates=1, viewers=viewers.SMOKE)
 
 
 async def main(given: Options) -> None:
-    """Measure all figures, and report them."""
     plan, store = given.plan(FULL, QUICK, SMOKE), given.chosen["store"]
     rollouts = int(given.chosen["rollouts"]) if plan is FULL else plan.rollouts
     figures = await lists.STORES[store](rollouts)

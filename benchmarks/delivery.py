@@ -166,7 +166,6 @@ def peak_mb(pid: int) -> float:
 
 
 async def main(given: Options) -> None:
-    """Fill the store, deliver, and compare."""
     plan = given.plan(FULL, QUICK, SMOKE)
     with tempfile.TemporaryDirectory(prefix="delivery-") as name:
         folder = Path(name)
@@ -189,7 +188,6 @@ async def main(given: Options) -> None:
 
 
 async def measure(client: RolloutClient, pid: int, folder: Path, rounds: int) -> dict[str, float | int | None]:
-    """Measure one batch."""
     run_of = client.open_run(RUN_ID)
     before = peak_mb(pid)
     _, content = await timed_lease(run_of, arrays=True)

@@ -58,7 +58,6 @@ class OneTurn:
         self._replies = Replies.from_texts([f"<tool_call>\n{call}\n</tool_call><|im_end|>"], MODEL)
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
-        """Return the turn."""
         begin = input_ids[:KEPT_TOKENS]
         padding = [0] * (KEPT_TOKENS - len(begin))
         PROMPT.set(PROMPTS.pack(len(input_ids), *begin, *padding))
@@ -140,7 +139,6 @@ def read_turns(file: Path) -> dict[int, list[Turn]]:
 
 
 async def main() -> None:
-    """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description="Run a scripted engine that records the times of each turn.")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds per turn")
     parser.add_argument("--command", default=COMMAND, help="what each turn runs in bash")

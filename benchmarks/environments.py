@@ -49,8 +49,6 @@ from support.environments.swe_costs import (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amounts of what is measured."""
-
     rollouts: int
     """Rollouts of each kind, one after the other."""
     swe_rollouts: int
@@ -65,7 +63,6 @@ SMOKE = Plan(rollouts=1, swe_rollouts=1, at_once=4, images=2)
 
 
 async def main(given: Options) -> None:
-    """Measure all figures, and report them."""
     plan = given.plan(FULL, QUICK, SMOKE)
     instances = await read_instances()
     with account() as counted:

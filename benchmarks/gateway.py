@@ -74,8 +74,6 @@ Figures = dict[str, float | int | None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amounts of what is measured."""
-
     agents: int
     """Those that call at once; shorter runs have fewer than the names of the figures say."""
     rounds: int
@@ -97,15 +95,12 @@ SMOKE = Plan(agents=2, rounds=1, turns=1, fast_turns=1, single_turns=1, long_cal
 
 @dataclass(slots=True)
 class Measured:
-    """What one target's rounds gave."""
-
     timings: Timings = field(default_factory=Timings)
     rates: list[float] = field(default_factory=list)
     cpu_seconds: float = 0.0
 
     @property
     def cpu_ms(self) -> float:
-        """CPU time per call."""
         return self.cpu_seconds / len(self.timings.whole) * 1e3
 
 
@@ -122,7 +117,6 @@ Measurements = Mapping[str, Measured]
 
 
 async def main(given: Options) -> None:
-    """Measure all figures, and report them."""
     plan, with_peer = given.plan(FULL, QUICK, SMOKE), given.chosen["peer"] == LIGHTNING
     figures: Figures = {}
     ids = Counter[str]()
@@ -176,7 +170,6 @@ async def measure(
     spread: float = 0.0,
     stream: bool = False,
 ) -> None:
-    """Let new agents converse with a target."""
     async with target.open(agents) as accesses:
         ours = [Agent(access, number, OUTPUT_CHARACTERS) for number, access in enumerate(accesses)]
         cpu, started = target.cpu_seconds, time.perf_counter()
@@ -244,7 +237,6 @@ async def long_call(instant: Bench, plan: Plan) -> Figures:
 
 
 async def memory(instant: Bench, plan: Plan) -> Figures:
-    """Measure what open conversations take."""
     figures: Figures = {}
     processes = {"own": instant.own.server.process}
     lightning = instant.targets.get(LIGHTNING)

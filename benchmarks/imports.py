@@ -38,7 +38,6 @@ IMPORTED = re.compile(r"^import time: +\d+ \| +\d+ \| *(\S+)$", re.MULTILINE)
 
 
 async def main(given: Options) -> None:
-    """Measure all figures, and report them."""
     starts = given.plan(11, 3, 1)
     figures: dict[str, float | int | None] = {}
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:

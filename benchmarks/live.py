@@ -60,8 +60,6 @@ Figures = dict[str, float | int | None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amounts of what is measured."""
-
     sessions: int
     turns: int
     think_seconds: float
@@ -138,7 +136,6 @@ async def bench(folder: Path, plan: Plan, live: str) -> AsyncIterator[Server]:
 
 
 async def open_users(server: Server, count: int, clock: Clock, *, train: bool) -> dict[str, User]:
-    """Open sessions, and return their users."""
     users: dict[str, User] = {}
     limit = anyio.CapacityLimiter(32)
 
@@ -156,7 +153,6 @@ async def open_users(server: Server, count: int, clock: Clock, *, train: bool) -
 
 
 def connections() -> aiohttp.ClientSession:
-    """Return a client without a limit of connections."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
@@ -335,7 +331,6 @@ def _rows(folder: Path) -> int:
 
 
 async def main(given: Options) -> None:
-    """Measure all figures, and report them."""
     plan = given.plan(FULL, QUICK, SMOKE)
     figures: Figures = {}
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:

@@ -183,14 +183,12 @@ class Attacker:
                 continue  # it ended its session, or reached a limit: try again
 
     async def aclose(self) -> None:
-        """Close the sandbox, if there is one."""
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await sandbox.close()
 
 
 async def main(given: Options) -> None:
-    """Measure every attack in turn."""
     rounds, seconds = given.plan(*ROUNDS)
     figures: dict[str, float | int | None] = {}
     with tempfile.TemporaryDirectory() as state:
@@ -214,7 +212,6 @@ async def ratios(
     rounds: int,
     seconds: float,
 ) -> dict[str, float]:
-    """Measure one attack."""
     pairs: list[tuple[Times, Times]] = []
     async with aclosing(Attacker(provider, name, attack)) as attacker:
         for _ in range(rounds):

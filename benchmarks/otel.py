@@ -106,7 +106,6 @@ def counted(registry: CollectorRegistry, outcome: str) -> float:
 
 
 async def main(given: Options) -> None:
-    """Measure, and report."""
     rounds, attempts = given.plan((25, 10), (5, 10), (1, 2))
     spans = 3 + 2 * TURNS  # the attempt, its stage, its agent, and two for each turn
     with tempfile.TemporaryDirectory() as folder:

@@ -46,8 +46,6 @@ AIMS = {"width8_ratio": "<= 1.2", "fairness_max_min": "< 3", "branches_100_ok": 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amounts of what is measured."""
-
     latency: float
     """Seconds of a task."""
     repeats: int
@@ -71,7 +69,6 @@ SMOKE = Plan(0.5, repeats=1, costed=2, cost_width=16, agents=12, slots=8, share_
 
 @asynccontextmanager
 async def bench(folder: Path, *, latency: float, hold: float, slots: int, workers: int) -> AsyncIterator[Server]:
-    """Run a service with the two engines."""
     await anyio.Path(folder).mkdir()
     address, config = folder / "engines", folder / "rollout.toml"
     config.write_text(
@@ -98,7 +95,6 @@ async def roll_out(server: Server, count: int, tasks: int, kind: str = "plain") 
 
 
 async def submit(server: Server, count: int, tasks: int, kind: str = "plain") -> list[str]:
-    """Submit rollouts, and return their ids."""
     task = Task(environment="delegation", instance={"tasks": tasks, "kind": kind})
     ids = [f"r-{uuid.uuid4().hex[:12]}" for _ in range(count)]
     limit = anyio.CapacityLimiter(32)
@@ -127,7 +123,6 @@ async def ended(server: Server, ids: Sequence[str], tasks: int) -> list[Rollout]
 
 
 def agent_seconds(rollout: Rollout) -> float:
-    """Return how long the agent of a rollout worked."""
     return sum(span.seconds for span in rollout.spans if span.stage is Stage.ROLLOUT)
 
 
@@ -220,7 +215,6 @@ async def _is_held(server: Server, holders: Sequence[str]) -> bool:
 
 
 async def main(given: Options) -> None:
-    """Measure all figures, and report them."""
     plan = given.plan(FULL, QUICK, SMOKE)
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
         wide = bench(

@@ -79,7 +79,6 @@ run_dir = "{run_dir}"
 
 
 def calls(*wanted: tuple[str, dict[str, str]]) -> str:
-    """Return a turn with these calls."""
     texts = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in wanted)
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts) + "<|im_end|>"
 
@@ -114,7 +113,6 @@ class Killed:
 
     @property
     def url(self) -> str:
-        """The service's URL, through all restarts."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -123,7 +121,6 @@ class Killed:
         return self.folder / "run"
 
     async def start(self) -> None:
-        """Start the service."""
         environment, config = self.folder / "team", self.folder / "rollout.toml"
         environment.mkdir(exist_ok=True)
         (environment / "environment.toml").write_text(ENVIRONMENT)
@@ -180,13 +177,11 @@ class Killed:
         return folders + [f"process {one.pid}" for one in below if _lives(one)]
 
     async def close(self) -> None:
-        """End the service."""
         if self.process is not None:
             await stop(self.process)
 
 
 async def main(given: Options) -> None:
-    """Kill, let everything end, and count."""
     rounds = given.plan(ROUNDS, QUICK_ROUNDS, SMOKE_ROUNDS)
     seed, began = time.time_ns(), time.perf_counter()
     draw = random.Random(seed)
@@ -232,7 +227,6 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _engine(folder: Path, name: str, seconds: float, turns: tuple[str, ...]) -> AbstractAsyncContextManager[str]:
-    """Start an engine with these turns."""
     arguments = ["-m", "rollout_service.testing", "--delay", f"{seconds:g}"]
     for turn in turns:
         arguments += ["--turn", turn]

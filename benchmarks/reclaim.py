@@ -228,7 +228,6 @@ def _rounds(arena: Arena, lives: list[float], progress: Callable[[str], None]) -
 
 
 async def main(given: Options) -> None:
-    """Kill one service after another."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     seed = random.randrange(2**32)
     draw = random.Random(seed)

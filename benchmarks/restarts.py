@@ -78,11 +78,9 @@ class Attached:
         return f"http://127.0.0.1:{self.port}"
 
     def path(self, name: str) -> Path:
-        """Return the path of a file in the folder."""
         return self.folder / name
 
     async def start_service(self) -> None:
-        """Start the service."""
         self.path("rollout.toml").write_text(CONFIG)
         flags = ["serve", "--config", str(self.path("rollout.toml")), "--port", str(self.port)]
         flags += ["--state-dir", str(self.path("state")), "--sandbox", "local"]
@@ -146,7 +144,6 @@ class Attached:
 
 
 async def main(given: Options) -> None:
-    """Restart, drain, and count."""
     rounds = given.plan(ROUNDS, QUICK_ROUNDS, SMOKE_ROUNDS)
     seed = time.time_ns()
     draw = random.Random(seed)

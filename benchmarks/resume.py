@@ -54,8 +54,6 @@ AIMS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amounts of what is measured."""
-
     kills: int
     turn_seconds: float
     pairs: int
@@ -74,7 +72,6 @@ SMOKE = Plan(kills=1, turn_seconds=0.2, pairs=4, paired_rollouts=1, resumed_turn
 
 
 async def main(given: Options) -> None:
-    """Measure both figures, and report them."""
     plan = given.plan(FULL, QUICK, SMOKE)
     figures = await kill_amid_rollouts(plan.kills, plan.turn_seconds)
     figures |= await resume_after(plan.resumed_turns, plan.command_seconds)
@@ -128,7 +125,6 @@ def serving(folder: Path, url: str) -> AbstractAsyncContextManager[Server]:
 
 
 async def all_ended(server: Server) -> None:
-    """Wait until no rollout is left."""
     while True:
         counts = (await server.client.page(limit=1)).counts
         if not any(counts.get(state) for state in RolloutState if not state.terminal):

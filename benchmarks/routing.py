@@ -58,8 +58,6 @@ AIMS_WITH_PEERS = {"cached_vs_best": ">= 1.0", "p99_vs_best": "<= 1.0"}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The engines, their workload, and the seeds."""
-
     engines: int
     kv_tokens: int
     page: int
@@ -70,8 +68,6 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one run."""
-
     cached_vs_ideal: float
     imbalance: float
     p99_ms: float
@@ -106,7 +102,6 @@ async def by_router(program: str, policy: str, urls: Sequence[str]) -> AsyncIter
 
 @asynccontextmanager
 async def simulated(setting: Setting) -> AsyncIterator[list[str]]:
-    """Start scripted engines with simulated caches."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         urls = []
@@ -131,12 +126,10 @@ async def servers_of(model: Path, count: int, kv_tokens: int) -> AsyncIterator[l
 
 
 def real(setting: Setting) -> AbstractAsyncContextManager[list[str]]:
-    """Start the real engines of a setting."""
     return servers_of(MODEL, setting.engines, setting.kv_tokens)
 
 
 async def measure(setting: Setting, urls: Sequence[str], policy: str, seed: int) -> Outcome:
-    """Measure one run by one policy."""
     way = by_service(urls) if policy == OURS else by_router(*POLICIES[policy], urls)
     async with httpx.AsyncClient(timeout=60) as http, way as (ask, release):
         for url in urls:
@@ -213,7 +206,6 @@ SMOKE = settings(
 
 
 async def main(options: Options) -> None:
-    """Measure on both kinds of engines."""
     chosen, peer = options.plan(FULL, QUICK, SMOKE), options.chosen["peer"]
     figures: dict[str, float | int | None] = {}
     for prefix, engines in (("sim", simulated), ("sglang", real)):

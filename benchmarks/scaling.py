@@ -78,8 +78,6 @@ AIMS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amounts of what is measured."""
-
     places: int
     turns: int
     turn_seconds: float
@@ -276,7 +274,6 @@ def model_errors(points: Sequence[Point], plan: Plan, costs: Costs) -> dict[int,
 
 
 def measured_figures(points: Sequence[Point]) -> dict[str, float | int | None]:
-    """Return the figures of the real nodes."""
     figures: dict[str, float | int | None] = {}
     first, largest = points[0], points[-1]
     for one in points:
@@ -324,7 +321,6 @@ async def measure_all(plan: Plan) -> tuple[list[Point], RedisTimes, dict[str, fl
 def modeled(
     plan: Plan, points: Sequence[Point], costs: Costs
 ) -> tuple[dict[str, float | int | None], dict[str, JsonValue]]:
-    """Return the figures of the model, and its tables."""
     errors = model_errors(points, plan, costs)
     alike = Cluster(nodes=1, places=plan.places, turns=plan.turns, turn_seconds=plan.turn_seconds, cores=2)
     rows = table_of("The benchmark's rollouts, one node on a host", alike, costs, LARGER)

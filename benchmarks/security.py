@@ -45,8 +45,6 @@ BROKEN = (AttackVerdict.FORGED, AttackVerdict.NULLED)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The attacks that are tried."""
-
     sandbox: Sequence[str]
     api: Sequence[str]
     downloads: Sequence[str]
@@ -108,7 +106,6 @@ async def sandbox_attacks_as_a_user(plan: Plan) -> AsyncIterator[Outcome]:
 
 
 def attack_as(user: OrdinaryUser, name: str) -> Outcome:
-    """Run one check as an ordinary user."""
     done = user.run(["python", "-m", "tests.support.hostile", name], timeout=CHECK_SECONDS)
     left = user.processes()
     failure = done.stdout if done.returncode != 0 else f"processes are left: {left}" if left else ""

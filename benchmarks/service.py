@@ -55,8 +55,6 @@ AIMS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amounts of what is measured."""
-
     slow_turns: dict[int, int]
     """The turns of each rollout with the slow engine, by concurrency."""
     fast_turns: int
@@ -83,8 +81,6 @@ SMOKE = Plan(dict.fromkeys(SPREAD_TURNS, 3), fast_turns=3, bare_turns=3, engine_
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A service with a scripted engine."""
-
     server: Server
     engine_url: str
     record: Path
@@ -101,7 +97,6 @@ class Peak:
 
 
 async def main(given: Options) -> None:
-    """Measure all figures, and report them."""
     plan = given.plan(FULL, QUICK, SMOKE)
     figures: dict[str, float | int | None] = {}
     async with bench(0.0) as instant:

@@ -283,7 +283,6 @@ def _left(folder: Path) -> int:
 
 
 async def main(given: Options) -> None:
-    """Run the benchmark."""
     plan = given.plan(Plan(10_000, 7, 5, CHILDREN), Plan(3_000, 3, 2, CHILDREN), Plan(50, 1, 1, 2))
     with folder_kept_on_error("snapshots-") as folder:
         async with _provider(folder) as provider:

@@ -131,7 +131,6 @@ class Lives:
 
 
 async def measure_sqlite(requests: Sequence[RolloutRequest], sample: Trajectory) -> dict[str, float]:
-    """Return the figures of the SQLite store."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as folder:
         async with await SqliteStore.open(Path(folder) / "store.sqlite3") as store:
             lives = Lives(store, requests, sample)

@@ -88,7 +88,6 @@ def figures(rounds: Mapping[str, Round], turns: int) -> dict[str, float | int | 
 
 
 async def main(given: Options) -> None:
-    """Take the rounds of each kind in turn, and report."""
     count, turns = given.plan((8, 64), (2, 64), (1, 4))
     rounds = {name: Round() for name in ("unstreamed", "incremental", "cumulative")}
     with tempfile.TemporaryDirectory() as folder:

@@ -75,7 +75,6 @@ def git(repo: Path, *words: str) -> str:
 
 
 def download(package: str, version: str, folder: Path) -> Path:
-    """Return the release's tree."""
     named = f"{package}=={version}"
     into = folder / named
     pip = [os.environ.get("SWE_PIP_PYTHON", sys.executable), "-m", "pip", "download", "--quiet"]
@@ -144,7 +143,6 @@ async def grade(provider: SandboxProvider, instance: dict, patch: bytes, *, is_p
 
 
 async def read(provider: SandboxProvider, instance: dict, path: str) -> str:
-    """Return a file of the repository."""
     async with await provider.start(SandboxSpec(image=instance["image"])) as sandbox:
         return (await sandbox.read_file(f"/testbed/{path}")).decode()
 
@@ -183,7 +181,6 @@ async def make(repairs: list[Repair]) -> list[dict]:
 
 
 def write(folder: Path, instances: list[dict]) -> None:
-    """Make the folder an environment."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(instance) for instance in instances]
     (folder / "instances.jsonl").write_text("\n".join(lines) + "\n")

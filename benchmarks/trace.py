@@ -187,7 +187,6 @@ async def noted() -> tuple[float, float]:
 
 
 async def main(given: Options) -> None:
-    """Fill the store, export the run, and measure the record."""
     rollouts = given.plan(ROLLOUTS, QUICK_ROLLOUTS, SMOKE_ROLLOUTS)
     recording, saving = await noted()
     with tempfile.TemporaryDirectory(prefix="trace-") as name:

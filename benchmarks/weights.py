@@ -118,8 +118,6 @@ class RecordedBackend(SGLangBackend):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One weight update."""
-
     asked: float
     outcome: PoolOutcome
     held_ms: float
@@ -278,7 +276,6 @@ async def rolling(urls: Sequence[str], rollouts: int, record: Record) -> AsyncIt
 
 
 def figures_of(updates: Sequence[Update], record: Record, prefix: str = "") -> dict[str, float | int | None]:
-    """Return the figures of one phase."""
     lost, duplicated = account(record)
     split = sum(len(set(answer.versions)) > 1 for _, answer in record.turns)
     figures: dict[str, float | int | None] = {
@@ -300,7 +297,6 @@ def figures_of(updates: Sequence[Update], record: Record, prefix: str = "") -> d
 
 
 async def main(options: Options) -> None:
-    """Measure both modes."""
     setting = options.plan(FULL, QUICK, SMOKE)
     exact, kept = Record(), Record()
     with tempfile.TemporaryDirectory() as folder:

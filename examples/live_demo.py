@@ -82,8 +82,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One arm."""
-
     start: Sequence[Exchange]
     final: Sequence[Exchange]
     points: Sequence[Mapping[str, float]]

@@ -18,7 +18,6 @@ GROUP = 8
 
 
 def main() -> None:
-    """Print one line of JSON for each checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--problems", type=int, default=256)

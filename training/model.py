@@ -42,7 +42,6 @@ def new_model(vocab_size: int = 512, *, width: int = 128, layers: int = 4) -> tr
 
 
 def load_model(folder: Path) -> transformers.Qwen3ForCausalLM:
-    """Load a checkpoint in float32."""
     model: transformers.Qwen3ForCausalLM = transformers.Qwen3ForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )

@@ -32,7 +32,6 @@ class Attempt:
 
     @property
     def success(self) -> bool:
-        """Whether the boxed answer is right."""
         return self.answer == self.problem["answer"]
 
 

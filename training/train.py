@@ -25,7 +25,6 @@ from training.parl.task import ParlTask
 
 
 def main() -> None:
-    """Train, and print a line of JSON at every evaluation."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)

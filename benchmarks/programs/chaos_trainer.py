@@ -56,7 +56,6 @@ class Ledger:
     path: Path
 
     def write(self, **entry: object) -> None:
-        """Append a line."""
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
             file.flush()

@@ -73,7 +73,6 @@ class Counts:
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
     folder = Path(sys.argv[1])
     counts = Counts()
     threading.Thread(target=counts.obey, daemon=True).start()

@@ -39,7 +39,6 @@ class Delegating:
         self._ids = cache(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids))
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
-        """Return the turn."""
         del budget
         prompt = self._tokenizer.decode(list(input_ids))
         found = _TASK.search(prompt)
@@ -57,7 +56,6 @@ class Working:
         self._ids = list(tokenizer.encode(f"<result>ok</result>{END}", add_special_tokens=False).ids)
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
-        """Return the turn."""
         del budget
         is_hold = _HELD.search(self._tokenizer.decode(list(input_ids)))
         return Reply(self._ids, seconds=self._hold if is_hold else None)
@@ -75,7 +73,6 @@ def _call(tool: str, /, **arguments: str) -> str:
 
 
 async def main() -> None:
-    """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description="Run the engines of agents and of their sub-agents.")
     parser.add_argument("--address", type=Path, required=True, help="write the two URLs to this file")
     parser.add_argument("--latency", type=float, required=True, help="seconds per turn of a sub-agent")

@@ -16,7 +16,6 @@ class Discard(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        """Take spans."""
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
         self.send_header("Content-Length", "0")
@@ -27,7 +26,6 @@ class Discard(BaseHTTPRequestHandler):
 
 
 def main(address: Path) -> None:
-    """Serve until the process is ended."""
     server = HTTPServer(("127.0.0.1", 0), Discard)
     partial = address.with_suffix(".partial")
     partial.write_text(f"http://127.0.0.1:{server.server_port}")

@@ -61,7 +61,6 @@ class NumberedCalls:
         self._digits = [self._ids(str(digit)) for digit in range(10)]
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
-        """Return the turn."""
         del budget
         number = zlib.crc32(array("i", input_ids).tobytes())
         digits = [token for digit in str(number) for token in self._digits[int(digit)]]
@@ -125,7 +124,6 @@ class RecordingEngine(ScriptedEngine):
 
 
 async def main() -> None:
-    """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description="Run a scripted engine that records what it samples.")
     parser.add_argument("--address", type=Path, required=True, help="write the URL to this file")
     parser.add_argument("--record", type=Path, required=True, help="append the sampled ids to this file")

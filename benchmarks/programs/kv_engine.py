@@ -26,7 +26,6 @@ class Counted:
         self.totals = {"prompt": 0, "generation": 0}
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
-        """Return the turn."""
         self.totals["prompt"] += len(input_ids)
         self.totals["generation"] += budget
         return self._script.reply(input_ids, budget)
@@ -46,7 +45,6 @@ class MeteredEngine(ScriptedEngine):
 
 
 async def main() -> None:
-    """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description="Run a scripted engine with a simulated prefix cache.")
     parser.add_argument("--address", type=Path, required=True, help="write the URL to this file")
     parser.add_argument("--kv-tokens", type=int, required=True, help="room of the cache")

@@ -59,13 +59,11 @@ class Verdicts:
         ]
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
-        """Return a vote."""
         del budget
         return Reply(self._votes[zlib.crc32(array("i", input_ids).tobytes()) % 2])
 
 
 async def main() -> None:
-    """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description="Run the engines of a policy and of its judge.")
     parser.add_argument("--address", type=Path, required=True, help="write the two URLs to this file")
     parser.add_argument("--latency", type=float, required=True, help="seconds per answer")

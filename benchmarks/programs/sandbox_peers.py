@@ -48,7 +48,6 @@ async def docker(image: str) -> AsyncIterator[Run]:
 
 
 async def client(*arguments: str) -> str:
-    """Return the output of Docker's client."""
     process = await asyncio.create_subprocess_exec("docker", *arguments, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     if process.returncode:
@@ -163,7 +162,6 @@ async def sleepers(peer: Peer, image: str, count: int) -> float:
 
 
 async def main(peer: Peer, image: str, calls: int, count: int, sleeping: int) -> None:
-    """Measure everything, and print it."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
     time_outs = 0

@@ -20,7 +20,6 @@ DESCRIPTION = "The share of the full rate and the use of Redis's thread, over th
 
 
 def draw(document: dict[str, Any]) -> Figure:
-    """Return the picture."""
     figures, settings = document["figures"], document["settings"]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     rates, use = figure.subplots(1, 2, sharex=True)

@@ -29,7 +29,6 @@ class LargeFile(FileResponse):
 
 
 def main() -> None:
-    """Serve the file until the process is ended."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--address", type=Path, required=True)

@@ -60,8 +60,6 @@ def run_measured(command: Sequence[str]) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The account of the processes that are counted."""
-
     source: str
     """The source of CPU time: "cpuacct", "cpu.stat", or "rusage"."""
     cpu_seconds: Callable[[], float]

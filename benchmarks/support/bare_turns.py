@@ -20,8 +20,6 @@ END = b"END\n"
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """The times of bare loops."""
-
     turns_per_second: float
     engine_ms: float
     """The median of the HTTP calls."""
@@ -65,7 +63,6 @@ async def bare_turns(
 
 
 async def generate(http: aiohttp.ClientSession, engine_url: str, input_ids: list[int]) -> dict[str, Any]:
-    """Sample one turn."""
     body = {
         "input_ids": input_ids,
         "sampling_params": {"max_new_tokens": 512},
@@ -92,7 +89,6 @@ async def shell() -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 async def run(bash: asyncio.subprocess.Process, command: str) -> bytes:
-    """Run one command, and read its output."""
     assert bash.stdin is not None
     assert bash.stdout is not None
     bash.stdin.write(f"{command}; echo END\n".encode())

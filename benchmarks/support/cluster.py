@@ -66,8 +66,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault that has happened."""
-
     kind: str
     address: str | None
     """The node that it hit, if it hit one."""
@@ -79,8 +77,6 @@ class Fault:
 
 @dataclass(slots=True)
 class Cluster:
-    """The processes, and what is done to them."""
-
     folder: Path
     plan: Plan
     machines: dict[str, Machine] = field(default_factory=dict)
@@ -109,16 +105,13 @@ class Cluster:
 
     @property
     def redis_urls(self) -> list[str]:
-        """The addresses of the shards."""
         return [f"redis://{HUB}:{REDIS_PORT + number}/0" for number in range(len(self.redises))]
 
     @property
     def urls(self) -> list[str]:
-        """The addresses of the nodes."""
         return [self.url(name) for name in NODES]
 
     def url(self, node: str) -> str:
-        """Return the address of a node."""
         return f"http://{self.machines[node].address}:{PORT}"
 
     def record(self, engine: str) -> Path:
@@ -199,7 +192,6 @@ class Cluster:
         raise TimeoutError(f"the cluster is not well after {WELL_SECONDS:g} s: {why}")
 
     async def stop_nodes(self) -> None:
-        """Stop the nodes as an operator does."""
         running = [name for name in NODES if self.processes[name].returncode is None]
         for name in running:
             self._signal(name, signal.SIGTERM)

@@ -74,7 +74,6 @@ class Machine:
 
     @property
     def address(self) -> str:
-        """Its IPv4 address."""
         return f"{SUBNET}.{self.number}"
 
     def command(self, command: Sequence[str]) -> list[str]:

@@ -59,7 +59,6 @@ class HeldEngine(ScriptedEngine):
         return self._arrived - self._answered if self._turns_of_rollout > number > 1 else None
 
     async def until_asked(self) -> None:
-        """Wait for a request."""
         with anyio.fail_after(ANSWER_SECONDS):
             await self._asked.wait()
 

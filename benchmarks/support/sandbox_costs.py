@@ -46,8 +46,6 @@ Figures = dict[str, float | int | None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amounts of what is measured."""
-
     calls: int
     """Calls to bash; Python gets a quarter as many."""
     starts: int
@@ -82,7 +80,6 @@ class Bench:
 
 
 async def main(given: Options) -> None:
-    """Measure all figures, and report them."""
     plan, peer = given.plan(FULL, QUICK, SMOKE), given.chosen["peer"]
     peers = await peer_figures(peer, plan.peer_calls, plan.peer_starts, plan.sleepers)
     with account() as counted:

@@ -31,8 +31,6 @@ SYSTEM_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings of one peer."""
-
     python: Path
     image: str
     variables: Mapping[str, str]

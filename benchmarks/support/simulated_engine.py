@@ -91,7 +91,6 @@ class SimulatedEngine:
         return max(0.0, 1.0 - (self.busy - unfinished) / (self.places * self.now))
 
     def submit(self, key: Key, seconds: float) -> None:
-        """Run a rollout once there is a place."""
         self._waiting.append((key, seconds))
 
     def run(self, tasks: Sequence[DrawnTask]) -> None:

@@ -40,7 +40,6 @@ if any("pytest" in _word for _word in _sys.argv):
 
 
 def adding(name: str, text: str) -> bytes:
-    """Return a patch that adds a file."""
     lines = text.splitlines()
     head = f"diff --git a/{name} b/{name}\nnew file mode 100644\n--- /dev/null\n+++ b/{name}\n"
     head += f"@@ -0,0 +1,{len(lines)} @@\n" if lines else ""

@@ -55,8 +55,6 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One rollout."""
-
     name: str
     start: float
     prompt: list[int]
@@ -65,8 +63,6 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One answered turn."""
-
     prompt: list[int]
     answer: list[int]
     cached_tokens: int

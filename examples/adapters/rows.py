@@ -34,8 +34,6 @@ class Status(Enum):
 
 @dataclass
 class Sample:
-    """A stand-in for slime's `Sample`."""
-
     prompt: str
     index: int = 0
     group_index: int = 0

@@ -22,7 +22,6 @@ class ServiceExp(BasePPOExp):
 
 @ray.remote(num_cpus=1)
 def entrypoint(cfg: SkyRLTrainConfig) -> None:
-    """Run the experiment on a node of Ray."""
     ServiceExp(cfg).run()
 
 

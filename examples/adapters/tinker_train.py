@@ -17,17 +17,13 @@ from rollout_client.adapters.tinker import RolloutGroup, ServiceStrategy
 
 
 class Groups(RLDataset):
-    """Batches of groups."""
-
     def __init__(self, groups: Sequence[EnvGroupBuilder], batch_size: int) -> None:
         self.groups, self.batch_size = groups, batch_size
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
-        """Return the groups of a step."""
         return self.groups[index * self.batch_size : (index + 1) * self.batch_size]
 
     def __len__(self) -> int:
-        """Return the number of steps."""
         return len(self.groups) // self.batch_size
 
 
@@ -40,11 +36,9 @@ class Rows(RLDatasetBuilder):
     batch_size: int = 16
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        """Read the file."""
         return Groups(self.groups(), self.batch_size), None
 
     def groups(self) -> list[EnvGroupBuilder]:
-        """Return a group for each row."""
         rows = [json.loads(line) for line in Path(self.path).read_text().splitlines()]
         return [RolloutGroup(row, self.group_size) for row in rows]
 

@@ -22,7 +22,6 @@ TOOL: Any = {"name": "calculate", "description": DESCRIPTION, "input_schema": PA
 
 
 def work(rollout: SyncExternalRollout) -> str:
-    """Work on a task, and return the answer."""
     messages: list[Any] = [{"role": "user", "content": f"{rollout.task.instance['question']}\n{PROMPT}"}]
     model = Anthropic(**rollout.anthropic)
     while True:

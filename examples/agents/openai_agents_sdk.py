@@ -29,7 +29,6 @@ def calculate_tool(expression: str) -> str:
 
 
 async def attempt(client: RolloutClient, request: RolloutRequest) -> None:
-    """Run one rollout, and print how it ended."""
     async with client.external_rollout(request) as rollout:
         async with AsyncOpenAI(**rollout.openai) as openai:
             agent = Agent(

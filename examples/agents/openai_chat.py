@@ -28,7 +28,6 @@ TOOL: Any = {
 
 
 async def work(rollout: ExternalRollout) -> str:
-    """Work on a task, and return the answer."""
     messages: list[Any] = [{"role": "user", "content": f"{rollout.task.instance['question']}\n{PROMPT}"}]
     async with AsyncOpenAI(**rollout.openai) as model:
         while True:

@@ -30,8 +30,6 @@ KEPT = 3
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint."""
-
     folder: Path
     steps: int
 
@@ -84,7 +82,6 @@ class Checkpoints:
 
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the state that was saved with the model."""
     state: dict[str, Any] = torch.load(checkpoint.folder / STATE, weights_only=True)
     return state
 

@@ -51,10 +51,7 @@ class Recipe:
 
 
 class Learner:
-    """The policy with its optimizer."""
-
     def __init__(self, folder: Path, recipe: Recipe, *, seed: int = 0) -> None:
-        """Load the checkpoint in `folder`."""
         self.model = load_policy(folder)
         self.recipe = recipe
         self.steps = 0

@@ -39,8 +39,6 @@ class Publisher(Protocol):
 
 
 class DiskPublisher:
-    """Has the engines read the checkpoint."""
-
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
 

@@ -18,15 +18,12 @@ DECODED_AT_ONCE = 128
 
 @dataclass(slots=True)
 class Session:
-    """A user's session so far."""
-
     conversation: Conversation
     questions: list[talk.Question] = field(default_factory=list)
     turns: list[AssistantTurn] = field(default_factory=list)
 
     @property
     def answers(self) -> list[str]:
-        """The policy's answers."""
         return [turn.message.content for turn in self.turns]
 
 

@@ -95,5 +95,4 @@ def is_right(question: Question, answer: str) -> bool:
 
 
 def choose(rng: random.Random) -> Question:
-    """Return a question."""
     return rng.choice(QUESTIONS)

@@ -37,7 +37,6 @@ class LiveTask:
             yield [session(renderer, turns, rng) for _ in range(size)]
 
     def evaluate(self, folder: Path, problems: int) -> dict[str, float]:
-        """Return the figures of `training.live.evaluate`."""
         from training.live.evaluate import measure
 
         return measure(folder, problems)

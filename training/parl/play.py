@@ -81,7 +81,6 @@ class Attempt:
 
     @property
     def success(self) -> bool:
-        """Whether the sum is right and within the budget."""
         return written_sum(self.answer) == self.task.expected and self.steps <= BUDGET
 
     @property

@@ -41,7 +41,6 @@ class Mixture:
     """Of all in `split`: they assign a task before they know the items."""
 
     def choose(self, rng: random.Random) -> Strategy:
-        """Return a strategy by its share."""
         dice = rng.random()
         return "wide" if dice < self.wide else "serial" if dice < self.wide + self.serial else "direct"
 
@@ -68,7 +67,6 @@ def call(tool: str, **arguments: str) -> str:
 
 
 def assign(task: str) -> str:
-    """Return a call that assigns a task."""
     return call("assign_task", agent=AGENT, prompt=task)
 
 

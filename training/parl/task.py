@@ -44,7 +44,6 @@ class ParlTask:
             yield [_example(renderer, *make_script(kind, self.mixture, rng)) for _ in range(size)]
 
     def evaluate(self, folder: Path, problems: int) -> dict[str, float]:
-        """Return the figures of `training.parl.evaluate`."""
         from training.parl.evaluate import measure
 
         return measure(folder, problems)

@@ -33,7 +33,6 @@ class Delegation(AgentEnvironment):
 
 
 def delegation() -> Delegation:
-    """Return the environment."""
     return Delegation(
         EnvironmentSpec(
             name="delegation",

@@ -36,7 +36,6 @@ class Layout:
     """The number of its first rollout."""
 
     def members(self) -> Iterator[Member]:
-        """Yield its rollouts."""
         for n in range(self.groups * GROUP_SIZE):
             group, sample = divmod(n, GROUP_SIZE)
             yield self.first + n, f"{self.name}.{group}.{sample}", self.number, group

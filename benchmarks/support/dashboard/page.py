@@ -86,8 +86,6 @@ SCROLL = """
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amounts of what is measured."""
-
     tokens: int
     visits: int
     frames: int
@@ -192,7 +190,6 @@ async def scroll(browser: Browser, address: str, frames: int) -> tuple[list[floa
 
 
 async def measure(plan: Plan) -> dict[str, float]:
-    """Return the figures by name."""
     with tempfile.TemporaryDirectory(prefix="page-", ignore_cleanup_errors=True) as name:
         state_dir = Path(name)
         await fill(state_dir / "rollouts.sqlite3", plan.tokens)

@@ -44,8 +44,6 @@ SHARED = {"Cache-Control": "max-age=2"}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amounts of what is measured."""
-
     pairs: int
     idle_pairs: int
     spell_seconds: float
@@ -70,7 +68,6 @@ class Spell:
 
 
 async def measure(plan: Plan) -> dict[str, float]:
-    """Return what ten viewers add: percentage points of one CPU, and milliseconds to a turn's median."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (
@@ -102,7 +99,6 @@ async def _until_idle(client: httpx.AsyncClient) -> None:
 
 
 async def _working(client: httpx.AsyncClient) -> int:
-    """Return how many rollouts have not ended."""
     counts = (await client.get("/v1/overview")).json()["counts"]
     return sum(counts.get(state, 0) for state in ("queued", "init", "rollout", "evaluate"))
 
@@ -139,7 +135,6 @@ def _cpu(server: Running) -> float:
 
 
 async def _served(client: httpx.AsyncClient) -> int:
-    """Return how many requests the engine has answered."""
     (backend,) = (await client.get("/v1/backends")).json()
     return int(backend["served"])
 
@@ -161,7 +156,6 @@ async def _turn_times(client: httpx.AsyncClient, rollout_id: str, newest_seconds
 
 
 async def _keep_busy(client: httpx.AsyncClient, name: str, ended: list[str]) -> None:
-    """Run one rollout after the other."""
     number = 0
     while True:
         number += 1

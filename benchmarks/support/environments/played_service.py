@@ -87,7 +87,6 @@ async def played_service(
 
 
 def request(environment: str, **instance: object) -> RolloutRequest:
-    """Return the request of a task."""
     return RolloutRequest(
         task=Task(environment=environment, instance=dict(instance)),  # type: ignore[arg-type]
         limits=LIMITS,

@@ -42,14 +42,12 @@ class SweInstance:
         return read_task(self.fields)
 
     def commands(self) -> dict[str, list[str]]:
-        """Return the scripts by their names."""
         changed = next(line[6:] for line in self.fields["patch"].splitlines() if line.startswith("+++ b/"))
         repair = f"{CLOCK}; cd /testbed && git apply <<'END'\n{self.fields['patch']}END\n"
         comment = f"{CLOCK}; echo '# looked at' >>'/testbed/{changed}'"
         return {self._mark("repair"): [repair], self._mark("comment"): [comment]}
 
     def request(self, script: str = "repair") -> RolloutRequest:
-        """Return the request of a rollout that plays a script."""
         said = f"{self.fields['problem_statement']} [play {self._mark(script)}]"
         return request(NAME, **self.fields | {"problem_statement": said})
 

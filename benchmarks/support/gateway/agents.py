@@ -43,8 +43,6 @@ _SYSTEM = {"role": "system", "content": filler(SYSTEM_CHARACTERS, 0)}
 
 @dataclass(slots=True)
 class Timings:
-    """How long some calls took, in seconds."""
-
     whole: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     """Until the first text or call of a streamed answer."""
@@ -61,8 +59,6 @@ class Access:
 
 @dataclass(slots=True)
 class Agent:
-    """One conversation."""
-
     access: Access
     number: int
     output_characters: int
@@ -73,11 +69,9 @@ class Agent:
         self.messages += [_SYSTEM, {"role": "user", "content": f"Task {self.number}: read all parts."}]
 
     def body(self, *, stream: bool) -> bytes:
-        """Return the next request's body."""
         return orjson.dumps(_HEAD | {"messages": self.messages, "stream": stream})
 
     def keep(self, message: dict[str, Any]) -> None:
-        """Add an answer, and the outputs of its calls."""
         self.messages.append(message)
         for call in message["tool_calls"]:
             output = filler(self.output_characters, len(self.messages) * 1_000 + self.number)
@@ -85,7 +79,6 @@ class Agent:
 
 
 async def take_turn(http: aiohttp.ClientSession, agent: Agent, timings: Timings, *, stream: bool = False) -> None:
-    """Make one call, and keep its answer in the conversation."""
     body = agent.body(stream=stream)
     headers = {"Authorization": f"Bearer {agent.access.key}", "Content-Type": "application/json"}
     started = time.perf_counter()

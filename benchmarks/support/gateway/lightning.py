@@ -38,7 +38,6 @@ class LightningProxy:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the server."""
         times = self.process.cpu_times()
         return float(times.user + times.system)
 

@@ -49,7 +49,6 @@ class Engine:
 
 @asynccontextmanager
 async def engine(folder: Path, latency: float) -> AsyncIterator[Engine]:
-    """Run an engine that takes `latency` seconds for an answer."""
     address, record = folder / "engine-url", folder / "engine-ids"
     program = [str(HERE / "programs" / "gateway_engine.py"), "--latency", str(latency)]
     async with child([*program, "--address", str(address), "--record", str(record)], address) as url:
@@ -68,8 +67,6 @@ class Target(Protocol):
 
 
 class BareEngine:
-    """The engine itself."""
-
     cpu_seconds = 0.0
 
     def __init__(self, url: str) -> None:
@@ -93,7 +90,6 @@ class OwnGateway:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the service."""
         return self.server.cpu_seconds
 
     @asynccontextmanager
@@ -137,7 +133,6 @@ def tokens_in(answers: Counter[bytes]) -> int:
 
 @asynccontextmanager
 async def own_gateway(folder: Path, engine: Engine) -> AsyncIterator[OwnGateway]:
-    """Run a service with one engine."""
     state = Path(tempfile.mkdtemp(prefix="service-", dir=folder))
     environment = HERE / "environments" / "echo"
     async with service(state, engine.url, workers=128, environment=environment) as server:

@@ -42,8 +42,6 @@ class Answer:
 
 @dataclass(slots=True)
 class User:
-    """One session."""
-
     session_id: str
     base_url: str
     """Ends with the version."""
@@ -66,7 +64,6 @@ class User:
         return next((one for one in possible if one.text.strip() == text), None)
 
     async def ask(self, http: aiohttp.ClientSession) -> None:
-        """Take a turn."""
         self.messages.append({"role": "user", "content": f"Question {self.requests} of {self.session_id}."})
         self.requests += 1
         answer = await self._ask(http)

@@ -54,8 +54,6 @@ class Usage:
 
 @dataclass(slots=True)
 class LocalCluster:
-    """A Redis, engines, and as many nodes as were added."""
-
     folder: Path
     redis: MeasuredRedis
     places: int
@@ -78,7 +76,6 @@ class LocalCluster:
 
     @property
     def client(self) -> RolloutClient:
-        """A client of the first node."""
         return self.nodes[0].client
 
     async def grow(self, count: int) -> None:
@@ -174,7 +171,6 @@ class LocalCluster:
         )
 
     async def close(self) -> None:
-        """End the nodes."""
         await self._stack.aclose()
 
 

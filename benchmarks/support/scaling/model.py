@@ -85,8 +85,6 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the model says of a cluster."""
-
     rate: float
     """Rollouts per second."""
     process: float
@@ -305,7 +303,6 @@ class _Simulation:
             self.env.run(self.env.now + step)
 
     def reset(self) -> None:
-        """Forget what happened so far."""
         self.ends.clear()
         self.redis.busy = self.redis.flushing = 0.0
         for station in (*self.hosts, *self.nodes):

@@ -36,7 +36,6 @@ class Nothing(Arguments):
 
 
 def guesses(episode: Episode) -> list[int]:
-    """Return the guesses so far."""
     made: list[int] = episode.state.setdefault("guesses", [])
     return made
 
@@ -72,7 +71,6 @@ class GuessNumber(AgentEnvironment):
         return Score(float(found), {"guesses_left": float(MOST_GUESSES - len(made))})
 
     def dataset(self) -> list[dict[str, JsonValue]]:
-        """Return one task for each number."""
         return [{"number": number} for number in range(1, 101)]
 
 

@@ -38,5 +38,4 @@ class RunningMeans:
         return {"means": dict(self.means), "weights": dict(self.weights)}
 
     def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Continue from a state that `state` returned."""
         self.means, self.weights = dict(state["means"]), dict(state["weights"])
