@@ -47,6 +47,11 @@ def _arguments() -> argparse.Namespace:
 def _plan(submitter: RolloutSubmitter, arguments: argparse.Namespace) -> Plan:
     with SyncRolloutClient(submitter.url, submitter.key) as client:
         rows = client.dataset(arguments.environment, limit=arguments.tasks)
+        pools = {one.pool for one in client.backends()}
+    if len(rows) < 2:
+        raise SystemExit(f"{arguments.environment!r} ships {len(rows)} instances, and the check needs two or more")
+    if arguments.pool not in pools:
+        raise SystemExit(f"the pool {arguments.pool!r} has no engine; there are {', '.join(sorted(pools)) or 'none'}")
     return Plan(
         tasks=[Task(environment=arguments.environment, instance=row) for row in rows],
         steps=arguments.steps,

@@ -1,17 +1,24 @@
 """The check of a trainer finds each kind of disagreement, and none where there is none."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 
 from api_schemas.rollouts import Rollout
 from api_schemas.tasks import Task
 from rollout_client.adapters.samples import samples_of
+from rollout_client.adapters.submit import RolloutSubmitter
+from rollout_client.sync import SyncRolloutClient
+from rollout_client.trainer_check import __main__ as command
 from rollout_client.trainer_check import check
 from rollout_client.trainer_check.check import Recorder, Row, Trainer, in_two_segments
+from tests.support import samples
 from tests.support.adapters.rollouts import rollout, segment
 
 
@@ -123,3 +130,23 @@ def test_tokens_of_another_version_are_found():
     step.version = 4
     (found,) = check._problems(step)
     assert "versions [3], and not 4" in found
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["--environment", "alone"], "'alone' ships 1 instances"),
+        (["--pool", "other"], "'other' has no engine"),
+    ],
+)
+def test_a_check_that_cannot_be_made_says_why(monkeypatch, given, why):
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/backends":
+            return httpx.Response(200, json=[samples.backend_view("e-1").model_dump(mode="json")])
+        return httpx.Response(200, json=[{"number": 1}] * (1 if "alone" in request.url.path else 2))
+
+    client = partial(SyncRolloutClient, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(command, "SyncRolloutClient", client)
+    monkeypatch.setattr(sys, "argv", ["check", "trl", *given])
+    with pytest.raises(SystemExit, match=why):
+        command._plan(RolloutSubmitter(), command._arguments())
