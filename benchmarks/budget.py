@@ -31,7 +31,7 @@ from typing import IO, cast
 
 import anyio
 import anyio.to_thread
-from common import HERE, START_SECONDS, Options, child, report, run
+from common import HERE, START_SECONDS, Options, report, run, timed_engine
 
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Limits, Task
@@ -168,9 +168,7 @@ async def counted_service() -> AsyncIterator[Counted]:
     """Start a service with a scripted engine, and yield it once it is ready."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
         folder = Path(name)
-        record, engine = str(folder / "turns"), folder / "engine"
-        script = [str(HERE / "engine.py"), "--delay", "0", "--address", str(engine), "--record", record]
-        async with child(script, engine) as url:
+        async with timed_engine(folder, 0) as url:
             process = start_counted(folder, url)
             try:
                 async with RolloutClient(await address_of(process, folder)) as client:

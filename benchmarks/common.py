@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -200,3 +200,18 @@ async def child(arguments: Sequence[str], address: Path) -> AsyncIterator[str]:
         yield (await anyio.Path(address).read_text()).strip()
     finally:
         await stop(process)
+
+
+def told_address(arguments: Sequence[str], address: Path) -> AbstractAsyncContextManager[str]:
+    """Run a program that takes `--address`, the file for its URL, as an option."""
+    return child([*arguments, "--address", str(address)], address)
+
+
+def scripted_engine(address: Path, *options: str) -> AbstractAsyncContextManager[str]:
+    return told_address(["-m", "rollout_service.testing", *options], address)
+
+
+def timed_engine(folder: Path, delay: float, *options: str) -> AbstractAsyncContextManager[str]:
+    """Run `engine.py`, which appends the times of its turns to the file `turns` in the folder."""
+    command = [str(HERE / "engine.py"), "--delay", str(delay), "--record", str(folder / "turns"), *options]
+    return told_address(command, folder / "engine")

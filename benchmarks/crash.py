@@ -28,7 +28,7 @@ from pathlib import Path
 
 import anyio
 from anyio.abc import Process
-from common import HERE, Options, child, folder_kept_on_error, report, run
+from common import HERE, Options, folder_kept_on_error, report, run, scripted_engine
 from support.redis_usage import MeasuredRedis, redis_program
 
 from api_schemas.runs import FileTasks, RunRequest
@@ -175,16 +175,8 @@ async def main(given: Options) -> None:
     started = time.perf_counter()
     with folder_kept_on_error("crash-") as folder:
         async with AsyncExitStack() as stack:
-            engine = [
-                "-m",
-                "rollout_service.testing",
-                "--delay",
-                "0.05",
-                "--turn",
-                "No idea.<|im_end|>",
-            ]
-            address = folder / "engine.address"
-            url = await stack.enter_async_context(child([*engine, "--address", str(address)], address))
+            engine = scripted_engine(folder / "engine.address", "--delay", "0.05", "--turn", "No idea.<|im_end|>")
+            url = await stack.enter_async_context(engine)
             victims = Victims(folder, url, redis)
             stack.push_async_callback(victims.close)
             for name in ("service",) if redis is None else ("redis", "service", "other"):

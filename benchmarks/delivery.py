@@ -25,7 +25,7 @@ from pathlib import Path
 import anyio
 import httpx
 import numpy as np
-from common import HERE, Options, child, report, run, service
+from common import HERE, Options, report, run, scripted_engine, service, told_address
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.runs import InlineTasks, RunRequest
@@ -170,10 +170,8 @@ async def main(given: Options) -> None:
     with tempfile.TemporaryDirectory(prefix="delivery-") as name:
         folder = Path(name)
         await fill(folder / "rollouts.sqlite3", plan)
-        address = folder / "engine.address"
-        engine = ["-m", "rollout_service.testing", "--address", str(address)]
         async with (
-            child(engine, address) as url,
+            scripted_engine(folder / "engine.address") as url,
             service(folder, url, workers=1, environment=ENVIRONMENT) as server,
         ):
             figures = await measure(server.client, server.process.pid, folder, plan.rounds)
@@ -193,9 +191,8 @@ async def measure(client: RolloutClient, pid: int, folder: Path, rounds: int) ->
     _, content = await timed_lease(run_of, arrays=True)
     disk_seconds = await anyio.to_thread.run_sync(written, folder / "arrays", content)
     (folder / "batch").write_bytes(content)
-    address = folder / "file.address"
-    server = [str(HERE / "programs" / "static_file.py"), str(folder / "batch"), "--address", str(address)]
-    async with child(server, address) as url:
+    server = [str(HERE / "programs" / "static_file.py"), str(folder / "batch")]
+    async with told_address(server, folder / "file.address") as url:
         await pair(run_of, url, lease_first=True)
         pairs = [await pair(run_of, url, lease_first=number % 2 == 0) for number in range(rounds)]
     after_binary = peak_mb(pid)

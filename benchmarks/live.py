@@ -28,7 +28,7 @@ from pathlib import Path
 import aiohttp
 import anyio
 import psutil
-from common import HERE, Options, Server, child, report, run
+from common import HERE, Options, Server, report, run, told_address
 from pydantic import HttpUrl
 from support.live.trainer import CLOSE_SECONDS, Trainer
 from support.live.users import Clock, User
@@ -124,10 +124,10 @@ async def bench(folder: Path, plan: Plan, live: str) -> AsyncIterator[Server]:
         f"[gateway]\nretry_seconds = {KEPT_SECONDS}\n"
         f"[live]\nmax_sessions = 50000\n{live}\n[live.judge]\nvotes = 1\nat_once = 64\n"
     )
-    script = [str(HERE / "programs" / "live_engines.py"), "--address", str(address)]
+    script = [str(HERE / "programs" / "live_engines.py")]
     script += ["--latency", str(plan.latency), "--judge-latency", str(plan.judge_latency)]
     flags = ["--config", str(config), "--engine", "none", "--log-level", "warning"]
-    async with child(script, address) as urls:
+    async with told_address(script, address) as urls:
         policy, judge = urls.split()
         flags += ["--backend", policy]
         async with running_child(folder, flags) as server:

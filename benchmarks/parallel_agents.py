@@ -30,7 +30,7 @@ from pathlib import Path
 
 import anyio
 import psutil
-from common import HERE, Options, Server, child, report, run
+from common import HERE, Options, Server, report, run, told_address
 
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
@@ -78,10 +78,10 @@ async def bench(folder: Path, *, latency: float, hold: float, slots: int, worker
     )
     plug_in, path = str(HERE / "environments" / "delegation"), os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = f"{plug_in}{os.pathsep}{path}"  # the service is a child of this process
-    script = [str(HERE / "programs" / "delegation_engines.py"), "--address", str(address)]
+    script = [str(HERE / "programs" / "delegation_engines.py")]
     script += ["--latency", str(latency), "--hold", str(hold)]
     flags = ["--config", str(config), "--engine", "none", "--log-level", "warning"]
-    async with child(script, address) as urls:
+    async with told_address(script, address) as urls:
         policy, frozen = urls.split()
         async with running_child(folder, [*flags, "--backend", policy]) as server:
             await server.client.add_backend(BackendSpec.model_validate({"url": frozen, "pool": POOL}))

@@ -29,7 +29,7 @@ import anyio
 import httpx
 import psutil
 from anyio.abc import Process
-from common import Options, child, folder_kept_on_error, report, run
+from common import Options, folder_kept_on_error, report, run, scripted_engine
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, TokenExtras
 from api_schemas.rollouts.trees import NodeDetail
@@ -227,11 +227,8 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _engine(folder: Path, name: str, seconds: float, turns: tuple[str, ...]) -> AbstractAsyncContextManager[str]:
-    arguments = ["-m", "rollout_service.testing", "--delay", f"{seconds:g}"]
-    for turn in turns:
-        arguments += ["--turn", turn]
-    address = folder / f"{name}.address"
-    return child([*arguments, "--address", str(address)], address)
+    said = [text for turn in turns for text in ("--turn", turn)]
+    return scripted_engine(folder / f"{name}.address", "--delay", f"{seconds:g}", *said)
 
 
 def _order(number: int) -> RolloutRequest:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import anyio
 from anyio.abc import Process
-from common import HERE, Options, child, report, run
+from common import HERE, Options, report, run, scripted_engine
 from crash import RUN_ID, Ledger, compare, order
 
 from rollout_client.client import RolloutClient
@@ -173,9 +173,8 @@ async def main(given: Options) -> None:
 
 def engine(folder: Path) -> AbstractAsyncContextManager[str]:
     """Start an engine whose turns take `TURN_SECONDS`."""
-    arguments = ["-m", "rollout_service.testing", "--delay", f"{TURN_SECONDS:g}"]
-    arguments += ["--turn", "No idea.<|im_end|>", "--address", str(folder / "engine.address")]
-    return child(arguments, folder / "engine.address")
+    options = ("--delay", f"{TURN_SECONDS:g}", "--turn", "No idea.<|im_end|>")
+    return scripted_engine(folder / "engine.address", *options)
 
 
 async def count(attached: Attached, failures: int) -> dict[str, float | int | None]:

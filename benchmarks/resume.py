@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-from common import HERE, Options, Server, child, report, run, service
+from common import HERE, Options, Server, report, run, service, timed_engine
 from engine import read_turns
 from service import submit
 from support.paired_services import compare_services
@@ -87,9 +87,8 @@ async def kill_amid_rollouts(kills: int, turn_seconds: float) -> dict[str, float
     """Kill the service `kills` times amid rollouts, let them end, and count the turns that were sampled again."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
         folder = Path(name)
-        address, record = folder / "engine", folder / "turns"
-        script = [str(HERE / "engine.py"), "--delay", str(turn_seconds)]
-        async with child([*script, "--address", str(address), "--record", str(record)], address) as url:
+        record = folder / "turns"
+        async with timed_engine(folder, turn_seconds) as url:
             finished = []
             numbers = iter(range(1_000_000))
             for _ in range(kills):
@@ -147,11 +146,9 @@ async def resume(turns: int, command_seconds: float, save_seconds: float) -> tup
     """Return the seconds from the kill until the last turn is asked for again, and how many commands ran again."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
         folder = Path(name)
-        address, record = folder / "engine", folder / "turns"
-        script = [str(HERE / "engine.py"), "--delay", str(SAVING_SECONDS)]
-        script += ["--command", f"sleep {command_seconds}; echo hello"]
-        more = f"[sandboxes]\nsave_seconds = {save_seconds}\n"
-        async with child([*script, "--address", str(address), "--record", str(record)], address) as url:
+        record, more = folder / "turns", f"[sandboxes]\nsave_seconds = {save_seconds}\n"
+        command = f"sleep {command_seconds}; echo hello"
+        async with timed_engine(folder, SAVING_SECONDS, "--command", command) as url:
             serving = partial(
                 service, folder, url, workers=1, environment=ENVIRONMENT, pipeline=more, provider="apptainer"
             )

@@ -31,7 +31,7 @@ from pathlib import Path
 import aiohttp
 import anyio
 import httpx
-from common import HERE, Options, child, report, run
+from common import HERE, Options, report, run, told_address
 from support.routers import Router
 from support.traffic import Ask, Shape, draw, drive
 
@@ -106,11 +106,9 @@ async def simulated(setting: Setting) -> AsyncIterator[list[str]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         urls = []
         for number in range(setting.engines):
-            address = folder / f"engine-{number}"
-            flags = [str(HERE / "programs" / "kv_engine.py"), "--address", str(address)]
-            flags += ["--kv-tokens", str(setting.kv_tokens)]
-            flags += ["--time-scale", str(setting.shape.time_scale)]
-            urls.append(await stack.enter_async_context(child(flags, address)))
+            command = [str(HERE / "programs" / "kv_engine.py"), "--kv-tokens", str(setting.kv_tokens)]
+            command += ["--time-scale", str(setting.shape.time_scale)]
+            urls.append(await stack.enter_async_context(told_address(command, folder / f"engine-{number}")))
         yield urls
 
 

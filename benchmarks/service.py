@@ -32,7 +32,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import anyio
-from common import HERE, Options, Server, child, percentile, report, run, service
+from common import HERE, Options, Server, percentile, report, run, service, timed_engine
 from engine import COMMAND, MODEL, read_turns
 from support.bare_turns import bare_turns
 from tokenizers import Tokenizer
@@ -121,15 +121,12 @@ async def bench(engine_seconds: float) -> AsyncIterator[Bench]:
     """Start a service with a scripted engine that takes `engine_seconds` for a turn."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
         folder = Path(name)
-        address, record = folder / "engine", folder / "turns"
-        script = [str(HERE / "engine.py"), "--delay", str(engine_seconds)]
-        script += ["--address", str(address), "--record", str(record)]
         environment = HERE / "environments" / "echo"
         async with (
-            child(script, address) as engine_url,
+            timed_engine(folder, engine_seconds) as engine_url,
             service(folder, engine_url, workers=max(SPREAD_TURNS), environment=environment) as server,
         ):
-            yield Bench(server, engine_url, record)
+            yield Bench(server, engine_url, folder / "turns")
 
 
 async def roll_out(bench: Bench, count: int, turns: int, spread_seconds: float = 0.0) -> tuple[list[int], Peak]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
-from common import Options, child, percentile, report, run
+from common import Options, percentile, report, run, scripted_engine
 
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, TokenChunk, new_request_id
 from rollout_service.engines.pool.pool import BackendPool
@@ -92,11 +92,10 @@ async def main(given: Options) -> None:
     rounds = {name: Round() for name in ("unstreamed", "incremental", "cumulative")}
     with tempfile.TemporaryDirectory() as folder:
         address = Path(folder)
-        scripted = ["-m", "rollout_service.testing", "--latency", str(TOKENS * SECONDS_PER_TOKEN)]
-        scripted += ["--turn", "word " * (4 * TOKENS)]
+        options = ["--latency", str(TOKENS * SECONDS_PER_TOKEN), "--turn", "word " * (4 * TOKENS)]
         async with (
-            child([*scripted, "--address", str(address / "cumulative")], address / "cumulative") as slower,
-            child([*scripted, "--incremental", "--address", str(address / "url")], address / "url") as faster,
+            scripted_engine(address / "cumulative", *options) as slower,
+            scripted_engine(address / "url", *options, "--incremental") as faster,
             Pools(PoolOptions(slow_start=0.0)) as pools,
         ):
             await pools.register(faster, pool="incremental")

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-from common import HERE, Options, child, report, run, service
+from common import HERE, Options, report, run, scripted_engine, service
 from support.accounting import Run, run_measured
 
 sys.path.insert(0, str(HERE.parent))  # the tests' browser
@@ -192,10 +192,9 @@ async def main(given: Options) -> None:
     with tempfile.TemporaryDirectory(prefix="trace-") as name:
         folder = Path(name)
         size = await fill(folder / "rollouts.sqlite3", rollouts)
-        address, file, packed = folder / "engine.address", folder / "trace.json", folder / "trace.json.gz"
-        engine = ["-m", "rollout_service.testing", "--address", str(address)]
+        file, packed = folder / "trace.json", folder / "trace.json.gz"
         async with (
-            child(engine, address) as url,
+            scripted_engine(folder / "engine.address") as url,
             service(folder, url, workers=1, environment=ENVIRONMENT) as server,
         ):
             before = server.cpu_seconds

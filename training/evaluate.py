@@ -1,9 +1,10 @@
-"""Measure the success of checkpoints on held-out problems: `python -m training.evaluate FOLDER...`."""
+"""Measure checkpoints on held-out problems: `python -m training.evaluate FOLDER... [--task parl|live]`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -20,12 +21,14 @@ GROUP = 8
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--task", choices=("calc", "parl", "live"), default="calc")
     parser.add_argument("--problems", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    of_task = measure if arguments.task == "calc" else import_module(f"training.{arguments.task}.evaluate").measure
     for folder in arguments.folders:
-        print(json.dumps({"folder": str(folder), **measure(folder, arguments.problems)}), flush=True)
+        print(json.dumps({"folder": str(folder), **of_task(folder, arguments.problems)}), flush=True)
 
 
 def measure(folder: Path, count: int) -> dict[str, float]:

@@ -9,7 +9,6 @@ import os
 import socket
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 import anyio
 import torch
@@ -24,18 +23,6 @@ from .checkpoint import weights_of
 TIMEOUT = timedelta(seconds=120)
 ADDRESS = "127.0.0.1"
 POOL = "policy"
-
-
-class Publisher(Protocol):
-    """Gives weights to the engines."""
-
-    async def publish(self, folder: Path, model: torch.nn.Module, version: int) -> None:
-        """Publish the weights of `model`, which are also in `folder`.
-
-        Raises:
-            WeightsError: An engine refuses them.
-        """
-        ...
 
 
 class DiskPublisher:

@@ -1,9 +1,7 @@
-"""Measure what a policy answers in sessions of eight turns: `python -m training.live.evaluate FOLDER...`."""
+"""Measure what a policy answers in sessions of eight turns."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,17 +13,6 @@ from training.live import talk
 from training.live.play import Session, play
 from training.live.task import MAX_TURNS
 from training.model import load_model
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--problems", type=int, default=256, help="sessions")
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for folder in arguments.folders:
-        print(json.dumps({"folder": str(folder), **measure(folder, arguments.problems)}), flush=True)
 
 
 def measure(folder: Path, count: int) -> dict[str, float]:
@@ -58,7 +45,3 @@ def _ends(sessions: Sequence[Session], ending: str) -> float:
 def _share(values: Iterable[bool]) -> float:
     found = list(values)
     return round(sum(found) / len(found), 4)
-
-
-if __name__ == "__main__":
-    main()

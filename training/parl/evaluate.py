@@ -1,9 +1,7 @@
-"""Measure an orchestrator and its sub-agents on held-out tasks: `python -m training.parl.evaluate FOLDER...`."""
+"""Measure an orchestrator and its sub-agents on held-out tasks."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,19 +23,7 @@ GROUP = 8
 STRATEGIES = ("direct", "serial", "wide")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--problems", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for folder in arguments.folders:
-        figures = measure(folder, arguments.problems, thorough=True)
-        print(json.dumps({"folder": str(folder), **figures}), flush=True)
-
-
-def measure(folder: Path, count: int, *, thorough: bool = False) -> dict[str, float]:
+def measure(folder: Path, count: int, *, thorough: bool = True) -> dict[str, float]:
     """Return the outcomes at temperature 1; `thorough` adds tokens, and groups of 8 that are worth training on."""
     torch.manual_seed(0)
     model, renderer = load_model(folder), ChatRenderer.load(folder)
@@ -140,7 +126,3 @@ def _share(flags: Iterable[bool]) -> float:
 def _mean(numbers: Iterable[float]) -> float:
     values = list(numbers)
     return round(sum(values) / len(values), 4) if values else 0.0
-
-
-if __name__ == "__main__":
-    main()

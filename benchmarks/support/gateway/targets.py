@@ -17,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
-from common import HERE, Server, child, service
+from common import HERE, Server, service, told_address
 from support.gateway.agents import Access
 
 from api_schemas.rollouts import RolloutRequest
@@ -51,7 +51,7 @@ class Engine:
 async def engine(folder: Path, latency: float) -> AsyncIterator[Engine]:
     address, record = folder / "engine-url", folder / "engine-ids"
     program = [str(HERE / "programs" / "gateway_engine.py"), "--latency", str(latency)]
-    async with child([*program, "--address", str(address), "--record", str(record)], address) as url:
+    async with told_address([*program, "--record", str(record)], address) as url:
         yield Engine(url, record)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import anyio
 import psutil
-from common import HERE, START_SECONDS, child
+from common import HERE, START_SECONDS, scripted_engine
 from support.redis_usage import MeasuredRedis, RedisUsage
 
 from api_schemas.rollouts import RolloutRequest, RolloutState
@@ -192,17 +192,9 @@ async def local_cluster(
     async with AsyncExitStack() as stack:
         engines = []
         for number in range(ENGINES):
-            address = folder / f"engine-{number}"
-            script = [
-                "-m",
-                "rollout_service.testing",
-                "--delay",
-                f"{turn_seconds:g}",
-                "--spread",
-                f"{SPREAD:g}",
-            ]
-            url = await stack.enter_async_context(child([*script, "--address", str(address)], address))
-            engines.append(url)
+            options = ("--delay", f"{turn_seconds:g}", "--spread", f"{SPREAD:g}")
+            engine = scripted_engine(folder / f"engine-{number}", *options)
+            engines.append(await stack.enter_async_context(engine))
         cluster = LocalCluster(folder, redis, places, turns, turn_seconds, engines)
         stack.push_async_callback(cluster.close)
         yield cluster
