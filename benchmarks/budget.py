@@ -20,7 +20,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from typing import IO, cast
 
 import anyio
 import anyio.to_thread
-from common import HERE, START_SECONDS, Options, report, run, timed_engine
+from common import HERE, START_SECONDS, Figures, Options, report, run, temporary_folder, timed_engine
 
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Limits, Task
@@ -153,7 +152,7 @@ async def main(given: Options) -> None:
         rounded = {kind: {part: round(n) for part, n in sorted(cost.items())} for kind, cost in costs.items()}
         BUDGET.write_text(json.dumps(rounded, indent=1) + "\n")
     over = list(find_excess(costs, json.loads(BUDGET.read_text())))
-    figures: dict[str, float | int | None] = {kind: sum(cost.values()) for kind, cost in costs.items()}
+    figures: Figures = {kind: sum(cost.values()) for kind, cost in costs.items()}
     for kind in ("turn", "rollout"):
         figures |= {f"{kind}_{part}": count for part, count in sorted(costs[kind].items())}
     figures["over"] = len(over)
@@ -166,8 +165,7 @@ async def main(given: Options) -> None:
 @asynccontextmanager
 async def counted_service() -> AsyncIterator[Counted]:
     """Start a service with a scripted engine, and yield it once it is ready."""
-    with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         async with timed_engine(folder, 0) as url:
             process = start_counted(folder, url)
             try:

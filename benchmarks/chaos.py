@@ -38,7 +38,7 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
-from common import HERE, Options, folder_kept_on_error, report, run
+from common import HERE, Figures, Options, folder_kept_on_error, report, run
 from crash import RUN_ID, Ledger, compare
 from engine import Turn, read_turns
 from programs.chaos_trainer import BATCHES, RESULTS, digest
@@ -201,7 +201,7 @@ async def break_it(cluster: Cluster, trainer: Trainer, rounds: int, draw: random
     return faults
 
 
-async def delivered(cluster: Cluster, trainer: Trainer) -> dict[str, float | int | None]:
+async def delivered(cluster: Cluster, trainer: Trainer) -> Figures:
     """Compare what the trainer was given with what it asked for, and with what the store knows."""
     results, of_groups = trainer.results, trainer.of_groups
     given = Counter(str(result["result"]) for result in results) + Counter(of_groups)
@@ -256,7 +256,7 @@ async def read_differently(cluster: Cluster, results: Sequence[dict[str, Any]]) 
     return different
 
 
-def kept(cluster: Cluster, faults: Sequence[Fault]) -> dict[str, float | int | None]:
+def kept(cluster: Cluster, faults: Sequence[Fault]) -> Figures:
     """Return which share of the answered turns was not sampled again after a node was gone."""
     turns: dict[int, list[Turn]] = defaultdict(list)
     for engine in ENGINES:
@@ -264,7 +264,7 @@ def kept(cluster: Cluster, faults: Sequence[Fault]) -> dict[str, float | int | N
             if number < FIRST_GROUP_NUMBER:
                 turns[number] += ours
     rollouts = [sorted(ours) for ours in turns.values()]
-    figures: dict[str, float | int | None] = {}
+    figures: Figures = {}
     for name, kinds in (("turns_kept", KILLED), ("turns_kept_away", AWAY)):
         moments = [(fault.at, fault.address or "") for fault in faults if fault.kind in kinds]
         stake = turns_at_stake(rollouts, moments, turns=TURNS)

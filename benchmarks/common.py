@@ -36,6 +36,7 @@ SHOWN = 2_000
 """How many characters are shown of the log of a program that did not start."""
 
 Main = Callable[["Options"], Awaitable[None]]
+Figures = dict[str, float | int | None]
 PlanT = TypeVar("PlanT")
 
 
@@ -125,6 +126,12 @@ def report(
     Console(width=100).print(table)
     if given.json is not None:
         write_figures(given.json, {**settings, "size": given.size}, figures, aims)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
+        yield Path(name)
 
 
 @contextmanager

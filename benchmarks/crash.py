@@ -28,7 +28,7 @@ from pathlib import Path
 
 import anyio
 from anyio.abc import Process
-from common import HERE, Options, folder_kept_on_error, report, run, scripted_engine
+from common import HERE, Figures, Options, folder_kept_on_error, report, run, scripted_engine
 from support.redis_usage import MeasuredRedis, redis_program
 
 from api_schemas.runs import FileTasks, RunRequest
@@ -219,7 +219,7 @@ async def open_store(folder: Path, *, is_shared: bool) -> SqliteStore | RedisSto
     return await RedisStore.open(RedisConfig(f"unix://{folder / REDIS_SOCKET}"), is_gone=is_gone)
 
 
-async def compare(ledger: Ledger, store: Store) -> dict[str, float | int | None]:
+async def compare(ledger: Ledger, store: Store) -> Figures:
     run_record = await store.runs.get(RUN_ID)
     standing = await store.runs.group_states(RUN_ID)
     by_service = {number for number, state in standing.items() if state == "acknowledged"}

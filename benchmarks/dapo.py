@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import anyio
-from common import Options, report, run
+from common import Figures, Options, report, run
 from support.simulated_engine import DrawnTask, SimulatedEngine, Workload, tasks
 
 from rollout_service.groups.acceptance import (
@@ -254,9 +254,9 @@ def measure(setting: Setting) -> dict[str, float]:
     }
 
 
-def simulate(*, batches: int, seeds: int) -> dict[str, float | int | None]:
+def simulate(*, batches: int, seeds: int) -> Figures:
     """Simulate all cases, and return their medians."""
-    figures: dict[str, float | int | None] = {}
+    figures: Figures = {}
     for prefix, (places, ahead) in ENGINES.items():
         found = {
             level: [measure(Setting(places, batches, level, seed, ahead)) for seed in range(seeds)] for level in LEVELS

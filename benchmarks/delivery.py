@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from pathlib import Path
 import anyio
 import httpx
 import numpy as np
-from common import HERE, Options, report, run, scripted_engine, service, told_address
+from common import HERE, Figures, Options, report, run, scripted_engine, service, temporary_folder, told_address
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.runs import InlineTasks, RunRequest
@@ -167,8 +166,7 @@ def peak_mb(pid: int) -> float:
 
 async def main(given: Options) -> None:
     plan = given.plan(FULL, QUICK, SMOKE)
-    with tempfile.TemporaryDirectory(prefix="delivery-") as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         await fill(folder / "rollouts.sqlite3", plan)
         async with (
             scripted_engine(folder / "engine.address") as url,
@@ -185,7 +183,7 @@ async def main(given: Options) -> None:
     )
 
 
-async def measure(client: RolloutClient, pid: int, folder: Path, rounds: int) -> dict[str, float | int | None]:
+async def measure(client: RolloutClient, pid: int, folder: Path, rounds: int) -> Figures:
     run_of = client.open_run(RUN_ID)
     before = peak_mb(pid)
     _, content = await timed_lease(run_of, arrays=True)

@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
-from common import Options, percentile, report, run
+from common import Figures, Options, percentile, report, run, temporary_folder
 from pydantic import JsonValue
 from support.gateway.agents import Agent, Timings, converse, time_generate
 from support.gateway.lightning import LightningProxy, lightning_proxy
@@ -68,8 +68,6 @@ OF_PEER = (
     "memory_mb_per_conversation",
 )
 """The figures of the proxy, by their names after its own; null without it."""
-
-Figures = dict[str, float | int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +118,10 @@ async def main(given: Options) -> None:
     plan, with_peer = given.plan(FULL, QUICK, SMOKE), given.chosen["peer"] == LIGHTNING
     figures: Figures = {}
     ids = Counter[str]()
-    with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
-        async with bench(Path(name), ENGINE_SECONDS, ids, with_peer=with_peer) as slow:
+    with temporary_folder() as folder:
+        async with bench(folder, ENGINE_SECONDS, ids, with_peer=with_peer) as slow:
             figures |= await latencies(slow, plan)
-        async with bench(Path(name), 0.0, ids, with_peer=with_peer) as instant:
+        async with bench(folder, 0.0, ids, with_peer=with_peer) as instant:
             figures |= await memory(instant, plan)  # first, while the processes have not grown yet
             figures |= await throughput(instant, plan)
             figures |= await long_call(instant, plan)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,7 +22,7 @@ from pathlib import Path
 import anyio
 import httpx
 import psutil
-from common import HERE, START_SECONDS, Options, child, report, run
+from common import HERE, START_SECONDS, Figures, Options, child, report, run, temporary_folder
 from support.accounting import run_measured
 
 POLL_SECONDS = 0.02
@@ -39,9 +38,8 @@ IMPORTED = re.compile(r"^import time: +\d+ \| +\d+ \| *(\S+)$", re.MULTILINE)
 
 async def main(given: Options) -> None:
     starts = given.plan(11, 3, 1)
-    figures: dict[str, float | int | None] = {}
-    with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
-        folder = Path(name)
+    figures: Figures = {}
+    with temporary_folder() as folder:
         servers = {
             "limit_serve_cpu_s": (str(HERE / "programs" / "bare_server.py"), str(folder / "address")),
             "serve_cpu_s": (*COMMAND, *_serve(folder)),

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import sqlite3
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
@@ -28,7 +27,7 @@ from pathlib import Path
 import aiohttp
 import anyio
 import psutil
-from common import HERE, Options, Server, report, run, told_address
+from common import HERE, Figures, Options, Server, report, run, temporary_folder, told_address
 from pydantic import HttpUrl
 from support.live.trainer import CLOSE_SECONDS, Trainer
 from support.live.users import Clock, User
@@ -54,8 +53,6 @@ PAIR_TURNS = 10
 """The compared turns of a session. Serving alone renders the whole prompt for each turn, so in long sessions it is the
 slower of the two."""
 TABLES = ("sessions", "turns", "contents", "parts")
-
-Figures = dict[str, float | int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,8 +330,7 @@ def _rows(folder: Path) -> int:
 async def main(given: Options) -> None:
     plan = given.plan(FULL, QUICK, SMOKE)
     figures: Figures = {}
-    with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         await anyio.Path(folder / "pairs").mkdir()
         figures |= await overhead(folder / "pairs", plan)
         figures |= await concurrent_sessions(folder / "many", plan)

@@ -20,7 +20,7 @@ from pathlib import Path
 import anyio
 import anyio.abc
 import anyio.lowlevel
-from common import Options, report, run
+from common import Figures, Options, report, run
 
 from sandboxes import (
     ApptainerConfig,
@@ -190,7 +190,7 @@ class Attacker:
 
 async def main(given: Options) -> None:
     rounds, seconds = given.plan(*ROUNDS)
-    figures: dict[str, float | int | None] = {}
+    figures: Figures = {}
     with tempfile.TemporaryDirectory() as state:
         provider = make_provider(ApptainerConfig(), Path(state))
         try:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -30,7 +29,7 @@ from pathlib import Path
 
 import anyio
 import psutil
-from common import HERE, Options, Server, report, run, told_address
+from common import HERE, Options, Server, report, run, temporary_folder, told_address
 
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
@@ -216,9 +215,9 @@ async def _is_held(server: Server, holders: Sequence[str]) -> bool:
 
 async def main(given: Options) -> None:
     plan = given.plan(FULL, QUICK, SMOKE)
-    with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
+    with temporary_folder() as folder:
         wide = bench(
-            Path(name) / "wide",
+            folder / "wide",
             latency=plan.latency,
             hold=0.0,
             slots=plan.costed * plan.cost_width,
@@ -229,7 +228,7 @@ async def main(given: Options) -> None:
             figures |= await branch_cost(server, plan)
             figures |= await most_branches(server)
         shared = bench(
-            Path(name) / "shared",
+            folder / "shared",
             latency=plan.share_latency,
             hold=plan.hold,
             slots=plan.slots,

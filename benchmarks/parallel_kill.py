@@ -29,7 +29,7 @@ import anyio
 import httpx
 import psutil
 from anyio.abc import Process
-from common import Options, folder_kept_on_error, report, run, scripted_engine
+from common import Figures, Options, folder_kept_on_error, report, run, scripted_engine
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, TokenExtras
 from api_schemas.rollouts.trees import NodeDetail
@@ -239,7 +239,7 @@ def _order(number: int) -> RolloutRequest:
     )
 
 
-async def _count(service: Killed, ended: list[Rollout]) -> dict[str, float | int | None]:
+async def _count(service: Killed, ended: list[Rollout]) -> Figures:
     """Count what the service reports of its rollouts, next to what was seen after each kill."""
     async with await SqliteStore.open(service.folder / "state" / "rollouts.sqlite3") as store:
         events = await store.events(after=0, limit=1_000_000)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import anyio.to_thread
 import psutil
-from common import HERE, Options, report, run
+from common import HERE, Figures, Options, report, run
 from rich.console import Console
 
 from sandboxes import ProviderUnavailableError
@@ -240,7 +240,7 @@ async def main(given: Options) -> None:
     console = Console(stderr=True)
     found = await anyio.to_thread.run_sync(_measure, provider, lives, console.print)
     seconds = [one.seconds for one in found]
-    figures: dict[str, float | int | None] = {
+    figures: Figures = {
         "rounds": len(found),
         "leftovers": sum(len(one.left) for one in found),
         "reclaim_s_p50": statistics.median(seconds),

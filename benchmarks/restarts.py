@@ -29,7 +29,7 @@ from pathlib import Path
 
 import anyio
 from anyio.abc import Process
-from common import HERE, Options, report, run, scripted_engine
+from common import HERE, Figures, Options, report, run, scripted_engine
 from crash import RUN_ID, Ledger, compare, order
 
 from rollout_client.client import RolloutClient
@@ -177,7 +177,7 @@ def engine(folder: Path) -> AbstractAsyncContextManager[str]:
     return scripted_engine(folder / "engine.address", *options)
 
 
-async def count(attached: Attached, failures: int) -> dict[str, float | int | None]:
+async def count(attached: Attached, failures: int) -> Figures:
     """Count what the service, the trainer and the submission report."""
     async with await SqliteStore.open(attached.path("state") / "rollouts.sqlite3") as store:
         batches = await compare(Ledger.read(attached.path("ledger.jsonl")), store)

@@ -18,7 +18,6 @@ Run: python benchmarks/resume.py [--json FILE] [--quick | --smoke]
 from __future__ import annotations
 
 import random
-import tempfile
 import time
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-from common import HERE, Options, Server, report, run, service, timed_engine
+from common import HERE, Figures, Options, Server, report, run, service, temporary_folder, timed_engine
 from engine import read_turns
 from service import submit
 from support.paired_services import compare_services
@@ -76,17 +75,16 @@ async def main(given: Options) -> None:
     figures = await kill_amid_rollouts(plan.kills, plan.turn_seconds)
     figures |= await resume_after(plan.resumed_turns, plan.command_seconds)
     figures |= await added_latency(plan.pairs)
-    with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
-        added = await added_milliseconds(Path(name), plan.paired_rollouts)
+    with temporary_folder() as folder:
+        added = await added_milliseconds(folder, plan.paired_rollouts)
         figures["added_ms_per_turn_in_process"] = added
     settings = {"rollouts": ROLLOUTS, "turns": TURNS, "command_seconds": plan.command_seconds}
     report("Resume", given, settings, figures, AIMS)
 
 
-async def kill_amid_rollouts(kills: int, turn_seconds: float) -> dict[str, float | int | None]:
+async def kill_amid_rollouts(kills: int, turn_seconds: float) -> Figures:
     """Kill the service `kills` times amid rollouts, let them end, and count the turns that were sampled again."""
-    with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         record = folder / "turns"
         async with timed_engine(folder, turn_seconds) as url:
             finished = []
@@ -131,7 +129,7 @@ async def all_ended(server: Server) -> None:
         await anyio.sleep(0.25)
 
 
-async def resume_after(turns: int, command_seconds: float) -> dict[str, float | int | None]:
+async def resume_after(turns: int, command_seconds: float) -> Figures:
     """Kill the service in the last turn of a rollout, with and without a saved sandbox."""
     saved, replayed_tools = await resume(turns, command_seconds, save_seconds=command_seconds / 2)
     replayed, _ = await resume(turns, command_seconds, save_seconds=0)
@@ -144,8 +142,7 @@ async def resume_after(turns: int, command_seconds: float) -> dict[str, float | 
 
 async def resume(turns: int, command_seconds: float, save_seconds: float) -> tuple[float, int]:
     """Return the seconds from the kill until the last turn is asked for again, and how many commands ran again."""
-    with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         record, more = folder / "turns", f"[sandboxes]\nsave_seconds = {save_seconds}\n"
         command = f"sleep {command_seconds}; echo hello"
         async with timed_engine(folder, SAVING_SECONDS, "--command", command) as url:
@@ -169,13 +166,13 @@ async def resume(turns: int, command_seconds: float, save_seconds: float) -> tup
     return asked - killed, int(str(event["turns"])) - int(str(event["restored_turns"]))
 
 
-async def added_latency(pairs: int) -> dict[str, float | int | None]:
+async def added_latency(pairs: int) -> Figures:
     """Measure what saving adds to a turn of a service with each store."""
-    figures: dict[str, float | int | None] = {}
+    figures: Figures = {}
     async with measured_redis() as redis:
         for store, url in (("sqlite", None), ("redis", redis.url)):
-            with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
-                figures |= (await compare_services(Path(name), pairs, redis_url=url)).figures(store)
+            with temporary_folder() as folder:
+                figures |= (await compare_services(folder, pairs, redis_url=url)).figures(store)
     return figures
 
 

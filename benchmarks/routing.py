@@ -31,7 +31,7 @@ from pathlib import Path
 import aiohttp
 import anyio
 import httpx
-from common import HERE, Options, report, run, told_address
+from common import HERE, Figures, Options, report, run, told_address
 from support.routers import Router
 from support.traffic import Ask, Shape, draw, drive
 
@@ -153,7 +153,7 @@ async def served_tokens(http: httpx.AsyncClient, url: str) -> float:
     return sum(map(float, lines))
 
 
-async def compare(setting: Setting, urls: Sequence[str], *, with_peer: bool) -> dict[str, float | int | None]:
+async def compare(setting: Setting, urls: Sequence[str], *, with_peer: bool) -> Figures:
     """Measure every policy on every seed; policies alternate, so a slow minute of the machine affects them all."""
     outcomes: dict[str, list[Outcome]] = {policy: [] for policy in (OURS, *POLICIES)}
     for seed in setting.seeds:
@@ -171,7 +171,7 @@ async def compare(setting: Setting, urls: Sequence[str], *, with_peer: bool) -> 
     } | against_best(medians)
 
 
-def against_best(medians: Mapping[str, Mapping[str, float]]) -> dict[str, float | int | None]:
+def against_best(medians: Mapping[str, Mapping[str, float]]) -> Figures:
     """Compare this service's figures with the best of the others'; None if there are no others."""
     others = [figures for policy, figures in medians.items() if policy != OURS]
     if not others:
@@ -205,7 +205,7 @@ SMOKE = settings(
 
 async def main(options: Options) -> None:
     chosen, peer = options.plan(FULL, QUICK, SMOKE), options.chosen["peer"]
-    figures: dict[str, float | int | None] = {}
+    figures: Figures = {}
     for prefix, engines in (("sim", simulated), ("sglang", real)):
         async with engines(chosen[prefix]) as urls:
             found = await compare(chosen[prefix], urls, with_peer=peer == PEERS)

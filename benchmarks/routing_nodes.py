@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
-from common import Options, report, run
+from common import Figures, Options, report, run
 from routing import Setting, served_tokens, simulated
 from support.traffic import Session, Shape, draw, drive
 
@@ -84,7 +84,7 @@ async def main(options: Options) -> None:
         for seed in seeds:
             outcomes["one_node"].append(await measure(setting, urls, 1, seed))
             outcomes["nodes"].append(await measure(setting, urls, NODES, seed))
-    figures: dict[str, float | int | None] = {}
+    figures: Figures = {}
     for prefix, runs in outcomes.items():
         figures[f"{prefix}_cached_share"] = statistics.median(share for share, _ in runs)
         figures[f"{prefix}_imbalance"] = statistics.median(imbalance for _, imbalance in runs)

@@ -31,16 +31,14 @@ always have work: rollouts are submitted as fast as they can end, and one for ea
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 import psutil
-from common import Options, report, run
+from common import Figures, Options, report, run, temporary_folder
 from rich.console import Console
 from rich.table import Table
 from support.redis_usage import measured_redis
@@ -273,8 +271,8 @@ def model_errors(points: Sequence[Point], plan: Plan, costs: Costs) -> dict[int,
     return errors
 
 
-def measured_figures(points: Sequence[Point]) -> dict[str, float | int | None]:
-    figures: dict[str, float | int | None] = {}
+def measured_figures(points: Sequence[Point]) -> Figures:
+    figures: Figures = {}
     first, largest = points[0], points[-1]
     for one in points:
         figures[f"rollouts_per_second_{one.nodes}"] = one.rate
@@ -297,13 +295,13 @@ def measured_figures(points: Sequence[Point]) -> dict[str, float | int | None]:
     }
 
 
-async def measure_all(plan: Plan) -> tuple[list[Point], RedisTimes, dict[str, float | int | None]]:
+async def measure_all(plan: Plan) -> tuple[list[Point], RedisTimes, Figures]:
     """Measure all numbers of nodes; return also what Redis takes, and the figures of many idle nodes."""
-    with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
+    with temporary_folder() as folder:
         async with (
             measured_redis() as redis,
             local_cluster(
-                Path(name), redis, places=plan.places, turns=plan.turns, turn_seconds=plan.turn_seconds
+                folder, redis, places=plan.places, turns=plan.turns, turn_seconds=plan.turn_seconds
             ) as cluster,
         ):
             flush = await redis.flush_seconds()
@@ -312,22 +310,20 @@ async def measure_all(plan: Plan) -> tuple[list[Point], RedisTimes, dict[str, fl
                 await cluster.grow(nodes)
                 points.append(await measure(cluster, plan))
                 Console(width=100).print(f"{nodes} nodes: {points[-1].rate:.3f} rollouts per second")
-            alone = await rollout_seconds(redis, Path(name), turns=plan.turns) / calls_of(plan.turns)
+            alone = await rollout_seconds(redis, folder, turns=plan.turns) / calls_of(plan.turns)
             times = RedisTimes(flush, alone + await request_seconds(redis))
             cpu, requests = await rest(cluster, plan)
             return points, times, {"idle_cpu_ms_per_second_32": cpu, "idle_requests_per_second_32": requests}
 
 
-def modeled(
-    plan: Plan, points: Sequence[Point], costs: Costs
-) -> tuple[dict[str, float | int | None], dict[str, JsonValue]]:
+def modeled(plan: Plan, points: Sequence[Point], costs: Costs) -> tuple[Figures, dict[str, JsonValue]]:
     errors = model_errors(points, plan, costs)
     alike = Cluster(nodes=1, places=plan.places, turns=plan.turns, turn_seconds=plan.turn_seconds, cores=2)
     rows = table_of("The benchmark's rollouts, one node on a host", alike, costs, LARGER)
     typical_rows = table_of("64 rollouts of 60 s on hosts of 16 cores", TYPICAL, costs, plan.typical)
     bounds, typical_bounds = (limits(one, costs, link_bytes=LINK_BYTES) for one in (alike, TYPICAL))
     first, typical_first = (min(each, key=lambda one: each[one]) for each in (bounds, typical_bounds))
-    figures: dict[str, float | int | None] = {
+    figures: Figures = {
         "model_error": max(map(abs, errors.values())),
         "limit_nodes": bounds[first],
         "typical_limit_nodes": typical_bounds[typical_first],

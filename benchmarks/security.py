@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
-from common import HERE, Options, report, run
+from common import HERE, Figures, Options, report, run
 
 sys.path.insert(0, str(HERE.parent))  # the attacks are the tests' own
 from neighbors import LIMITS, ROUNDS, SHELL, in_shell, probes, ratios
@@ -294,9 +294,9 @@ async def taken(provider: SandboxProvider, name: str) -> int:
     return most
 
 
-async def try_areas(plan: Plan) -> dict[str, float | int | None]:
+async def try_areas(plan: Plan) -> Figures:
     """Count the attacks that held; describe the others on standard error."""
-    figures: dict[str, float | int | None] = {}
+    figures: Figures = {}
     for area, attacks in AREAS.items():
         tried = [outcome async for outcome in attacks(plan)]
         outcomes = [outcome for outcome in tried if outcome.applies]

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -32,7 +31,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import anyio
-from common import HERE, Options, Server, percentile, report, run, service, timed_engine
+from common import HERE, Figures, Options, Server, percentile, report, run, service, temporary_folder, timed_engine
 from engine import COMMAND, MODEL, read_turns
 from support.bare_turns import bare_turns
 from tokenizers import Tokenizer
@@ -98,7 +97,7 @@ class Peak:
 
 async def main(given: Options) -> None:
     plan = given.plan(FULL, QUICK, SMOKE)
-    figures: dict[str, float | int | None] = {}
+    figures: Figures = {}
     async with bench(0.0) as instant:
         figures |= await throughput(instant, plan)
         bare = await bare_turns(instant.engine_url, COMMAND, concurrency=1, turns=200)
@@ -119,8 +118,7 @@ async def main(given: Options) -> None:
 @asynccontextmanager
 async def bench(engine_seconds: float) -> AsyncIterator[Bench]:
     """Start a service with a scripted engine that takes `engine_seconds` for a turn."""
-    with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         environment = HERE / "environments" / "echo"
         async with (
             timed_engine(folder, engine_seconds) as engine_url,

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
-from common import HERE, Options, report, run
+from common import HERE, Figures, Options, report, run
 from support.redis_usage import measured_redis
 
 sys.path.insert(0, str(HERE.parent))  # the tests' object store
@@ -227,7 +227,7 @@ async def main(given: Options) -> None:
     ]
     sample = trajectory(TOKENS)
     kind = given.chosen["store"]
-    figures: dict[str, float | int | None] = {}
+    figures: Figures = {}
     if kind == "s3":
         os.environ.update(keys(SERVICE))
         with object_server() as objects:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
-from common import Options, percentile, report, run, scripted_engine
+from common import Figures, Options, percentile, report, run, scripted_engine
 
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, TokenChunk, new_request_id
 from rollout_service.engines.pool.pool import BackendPool
@@ -70,10 +70,10 @@ async def one_round(pool: BackendPool, found: Round, turns: int, *, is_streamed:
     found.cpu_seconds += time.process_time() - before
 
 
-def figures(rounds: Mapping[str, Round], turns: int) -> dict[str, float | int | None]:
+def figures(rounds: Mapping[str, Round], turns: int) -> Figures:
     """Return the figures of so many turns of each kind; those of the slower way to stream end in `_cumulative`."""
     plain = rounds["unstreamed"]
-    found: dict[str, float | int | None] = {"engine_first_token_ms": SECONDS_PER_TOKEN * 1e3}
+    found: Figures = {"engine_first_token_ms": SECONDS_PER_TOKEN * 1e3}
     for name, suffix in (("incremental", ""), ("cumulative", "_cumulative")):
         streamed = rounds[name]
         added = statistics.median(streamed.seconds) - statistics.median(plain.seconds)

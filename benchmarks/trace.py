@@ -21,13 +21,12 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
-from common import HERE, Options, report, run, scripted_engine, service
+from common import HERE, Figures, Options, report, run, scripted_engine, service, temporary_folder
 from support.accounting import Run, run_measured
 
 sys.path.insert(0, str(HERE.parent))  # the tests' browser
@@ -189,8 +188,7 @@ async def noted() -> tuple[float, float]:
 async def main(given: Options) -> None:
     rollouts = given.plan(ROLLOUTS, QUICK_ROLLOUTS, SMOKE_ROLLOUTS)
     recording, saving = await noted()
-    with tempfile.TemporaryDirectory(prefix="trace-") as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         size = await fill(folder / "rollouts.sqlite3", rollouts)
         file, packed = folder / "trace.json", folder / "trace.json.gz"
         async with (
@@ -201,7 +199,7 @@ async def main(given: Options) -> None:
             plain = await anyio.to_thread.run_sync(traced, server.client.base_url, file)
             served = server.cpu_seconds - before
             compressed = await anyio.to_thread.run_sync(traced, server.client.base_url, packed)
-        figures: dict[str, float | int | None] = {
+        figures: Figures = {
             "trace_seconds": plain.seconds,
             "trace_cpu_seconds": plain.cpu_seconds,
             "server_cpu_seconds": served,

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from common import HERE, Options, report, run
+from common import HERE, Figures, Options, report, run
 from routing import servers_of
 
 from api_schemas.inference import PauseMode, PoolOutcome
@@ -224,7 +224,7 @@ def difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int]
     return len(expected) - same, len(found) - same
 
 
-async def compared(record: Record, models: Mapping[int, Path], prefix: str = "") -> dict[str, float | int | None]:
+async def compared(record: Record, models: Mapping[int, Path], prefix: str = "") -> Figures:
     """Return the largest error of a logprob, how many tokens were compared, and how many cannot be compared."""
     by_version: dict[int, list[Generation]] = defaultdict(list)
     orders: dict[int, dict[str, Any]] = {}
@@ -275,10 +275,10 @@ async def rolling(urls: Sequence[str], rollouts: int, record: Record) -> AsyncIt
             tasks.cancel_scope.cancel()
 
 
-def figures_of(updates: Sequence[Update], record: Record, prefix: str = "") -> dict[str, float | int | None]:
+def figures_of(updates: Sequence[Update], record: Record, prefix: str = "") -> Figures:
     lost, duplicated = account(record)
     split = sum(len(set(answer.versions)) > 1 for _, answer in record.turns)
-    figures: dict[str, float | int | None] = {
+    figures: Figures = {
         "updates": len(updates),
         "lost_tokens": lost,
         "duplicated_tokens": duplicated,

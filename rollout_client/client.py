@@ -22,26 +22,27 @@ import anyio
 from rollout_client import _wire as wire
 from rollout_client.calls.engines import EngineCalls
 from rollout_client.calls.lists import ListCalls, ViewCalls
-from rollout_client.calls.rollouts import RolloutCalls, with_id
+from rollout_client.calls.rollouts import RolloutCalls
+from rollout_client.calls.rollouts import with_id as with_id
 from rollout_client.calls.service import ServiceCalls
 from rollout_client.calls.sessions import SessionCalls
-from rollout_client.errors import (
-    AddressError,
-    CaFileError,
-    ClientError,
-    ConflictError,
-    GoneError,
-    InvalidRequestError,
-    KeyFormatError,
-    NotFoundError,
-    ProblemError,
-    ProtocolError,
-    ProxySettingsError,
-    UnauthorizedError,
-    UnavailableError,
-    UnreachableError,
-)
-from rollout_client.runs import ClientRun, LeasedBatch, send_rescore
+from rollout_client.errors import AddressError as AddressError
+from rollout_client.errors import CaFileError as CaFileError
+from rollout_client.errors import ClientError as ClientError
+from rollout_client.errors import ConflictError as ConflictError
+from rollout_client.errors import GoneError as GoneError
+from rollout_client.errors import InvalidRequestError as InvalidRequestError
+from rollout_client.errors import KeyFormatError as KeyFormatError
+from rollout_client.errors import NotFoundError as NotFoundError
+from rollout_client.errors import ProblemError as ProblemError
+from rollout_client.errors import ProtocolError as ProtocolError
+from rollout_client.errors import ProxySettingsError as ProxySettingsError
+from rollout_client.errors import UnauthorizedError as UnauthorizedError
+from rollout_client.errors import UnavailableError as UnavailableError
+from rollout_client.errors import UnreachableError as UnreachableError
+from rollout_client.runs import ClientRun as ClientRun
+from rollout_client.runs import LeasedBatch as LeasedBatch
+from rollout_client.runs import send_rescore
 
 if TYPE_CHECKING:
     import httpx
@@ -52,27 +53,6 @@ if TYPE_CHECKING:
     Run = Callable[[wire.RolloutRequest], Awaitable[wire.Rollout]]
     Refused = Callable[[wire.RolloutRequest, ProblemError], None]
     """Takes a request that the server refuses, with its reason."""
-
-__all__ = [
-    "AddressError",
-    "CaFileError",
-    "ClientError",
-    "ClientRun",
-    "ConflictError",
-    "GoneError",
-    "InvalidRequestError",
-    "KeyFormatError",
-    "LeasedBatch",
-    "NotFoundError",
-    "ProblemError",
-    "ProtocolError",
-    "ProxySettingsError",
-    "RolloutClient",
-    "UnauthorizedError",
-    "UnavailableError",
-    "UnreachableError",
-    "with_id",
-]
 
 
 RESCORED_AT_ONCE = 8

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import anyio
 from aiohttp import web
-from common import HERE, Server, service
+from common import HERE, Figures, Server, service
 from engine import MODEL, PROMPT, PROMPTS, OneTurn, TimedConnection, TimedServer
 
 from api_schemas.rollouts import RolloutRequest
@@ -97,7 +97,7 @@ class Comparison:
     added_cpu_ms: float
     """The CPU time of the service that saving adds to a turn, in the background too."""
 
-    def figures(self, store: str) -> dict[str, float | int | None]:
+    def figures(self, store: str) -> Figures:
         """Return the medians; the true median lies between `low` and `high` with a probability of 95 %."""
         low, high = interval(self.differences)
         return {

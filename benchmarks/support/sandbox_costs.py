@@ -12,7 +12,7 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-from common import Options, percentile, report
+from common import Figures, Options, percentile, report
 from support.accounting import Account, Memory, account, host_cpu_seconds, read_memory
 from support.bare_sandbox import bare_apptainer, bare_bash, bare_kernels
 from support.sandbox_peers import PEERS, peer_figures
@@ -41,7 +41,6 @@ AIMS = {
     "mb_per_sandbox_python": "<= 70",
     "mb_per_sandbox_bash": "<= 20",
 }
-Figures = dict[str, float | int | None]
 
 
 @dataclass(frozen=True, slots=True)

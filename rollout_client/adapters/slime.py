@@ -94,10 +94,8 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], e
     """Return a sample for each segment; always a list, since slime flattens all alike."""
     metadata = sample.metadata or {}
     submitter = await submitter_for(args)
-    row, most = (
-        metadata if "environment" in metadata else sample.prompt,
-        sampling_params.get("max_new_tokens"),
-    )
+    row = metadata if "environment" in metadata else sample.prompt
+    most = sampling_params.get("max_new_tokens")
     request = submitter.request(row, sampling_params, max_tokens=most, trainer="slime", group=sample.group_index)
     if evaluation:
         return [await _evaluate(submitter, sample, request)]

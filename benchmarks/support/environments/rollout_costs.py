@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import anyio.to_thread
-from common import HERE
+from common import HERE, Figures
 from support.bare_sandbox import exec_argv
 from support.environments.played_service import CLOCK, PlayedService, request, require_reward
 
@@ -24,7 +24,6 @@ GRADER = "grader_ms"
 """The part of a reward that is the grader's time, by the clock that it read at its beginning and at its end."""
 TIME = re.compile(r"^\d+[.,]\d{6}$", re.MULTILINE)
 
-Figures = dict[str, float | int | None]
 Costs = Mapping[str, Sequence[float]]
 """Milliseconds by kind of environment."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from common import Figures
+
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.recordings import NAMES
@@ -65,12 +67,12 @@ def _replayed(renderer: ChatRenderer, name: str) -> Replayed:
     )
 
 
-def replay_figures(replayed: Mapping[str, Replayed]) -> dict[str, float | int | None]:
+def replay_figures(replayed: Mapping[str, Replayed]) -> Figures:
     """Return the figures of the plain runs together, and of all recordings."""
     return _figures([replayed[name] for name in RUNS], "") | _figures(list(replayed.values()), "_all")
 
 
-def _figures(recordings: Sequence[Replayed], suffix: str) -> dict[str, float | int | None]:
+def _figures(recordings: Sequence[Replayed], suffix: str) -> Figures:
     kept = sum([each.kept_tokens for each in recordings])
     calls, segments = sum([each.calls for each in recordings]), sum([each.segments for each in recordings])
     return {
