@@ -50,15 +50,20 @@ def converse(
     """Return the ids of a conversation; without `learn_first`, its first turn is no example to follow."""
     conversation = open_conversation(renderer, setup, question)
     for text, results in turns:
-        conversation.prompt()
-        ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
-        conversation.record(ids, [0.0] * len(ids), [0] * len(ids), FinishReason.STOP)
+        say(renderer, conversation, text)
         conversation.append([Message(role="tool", content=result) for result in results])
     (segment,) = conversation.trajectory().segments
     mask = segment.loss_mask
     if not learn_first:
         mask = [int(bit and turn > 0) for bit, turn in zip(mask, segment.turn_ids, strict=True)]
     return Example(segment.token_ids, mask)
+
+
+def say(renderer: ChatRenderer, conversation: Conversation, text: str) -> None:
+    """Let the policy write a turn."""
+    conversation.prompt()
+    ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
+    conversation.record(ids, [0.0] * len(ids), [0] * len(ids), FinishReason.STOP)
 
 
 def open_conversation(renderer: ChatRenderer, setup: Setup, question: str) -> Conversation:

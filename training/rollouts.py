@@ -17,6 +17,7 @@ from training.model import PAD_ID, STOP_ID
 
 MAX_TURNS = 4
 MAX_TURN_TOKENS = 64
+AT_ONCE = 128
 _PRINT = re.compile(r"print\((?!.*\*\s*\*)(.{1,80})\)", re.DOTALL)
 
 
@@ -55,17 +56,13 @@ def roll_out(
     attempts = [Attempt(p, open_conversation(renderer, setup, p["question"])) for p in problems]
     for _ in range(MAX_TURNS):
         live = [attempt for attempt in attempts if not attempt.done]
-        for start in range(0, len(live), 128):
-            chunk = live[start : start + 128]
-            outputs = generate(model, [attempt.conversation.prompt() for attempt in chunk], temperature)
-            for attempt, output in zip(chunk, outputs, strict=True):
-                _take(attempt, output)
+        turns = sample_turns(model, [attempt.conversation for attempt in live], temperature)
+        for attempt, turn in zip(live, turns, strict=True):
+            _take(attempt, turn)
     return attempts
 
 
-def _take(attempt: Attempt, output: list[int]) -> None:
-    finish = FinishReason.STOP if STOP_ID in output else FinishReason.LENGTH
-    turn = attempt.conversation.record(output, [0.0] * len(output), [0] * len(output), finish)
+def _take(attempt: Attempt, turn: AssistantTurn) -> None:
     if not turn.tool_calls:
         match = re.search(r"\\boxed\{(-?\d+)\}", turn.message.content)
         attempt.answer, attempt.done = (match[1] if match else None), True
@@ -84,8 +81,22 @@ def _answers(attempt: Attempt, turn: AssistantTurn) -> list[Message]:
     return answers
 
 
+def sample_turns(
+    model: transformers.Qwen3ForCausalLM, conversations: Sequence[Conversation], temperature: float
+) -> list[AssistantTurn]:
+    """Sample the next turn of each conversation, and record it there."""
+    turns = []
+    for start in range(0, len(conversations), AT_ONCE):
+        chunk = conversations[start : start + AT_ONCE]
+        outputs = _generate(model, [conversation.prompt() for conversation in chunk], temperature)
+        for conversation, output in zip(chunk, outputs, strict=True):
+            finish = FinishReason.STOP if STOP_ID in output else FinishReason.LENGTH
+            turns.append(conversation.record(output, [0.0] * len(output), [0] * len(output), finish))
+    return turns
+
+
 @torch.no_grad()
-def generate(
+def _generate(
     model: transformers.Qwen3ForCausalLM, prompts: Sequence[Sequence[int]], temperature: float
 ) -> list[list[int]]:
     """Sample one turn for each prompt, ended by its stop token, without truncating the distribution."""

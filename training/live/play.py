@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 
 import transformers
 
-from api_schemas.trajectories import FinishReason, Message
+from api_schemas.trajectories import Message
 from rollout_service.tokens import AssistantTurn, ChatRenderer, Conversation
 from training.live import talk
-from training.model import STOP_ID
-from training.rollouts import generate
-
-DECODED_AT_ONCE = 128
+from training.rollouts import sample_turns
 
 
 @dataclass(slots=True)
@@ -42,13 +39,9 @@ def play(
     for _ in range(turns):
         for each in sessions:
             _ask(each, rng, wanted, hint)
-        for start in range(0, count, DECODED_AT_ONCE):
-            chunk = sessions[start : start + DECODED_AT_ONCE]
-            outputs = generate(model, [each.conversation.prompt() for each in chunk], 1.0)
-            for each, output in zip(chunk, outputs, strict=True):
-                finish = FinishReason.STOP if STOP_ID in output else FinishReason.LENGTH
-                turn = each.conversation.record(output, [0.0] * len(output), [0] * len(output), finish)
-                each.turns.append(turn)
+        sampled = sample_turns(model, [each.conversation for each in sessions], 1.0)
+        for each, turn in zip(sessions, sampled, strict=True):
+            each.turns.append(turn)
     return sessions
 
 

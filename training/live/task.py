@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from api_schemas.trajectories import FinishReason, Message
+from api_schemas.trajectories import Message
 from rollout_service.tokens import ChatRenderer, Conversation
-from training.examples import Example
+from training.examples import Example, say
 from training.live import talk
 from training.tokenizer import build_tokenizer
 
@@ -53,9 +53,7 @@ def session(renderer: ChatRenderer, turns: int, rng: random.Random) -> Example:
         if rng.random() < HINTED:
             message = talk.hinted(message, talk.hint(ending))
         conversation.append([Message(role="user", content=message)])
-        conversation.prompt()
-        ids = [*renderer.encode(question.answer + ending), renderer.stop_token_ids[0]]
-        conversation.record(ids, [0.0] * len(ids), [0] * len(ids), FinishReason.STOP)
+        say(renderer, conversation, question.answer + ending)
     (segment,) = conversation.trajectory().segments
     return Example(segment.token_ids, segment.loss_mask)
 

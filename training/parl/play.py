@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 import transformers
 
 from api_schemas.rollouts.trees import InvalidBecause
-from api_schemas.trajectories import FinishReason, Message, ToolCall
+from api_schemas.trajectories import Message, ToolCall
 from rollout_service.agents.parallel.tools import ASSIGN, CREATE, created_text, marked_result, result_text
 from rollout_service.environments.builtin import lookups
 from rollout_service.environments.builtin.lookups import written_sum
 from rollout_service.tokens import AssistantTurn, ChatRenderer, Conversation
 from training.examples import Setup, open_conversation
-from training.model import STOP_ID
 from training.parl.setups import subagent
-from training.rollouts import generate
+from training.rollouts import sample_turns
 
 BUDGET = lookups.MAX_CRITICAL_STEPS
 SLOTS = lookups.PARALLEL.max_width or lookups.PARALLEL.max_assigns_per_turn
@@ -99,7 +98,7 @@ def roll_out(
     attempts = [Attempt(task, open_conversation(renderer, task.setup, task.question)) for task in tasks]
     for _ in range(MAX_TURNS):
         live = [attempt for attempt in attempts if not attempt.done]
-        turns = _sample(model, [attempt.conversation for attempt in live], temperature)
+        turns = sample_turns(model, [attempt.conversation for attempt in live], temperature)
         waiting = []
         for attempt, turn in zip(live, turns, strict=True):
             subs = _begin(attempt, turn, renderer)
@@ -120,19 +119,6 @@ def run_subagents(
     subs = [_subagent(renderer, *job) for job in jobs]
     _work(model, subs)
     return subs
-
-
-def _sample(
-    model: transformers.Qwen3ForCausalLM, conversations: Sequence[Conversation], temperature: float
-) -> list[AssistantTurn]:
-    turns = []
-    for start in range(0, len(conversations), 128):
-        chunk = conversations[start : start + 128]
-        outputs = generate(model, [conversation.prompt() for conversation in chunk], temperature)
-        for conversation, output in zip(chunk, outputs, strict=True):
-            finish = FinishReason.STOP if STOP_ID in output else FinishReason.LENGTH
-            turns.append(conversation.record(output, [0.0] * len(output), [0] * len(output), finish))
-    return turns
 
 
 def _begin(attempt: Attempt, turn: AssistantTurn, renderer: ChatRenderer) -> dict[str, SubAgent]:
@@ -204,7 +190,7 @@ def _subagent(renderer: ChatRenderer, system: str, task: str, cells: Mapping[str
 def _work(model: transformers.Qwen3ForCausalLM, subs: Sequence[SubAgent]) -> None:
     for _ in range(SUB_TURNS):
         live = [sub for sub in subs if not sub.done]
-        turns = _sample(model, [sub.conversation for sub in live], 1.0)
+        turns = sample_turns(model, [sub.conversation for sub in live], 1.0)
         for sub, turn in zip(live, turns, strict=True):
             sub.turns += 1
             if turn.tool_calls:
