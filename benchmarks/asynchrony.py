@@ -75,27 +75,21 @@ async def main(given: Options) -> None:
 async def train(folder: Path, eta: int, plan: Plan) -> dict:
     """Train in a separate process, and return its report."""
     figures = folder / f"eta-{eta}.json"
-    command = [
-        sys.executable,
-        str(EXAMPLES / "train_calc.py"),
-        "--json",
-        str(figures),
-        "--out",
-        str(folder / f"{eta}"),
-    ]
-    command += ["--environment", "slow", "--plug-in", str(EXAMPLES / "environments" / "arithmetic")]
-    command += [
-        "--max-staleness",
-        str(eta),
-        "--seed",
-        str(SEED),
-        "--workers",
-        str(WORKERS),
-        "--evaluations",
-        "0",
-    ]
-    command += ["--steps", str(plan.steps), "--target", str(plan.goal or NEVER), "--minutes", str(MINUTES)]
-    command += plan.more
+    options = {
+        "--json": figures,
+        "--out": folder / str(eta),
+        "--environment": "slow",
+        "--plug-in": EXAMPLES / "environments" / "arithmetic",
+        "--max-staleness": eta,
+        "--seed": SEED,
+        "--workers": WORKERS,
+        "--evaluations": 0,
+        "--steps": plan.steps,
+        "--target": plan.goal or NEVER,
+        "--minutes": MINUTES,
+    }
+    given = [str(part) for option in options.items() for part in option]
+    command = [sys.executable, str(EXAMPLES / "train_calc.py"), *given, *plan.more]
     await anyio.run_process(command, stdout=None, stderr=None)
     return json.loads(await anyio.Path(figures).read_text())
 

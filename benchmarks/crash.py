@@ -112,15 +112,8 @@ class Victims:
     def _serve(self, name: str, engine_url: str, port: int, *, is_shared: bool) -> Sequence[str]:
         """Return the command of a service, after writing its settings."""
         config = self.folder / f"{name}.toml"
-        lines = ["[pipeline]", "max_attempts = 1000", "drain_seconds = 1"]
-        if is_shared:
-            lines += [
-                "[store]",
-                f'url = "unix://{self.folder / REDIS_SOCKET}"',
-                "[cluster]",
-                f'name = "{name}"',
-            ]
-        config.write_text("\n".join(lines) + "\n")
+        store = f'[store]\nurl = "unix://{self.folder / REDIS_SOCKET}"\n[cluster]\nname = "{name}"\n'
+        config.write_text("[pipeline]\nmax_attempts = 1000\ndrain_seconds = 1\n" + (store if is_shared else ""))
         serve = ["-m", "rollout_service.cli", "serve", "--config", str(config), "--port", str(port)]
         serve += ["--state-dir", str(self.folder / f"state-{name}"), "--sandbox", "local"]
         return [sys.executable, *serve, "--log-level", "warning", "--engine", "none", "--backend", engine_url]

@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import anyio
 import torch
@@ -251,6 +252,8 @@ async def main(arguments: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    folder: dict[str, Any] = {"type": Path, "metavar": "DIR"}
+    folders: dict[str, Any] = folder | {"action": "append", "default": []}
     add("--engine", choices=("embedded", "sglang"), default="embedded", help="what samples")
     add("--weights", choices=("disk", "group"), default="disk", help="how new weights get to the engine")
     add(
@@ -262,35 +265,12 @@ def parse() -> argparse.Namespace:
     )
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="checkpoints, curves and the service's store; default a new folder",
-    )
+    add("--out", **folder, help="checkpoints, curves and the service's store; default a new folder")
     add("--environment", default="calc", help="its data set has the splits `train` and `held_out`")
-    add("--add-environment", type=Path, action="append", default=[], metavar="DIR", help="a folder to serve")
-    add(
-        "--plug-in",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="environments in Python to serve",
-    )
-    add(
-        "--start",
-        type=Path,
-        metavar="DIR",
-        help="the policy to begin with; default calc-base, or parl-base for pointers and split",
-    )
-    add(
-        "--frozen",
-        type=Path,
-        default=ORCHESTRATOR,
-        metavar="DIR",
-        help="the policy of the sub-agents; default parl-base",
-    )
+    add("--add-environment", **folders, help="a folder to serve")
+    add("--plug-in", **folders, help="environments in Python to serve")
+    add("--start", **folder, help="the policy to begin with; default calc-base, or parl-base for pointers and split")
+    add("--frozen", **folder, default=ORCHESTRATOR, help="the policy of the sub-agents; default parl-base")
     add(
         "--auxiliary",
         choices=("none", "annealed", "constant"),

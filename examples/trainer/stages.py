@@ -19,7 +19,7 @@ class StageClock:
 
     async def busy(self) -> dict[str, float]:
         """Return the mean number of busy workers in each stage since the previous call; nothing on the first."""
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(trust_env=False) as http:  # on this machine, whose address no proxy reaches
             text = (await http.get(self._url)).raise_for_status().text
         before = self._read
         now, worked = time.monotonic(), {stage: float(seconds) for stage, seconds in _WORKED.findall(text)}

@@ -3,11 +3,14 @@
 import struct
 from pathlib import Path
 
+import anyio
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 from trainer.curves import PLOTS, SUB_AGENTS, Curves, draw_multiples, read_points, sub_agent_points
+from trainer.stages import StageClock
 
 from api_schemas.rollouts.figures import ParallelFigures
+from tests.support.web_server import web_server
 
 pytestmark = pytest.mark.slow  # it imports matplotlib
 POINT = {"reward": 0.5, "acceptance": 0.8, "staleness": 0.1, "entropy": 0.7, "logprob_gap": 1e-4}
@@ -75,3 +78,12 @@ def test_a_curve_continues_after_the_checkpoint(curves, tmp_path):
     points = read_points(tmp_path / "curve.jsonl")
     assert [point["step"] for point in points] == [1, 2, 3, 4]
     assert points[-1]["reward"] == 0.9
+
+
+def test_the_stages_are_read_without_the_proxy_of_the_environment(monkeypatch):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with web_server(lambda _: (200, {}, b'rollout_stage_seconds_sum{stage="init"} 2.0\n')) as address:
+        clock = StageClock(f"http://{address}")
+        assert (anyio.run(clock.busy), anyio.run(clock.busy)) == ({}, {"busy_init": 0.0})

@@ -210,11 +210,8 @@ def arms():
     return module
 
 
-def test_without_rewards_for_handing_on_work_nothing_is_asked():
-    assert Dividing().order() is None
-
-
 def test_annealed_weights_fall_to_nothing_and_constant_ones_stay():
+    assert Dividing().order() is None
     annealed, constant = Dividing("annealed", anneal=4).order(), Dividing("constant").order()
     assert (annealed.length, annealed.lambda1.end, annealed.lambda2.end) == (4, 0.0, 0.0)
     assert (constant.length, constant.lambda1.end, constant.lambda2.end) == (NEVER, 0.3, 0.2)
