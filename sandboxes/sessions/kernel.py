@@ -81,6 +81,8 @@ class Cell:
     def add_message(self, kind: str, content: Mapping[str, Any]) -> None:
         self.taken += 1
         if kind == "execute_reply":
+            if content.get("status") == "error" and self.error is None:  # IPython failed to print its traceback
+                self.error = PythonErrorInfo(self._cut(content.get("ename")), self._cut(content.get("evalue")), "")
             self.replied.set()
             self.ending.set()
         elif kind == "stream":

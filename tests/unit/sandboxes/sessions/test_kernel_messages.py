@@ -7,6 +7,8 @@ from contextlib import suppress
 
 import anyio
 
+from sandboxes.contract import PythonErrorInfo
+from sandboxes.sessions.kernel import Cell
 from sandboxes.sessions.kernel_wire import DELIM, decode
 from sandboxes.sessions.zmtp import COMMAND, GREETING, READY, ZmtpConnection, encode_frame
 
@@ -46,3 +48,12 @@ async def test_a_flood_of_messages_takes_a_part_of_a_processor(folder):
         connection.close()
         sender.join()
     assert 0.05 < share < 0.5
+
+
+def test_an_error_whose_traceback_cannot_be_printed_is_known_from_the_reply():
+    cell, error = Cell(1_000), {"ename": "KeyboardInterrupt", "evalue": ""}
+    cell.add_message("execute_reply", error | {"status": "error", "traceback": ["that of an earlier cell"]})
+    assert cell.error == PythonErrorInfo("KeyboardInterrupt", "", "")
+    cell.add_message("error", error | {"traceback": ["its own"]})
+    cell.add_message("execute_reply", error | {"status": "error"})
+    assert cell.error == PythonErrorInfo("KeyboardInterrupt", "", "its own")
